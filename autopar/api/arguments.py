@@ -1,4 +1,5 @@
-"""What users may pass: meshes, batches and hardware, read into autopar's own types."""
+"""Read the arguments of the public functions into autopar's own types: meshes, batches and
+hardware."""
 
 from __future__ import annotations
 
@@ -58,23 +59,32 @@ def _in_short(x: Tensor) -> str:
 
 
 def launched_processes() -> Unshaped:
-    """The processes of this job, to be shaped: nodes × processes of each, as torchrun says, or
-    their number where nodes differ; one process where there is no launcher and no process group."""
+    """Return the processes of this job, whose mesh is still to be shaped.
+
+    Returns:
+        (nodes, processes per node) as torchrun sets them; the number of processes if nodes differ;
+            one process if there is no launcher and no process group.
+    """
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return (world // here, here) if world % here == 0 else world
 
 
 def is_shape_of(mesh: Mesh, asked: Unshaped) -> bool:
-    """Whether a mesh has as many devices, and nodes of as many, where that was said."""
+    """Return whether a mesh has the requested number of devices, and of devices per node if that is
+    given."""
     if isinstance(asked, int):
         return mesh.num_devices == asked
     return (mesh.num_devices // mesh.devices_per_node, mesh.devices_per_node) == asked
 
 
 def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of a call: a mapping is keywords, a list or tuple is positions, a tensor is
-    the one argument."""
+    """Return (args, kwargs) of a call: a mapping is keywords, a list or tuple is positions, a
+    tensor is the only argument.
+
+    Raises:
+        AutoparError: if `example_inputs` is none of these.
+    """
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     if isinstance(example_inputs, Tensor):
@@ -92,7 +102,11 @@ def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises AutoparError where it is none."""
+    """Check that a model is an `nn.Module`.
+
+    Raises:
+        AutoparError: if it is not.
+    """
     if isinstance(model, type):
         raise AutoparError(
             f"{model.__name__} is a class and no model",
@@ -103,15 +117,26 @@ def check_model(model: nn.Module) -> None:
 
 
 def runs_on(model: nn.Module, mesh: MeshLike, batch: object) -> str | None:
-    """Kind of device that a model will run on: the torch mesh's, or as `kind_of` says."""
+    """Return the kind of device that a model will run on.
+
+    Args:
+        model: the plain model.
+        mesh: if it is a torch DeviceMesh, its kind of device is returned.
+        batch: the call's inputs; see `kind_of`.
+
+    Raises:
+        AutoparError: if `model` is no `nn.Module`.
+    """
     check_model(model)
     return str(mesh.device_type) if isinstance(mesh, DeviceMesh) else kind_of(model, batch)
 
 
 def kind_of(model: nn.Module, batch: object) -> str | None:
-    """Kind of device that a model and its batch are on: the parameters' one, unless they wait on a
-    CPU, to be split, for a batch that is not; None where no parameter says (weights on meta), or
-    they are on several."""
+    """Return the kind of device that a model and its batch are on.
+
+    This is the parameters' kind, unless they are on a CPU, to be split from there, and the batch is
+    not. It is None if the parameters are on several kinds, or all are on meta.
+    """
     types = {p.device.type for p in model.parameters()} - {"meta"}
     given = {x.device.type for x in tree_leaves(batch) if isinstance(x, Tensor)} - {"meta"}
     if types == {"cpu"} and len(given) == 1:
@@ -120,8 +145,7 @@ def kind_of(model: nn.Module, batch: object) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What users may pass as hardware: one profile, or, of unequal devices, one per index along an
-# axis of the mesh.
+# Hardware: one profile or, for unequal devices, one per index along an axis of the mesh.
 
 
 def as_hardware(hardware: HardwareLike, mesh: MeshLike) -> Hardware:
@@ -145,13 +169,13 @@ def of_plan(plan: Plan, hardware: HardwareLike | None = None) -> Hardware:
 
 
 def planned_for(plan: Plan) -> HardwareLike:
-    """What a plan was made for, by name."""
+    """Return the hardware that a plan was made for, by name."""
     mark = plan.fingerprint
     return {mark.axis: [name for name, _ in mark.profiles]} if mark.axis else mark.profile
 
 
 # --------------------------------------------------------------------------------------------------
-# What is planned for where nobody says it: this machine.
+# The default hardware: this machine.
 
 log = logging.getLogger("autopar")
 _told: set[str] = set()
@@ -184,8 +208,8 @@ def default_hardware(device_type: str | None = None) -> str:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether there is a profile, which nobody but this user can have written; the log says if
-    another user can have."""
+    """Return whether a profile exists that nobody but this user can have written. A warning is
+    logged if another user can have written it."""
     if not path.exists():
         return False
     path = path.resolve()
@@ -199,8 +223,10 @@ def _is_own(path: Path) -> bool:
 
 
 def within_this_gpu(options: PlanOptions, profile: HardwareProfile) -> PlanOptions:
-    """With a budget that the GPU of this machine has, where its profile has more memory and no
-    budget was asked for."""
+    """Return the options with a budget that the GPU of this machine has.
+
+    They are unchanged if a budget was asked for, or the profile has no more memory than the GPU.
+    """
     if (
         options.memory_bytes is not None
         or profile.device_type == "cpu"

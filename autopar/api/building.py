@@ -1,5 +1,5 @@
-"""Building a `ParallelModule`: the plan that all ranks agree on, its program, and the
-parameters, sharded."""
+"""Build a `ParallelModule`: let all ranks agree on a plan, emit its program, and shard the
+parameters."""
 
 from __future__ import annotations
 
@@ -59,11 +59,12 @@ log = logging.getLogger("autopar")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What `compile` was asked for.
+    """The arguments of `autopar.compile`.
 
     Attributes:
-        request: what the planner is called with, unless there is a plan.
-        otherwise: options of a further program where a constraint of the request cannot hold.
+        request: the arguments of the planner, which are used if there is no plan.
+        otherwise: options to plan with if a constraint of the request cannot hold; for further
+            programs.
     """
 
     request: PlanRequest
@@ -73,7 +74,7 @@ class Order:
 
     @property
     def build(self) -> dict[str, Any]:
-        """How the `ParallelModule` is built."""
+        """The keyword arguments of `ParallelModule` and `StagedModule`."""
         return {
             "backend": self.backend,
             "batch": self.request.options.batch,
@@ -85,10 +86,12 @@ class Order:
 def parallel_module(
     order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any], shared: Compiled | None = None
 ) -> ParallelModule | StagedModule:
-    """The module, planned for this call, or with the plan that is there.
+    """Plan a model for a call, unless there is a plan, and build the distributed module.
 
     Args:
-        shared: a module of the same model, whose parameters and buffers it takes as its own.
+        order: the arguments of `autopar.compile`.
+        args, kwargs: the call that is captured.
+        shared: a module of the same model, whose parameters and buffers are used.
 
     Raises:
         as `autopar.compile`.
@@ -194,8 +197,7 @@ def _variant(
 
 
 def _tell_of_gpus(kind: str, mesh: MeshLike) -> None:
-    """Of those that this machine has and that have nothing to do, though nobody may have meant
-    that."""
+    """Warn of GPUs of this machine that have nothing to do, which may not be intended."""
     if kind == "cpu" and torch.cuda.is_available():
         log.warning(
             "model and batch are on the CPU, and so is what was compiled; with example_inputs on"
@@ -215,8 +217,8 @@ def _tell_of_gpus(kind: str, mesh: MeshLike) -> None:
 
 
 def _device_type(model: nn.Module, batch: object) -> str:
-    """Where the model runs, where no torch mesh says it: where its batch is, or, of a batch on
-    the CPU, where its parameters are."""
+    """Return the kind of device that a model runs on if no torch mesh tells it: that of its batch
+    or, if the batch is on the CPU, that of its parameters."""
     if (kind := kind_of(model, batch)) is not None:
         return kind
     types = {p.device.type for p in model.parameters()} - {"meta"}

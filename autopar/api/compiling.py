@@ -89,7 +89,11 @@ def compile(
 
 
 def _check_beside(plan: object, options: Mapping[str, Any]) -> None:
-    """That no option is passed that a plan has already. Raises PlanError."""
+    """Refuse options that the plan already determines.
+
+    Raises:
+        PlanError: if an option other than `batch` and `outputs` is passed together with a plan.
+    """
     passed = [
         name for name in options if name not in ("batch", "outputs")
     ]  # which bear on how the plan is run, too
@@ -114,7 +118,7 @@ _OF_THE_MODULE = (
 
 
 class NotPlannedYet(RuntimeStateError, AttributeError):
-    """What a compiled module has from its first call on."""
+    """An attribute was read that a compiled module has from its first call on."""
 
 
 class Deferred(nn.Module):
@@ -165,16 +169,16 @@ class Deferred(nn.Module):
         return self._ready("modules").named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """As `named_modules`."""
+        """Yield the direct parts of the distributed module; as `named_modules`."""
         return self._ready("modules").named_children()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Deferred:
-        """To the distributed module and its parts; as `named_parameters`."""
+        """Apply a function to the distributed module and its parts; as `named_parameters`."""
         self._ready("apply").apply(fn)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Deferred:
-        """What `to`, `half` and `cuda` do."""
+        """Convert the distributed module; torch calls this for `to`, `half` and `cuda`."""
         self._ready("a conversion")._apply(fn, recurse)
         return self
 

@@ -53,8 +53,11 @@ def shapes(devices: Unshaped) -> tuple[Mesh, ...]:
 
 
 def shapes_in_three(devices: Unshaped) -> tuple[Mesh, ...]:
-    """Of devices that have one axis where nothing is cut, the shapes of three; arguments and
-    errors as of `shapes`."""
+    """Return the shapes with three axes, for devices that have a single axis if none is cut; else
+    none.
+
+    Arguments and errors are those of `shapes`.
+    """
     here, whole = _whole(devices)
     if len(whole) > 1:
         return ()
@@ -71,7 +74,7 @@ def shapes_in_three(devices: Unshaped) -> tuple[Mesh, ...]:
 
 
 def _whole(devices: Unshaped) -> tuple[int, dict[str, int]]:
-    """Devices of a node, and the axes where none is cut."""
+    """Return the devices per node, and the axes if none is cut."""
     nodes, here = _in_nodes(devices) if isinstance(devices, int) else devices
     if min(nodes, here) < 1:
         raise MeshError(
@@ -84,7 +87,7 @@ def _whole(devices: Unshaped) -> tuple[int, dict[str, int]]:
 
 
 def _in_nodes(num_devices: int) -> tuple[int, int]:
-    """Nodes, and devices of each, that a count stands for."""
+    """Return the number of nodes, and of devices per node, that a device count stands for."""
     if num_devices < 1:
         raise MeshError(
             f"a mesh of {num_devices} devices",
@@ -104,7 +107,7 @@ def _in_nodes(num_devices: int) -> tuple[int, int]:
 
 
 def _inner(size: int) -> Iterator[int]:
-    """Sizes of the inner one of two axes, the smallest last."""
+    """Yield the sizes that the inner one of two axes may have, the smallest last."""
     return (n for n in range(size // 2, 1, -1) if size % n == 0)
 
 
@@ -137,16 +140,16 @@ def best_shape(
     ):
         tried.add(further)
     if tried.best is None:
-        raise _telling(tried.refusals, holds)
-    return tried.best if len(tried.told) == 1 else _told(tried.best, tried.told)
+        raise _most_informative(tried.refusals, holds)
+    return tried.best if len(tried.told) == 1 else _note_tried_shapes(tried.best, tried.told)
 
 
 @dataclass
 class _Tried:
-    """Shapes that were planned for.
+    """The shapes that were planned for.
 
     Attributes:
-        told: per shape how fast it is, or that it has no plan.
+        told: per shape, how fast its plan is, or that there is none.
     """
 
     plan: Callable[[Mesh, float], Planned]
@@ -178,10 +181,10 @@ class _Tried:
                 self.best = found
 
 
-def _telling(
+def _most_informative(
     refusals: list[tuple[Mesh, AutoparError]], holds: Callable[[Mesh], bool]
 ) -> AutoparError:
-    """The refusal that says most; `best_shape` states the order."""
+    """Return the refusal that says most; `best_shape` states the order."""
 
     def rank(refusal: tuple[Mesh, AutoparError]) -> tuple[int, float]:
         mesh, error = refusal
@@ -192,8 +195,9 @@ def _telling(
     return min(refusals, key=rank)[1]
 
 
-def _told(best: Planned, told: list[str]) -> Planned:
-    """The plan with what its bound covers: its own shape, and which others were tried."""
+def _note_tried_shapes(best: Planned, told: list[str]) -> Planned:
+    """Return the plan with a note on what its bound covers: its own shape. The note lists the other
+    shapes that were tried."""
     tried = f"this mesh shape alone; tried, with the step found for each: {'; '.join(told)}"
     proof = replace(best.plan.proof, covers=(*best.plan.proof.covers, tried))
     plan = replace(best.plan, proof=proof)

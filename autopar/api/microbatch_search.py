@@ -1,11 +1,12 @@
-"""How many microbatches are tried along an axis, one number after another as those before turned
-out, and what a plan says of that.
+"""Choose the numbers of microbatches to try along an axis, one after another, and report them in
+the plan.
 
-A step of M microbatches in P stages, of t(M) each through all of them, takes (M + P − 1) · t(M) /
-P: more of them wait for less, and each has its launches, latencies and gathers for itself, M · t(M)
-rising with M. So the step falls with M, and then rises. Some of the largest numbers come first, the
-smallest of these ahead; where that is the fastest, fewer, while these are faster. Where its bound
-rules it out against what was found before, fewer, which wait for more, are not looked at.
+A step of M microbatches in P stages, each of which takes t(M) through all stages, takes (M + P − 1)
+· t(M) / P. More microbatches reduce waiting. Each has launches, latencies and gathers of its own,
+so that M · t(M) rises with M. So the step falls with M, and then rises. Some of the largest numbers
+are tried first, the smallest of these ahead. If that one is the fastest, smaller numbers are tried
+as long as they are faster. If its bound rules it out against what was found before, smaller
+numbers, which wait longer, are not tried.
 """
 
 from __future__ import annotations
@@ -40,8 +41,13 @@ MOST_ROUNDS = (
 
 
 def numbers_of(divisors: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Of the numbers that divide a batch those that may be tried, rising: one, and what fills
-    the stages, each some times."""
+    """Return the numbers of microbatches that may be tried, rising: one, and those that fill the
+    stages several times.
+
+    Args:
+        divisors: the numbers that divide the batch.
+        num_stages: stages of the pipeline.
+    """
     filling = [n for n in divisors if num_stages <= n <= MOST_ROUNDS * num_stages] or list(
         divisors[-1:]
     )
@@ -49,18 +55,20 @@ def numbers_of(divisors: Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def first_of(numbers: Sequence[int]) -> tuple[int, ...]:
-    """The numbers that are tried however these turn out, but for what bounds rule out."""
+    """Return the numbers that are tried first, regardless of their results, unless bounds rule them
+    out."""
     return tuple(
         numbers[max(len(numbers) - _FIRST, 1 if numbers[0] == 1 and len(numbers) > 1 else 0) :]
     )
 
 
 def walk(numbers: Sequence[int], found_s: Mapping[int, float]) -> Iterator[int]:
-    """The numbers to try.
+    """Yield the numbers to try.
 
     Args:
-        found_s: the step of each that was tried; infinite where there is no plan, or none fast
-            enough. To be kept up while this runs.
+        numbers: those that may be tried, rising.
+        found_s: the step (seconds) of each number that was tried; infinite if there is no plan, or
+            none that is fast enough. The caller updates it between the numbers.
     """
     first = first_of(numbers)
     yield from first
@@ -75,13 +83,19 @@ def walk(numbers: Sequence[int], found_s: Mapping[int, float]) -> Iterator[int]:
 
 @dataclass
 class Tries:
-    """What was tried, in words, and the fastest plan."""
+    """The plans that were tried, as text, and the fastest one."""
 
     best: Planned | None = None
     told: list[str] = field(default_factory=list)
 
     def add(self, axis: str, num: int, found: Planned) -> float:
-        """A plan; the seconds of its step."""
+        """Record a plan and return the seconds of its step.
+
+        Args:
+            axis: of the stages; `""` for microbatches one after another.
+            num: number of microbatches; 0 for none.
+            found: the plan.
+        """
         step_s, pipeline = found.plan.prediction.step_s, found.plan.pipeline
         per_device = pipeline.num_chunks if pipeline else 1
         self.told.append(f"{_named(axis, num, per_device)} ({seconds(step_s)})")
@@ -90,8 +104,12 @@ class Tries:
         return step_s
 
     def join(self, others: Tries, saved: float) -> None:
-        """Add what was tried elsewhere, whose fastest is taken where it saves such a share of
-        the step."""
+        """Record what was tried elsewhere.
+
+        Args:
+            others: its fastest plan is taken if it saves enough.
+            saved: the share of the step that it has to save.
+        """
         self.told += others.told
         if (
             others.best is not None
@@ -106,21 +124,27 @@ class Tries:
 
     @property
     def best_s(self) -> float:
-        """Infinite where there is no plan."""
+        """The step of the fastest plan (seconds); infinite if there is none."""
         return math.inf if self.best is None else self.best.plan.prediction.step_s
 
-    def too_slow(self, axis: str, num: int, error: TooSlow) -> float:
-        """What is no faster, by what bounds it; that bound."""
+    def add_too_slow(self, axis: str, num: int, error: TooSlow) -> float:
+        """Record that no plan is faster than what was found, and return the bound that shows it
+        (seconds).
+
+        Args:
+            axis, num: as for `add`.
+            error: its argument is the bound.
+        """
         self.told.append(f"{_named(axis, num)} (at least {seconds(error.args[0])})")
         return float(error.args[0])
 
-    def refused(self, axis: str, num: int) -> float:
-        """What has no plan."""
+    def add_refused(self, axis: str, num: int) -> float:
+        """Record that there is no plan, and return infinity."""
         self.told.append(f"{_named(axis, num)} (none)")
         return math.inf
 
     def fastest(self) -> Planned:
-        """The fastest plan, which says what it was chosen from."""
+        """Return the fastest plan, with a note on the plans that it was chosen from."""
         assert self.best is not None, "a plan was found"
         if len(self.told) < 2:
             return self.best
@@ -128,11 +152,11 @@ class Tries:
             "this number of microbatches and these stages alone; tried, with the step found for"
             f" each: {'; '.join(self.told)}"
         )
-        return covering(self.best, line)
+        return add_coverage(self.best, line)
 
 
-def covering(found: Planned, line: str) -> Planned:
-    """The plan with a further line of what its proof is about."""
+def add_coverage(found: Planned, line: str) -> Planned:
+    """Return the plan with an additional line on what its proof covers."""
     plan = replace(
         found.plan, proof=replace(found.plan.proof, covers=(*found.plan.proof.covers, line))
     )
@@ -148,8 +172,8 @@ def _named(axis: str, num: int, per_device: int = 1) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# A captured call, and its plan where it is settled whether there are stages, how many
-# microbatches, and how many rows of logits.
+# A captured call, and its plan for given stages, a given number of microbatches, and given rows of
+# logits.
 
 ONE_STAGE = Pipelined("", None, "1f1b", None, independent=False)
 WITHOUT_ASKING = Pipelined(None, None, AUTO, None, independent=False)
@@ -158,11 +182,11 @@ WITHOUT_ASKING = Pipelined(None, None, AUTO, None, independent=False)
 
 @dataclass(frozen=True, slots=True)
 class CapturedCall:
-    """What is planned, for what, and how.
+    """A captured call, and the settings that it is planned with.
 
     Attributes:
-        captured: traces of the same call on other numbers of samples, as they are needed.
-        rows: of logits that the loss has at a time, 0 for all.
+        captured: traces of the same call on other numbers of samples, added when they are needed.
+        rows: rows of logits that the loss processes at a time; 0 for all.
     """
 
     model: nn.Module
@@ -177,20 +201,24 @@ class CapturedCall:
     rows: int = 0
 
     def parts(self) -> tuple[int, ...]:
-        """Into how many microbatches the batch may be cut where it does not fit."""
+        """Return the numbers of microbatches that the batch may be cut into if it does not fit."""
         samples = batch_size(self.args, self.kwargs) if self.options.batch == "global" else 1
         return tuple(n for n in range(2, samples + 1) if samples % n == 0)
 
     def in_one_piece(
         self, limit_s: float = math.inf, elsewhere: Elsewhere | None = None
     ) -> Planned:
-        """The plan of all at once. Raises InfeasibleError and ConstraintError where there is none,
-        TooSlow where none beats the limit.
+        """Plan the whole batch at once, without stages.
 
         Args:
-            elsewhere: as of `autopar.planner.candidates.Elsewhere`.
+            limit_s: seconds of a step that the plan has to beat.
+            elsewhere: see `autopar.planner.candidates.Elsewhere`.
+
+        Raises:
+            InfeasibleError, ConstraintError: if there is no plan.
+            TooSlow: if no plan beats the limit.
         """
-        options = self.unpiped()
+        options = self.options_without_stages()
         name = type(self.model).__name__
         trace = by_rows(self.trace, self.rows)
         found = make_plan(
@@ -203,10 +231,10 @@ class CapturedCall:
             limit_s=limit_s,
             elsewhere=elsewhere,
         )
-        return self.marked(found)
+        return self.note_loss_rows(found)
 
-    def unpiped(self) -> PlanOptions:
-        """The options of a plan without stages."""
+    def options_without_stages(self) -> PlanOptions:
+        """Return the options without constraints on pipelines."""
         kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
         return (
             self.options
@@ -214,23 +242,29 @@ class CapturedCall:
             else replace(self.options, constraints=kept)
         )
 
-    def marked(self, found: Planned) -> Planned:
-        """The plan says that its loss goes by rows."""
+    def note_loss_rows(self, found: Planned) -> Planned:
+        """Record in a plan that its loss processes rows in parts; unchanged if it does not."""
         if not self.rows:
             return found
         found = replace(found, plan=replace(found.plan, loss_rows=self.rows))
-        return covering(
+        return add_coverage(
             found,
             f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is"
             " slower",
         )
 
     def num_ranks(self, wish: Pipelined) -> int:
-        """Devices along the axis of stages; 1 where there is none."""
+        """Return the number of devices along the axis of stages; 1 if there is none."""
         return self.mesh.shape[self.mesh.names.index(wish.axis)] if wish.axis else 1
 
     def in_stages(self, here: Pipelined, num: int, limit_s: float) -> Planned:
-        """The plan of this pipeline and number of microbatches; raises as `in_one_piece`."""
+        """Plan one pipeline with one number of microbatches; raises as `in_one_piece`.
+
+        Args:
+            here: the pipeline, with its axis.
+            num: number of microbatches.
+            limit_s: seconds of a step that the plan has to beat.
+        """
         if here.axis:
             num_stages = here.chunks * self.num_ranks(here)
             check_parts(len(cut_points(self.trace, num_stages - 1)) + 1, num_stages)
@@ -248,10 +282,11 @@ class CapturedCall:
             limit_s=limit_s,
             progress=self.progress,
         )
-        return self.marked(found)
+        return self.note_loss_rows(found)
 
     def part(self, num: int, *, independent: bool) -> tuple[Trace, Microbatching]:
-        """As `trace_part`."""
+        """Return the trace of one microbatch, and how `num` of them make the batch; see
+        `trace_part`."""
         return trace_part(
             self.model,
             self.trace,

@@ -1,5 +1,5 @@
-"""The options of `plan` and `compile` as `help` and notebooks see them: each with its type,
-default and text."""
+"""Show the options of `plan` and `compile` in `help` and notebooks, each with its type, default and
+text; and the request that they are read into."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _WIDTH = 140  # columns of a docstring
 
 
 def takes_options(call: Call) -> Callable[[F], F]:
-    """A function that takes ``**options`` shows each in its signature, and in its docstring in
-    place of ``options:``."""
+    """Decorate a function that takes ``**options``: its signature lists each option, and its
+    docstring has their texts in place of the paragraph ``options:``."""
 
     def decorate(function: F) -> F:
         here = inspect.signature(function)
@@ -45,8 +45,8 @@ def takes_options(call: Call) -> Callable[[F], F]:
 
 
 def _with_texts(docstring: str | None, call: Call) -> str | None:
-    """A docstring, with the texts of the options in place of its paragraph on ``options:``; None
-    where Python left docstrings out."""
+    """Return a docstring with the texts of the options in place of its paragraph ``options:``; None
+    if Python removed docstrings."""
     lines = (docstring or "").splitlines(keepends=True)
     at = next(
         (number for number, line in enumerate(lines) if line.lstrip().startswith("options: ")), None
@@ -73,18 +73,19 @@ def _with_texts(docstring: str | None, call: Call) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is planned: a model, for which devices, and with which options. The public functions turn
-# their arguments into a `PlanRequest`.
+# The request of a plan: a model, devices and options. The public functions turn their arguments
+# into a `PlanRequest`.
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What the planner is called with, beside the call of the model that is captured.
+    """The arguments of the planner, except the call of the model that is captured.
 
     Attributes:
-        mesh: or what the planner is to shape. hardware: None for that of this machine.
-        is_further: whether it is another call of what was compiled; one without a loss has outputs
-            all the same.
+        mesh: a mesh, or devices whose mesh the planner chooses.
+        hardware: None for that of this machine.
+        is_further: whether it is a further call of a compiled module; a call without a loss then
+            returns its outputs.
     """
 
     model: nn.Module

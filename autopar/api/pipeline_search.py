@@ -1,6 +1,6 @@
-"""What is tried beside the decisions of one plan: pipelines (what is asked for, or every axis and
-some numbers of microbatches, pruned by their bounds), and, where memory binds, a loss whose logits
-are never there at once."""
+"""Search over plans: without stages, with the requested pipeline, or with stages along every axis
+and some numbers of microbatches, which are pruned by their bounds. If memory binds, losses that
+process the logits in parts are tried, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.api.microbatch_search import (
     WITHOUT_ASKING,
     CapturedCall,
     Tries,
-    covering,
+    add_coverage,
     numbers_of,
     walk,
 )
@@ -30,26 +30,34 @@ from autopar.plans import Plan
 from autopar.program.schedule import num_rounds
 
 # --------------------------------------------------------------------------------------------------
-# Stages along one axis: numbers of microbatches and schedules, each tried for less time than what
-# was found before.
+# Stages along one axis: numbers of microbatches and schedules, each of which has to beat the plans
+# that were found before.
 
 _WORTH = 0.01  # share of a step: a further stage per device is to save as much
 
 
 @dataclass(frozen=True, slots=True)
 class Staging(CapturedCall):
-    """A captured call, and what pipelines it may have.
+    """A captured call, and the search over its pipelines.
 
     Attributes:
-        coupled: why the batch is not cut, once that is known: then stages work on one microbatch,
-            unless more are asked for.
+        coupled: the error that says why the batch cannot be cut, once that is known. Then stages
+            work on one microbatch, unless more are requested.
     """
 
     coupled: list[CoupledError] = field(default_factory=list)
 
     def along(self, wish: Pipelined, limit_s: float, tries: Tries) -> AutoparError | TooSlow | None:
-        """Try numbers of microbatches along one axis; why one has no plan that is faster than
-        what was found."""
+        """Try numbers of microbatches along one axis.
+
+        Args:
+            wish: the requested pipeline, with its axis.
+            limit_s: seconds of a step that plans have to beat.
+            tries: plans are recorded here.
+
+        Returns:
+            Why a number has no plan that is faster than what was found; None if all have.
+        """
         axis, found_s, alone_s = (
             wish.axis or "",
             dict[int, float](),
@@ -64,7 +72,7 @@ class Staging(CapturedCall):
                     "the time was over before %d microbatches along %r were tried", num, axis
                 )
                 return refusal or TooSlow(0.0)
-            limit = self.beating(tries.best, limit_s)
+            limit = self.limit_to_beat(tries.best, limit_s)
             if alone_s >= limit and num > min(found_s):
                 log.info(
                     "more microbatches along %r are not tried: with nothing to wait for they take"
@@ -74,10 +82,10 @@ class Staging(CapturedCall):
                 )
                 continue
             try:
-                found_s[num] = tries.add(axis, num, self._scheduled(wish, num, limit))
+                found_s[num] = tries.add(axis, num, self._plan_schedules(wish, num, limit))
             except TooSlow as error:
                 refusal = refusal or error
-                found_s[num], bound_s = math.inf, tries.too_slow(axis, num, error)
+                found_s[num], bound_s = math.inf, tries.add_too_slow(axis, num, error)
                 log.info(
                     "no plan of %d microbatches along %r is faster: at least %.4g s",
                     num,
@@ -90,17 +98,17 @@ class Staging(CapturedCall):
                     alone_s = max(alone_s, bound_s * num / (num + self.num_ranks(wish) - 1))
             except (InfeasibleError, ConstraintError) as error:
                 log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
-                refusal, found_s[num] = error, tries.refused(axis, num)
+                refusal, found_s[num] = error, tries.add_refused(axis, num)
                 self.coupled.extend([error] if isinstance(error, CoupledError) else [])
         return refusal
 
-    def _scheduled(self, wish: Pipelined, num: int, limit_s: float) -> Planned:
-        """The plan of the schedule that is asked for, or of the fastest: 1F1B, then more and more
-        stages a device.
+    def _plan_schedules(self, wish: Pipelined, num: int, limit_s: float) -> Planned:
+        """Plan the requested schedule or, if none is requested, the fastest: 1F1B, then more and
+        more stages per device.
 
-        A step of 1F1B is M microbatches on each of P devices and P − 1 that these wait for; with v
-        stages a device they wait for the v-th part. So interleaving is tried where 1F1B, or what
-        bounds it, would be fast enough with so much less to wait for.
+        A step of 1F1B takes M microbatches on each of P devices, and P − 1 for which these wait.
+        With v stages per device they wait for 1/v of that. So interleaving is tried if 1F1B, or its
+        bound, would be fast enough with so much less waiting.
         """
         if wish.schedule != AUTO:
             return self.in_stages(wish, num, limit_s)
@@ -137,7 +145,8 @@ class Staging(CapturedCall):
         return best
 
     def candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
-        """(axis, number of microbatches) of what is tried at first; 0 for no pipeline at all."""
+        """Yield (axis, number of microbatches) to try first; 0 microbatches stand for no
+        pipeline."""
         if wish.axis is None and self.number(wish) is None:
             yield "", 0
         for axis in self.axes(wish):
@@ -145,29 +154,36 @@ class Staging(CapturedCall):
                 yield axis, num
 
     def numbers(self, wish: Pipelined, found_s: Mapping[int, float]) -> Iterator[int]:
-        """Of microbatches along an axis, as `walk` has them. More than one no longer come once
-        samples are known to be coupled; one alone does where a constraint asks for stages."""
-        asked, samples, stages = (
-            self.number(wish),
-            batch_size(self.args, self.kwargs),
-            self.num_ranks(wish),
-        )
-        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-        divisors = [n for n in divisors if num_rounds(stages, n)] if wish.chunks > 1 else divisors
-        free = numbers_of(divisors or [samples], stages) if wish.axis else (1,)
-        for num in walk((asked,) if asked is not None else free, found_s):
-            if asked is not None or not self.coupled:
+        """Yield the numbers of microbatches to try along an axis, in the order of `walk`.
+
+        Once samples are known to be coupled, numbers above one are skipped. One alone is then tried
+        if a constraint asks for stages.
+        """
+        samples = batch_size(self.args, self.kwargs)
+        if (asked := self.number(wish)) is not None:
+            yield from walk((asked,), found_s)
+            return
+        for num in walk(self._free_numbers(wish, samples), found_s):
+            if not self.coupled:
                 yield num
-        if (
-            self.coupled
-            and asked is None
-            and wish.chunks == 1
-            and 1 not in found_s
-            and self.options.constraints
-        ):
+        needs_one = bool(self.coupled) and bool(self.options.constraints)
+        if needs_one and wish.chunks == 1 and 1 not in found_s:
             yield 1
 
+    def _free_numbers(self, wish: Pipelined, samples: int) -> tuple[int, ...]:
+        """Return the numbers of microbatches that may be tried along an axis if none is requested,
+        rising."""
+        if not wish.axis:
+            return (1,)
+        stages = self.num_ranks(wish)
+        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        if wish.chunks > 1:
+            divisors = [n for n in divisors if num_rounds(stages, n)]
+        return numbers_of(divisors or [samples], stages)
+
     def axes(self, wish: Pipelined) -> tuple[str, ...]:
+        """Return the axes along which stages may lie: the requested one, else all with several
+        devices."""
         return (
             tuple(axis.name for axis in self.mesh.axes if axis.size > 1)
             if wish.axis is None
@@ -175,15 +191,16 @@ class Staging(CapturedCall):
         )
 
     def number(self, wish: Pipelined) -> int | None:
-        """Of microbatches, where one is asked for."""
+        """Return the requested number of microbatches; None if none is requested."""
         return wish.microbatches or (
             self.options.num_microbatches
             if isinstance(self.options.num_microbatches, int)
             else None
         )
 
-    def beating(self, best: Planned | None, limit_s: float) -> float:
-        """What a plan is to take at most that is looked for beside the best, if there is one."""
+    def limit_to_beat(self, best: Planned | None, limit_s: float) -> float:
+        """Return the seconds of a step that a further plan may take at most to be worth more than
+        the best."""
         return (
             limit_s
             if best is None
@@ -215,15 +232,15 @@ class Chooser(Staging):
 
     @collected_seldom()
     def plan(self, limit_s: float = math.inf) -> Planned:
-        """The plan.
+        """Find the fastest plan among those tried.
 
         Args:
-            limit_s: a plan that is no faster, by the gap, is not wanted.
+            limit_s: seconds of a step; a plan that is no faster, by the gap, is not wanted.
 
         Raises:
-            CaptureError: where the loss is to go by rows and cannot.
-            ConstraintError, InfeasibleError: of the last that was tried, where none has a plan.
-            TooSlow: where bounds show that no plan beats the limit.
+            CaptureError: if a loss by rows is requested and impossible.
+            ConstraintError, InfeasibleError: of the last plan tried, if there is none.
+            TooSlow: if bounds show that no plan beats the limit.
         """
         asked, limit_s = self.options.loss_rows, self.options.worth_s(limit_s)
         if asked != "auto":
@@ -241,7 +258,7 @@ class Chooser(Staging):
                 break
             here = replace(self, rows=rows)
             try:
-                found = here._pipelines(self.beating(best, limit_s))
+                found = here._pipelines(self.limit_to_beat(best, limit_s))
             except (TooSlow, InfeasibleError, ConstraintError) as error:
                 log.info("no better plan with a loss by %d rows: %s", rows, error)
                 continue
@@ -254,7 +271,7 @@ class Chooser(Staging):
         return best
 
     def row_choices(self, num_rows: int, found: Planned | None) -> tuple[int, ...]:
-        """How many rows of a device's the loss may have at a time."""
+        """Return the numbers of a device's rows of logits that the loss may process at a time."""
         pipeline = None if found is None else found.plan.pipeline
         num_stages, parts = (
             (1, 1)
@@ -268,14 +285,14 @@ class Chooser(Staging):
         return tuple(dict.fromkeys(n for n in rows if n < local))
 
     def _with_parts(self, limit_s: float) -> Planned:
-        """The plan for these rows, in microbatches where it fits in no other way."""
+        """Plan the loss with these rows, in microbatches if it fits in no other way."""
         try:
             return self._pipelines(limit_s)
         except InfeasibleError as error:
             return self._in_parts(error, limit_s)
 
     def _pipelines(self, limit_s: float) -> Planned:
-        """The fastest of the plans with and without stages that are asked for."""
+        """Find the fastest of the requested plans with and without stages."""
         asked = pipeline_in(self.options.constraints, self.mesh)
         if asked is None and self.options.num_microbatches in (1, "auto"):
             if not (self._may_have_stages and self._returns_the_same):
@@ -315,10 +332,15 @@ class Chooser(Staging):
     def _with_or_without(
         self, wish: Pipelined, limit_s: float, tries: Tries
     ) -> AutoparError | TooSlow | None:
-        """Plans without stages, and along every axis: these before a search for the one without
-        that would go on for long, since what they take may end it. Stages that nobody asked for,
-        where one without them takes longer enough than each op in its least time, and where they
-        save enough.
+        """Try plans without stages, and plans with stages along every axis.
+
+        If the search for a plan without stages would take long, stages are tried before it, since
+        their step may end it. Stages that nobody asked for are tried only if the plan without them
+        takes sufficiently longer than its ops in their least time, and taken only if they save
+        enough.
+
+        Returns:
+            Why there is no faster plan; None if nothing was refused.
         """
         looked: list[AutoparError | TooSlow | None] = []
         unasked, in_stages = wish is WITHOUT_ASKING, Tries()
@@ -345,11 +367,11 @@ class Chooser(Staging):
         try:
             tries.add("", 0, self.in_one_piece(limit_s, elsewhere))
         except TooSlow as error:
-            tries.too_slow("", 0, error)
+            tries.add_too_slow("", 0, error)
             refusal = error
         except (InfeasibleError, ConstraintError) as error:
             log.info("no plan without stages: %s", error.what)
-            tries.refused("", 0)
+            tries.add_refused("", 0)
             refusal = error
         if not isinstance(refusal, TooSlow) and (not unasked or self._may_be_cut(tries)):
             self._one_after_another(min(limit_s, self.options.worth_s(in_stages.best_s)), tries)
@@ -373,7 +395,7 @@ class Chooser(Staging):
     def _along_all(
         self, wish: Pipelined, limit_s: float, tries: Tries
     ) -> AutoparError | TooSlow | None:
-        """Stages along every axis that is asked for; why one has no plan that is faster than
+        """Try stages along every requested axis. Returns why one has no plan that is faster than
         what was found."""
         refusal: AutoparError | TooSlow | None = None
         for axis in self.axes(wish):
@@ -395,8 +417,8 @@ class Chooser(Staging):
         return self.options.outputs in ("loss", "full") or len(self.trace.outputs) == 1
 
     def _whole_or_cut(self, limit_s: float) -> Planned:
-        """The plan of one microbatch; or of several, one after another, where these are faster and
-        the call returns the same of them: the loss, or what can be put together."""
+        """Plan one microbatch, or several one after another if these are faster and the call
+        returns the same: the loss, or outputs that can be put together."""
         tries = Tries()
         tries.add("", 0, self.in_one_piece(limit_s))
         if self.options.num_microbatches == "auto" and self._may_be_cut(tries):
@@ -407,23 +429,23 @@ class Chooser(Staging):
         ):
             return found
         log.info(_NO_STAGES)
-        return covering(found, _NO_STAGES)
+        return add_coverage(found, _NO_STAGES)
 
     def _one_after_another(self, limit_s: float, tries: Tries) -> None:
-        """Try microbatches without stages, as long as much is run again for lack of memory, and
-        more of them make the step faster."""
+        """Try microbatches without stages, as long as many ops run again for lack of memory, and
+        more microbatches make the step faster."""
         for num in self.parts():
             best = tries.best
             if best is not None and (self.options.is_late or _run_again(best.plan) < _AGAIN):
                 return
             try:
-                limit = self.beating(best, limit_s)
+                limit = self.limit_to_beat(best, limit_s)
                 tries.add("", num, self.in_stages(replace(ONE_STAGE, microbatches=num), num, limit))
             except TooSlow as error:
-                tries.too_slow("", num, error)
+                tries.add_too_slow("", num, error)
             except InfeasibleError as error:
                 log.info("no plan of %d microbatches, one after another: %s", num, error.what)
-                tries.refused("", num)
+                tries.add_refused("", num)
             except ConstraintError as error:
                 log.info("the batch is not cut into microbatches: %s", error.what)
                 return
@@ -431,23 +453,23 @@ class Chooser(Staging):
                 return
 
     def _of_one(self, found: Planned) -> Planned:
-        """The plan says why its stages work on the whole batch, and wait for each other."""
+        """Record in a plan why its stages work on the whole batch and wait for each other."""
         if found.plan.pipeline is None:
             return found
         log.warning(
             "one microbatch, on which one stage works after another: %s", self.coupled[0].what
         )
-        return covering(
+        return add_coverage(
             found,
             f"one microbatch alone, since samples depend on each other: {self.coupled[0].what}",
         )
 
     def _in_parts(self, refusal: InfeasibleError, limit_s: float) -> Planned:
-        """Where nothing fits, as few microbatches as do, one after another, if the batch may be
-        cut.
+        """Find the smallest number of microbatches, one after another, that fits, if the batch may
+        be cut.
 
         Raises:
-            InfeasibleError: what was refused, where no number of microbatches helps.
+            InfeasibleError: the given refusal, if no number of microbatches helps.
         """
         free = (
             self.options.num_microbatches == "auto"
@@ -472,7 +494,8 @@ class Chooser(Staging):
 
 
 def _is_bound_by_memory(plan: Plan) -> bool:
-    """Whether more memory would make it faster, as far as its duals and its recomputation tell."""
+    """Return whether more memory would make a plan faster, judged by its duals and its
+    recomputation."""
     plans = plan.pipeline.stages if plan.pipeline else (plan,)
     return any(
         p.proof.memory_price_s_per_gib > 0 or any(e.recompute for e in p.entries) for p in plans
@@ -480,7 +503,7 @@ def _is_bound_by_memory(plan: Plan) -> bool:
 
 
 def _run_again(plan: Plan) -> float:
-    """The share of a step that ops take which backward runs again."""
+    """Return the share of a step that is spent on ops that backward runs again."""
     plans, num = (
         (plan.pipeline.stages, plan.pipeline.num_microbatches) if plan.pipeline else ((plan,), 1)
     )
@@ -489,13 +512,13 @@ def _run_again(plan: Plan) -> float:
 
 
 def _leaves_room(step_s: float, compute_s: float) -> bool:
-    """Whether stages, which wait for each other, could save some of a step in which so much is
-    computed at least."""
+    """Return whether stages, which wait for each other, could shorten a step with this much
+    compute."""
     return step_s - compute_s >= _IDLE * step_s
 
 
 def _with_hint(error: InfeasibleError, refusals: Sequence[str]) -> InfeasibleError:
-    """What the user may change where the loss could go by rows."""
+    """Return the error with what the user may change so that the loss can be computed by rows."""
     hints = [refusal for refusal in refusals if "outputs=" in refusal]
     return (
         InfeasibleError(

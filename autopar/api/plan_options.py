@@ -1,4 +1,4 @@
-"""What a plan was asked for, read back from it."""
+"""Read the options of a plan back from it, and check that it fits a model."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ def options_of(plan: Plan, hardware: Hardware, memory_bytes: int | None) -> Plan
     Raises:
         ConstraintError: where a constraint cannot be read.
     """
-    options = recorded(plan)
+    options = recorded_options(plan)
     return replace(
         options,
         memory_bytes=memory_bytes or (options.memory_bytes if _is_asked(plan, hardware) else None),
     )
 
 
-def recorded(plan: Plan) -> PlanOptions:
-    """The same on the hardware that the plan was made for: with its budget; where stages'
-    devices have their own, with none."""
+def recorded_options(plan: Plan) -> PlanOptions:
+    """Return the options of a plan on the hardware that it was made for, with its budget.
+
+    If the devices of stages have budgets of their own, the options have none.
+    """
     known: Mapping[str, Any] = {"outputs": "dtensor", **plan.options}
     asked = {
         name: known[name]
@@ -53,8 +55,8 @@ def recorded(plan: Plan) -> PlanOptions:
 
 
 def _is_asked(plan: Plan, hardware: Hardware) -> bool:
-    """Whether the plan's budget goes with it: it is for this hardware, or its own would have
-    given another one."""
+    """Return whether the plan's budget applies: the hardware is the same, or the budget is not the
+    one that the plan's hardware has by default."""
     mark = plan.fingerprint
     if mark.profile_hash == hardware.hash:
         return True
@@ -71,7 +73,7 @@ def _is_asked(plan: Plan, hardware: Hardware) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether a plan is for the model, batch and mesh at hand, and what differs where it is not.
+# Check that a plan is for a model, batch and mesh, and list what differs.
 
 log = logging.getLogger("autopar")
 _SHOWN = 3  # of what is in one of both alone
@@ -79,10 +81,16 @@ _INDEX = re.compile(r"(?<![^.])\d+(?=[./]|$)")  # of a repeated module, in a pat
 
 
 def check_fits(plan: Plan, trace: Trace, mesh: Mesh, name: str = "") -> None:
-    """That a plan is for this model and mesh; `name` is that of the model's class, for the refusal.
+    """Check that a plan is for this model and mesh.
+
+    Args:
+        plan: the plan to check.
+        trace: the captured call of the model.
+        mesh: the mesh to run on.
+        name: name of the model's class, for the error text.
 
     Raises:
-        PlanError: saying what differs, a line each.
+        PlanError: with one line per difference.
     """
     differs = list(_differences(plan, trace, mesh, name))
     if plan.fingerprint.torch != torch.__version__.split("+")[0]:
@@ -103,19 +111,23 @@ def check_fits(plan: Plan, trace: Trace, mesh: Mesh, name: str = "") -> None:
 
 
 def _differences(plan: Plan, trace: Trace, mesh: Mesh, name: str) -> Iterator[str]:
-    """A line each."""
+    """Yield one line per difference."""
     if plan.mesh.shape != mesh.shape or plan.mesh.names != mesh.names:
         yield f"mesh: the plan is for {plan.mesh}, this is {mesh}"
     if plan.fingerprint.model != trace.fingerprint:
         if name and plan.fingerprint.model_name not in ("", name):
             yield f"model: the plan is for a {plan.fingerprint.model_name}, this is a {name}"
         other = plan.fingerprint.other_batch(trace.batch_in_words)
-        named = [*([other] if other else []), *_asked(plan, trace), *_of_model(plan, trace)]
+        named = [
+            *([other] if other else []),
+            *_gradient_differences(plan, trace),
+            *_of_model(plan, trace),
+        ]
         yield from named or ["model: names agree, but shapes, dtypes or arguments of ops differ"]
 
 
 def _of_model(plan: Plan, trace: Trace) -> Iterator[str]:
-    """Parameters and ops that only one of both has."""
+    """Yield the parameters and ops that only one of plan and model has."""
     plans = plan.pipeline.stages if plan.pipeline else (plan,)
     planned = {
         key.removesuffix("/parameter")
@@ -143,7 +155,8 @@ def _of_model(plan: Plan, trace: Trace) -> Iterator[str]:
 
 
 def _first(names: Collection[str]) -> str:
-    """Some of the names, those of repeated modules as one, and how many there are beside them."""
+    """Return some of the names, equal ones of repeated modules as one, and the number of the
+    others."""
     alike: dict[str, list[str]] = {}
     for name in sorted(names):
         path, slash, rest = name.partition("/")
@@ -156,8 +169,9 @@ def _first(names: Collection[str]) -> str:
     return f"{', '.join(told)}{f' and {num_more} more' if num_more else ''}"
 
 
-def _asked(plan: Plan, trace: Trace) -> Iterator[str]:
-    """Inputs that have a gradient in one of the two; none has in stages and microbatches."""
+def _gradient_differences(plan: Plan, trace: Trace) -> Iterator[str]:
+    """Yield the inputs that have a gradient in only one of plan and call. In stages and
+    microbatches no input has one."""
     chosen = (
         () if plan.pipeline else [c for e in plan.entries if e.kind == "input" for c in e.nodes]
     )

@@ -26,7 +26,7 @@ from autopar.api.arguments import (
 from autopar.api.mesh_search import best_shape, shapes, shapes_in_three
 from autopar.api.options import PlanRequest, takes_options
 from autopar.api.pipeline_search import Chooser
-from autopar.api.plan_options import check_fits, recorded
+from autopar.api.plan_options import check_fits, recorded_options
 from autopar.api.shortage import instead
 from autopar.api.tracing import (
     as_planned,
@@ -60,15 +60,16 @@ from autopar.solve import check_solver
 from autopar.verification import Verification, verify_program
 
 # --------------------------------------------------------------------------------------------------
-# A warning where a plan is proven less closely than was asked for.
+# A warning if the gap of a plan is wider than requested.
 
 _SAME = 1e-6  # a gap that is this much wider is not
 
 
 def told_of_gap(found: Planned, *, is_late: bool) -> Planned:
-    """The plan as it is, and a warning where the gap to its bound is wider than the one asked for.
+    """Return the plan as it is, and warn if the gap to its bound is wider than requested.
 
     Args:
+        found: the plan.
         is_late: whether planning ended because its time was over.
     """
     plan, asked = found.plan, found.plan.options["gap"]
@@ -93,15 +94,17 @@ def told_of_gap(found: Planned, *, is_late: bool) -> Planned:
 
 
 # --------------------------------------------------------------------------------------------------
-# How long unequal devices that run one program in lockstep wait for the slowest.
+# The seconds that unequal devices, which run one program in lockstep, wait for the slowest.
 
 
 def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]) -> Planned:
-    """The plan with its step on each kind of device alone, where not each stage has devices of its
-    own; else as it is.
+    """Return the plan with the seconds of its step on each kind of device alone, if devices are
+    unequal and stages do not separate them; else unchanged.
 
     Args:
-        part: what a plan is for, the batch or one microbatch.
+        found: the plan.
+        hardware: the profile, or one per index along an axis.
+        part: returns the trace that a plan is for: of the batch, or of one microbatch.
     """
     plan = found.plan
     stages = plan.pipeline.axis if plan.pipeline else ""
@@ -111,7 +114,7 @@ def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]
         or stages == hardware.axis
     ):
         return found
-    options, trace = recorded(plan), part(plan)
+    options, trace = recorded_options(plan), part(plan)
     times = {
         profile: reprice_plan(plan, trace, plan.mesh, profile, options)
         for profile in dict.fromkeys(hardware.profiles)
@@ -142,8 +145,19 @@ def plan_call(
     *,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Trace, Planned]:
-    """Capture ``model(*args, **kwargs)`` and plan it: the trace, and the plan with its program
-    and phase times."""
+    """Capture ``model(*args, **kwargs)`` and plan it.
+
+    Args:
+        request: the model, the mesh, the hardware and the options.
+        args, kwargs: the call; values are not read.
+        progress: called with the name of each phase that begins.
+
+    Returns:
+        The trace, and the plan with its program and phase times.
+
+    Raises:
+        CaptureError, ConstraintError, InfeasibleError, HardwareError, MeshError: as `autopar.plan`.
+    """
     model, mesh, hardware, chosen = request.model, request.mesh, request.hardware, request.options
     if isinstance(model, nn.Module):  # what is none is refused below
         refuse_wrapped(model)
@@ -220,7 +234,11 @@ def plan_call(
 def plan_told(
     request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Trace, Planned]:
-    """As `plan_call`; on a terminal, what takes long is said."""
+    """Run `plan_call`; on a terminal, show the progress of what takes long.
+
+    Args:
+        request, args, kwargs: as for `plan_call`.
+    """
     with progress_of_long("capturing the model") as tell:
         return plan_call(
             request, args, kwargs, progress=lambda phase: tell(PHASES.get(phase, phase))

@@ -1,5 +1,5 @@
-"""What is said where no plan fits: how much memory would do, and which constraints ask for more
-than there is."""
+"""Explain why no plan fits: how much memory would suffice, and which constraints ask for more than
+there is."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autopar.planner.search import finish_search, need_of, needs, prepare_search
 from autopar.request import PlanOptions
 
 # --------------------------------------------------------------------------------------------------
-# What a plan of one kind needs at least: in one piece, in microbatches, or in stages.
+# The memory that plans of one kind need at least: in one piece, in microbatches, or in stages.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,9 @@ class Kind:
     """Plans of one kind under some constraints.
 
     Attributes:
-        proven: none needs less. lightest: of some plans of little memory the fastest that fits,
-            else the one that needs least; None where none was found.
+        proven: the memory that every plan of this kind needs at least.
+        lightest: finds plans of little memory, and returns the fastest that fits, else the one that
+            needs least; None if none is found.
     """
 
     proven: Need
@@ -53,10 +54,15 @@ def in_one_piece(
     model_name: str,
     clock: Clock,
 ) -> Kind:
-    """Of the batch in one piece on the whole mesh.
+    """Describe plans of the whole batch at once, on the whole mesh.
+
+    Args:
+        trace: of the batch.
+        mesh, hardware, options, model_name: of the plans.
+        clock: measures the phases.
 
     Raises:
-        ConstraintError: where the constraints cannot hold.
+        ConstraintError: if the constraints cannot hold.
     """
     search = prepare_search(trace, mesh, hardware, options, clock, model_name=model_name)
 
@@ -79,11 +85,17 @@ def in_stages(
     model_name: str,
     clock: Clock,
 ) -> Kind:
-    """Of a pipeline, or of one stage that works through microbatches; arguments as of
-    `make_staged_plan`.
+    """Describe plans of a pipeline, or of one stage that processes microbatches one after another.
+
+    Args:
+        whole, part: the traces of the batch and of one microbatch.
+        how: how microbatches make the batch.
+        mesh, hardware, options, model_name: of the plans.
+        wish: the pipeline.
+        clock: measures the phases.
 
     Raises:
-        ConstraintError: where the constraints cannot hold.
+        ConstraintError: if the constraints cannot hold.
     """
     search = staged_search(
         whole, part, how, mesh, hardware, options, wish, clock, model_name=model_name
@@ -96,14 +108,18 @@ _MOST = 2  # kinds of plans, those with the least bounds, of which small ones ar
 
 
 def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
-    """A plan of little memory that fits after all; where none is found, the refusal.
+    """Find a plan of little memory that fits after all; raise an informed refusal if there is none.
 
-    Speaks of all plans that were tried: in one piece, in stages and microbatches, with a loss by
-    rows.
+    All plans that were tried are considered: in one piece, in stages and microbatches, with a loss
+    by rows.
+
+    Args:
+        error: the refusal of the search.
+        chooser: the call, and the search over its plans.
 
     Raises:
-        InfeasibleError: with how much memory a plan needs, and a smallest set of what is asked for
-            that the budget cannot hold.
+        InfeasibleError: with the memory that a plan needs, and a smallest set of constraints that
+            the budget cannot hold.
     """
     shortage, clock = _Shortage(chooser), Clock(chooser.progress)
     with clock.phase("least"):
@@ -122,24 +138,24 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
         tried = (
             f"; {error.what}" if stages is not None and stages.axis else ""
         )  # says which stage needs most
-        what = between + shortage.asking(proven) + tried if between else error.what
-    untried = "; stages were not tried: pass constraints=(autopar.constraints.pipeline(),)"
-    trained = chooser.trace.loss is not None and bool(chooser.trace.differentiable)
-    untried = (
-        untried
-        if trained
-        else "; let forward return the loss: then microbatches and stages may help"
-    )
-    may_help = (
-        stages is None and chooser.mesh.num_devices > 1 and bool(chooser.trace.differentiable)
-    )
-    remedy = error.remedy + (untried if may_help else "")
+        what = between + shortage.describe_conflict(proven) + tried if between else error.what
+    remedy = error.remedy + ("" if stages is not None else _advise_stages(chooser))
     needed = error.needed_bytes if smallest is None else smallest.num_bytes
     raise InfeasibleError(what, where=error.where, remedy=remedy, needed_bytes=needed) from error
 
 
+def _advise_stages(chooser: Chooser) -> str:
+    """Return how stages may be tried that were not, as text; empty if the call can have none."""
+    if chooser.mesh.num_devices == 1 or not chooser.trace.differentiable:
+        return ""
+    if chooser.trace.loss is None:
+        return "; let forward return the loss: then microbatches and stages may help"
+    return "; stages were not tried: pass constraints=(autopar.constraints.pipeline(),)"
+
+
 def _describe_need(proven: Need | None, smallest: Need | None) -> str:
-    """What is known of the least memory that would do, as a refusal; nothing where nothing is."""
+    """Return what is known of the least memory that would suffice, as an error text; empty if
+    nothing is."""
     if proven is None:
         return ""
     fits = "was found that fits" if proven.fits else "fits"
@@ -163,29 +179,30 @@ def _describe_need(proven: Need | None, smallest: Need | None) -> str:
 
 @dataclass
 class _Shortage:
-    """A call that does not fit."""
+    """A call that does not fit, and the memory that its plans need under subsets of the
+    constraints."""
 
     chooser: Chooser
     _proven: dict[tuple[Constraint, ...], Need | None] = field(default_factory=dict)
 
     @property
-    def asked(self) -> tuple[Constraint, ...]:
-        """The constraints, and a number of microbatches that is asked for beside them."""
+    def requests(self) -> tuple[Constraint, ...]:
+        """The constraints, and the requested number of microbatches as one more."""
         num, constraints = self.chooser.options.num_microbatches, self.chooser.options.constraints
         return (
             constraints if num == "auto" else (replace(ONE_STAGE, microbatches=num), *constraints)
         )
 
     def sizes(self) -> tuple[Need | None, Planned | None]:
-        """What is proven of all plans under what is asked for, None where nothing is known, and
-        one that needs little."""
+        """Return the memory that is proven necessary for all requested plans, None if nothing is
+        known, and a plan that needs little."""
         kinds = sorted(
-            self._kinds(self.asked), key=lambda kind: kind.proven.share
+            self._kinds(self.requests), key=lambda kind: kind.proven.share
         )  # ties as they were tried
         if not kinds:
             return None, None
         proven = kinds[0].proven
-        self._proven[self.asked] = proven
+        self._proven[self.requests] = proven
         found = [
             planned
             for planned in (kind.lightest() for kind in kinds[: _MOST if proven.fits else 1])
@@ -193,10 +210,12 @@ class _Shortage:
         ]
         return proven, prefer_fastest(found, needs)
 
-    def asking(self, proven: Need | None) -> str:
-        """What asks for more than there is; nothing where that is not proven, or where no plan
-        at all needs less."""
-        asked = self.asked
+    def describe_conflict(self, proven: Need | None) -> str:
+        """Return which requests ask for more memory than there is, as text.
+
+        It is empty if `proven` fits, or if no plan needs less without the requests.
+        """
+        asked = self.requests
         if not asked or proven is None or proven.fits or not self._fits(()):
             return ""
 
@@ -215,7 +234,8 @@ class _Shortage:
         )
 
     def _least(self, constraints: Sequence[Constraint]) -> Need | None:
-        """Any plan under these constraints needs so much; None where there is none."""
+        """Return the memory that any plan under these constraints needs; None if there is no
+        plan."""
         key = tuple(constraints)
         if key not in self._proven:
             self._proven[key] = min(
@@ -226,13 +246,13 @@ class _Shortage:
         return self._proven[key]
 
     def _fits(self, constraints: Sequence[Constraint]) -> bool:
-        """Whether a plan under these constraints may."""
+        """Return whether a plan under these constraints may fit."""
         need = self._least(constraints)
         return need is not None and need.fits
 
     def _kinds(self, constraints: Sequence[Constraint]) -> Iterator[Kind]:
-        """What is tried under these constraints, as `Chooser.plan` does; without what they rule
-        out."""
+        """Yield the kinds of plans that `Chooser.plan` tries under these constraints, except those
+        that the constraints rule out."""
         rest = tuple(c for c in constraints if not _is_number(c))
         num = "auto" if len(rest) == len(constraints) else self.chooser.options.num_microbatches
         options = replace(self.chooser.options, constraints=rest)
@@ -270,8 +290,8 @@ def _of_pipelines(chooser: Chooser) -> Iterator[Kind]:
 def _known(
     chooser: Chooser, ways: Iterator[tuple[str, int]] | Sequence[tuple[str, int]], wish: Pipelined
 ) -> Iterator[Kind]:
-    """A kind per axis and number of microbatches, 0 for one piece; those that cannot be are left
-    out."""
+    """Yield a kind per axis and number of microbatches (0 for one piece), except those that are
+    impossible."""
     for axis, num in ways:
         try:
             kind = (
@@ -287,7 +307,7 @@ def _known(
 
 def _plan_with_marks(chooser: Chooser, kind: Kind) -> Planned | None:
     found = kind.lightest()
-    return None if found is None else chooser.marked(found)
+    return None if found is None else chooser.note_loss_rows(found)
 
 
 def _of_one_piece(chooser: Chooser) -> Kind:
@@ -296,7 +316,7 @@ def _of_one_piece(chooser: Chooser) -> Kind:
         trace,
         chooser.mesh,
         chooser.hardware,
-        chooser.unpiped(),
+        chooser.options_without_stages(),
         type(chooser.model).__name__,
         clock,
     )

@@ -1,5 +1,5 @@
-"""What further programs of a compiled module are planned from: its structure, what was asked of
-its plan, and how its parameters rest."""
+"""Prepare further programs of a compiled module: keep the structure of its model, the request of
+its plan, and the layouts in which its parameters rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from autopar.api.plan_options import recorded
+from autopar.api.plan_options import recorded_options
 from autopar.constraints import (
     Constraint,
     Megatron,
@@ -37,11 +37,11 @@ _KEPT = (
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A model without values, in either mode.
+    """A copy of a model without values, which can be put into either mode.
 
     Attributes:
-        modes: module path → whether it was in training mode when the model was compiled.
-        refusal: why there is none, where the model cannot be copied.
+        modes: module path → whether the module was in training mode when the model was compiled.
+        refusal: why there is no copy, if the model cannot be copied.
     """
 
     model: nn.Module | None
@@ -50,8 +50,8 @@ class Structure:
 
     @staticmethod
     def of(model: nn.Module) -> Structure:
-        """A copy whose parameters and large buffers are on meta; small buffers hold what they
-        held, which a capture may have to read."""
+        """Copy a model with parameters and large buffers on meta. Small buffers keep their values,
+        which a capture may have to read."""
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
             memo[id(parameter)] = nn.Parameter(
@@ -71,13 +71,15 @@ class Structure:
             return Structure(None, modes, f"{type(error).__name__}: {error}")
 
     def as_called(self, training: bool, trained: Mapping[str, bool]) -> nn.Module:
-        """The model in a mode; in that in which it was compiled every module as it was then.
+        """Return the model in a mode. In the mode in which it was compiled, every module is as it
+        was then.
 
         Args:
-            trained: name → whether a parameter is now to be trained; of others that is as it was.
+            training: the mode.
+            trained: name → whether a parameter is now trained; others stay as they were.
 
         Raises:
-            RuntimeStateError: where there is no copy.
+            RuntimeStateError: if there is no copy.
         """
         if self.model is None:
             what = (
@@ -100,13 +102,16 @@ class Structure:
 
 
 def asked_of(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, PlanOptions]:
-    """The options of a further plan: as the first plan's, and, where a constraint cannot hold for
-    that call, without what names layouts.
+    """Return the options of a further plan.
+
+    The first are those of the first plan. The second lack the constraints that name layouts, for
+    calls in which one of them cannot hold.
 
     Args:
-        storage: how every parameter rests.
+        plan: the first plan.
+        storage: the layout in which every parameter rests.
     """
-    options = recorded(plan)
+    options = recorded_options(plan)
     kept = [c for c in options.constraints if not isinstance(c, Pipelined | Resting)]
     stages = _stages(plan)
     kept = [replace(c, microbatches=None) if isinstance(c, Megatron) else c for c in kept]
@@ -125,7 +130,8 @@ def asked_of(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, Pl
 
 
 def storage_of(module: ParallelModule | StagedModule) -> dict[str, Layout]:
-    """How each parameter rests, of all stages; those that no program reads are whole."""
+    """Return the layout in which each parameter of all stages rests; whole if no program reads
+    it."""
     program = module.program
     stages = program.stages if isinstance(program, StagedProgram) else (program,)
     held = {name: module.resting(name) for name, _ in module.named_parameters()}
@@ -133,7 +139,7 @@ def storage_of(module: ParallelModule | StagedModule) -> dict[str, Layout]:
 
 
 def _stages(plan: Plan) -> tuple[Pipelined, ...]:
-    """The same cuts."""
+    """Return the pipeline of a plan as a constraint, with the same cuts."""
     made = plan.pipeline
     if made is None or not made.axis:
         return ()
@@ -152,7 +158,8 @@ def _stages(plan: Plan) -> tuple[Pipelined, ...]:
 
 
 def beside_the_optimizer(plan: Plan, options: PlanOptions) -> PlanOptions:
-    """The options where no backward follows: forward alone, beside the optimizer's state."""
+    """Return the options of a plan for forward alone, in the memory that the optimizer's state
+    leaves."""
     assert options.memory_bytes is not None, "a plan records its budget"
     in_stages = plan.pipeline is not None and bool(plan.pipeline.axis)
     plans = plan.pipeline.stages if plan.pipeline is not None and in_stages else (plan,)
@@ -169,13 +176,13 @@ def beside_the_optimizer(plan: Plan, options: PlanOptions) -> PlanOptions:
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """A call in words: what all ranks are to agree on."""
+    """Return a call as text that all ranks have to agree on."""
     leaves, spec = tree_flatten(tree_map(_shape, (args, dict(kwargs))))
     return f"{leaves} {spec}"
 
 
 def told_trained(trained: Mapping[str, bool]) -> str:
-    """Which parameters are trained, in a few words: what all ranks are to agree on."""
+    """Return as short text which parameters are trained; all ranks have to agree on it."""
     names = sorted(name for name, trains in trained.items() if trains)
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
     return f", {len(names)} parameters trained ({digest})" if trained else ""

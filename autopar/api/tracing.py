@@ -1,5 +1,5 @@
-"""Tracing for plans with microbatches: the batch, one microbatch of it, and how the one makes
-the other."""
+"""Trace the call that a plan is for: the batch, one microbatch of it, and how microbatches make the
+batch. Validate programs against these traces."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from autopar.stages.placing import CutError
 from autopar.validation import Validation, validate, validate_microbatches
 
 # --------------------------------------------------------------------------------------------------
-# Validation of what a plan is emitted into: before it runs, and as a part of its certificate.
+# Validation of emitted programs: before they run, and as a part of a certificate.
 
 log = logging.getLogger("autopar")
 
@@ -86,7 +86,14 @@ def with_validation(
     plan: Plan,
     emitting: Callable[[], Program | StagedProgram],
 ) -> Certificate:
-    """The certificate with what validation of the emitted program found."""
+    """Return a certificate with the findings of validating the emitted program.
+
+    Args:
+        certificate: of the plan.
+        reference: the trace of the call, as the plan is for it.
+        plan: the certified plan.
+        emitting: emits the program; an error that it or validation raises becomes a finding.
+    """
     try:
         validation: Validation = validate(reference, plan, emitting())
     except AutoparError as error:
@@ -108,11 +115,16 @@ def trace_call(
     *,
     inference: bool = False,
 ) -> Trace:
-    """The captured call, in the precision that a plan is asked for in (`PlanOptions`), and with a
-    backward unless it is for inference.
+    """Capture a call.
+
+    Args:
+        model: the plain model.
+        args, kwargs: the call; values are not read.
+        precision: of the plan; see `PlanOptions`.
+        inference: whether to capture forward alone.
 
     Raises:
-        CaptureError: also where the model is parallel or compiled already.
+        CaptureError: if the call cannot be captured, or the model is parallel or compiled already.
     """
     refuse_wrapped(model)
     return capture(
@@ -127,8 +139,16 @@ def trace_call(
 def traced_for(
     plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Trace:
-    """The captured call in the precision and for the use that a plan was asked for; else as it
-    is. Raises as `traced`."""
+    """Capture a call in the precision and for the use that a plan was made for.
+
+    Args:
+        plan: its options are read.
+        model: the plain model.
+        args, kwargs: the call.
+
+    Raises:
+        CaptureError: as `trace_call`.
+    """
     return trace_call(
         model,
         args,
@@ -139,8 +159,11 @@ def traced_for(
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise CaptureError where something made the model parallel, or compiled it, before: it
-    takes a plain module to start from."""
+    """Check that a model is plain.
+
+    Raises:
+        CaptureError: if it was made parallel or compiled before.
+    """
     if hasattr(model, "_orig_mod"):
         raise _wrapper_error(
             model,
@@ -186,14 +209,25 @@ def _wrapper_error(module: nn.Module, name: str, what: str, remedy: str) -> Capt
 
 
 def settle_outputs(outputs: Outputs, has_loss: bool, inference: bool) -> Outputs:
-    """How outputs come: by default as they lie beside a loss that is trained, and whole where
-    they are what a call is for."""
+    """Return how outputs come if that is left to the planner.
+
+    They stay as they lie in training with a loss, and come whole if they are what the call is for.
+
+    Args:
+        outputs: the option; only ``"auto"`` is replaced.
+        has_loss: whether the call returns a loss.
+        inference: whether no backward follows.
+    """
     return ("dtensor" if has_loss and not inference else "full") if outputs == "auto" else outputs
 
 
 def refuse_parts(trace: Trace, batch: str) -> None:
-    """Raise ConstraintError where ranks pass parts of the batch, and each would compute a loss of
-    its own part, or forward reads values of the whole."""
+    """Check that ranks may pass parts of the batch.
+
+    Raises:
+        ConstraintError: if each rank would compute a loss of its own part, or forward reads values
+            of the whole batch.
+    """
     if batch == "local" and (known := _known_inputs(trace)):
         what = (
             f'batch="local", and forward reads the values of {" and ".join(map(repr, known))}, of'
@@ -211,7 +245,7 @@ def refuse_parts(trace: Trace, batch: str) -> None:
 
 
 def _known_inputs(trace: Trace) -> list[str]:
-    """The paths of the inputs whose values forward reads."""
+    """Return the paths of the inputs whose values forward reads."""
     args, kwargs = tree_unflatten(list(range(trace.in_spec.num_leaves)), trace.in_spec)
     paths = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
     return [
@@ -222,8 +256,8 @@ def _known_inputs(trace: Trace) -> list[str]:
 
 
 def as_wanted(trace: Trace, outputs: Outputs) -> Trace:
-    """The captured call with what is wanted of its outputs: the loss alone, or all of them
-    whole, or as they lie."""
+    """Return the captured call with the requested outputs: the loss alone, or all of them, whole or
+    as they lie."""
     return (
         loss_alone(trace)
         if outputs == "loss"
@@ -234,22 +268,22 @@ def as_wanted(trace: Trace, outputs: Outputs) -> Trace:
 
 
 def as_planned(trace: Trace, plan: Plan) -> Trace:
-    """The captured call as a plan is for it: with the outputs that are wanted, and with its loss
-    by rows, where the plan says so."""
+    """Return the captured call as a plan is for it: with the requested outputs, and with the loss
+    by rows if the plan says so."""
     return by_rows(as_wanted(trace, plan.options.get("outputs", "dtensor")), plan.loss_rows)
 
 
 def by_rows(trace: Trace, rows: int) -> Trace:
-    """The trace with its loss by so many rows at a time; 0 for all at once."""
+    """Return the trace with its loss computed by a number of rows at a time; 0 for all at once."""
     return loss_by_rows(trace, rows) if rows else trace
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Samples in a call's batch: the first dim that most tensors have, of several such dims that of
-    the first tensor.
+    """Return the number of samples in a call's batch: the first dim that most tensors have; if
+    several sizes are equally frequent, that of the first tensor.
 
     Raises:
-        ConstraintError: where no tensor has a dim.
+        ConstraintError: if no tensor has a dim.
     """
     sizes = Counter(
         leaf.shape[0]
@@ -264,10 +298,14 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 def microbatch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> Call:
-    """The call on the first of `num` microbatches.
+    """Return the call on the first of `num` microbatches.
+
+    Args:
+        args, kwargs: the call on the whole batch.
+        num: number of microbatches.
 
     Raises:
-        ConstraintError: where the batch does not divide.
+        ConstraintError: if the batch does not divide.
     """
     size = batch_size(args, kwargs)
     if size % num:
@@ -298,16 +336,20 @@ def trace_part(
     independent: bool = False,
     known: dict[int, Trace] | None = None,
 ) -> tuple[Trace, Microbatching]:
-    """The trace of one microbatch, and how `num` of them make the batch.
+    """Return the trace of one microbatch, and how `num` of them make the batch.
 
     Args:
-        whole: with the outputs that are wanted; those of the microbatch are, too.
-        precision, inference: of the plan that it is for.
-        known: traces of calls on so many samples, which this adds to.
+        model: the plain model.
+        whole: the trace of the batch, with the requested outputs; the microbatch gets the same.
+        args, kwargs: the call on the whole batch.
+        num: number of microbatches.
+        precision, inference: of the plan.
+        independent: whether the user promises that samples are independent.
+        known: traces by number of samples; new ones are added.
 
     Raises:
-        ConstraintError: where the batch does not divide, or an input has a gradient. CoupledError:
-            where samples depend on each other.
+        ConstraintError: if the batch does not divide, or an input has a gradient.
+        CoupledError: if samples depend on each other.
     """
     for i in whole.given_back:
         what = f"input {i.path!r} has a gradient, which neither stages nor microbatches give"
@@ -324,7 +366,7 @@ def trace_part(
     known = {} if known is None else known
     known.setdefault(batch_size(args, kwargs), whole)
 
-    def captured(call: Call) -> Trace:
+    def capture_part(call: Call) -> Trace:
         samples = batch_size(*call)
         if samples not in known:
             known[samples] = _of_parts(model, *call, precision, inference)
@@ -335,14 +377,14 @@ def trace_part(
         return as_wanted(known[samples], "full" if everywhere else "loss" if alone else "dtensor")
 
     if num > 1 and batch_size(args, kwargs) == num:
-        four, two = (captured(_of_samples(args, kwargs, samples)) for samples in (4, 2))
+        four, two = (capture_part(_of_samples(args, kwargs, samples)) for samples in (4, 2))
         like = find_microbatching(
             four, two, 2, independent=independent
         )  # before one sample is captured: coupled ones may need others
-        part = captured(microbatch_of(args, kwargs, num))
+        part = capture_part(microbatch_of(args, kwargs, num))
         part, how = ready(part, for_single_samples(like, two, part, num))
     else:
-        part = captured(microbatch_of(args, kwargs, num))
+        part = capture_part(microbatch_of(args, kwargs, num))
         part, how = ready(part, find_microbatching(whole, part, num, independent=independent))
     refuse_unproven(whole, part, microbatches_of(part, how), promised=independent)
     return part, how
@@ -355,7 +397,7 @@ def _of_parts(
     precision: str | None,
     inference: bool,
 ) -> Trace:
-    """The trace of a part of a batch that was captured as a whole."""
+    """Capture a part of a batch that was captured as a whole before."""
     try:
         return trace_call(model, args, kwargs, precision, inference=inference)
     except CaptureError as error:
@@ -371,7 +413,7 @@ def _of_parts(
 
 
 def _of_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> Call:
-    """The call on so many copies of the first sample."""
+    """Return the call on `num` copies of the first sample."""
     size = batch_size(args, kwargs)
 
     def copies(leaf: Any) -> Any:
@@ -390,11 +432,14 @@ def program_of(
     """Emit a plan and validate the program.
 
     Args:
+        plan: the plan.
+        model: the plain model.
         whole: the trace of the call, as it was captured.
+        args, kwargs: the call.
 
     Raises:
-        PlanError, EmissionError: where the plan does not fit the model.
-        ValidationError: where a value of the program does not follow from the trace.
+        PlanError, EmissionError: if the plan does not fit the model.
+        ValidationError: if a value of the program does not follow from the trace.
     """
     reference = as_planned(whole, plan)
     if plan.pipeline is None:
@@ -409,11 +454,17 @@ def program_of(
 def staged_trace(
     plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Trace, Microbatching, Cut]:
-    """The trace of one microbatch, how microbatches make the batch, and the stages that a pipeline
-    cuts it into.
+    """Return the trace of one microbatch, how microbatches make the batch, and the stages of a
+    pipeline.
+
+    Args:
+        plan: a plan with a pipeline.
+        model: the plain model.
+        whole: the trace of the batch.
+        args, kwargs: the call on the whole batch.
 
     Raises:
-        ConstraintError, EmissionError: where the model cannot be cut so.
+        ConstraintError, EmissionError: if the model cannot be cut as the plan says.
     """
     part, how = planned_part(plan, model, whole, args, kwargs)
     positions = _pipeline(plan).positions
@@ -428,8 +479,15 @@ def staged_trace(
 def planned_part(
     plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Trace, Microbatching]:
-    """The trace of one microbatch as a plan with a pipeline is for it, and how microbatches make
-    the batch."""
+    """Return the trace of one microbatch as a plan with a pipeline is for it, and how microbatches
+    make the batch.
+
+    Args:
+        plan: a plan with a pipeline.
+        model: the plain model.
+        whole: the trace of the batch.
+        args, kwargs: the call on the whole batch.
+    """
     pipeline = _pipeline(plan)
     alone = as_wanted(whole, plan.options.get("outputs", "dtensor"))
     part, how = trace_part(

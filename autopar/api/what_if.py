@@ -22,7 +22,7 @@ from autopar.api.arguments import (
     planned_for,
 )
 from autopar.api.options import PlanRequest
-from autopar.api.plan_options import check_fits, options_of, recorded
+from autopar.api.plan_options import check_fits, options_of, recorded_options
 from autopar.api.planning import plan_told
 from autopar.api.tracing import as_planned, planned_part, traced_for
 from autopar.capture import Trace
@@ -44,15 +44,15 @@ from autopar.program.executor import Returned
 from autopar.request import PlanOptions, as_constraints
 
 # --------------------------------------------------------------------------------------------------
-# What a plan was forced to, with some of it left out and more of it asked for.
+# The constraints of a plan, with some left out and others added.
 
 _NUMBER = "num_microbatches"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The options without what is left out, and what is asked for beside the rest; as their user
-    writes both."""
+    """The options without the constraints that are left out, and the constraints that are added;
+    both also as their user writes them."""
 
     options: PlanOptions
     more: tuple[Constraint, ...]
@@ -64,19 +64,20 @@ class Change:
         return ", ".join(f"{word} {' and '.join(said)}" for word, said in parts if said)
 
 
-def changed(
+def change_options(
     options: PlanOptions, without: Iterable[str | Constraint], more: Iterable[Constraint]
 ) -> Change:
-    """Leave out and add.
+    """Leave out some constraints of a plan and add others.
 
     Args:
-        options: a plan's. without: constraints that it obeys, or texts: the name of all of one kind
-            (``fsdp``, ``num_microbatches``), or one as a call (``layout("*.up", weight="R
-            S(0)")``).
+        options: a plan's.
+        without: constraints that it obeys, or texts: the name of all of one kind (``fsdp``,
+            ``num_microbatches``), or one as a call (``layout("*.up", weight="R S(0)")``).
+        more: constraints to add.
 
     Raises:
-        ConstraintError: where the plan obeys none such, or obeys already what is to be added, or a
-            text cannot be read.
+        ConstraintError: if the plan does not obey a constraint to leave out, or already obeys one
+            to add, or a text cannot be read.
     """
     left_out: list[str] = []
     for what in without:
@@ -93,7 +94,7 @@ def changed(
 
 
 def obeyed_by(options: PlanOptions) -> tuple[str, ...]:
-    """All that is forced, as its user writes it."""
+    """Return all that is forced, as its user writes it."""
     number = (
         () if options.num_microbatches == "auto" else (f"{_NUMBER}={options.num_microbatches}",)
     )
@@ -101,7 +102,7 @@ def obeyed_by(options: PlanOptions) -> tuple[str, ...]:
 
 
 def _without(options: PlanOptions, what: str | Constraint) -> tuple[PlanOptions, Sequence[str]]:
-    """The options without it, and what is left out as its user writes it."""
+    """Return the options without a constraint, and what is left out, as its user writes it."""
     is_name = isinstance(what, str) and "(" not in what
     said = (
         in_words(what if isinstance(what, Constraint) else parse_constraint(what))
@@ -182,7 +183,7 @@ class WhatIf:
             else f"{self.hardware} and mesh {self.best.mesh}"
         )
         before, made = self.plan.prediction.step_s, self.best.prediction
-        forced = ", ".join(obeyed_by(recorded(self.best)))
+        forced = ", ".join(obeyed_by(recorded_options(self.best)))
         under = (
             f", {forced} forced{'' if self.change else ' as well'},"
             if forced
@@ -266,7 +267,7 @@ def what_if(
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh, type(model).__name__)
     options, part = options_of(plan, devices, memory_bytes), _part(plan, model, trace, args, kwargs)
-    change = changed(
+    change = change_options(
         options,
         (without,) if isinstance(without, str | Constraint) else without,
         as_constraints(constraints),
@@ -354,7 +355,7 @@ def flips(
 def _part(
     plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Trace:
-    """What a plan is for: the captured call, or one microbatch of it."""
+    """Return the trace that a plan is for: of the captured call, or of one microbatch of it."""
     return (
         as_planned(trace, plan)
         if plan.pipeline is None
@@ -365,7 +366,7 @@ def _part(
 def _returned_outputs(
     plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Returned | None:
-    """What calls of a pipeline return, None without one."""
+    """Return what calls of a pipeline return; None without a pipeline."""
     if plan.pipeline is None:
         return None
     return returned_of(
@@ -376,7 +377,7 @@ def _returned_outputs(
 def _tightest(
     plan: Plan, found: Carried, devices: Hardware, options: PlanOptions
 ) -> tuple[int, int]:
-    """Peak and budget of the device that has least left of what it has."""
+    """Return peak and budget (bytes) of the device with the least memory left."""
     axis = plan.pipeline.axis if plan.pipeline else ""
     pairs = [
         (peak, options.budget(profile_of(devices, axis, rank)))
@@ -386,7 +387,7 @@ def _tightest(
 
 
 def _bytes_of(trace: Trace) -> int:
-    """Of the whole batch."""
+    """Return the bytes of the whole batch."""
     return sum(math.prod(i.shape) * i.dtype.itemsize for i in trace.inputs)
 
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -24,7 +23,7 @@ from autopar.core.layout import Layout, Strategy
 from autopar.plans import Communication, Entry, Kept, NodeChoice, Plan, RunnerUp
 
 # --------------------------------------------------------------------------------------------------
-# Which module each decision of a plan belongs to, and which copies of it.
+# The module, and the copies of it, that each decision of a plan belongs to.
 
 INPUTS = "(inputs)"  # the part that stands for the batch
 BEFORE, BEHIND = (
@@ -39,7 +38,7 @@ _CROSSES = re.compile(r"/(forward|backward)/\d+(/.+)?/(input|output)$")
 
 @dataclass(slots=True)
 class Group:
-    """Decisions and forward nodes of one part, while they are gathered."""
+    """The decisions and forward nodes of one part, while they are collected."""
 
     module: str
     instances: Instances
@@ -48,7 +47,7 @@ class Group:
 
 
 def star_indices(path: str) -> str:
-    """A node's path with ``*`` for every index of repeated layers."""
+    """Replace every index of repeated layers in a node's path by ``*``."""
     return _FIELD.sub("*", path)
 
 
@@ -62,8 +61,10 @@ def crosses(node: str) -> bool:
 
 
 def owner(node: str) -> str:
-    """Module pattern, with ``*``, of a node pattern: of a parameter or buffer the module that
-    holds it."""
+    """Return the module pattern, with ``*``, that a node pattern belongs to.
+
+    A parameter or buffer belongs to the module that holds it.
+    """
     if crosses(node):
         return BEFORE if node.endswith("/input") else BEHIND
     border = node.rpartition("/")[2]
@@ -76,7 +77,8 @@ def owner(node: str) -> str:
 
 
 def group_by_module(plan: Plan) -> list[Group]:
-    """One group per module and set of copies, computing modules in forward order first."""
+    """Group the decisions of a plan by module and set of copies, computing modules in forward order
+    first."""
     groups: list[Group] = []
     for entry in sorted(plan.entries, key=lambda e: (e.kind != "compute", e.phase != "forward")):
         _group_of(groups, owner(entry.nodes[0].node), entry.instances).entries.append(entry)
@@ -99,15 +101,7 @@ def _group_of(groups: list[Group], module: str, instances: Instances) -> Group:
 
 
 def _decides(group: Group, node: str) -> bool:
-    """Tell whether one of a group's decisions is about a node.
-
-    Args:
-        group: of the plan.
-        node: pattern of the node.
-
-    Returns:
-        Whether it is.
-    """
+    """Return whether one of a group's decisions is about the node of this pattern."""
     return any(choice.node == node for entry in group.entries for choice in entry.nodes)
 
 
@@ -118,8 +112,8 @@ def index_of(groups: list[Group], node: str, instances: Instances) -> int:
     follow another module's decision. What its nodes move is counted with that decision.
 
     Args:
-        groups: of the plan, as `grouped` gives them; a module that the plan decides nothing for is
-            added.
+        groups: of the plan, as `group_by_module` returns them; a module that the plan decides
+            nothing for is added.
         node: pattern of the node.
         instances: copies of it.
 
@@ -138,24 +132,28 @@ def index_of(groups: list[Group], node: str, instances: Instances) -> int:
 # --------------------------------------------------------------------------------------------------
 # The words for layouts and for the parallelism that they amount to.
 #
-# How a mesh axis works on a part follows from its main op's layouts on that axis, by the first of
-# these that holds:
+# How a mesh axis splits a part follows from its main op's layouts on that axis: the first row of
+# the table that holds.
 #
-# experts experts only: their weights are split by experts, dim 0 tensor the weight is sharded as
-# the op reads it; without a weight, a dim from 2 on of the result is (features), or of the first
-# operand heads attention only: the heads are sharded (dim 1 of ``[batch, heads, sequence,
-# features]``) data dim 0 of the activation, which is the batch, is sharded space convolution
-# only: a dim from 2 on of ``[batch, channels, space…]`` is sequence dim 1 (2 in attention) is; of
-# a matmul's activation any dim but the first replicated every device on the axis does the same
+# experts     experts only: their weights are split by experts, dim 0
+# tensor      the weight is sharded as the op reads it; without a weight, a dim from 2 on of the
+#             result (features), or of the first operand
+# heads       attention only: dim 1 of ``[batch, heads, sequence, features]`` is sharded
+# data        dim 0 of the activation, the batch, is sharded
+# space       convolution only: a dim from 2 on of ``[batch, channels, space…]`` is sharded
+# sequence    dim 1 (in attention dim 2) is sharded; of a matmul's activation any dim but the first
+# replicated  every device on the axis does the same
 #
-# Sharding a weight in its storage layout only is said beside it, per axis:
+# Weights that are sharded in their storage layout only are described separately, per axis:
 #
-# ZeRO-3 the weight rests sharded and is gathered for use; a gathered copy is not kept for
-# backward ZeRO-2 the same, and the gathered copy is kept from forward to backward ZeRO-1 as
-# ZeRO-2, through a step of several microbatches, whose gradients add up as partial sums
+# ZeRO-3      the weight rests sharded and is gathered for use; the gathered copy is not kept for
+#             backward
+# ZeRO-2      as ZeRO-3, and the gathered copy is kept from forward to backward
+# ZeRO-1      as ZeRO-2, through a step of several microbatches, whose gradients add up as partial
+#             sums
 #
-# A weight that rests as it is read is neither: its gradient and optimizer state are as sharded as
-# the weight. "on the hosts" stands where some weight of the part rests there.
+# A weight that rests as it is read is none of these: its gradient and optimizer state are as
+# sharded as the weight. "on the hosts" is added if some weight of the part rests there.
 
 PARALLELISMS = ("data", "sequence", "space", "heads", "experts", "tensor", "replicated")
 
@@ -170,31 +168,19 @@ ROLES = {
 }
 
 
-class Parallel(Protocol):
-    """What has a parallelism per mesh axis, and weights that are gathered or not."""
-
-    @property
-    def parallelism(self) -> tuple[str, ...]: ...
-
-    @property
-    def sharded(self) -> tuple[str, ...]: ...
-
-    @property
-    def offloaded(self) -> bool: ...
-
-
 def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
-    """How mesh axis `axis` works on a part whose main op is `op`: one of `PARALLELISMS`."""
+    """Return how a mesh axis splits the work of a part: one of `PARALLELISMS`.
+
+    Args:
+        op: name of the part's main op.
+        strategy: the layouts of the op's operands and results.
+        axis: index of the mesh axis.
+    """
     activation, weight = ROLES.get(op, (None, None))
     if weight is not None and (of_weight := _dim(strategy.inputs[weight], axis)) is not None:
         return "experts" if op == "experts" and of_weight == 0 else "tensor"
     if activation is not None:
-        dim = _dim(strategy.inputs[activation], axis)
-        if op in ("attention", "flex_attention"):
-            return {None: "replicated", 0: "data", 1: "heads", 2: "sequence"}.get(dim, "tensor")
-        if op == "convolution" and dim is not None and dim >= 2:
-            return "space"
-        return "replicated" if dim is None else "data" if dim == 0 else "sequence"
+        return _split_by_activation(op, _dim(strategy.inputs[activation], axis))
     for layout in (*strategy.outputs[:1], *strategy.inputs[:1]):
         dim = _dim(layout, axis)
         if dim is not None:
@@ -202,24 +188,39 @@ def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
     return "replicated"
 
 
+def _split_by_activation(op: str, dim: int | None) -> str:
+    """Return the parallelism of an op whose activation is sharded on `dim`, None for no dim."""
+    if op in ("attention", "flex_attention"):
+        return {None: "replicated", 0: "data", 1: "heads", 2: "sequence"}.get(dim, "tensor")
+    if op == "convolution" and dim is not None and dim >= 2:
+        return "space"
+    return {None: "replicated", 0: "data"}.get(dim, "sequence")
+
+
 def _dim(layout: Layout, axis: int) -> int | None:
     placement = layout.placements[axis]
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def label(part: Parallel, names: Sequence[str]) -> str:
-    """The parallelism in words: ``data over node, sequence over gpu; weights ZeRO-3 over node
+def label(part: Part, names: Sequence[str]) -> str:
+    """Return the parallelism as text: ``data over node, sequence over gpu; weights ZeRO-3 over node
     and gpu, on the hosts``."""
     said = over(part.parallelism, names, PARALLELISMS)
     if set(part.parallelism) == {"replicated"}:
         said = "replicated"
     sharded = over(part.sharded, names, ("ZeRO-1", "ZeRO-2", "ZeRO-3"))
-    rest = ", ".join(filter(None, (sharded, "on the hosts" if part.offloaded else "")))
+    rest = ", ".join(filter(None, (sharded, "on the hosts" if part.has_offloaded_weight else "")))
     return f"{said}; weights {rest}" if rest else said
 
 
 def over(words: Sequence[str], names: Sequence[str], known: Iterable[str]) -> str:
-    """Which word holds over which axes, ``data over node, tensor over gpu``."""
+    """Return which word holds over which axes, as text: ``data over node, tensor over gpu``.
+
+    Args:
+        words: one per axis.
+        names: the name of each axis.
+        known: the words that are listed, in order.
+    """
     by_word = {
         word: [name for name, w in zip(names, words, strict=True) if w == word] for word in known
     }
@@ -234,10 +235,13 @@ _DIMS: Mapping[str, tuple[str, ...]] = {
 
 
 def in_words(layout: Layout, names: Sequence[str], role: str) -> str:
-    """A layout in words: ``rows over gpu, then node``; splitters of one dim come outermost first.
+    """Return a layout as text: ``rows over gpu, then node``. Axes that split one dim come outermost
+    first.
 
     Args:
-        role: ``weight``, ``activation`` or ``image``, which say what the dims are called.
+        layout: of the tensor.
+        names: the name of each axis.
+        role: ``weight``, ``activation`` or ``image``, which determine how dims are called.
     """
     said = ", ".join(_words(layout, names, _DIMS[role])) or "whole"
     return f"{said}, on the hosts" if layout.host else said
@@ -269,13 +273,14 @@ _LAYOUT_FREE = (
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter: its name within the module, storage layout, and the layouts in which ops read
-    it.
+    """A parameter: its name within the module, its storage layout, and the layouts in which ops
+    read it.
 
     Attributes:
         kept: whether a gathered copy is kept from forward to backward.
-        working: in which layout it is held through a step; that of storage, or a gathered copy.
-            sums: in which its gradients add up.
+        working: the layout in which it is held through a step: that of storage, or of a gathered
+            copy.
+        sums: the layout in which its gradients add up.
     """
 
     name: str
@@ -288,10 +293,10 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Collectives of one kind on one axis in one phase: how many run on a device, the bytes it puts
-    in, their time.
+    """The collectives of one kind on one axis in one phase: how many run on a device, the bytes
+    that it puts in, and their seconds.
 
-    What is received from another stage is of kind ``receive``, on axis -1, and puts nothing in.
+    Values received from another stage have kind ``receive`` and axis -1, and put nothing in.
     """
 
     phase: str
@@ -309,17 +314,19 @@ class Part:
 
     Attributes:
         module: the path, ``*`` for indices that go through repeated modules; ``""`` is the model
-            itself. pattern: ``*`` for every index.
-        instances: the indices of its copies. copies: the same as text, where the module has other
-            parts too.
-        parallelism: one of `PARALLELISMS` per mesh axis. sharded: ``ZeRO-1`` to ``ZeRO-3`` or
-            ``""`` per mesh axis.
-        enters, leaves: layouts of the activation that the first forward op reads and of the one
+            itself.
+        pattern: the path with ``*`` for every index.
+        instances: the indices of its copies.
+        copies: the same as text, if the module has other parts too.
+        parallelism: one of `PARALLELISMS` per mesh axis.
+        sharded: ``ZeRO-1`` to ``ZeRO-3`` or ``""`` per mesh axis.
+        enters, leaves: layouts of the activation that the first forward op reads, and of the one
             that the last makes.
-        kept_bytes: kept for backward, gathered weights included. recomputed: ops that backward runs
-            again.
-        recompute_s: their time, as forward's; it is within `compute_s`.
-        entries: all decisions of the part; main: the one that the main op belongs to.
+        kept_bytes: kept for backward, gathered weights included.
+        recomputed: ops that backward runs again.
+        recompute_s: their time, as in forward; it is part of `compute_s`.
+        entries: all decisions of the part.
+        main: the decision that the main op belongs to.
     """
 
     module: str
@@ -341,28 +348,29 @@ class Part:
     pattern: str = ""
 
     @property
-    def offloaded(self) -> bool:
+    def has_offloaded_weight(self) -> bool:
         """Whether a weight rests on the hosts."""
         return any(weight.storage.host for weight in self.weights)
 
     @property
     def communication_s(self) -> float:
+        """Seconds of all its collectives."""
         return sum(t.time_s for t in self.transfers)
 
     @property
     def runner_up(self) -> RunnerUp | None:
-        """Of the main op's decision."""
+        """The runner-up of the main op's decision; None without a main op."""
         return self.main.runner_up if self.main else None
 
     @property
     def name(self) -> str:
-        """The module pattern, with the copies where they are not all of the module's: ``layers.*
-        [0-30]``."""
+        """The module pattern, followed by the copies if they are not all of the module's:
+        ``layers.* [0-30]``."""
         return (self.module or "(model)") + (f" [{self.copies}]" if self.copies else "")
 
     def matches(self, pattern: str) -> bool:
-        """Whether `pattern`, a module path with shell wildcards, names the module or one of its
-        copies."""
+        """Return whether `pattern`, a module path with shell wildcards, matches the module or one
+        of its copies."""
         form = self.pattern.replace("*", "{}")
         names = {
             self.module,
@@ -373,7 +381,7 @@ class Part:
 
 
 def breakdown(plan: Plan) -> tuple[Part, ...]:
-    """The parts of a plan, in the order in which forward reaches them.
+    """Split a plan into parts, in the order in which forward reaches them.
 
     The parts' compute and communication times add up to the prediction's, their kept bytes to its
     activations.
@@ -405,7 +413,7 @@ def breakdown(plan: Plan) -> tuple[Part, ...]:
 
 
 def _indices(part: Part) -> Iterator[tuple[str, set[int]]]:
-    """Of each ``*`` of a part the path up to it, and the indices that stand there."""
+    """Yield, for each ``*`` of a part, the path up to it and the indices that occur there."""
     pieces = part.module.split("*")
     if all(len(i) == len(pieces) - 1 for i in part.instances):
         yield from (
@@ -415,7 +423,7 @@ def _indices(part: Part) -> Iterator[tuple[str, set[int]]]:
 
 
 def _path(part: Part, repeated: Container[str]) -> str:
-    """The path with those indices that go through no repeated modules, such as a place in a
+    """Return the path with those indices that go through no repeated modules, such as a place in a
     Sequential within each layer."""
     shown = [
         "*" if prefix in repeated or len(indices) != 1 else str(*indices)
@@ -430,7 +438,7 @@ def _path(part: Part, repeated: Container[str]) -> str:
 
 
 def copies_of(instances: Instances) -> str:
-    """``0-30`` or ``0,2,5``: stretches of the first index."""
+    """Return the ranges of the first index as text: ``0-30`` or ``0,2,5``."""
     stretches: list[list[int]] = []
     for index in sorted({i[0] for i in instances if i}):
         if stretches and stretches[-1][-1] == index - 1:
@@ -486,8 +494,8 @@ def _part(
 
 
 def _part_of_crossing(part: Part, num_axes: int) -> Part:
-    """The part of what crosses between stages: its decisions are the layouts in which it does,
-    their time is that of waiting for it."""
+    """Return the part of values that cross between stages. Its decisions are the layouts in which
+    they cross; its time is that of waiting for them."""
     phase = "forward" if part.module == BEFORE else "backward"
     received = Transfer(phase, "receive", -1, len(part.entries), 0, part.compute_s)
     strategies = [entry.nodes[0].strategy for entry in part.entries]
@@ -504,12 +512,12 @@ def _part_of_crossing(part: Part, num_axes: int) -> Part:
 
 
 def op_of(node: str) -> str:
-    """The op of a node pattern, without its overload."""
+    """Return the op of a node pattern, without its overload."""
     return node.split("/")[1].split(".")[0]
 
 
 def _activation(node: tuple[NodeChoice, Entry]) -> Layout | None:
-    """The layout in which a node reads its activation."""
+    """Return the layout in which a node reads its activation."""
     operand, inputs = ROLES.get(op_of(node[0].node), (0, None))[0], node[0].strategy.inputs
     return inputs[operand] if operand < len(inputs) else None
 
@@ -533,8 +541,8 @@ def _weight(entry: Entry, communications: Iterable[Communication], kept: Iterabl
 
 
 def _describe_sharding(weights: Iterable[Weight], axis: int) -> str:
-    """How weights that rest sharded on `axis` are gathered; the better sharded where they
-    differ."""
+    """Return how weights that rest sharded on `axis` are gathered; if they differ, the word for the
+    most sharded ones."""
     words = set()
     for weight in weights:
         gathered = any(isinstance(layout.placements[axis], Replicate) for layout in weight.compute)
@@ -565,8 +573,8 @@ def _transfers(communications: Iterable[Communication]) -> tuple[Transfer, ...]:
 
 
 def _kept_bytes(kept: Kept, entries: Iterable[Entry], mesh_shape: Sequence[int]) -> int:
-    """Bytes that a kept value adds: what rests anyway (parameters, buffers and the batch as they
-    are stored) adds none."""
+    """Return the bytes that a kept value adds. Values that rest anyway (parameters, buffers and the
+    batch as they are stored) add none."""
     there = (e for e in entries if e.kind != "compute" and not crosses(kept.node))
     resting = [
         e.nodes[0].strategy.outputs[0] for e in there if any(c.node == kept.node for c in e.nodes)

@@ -1,10 +1,11 @@
-"""What a step goes by in, as it is emitted: the parts add up to `Prediction.simulated_s`.
+"""Split the seconds of a step into what devices do in it. The parts add up to
+`Prediction.simulated_s`.
 
-Of a plan with stages they are those of the rank that is busy longest, of M microbatches with all
-its stages; what then is left of the step it *waits*. Of a microbatch, C seconds of compute, of
-which backward runs R again, of which h run beside communication that makes them s · h longer, and E
-seconds of communication beside which nothing runs, V of them for what neighbours send, take C + s ·
-h + E.
+In a plan with stages they are those of the rank that is busy longest, for M microbatches with all
+its stages; the rest of the step is waiting. For a microbatch, let C be the seconds of compute, of
+which backward runs R again, and h of which run beside communication that makes them s · h longer.
+Let E be the seconds of communication beside which nothing runs, V of them for receiving from
+neighbours. The microbatch takes C + s · h + E.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ class StepParts:
     """Seconds of a step; they add up to `total_s`.
 
     Attributes:
-        rank: of a plan with stages, the one along the pipeline's axis whose devices are busy
+        rank: in a plan with stages, the index along the pipeline's axis whose devices are busy
             longest; else None.
-        compute_s: all but what is run again. again_s: what backward runs again. slowed_s: by how
-            much compute is slower for what runs beside it. exposed_s: collectives that nothing runs
-            beside. receiving_s: what comes from other stages. handing_s: outputs that go to all
-            stages. waiting_s: nothing to do.
+        compute_s: compute, except what is run again.
+        again_s: compute that backward runs again.
+        slowed_s: the time by which communication beside it slows compute down.
+        exposed_s: collectives beside which nothing runs.
+        receiving_s: receiving from other stages.
+        handing_s: sending outputs to all stages.
+        waiting_s: nothing to do.
     """
 
     rank: int | None
@@ -42,10 +46,11 @@ class StepParts:
 
     @property
     def total_s(self) -> float:
+        """Seconds of the step as emitted."""
         return sum(time_s for _, time_s in self.named())
 
     def named(self) -> Iterator[tuple[str, float]]:
-        """All of it, each with what it is called."""
+        """Yield the parts as (name, seconds)."""
         yield "compute", self.compute_s
         yield "run again", self.again_s
         yield "slowdown by communication beside it", self.slowed_s
@@ -56,7 +61,7 @@ class StepParts:
 
 
 def step_parts(plan: Plan) -> StepParts:
-    """Of a whole plan, not of a stage."""
+    """Split the step of a whole plan, not of a stage."""
     pipeline = plan.pipeline
     if pipeline is None:
         return StepParts(None, *_busy(plan), 0.0, 0.0)
@@ -77,7 +82,7 @@ def step_parts(plan: Plan) -> StepParts:
 
 
 def receiving_s(stage: Plan) -> float:
-    """Seconds of a microbatch that a stage spends receiving from its neighbours."""
+    """Return the seconds of a microbatch that a stage spends receiving from its neighbours."""
     return sum(
         t.time_s
         for part in breakdown(stage)
@@ -88,8 +93,8 @@ def receiving_s(stage: Plan) -> float:
 
 
 def _busy(plan: Plan) -> tuple[float, float, float, float, float]:
-    """Of a step, or of a stage's microbatch: compute, run again, slowed, exposed collectives,
-    receiving."""
+    """Return the seconds of a step, or of a stage's microbatch: compute, run again, slowed, exposed
+    collectives, receiving."""
     p, arriving_s = plan.prediction, receiving_s(plan)
     again_s = sum(entry.again_s * len(entry.instances) for entry in plan.entries)
     return (
@@ -102,14 +107,15 @@ def _busy(plan: Plan) -> tuple[float, float, float, float, float]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a device holds at the peak, by kind.
+# The memory of a device at the peak, by kind.
 
 _EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
 _KINDS = (*RESTING, *_EITHER, "transient")
 
 
 def rank_memory(pipeline: Pipeline, rank: int) -> tuple[int, Mapping[str, int]]:
-    """A rank's peak, and kind → bytes of it; of several stages on a rank all that rests in each."""
+    """Return a rank's peak in bytes, and the bytes by kind. If the rank has several stages, all
+    that rests in each counts."""
     chunks = [stage.prediction for stage in pipeline.stages[rank :: pipeline.num_ranks]]
     if not pipeline.rank_bytes:
         return chunks[0].peak_bytes, chunks[0].memory_bytes
@@ -122,7 +128,7 @@ def rank_memory(pipeline: Pipeline, rank: int) -> tuple[int, Mapping[str, int]]:
 
 
 def peak_kinds(kinds: Mapping[str, int]) -> dict[str, int]:
-    """Of kinds of memory those that make up the peak, in the order in which they are stacked: what
-    rests always, the larger of activations and gradients, what is transient."""
+    """Select the kinds of memory that make up the peak, in the order in which they are stacked:
+    what always rests, the larger one of activations and gradients, and transient memory."""
     either = max(_EITHER, key=lambda kind: kinds.get(kind, 0))
     return {kind: kinds[kind] for kind in (*RESTING, either, "transient") if kinds.get(kind)}

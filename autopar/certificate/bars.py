@@ -26,11 +26,12 @@ def is_simulated(plan: Plan) -> bool:
 
 
 def bars(plan: Plan, program: Program, crossing: frozenset[str]) -> Iterator[Finding]:
-    """Every difference between the time line of a plan and that of its program.
+    """Yield every difference between the timeline of a plan and that of its program.
 
     Args:
-        program: emitted under the overlap of the plan.
-        crossing: keys of what comes from, or goes to, other stages.
+        plan: the plan whose `prediction.timeline` is checked.
+        program: the program, emitted under the overlap of the plan.
+        crossing: keys of values that come from, or go to, other stages.
     """
     if not is_simulated(plan):
         return
@@ -69,7 +70,7 @@ def _bars(plan: Plan, program: Program, crossing: frozenset[str]) -> Iterator[Ba
 
 
 def _around(plan: Plan, phase: str, crossing: frozenset[str]) -> Iterator[tuple[str, str, float]]:
-    """What a phase does outside of its graph: label, kind, seconds."""
+    """Yield what a phase does outside of its graph, as (label, kind, seconds)."""
     if phase == "forward":
         yield "inputs", "compute", _sum(plan, "input", crossing, crosses=False)
         yield "from the stage before", "communication", _sum(plan, "input", crossing, crosses=True)
@@ -94,7 +95,8 @@ def _crosses(entry: Entry, crossing: frozenset[str]) -> bool:
 
 
 def _add(lane: list[Bar], bar: Bar) -> None:
-    """Add a bar; where the one before is of the same layer and ends there, the two are one."""
+    """Add a bar to a lane. It is merged with the previous bar if both belong to the same layer and
+    the previous one ends where it starts."""
     last = lane[-1] if lane else None
     if last and last[:3] == bar[:3] and abs(last[3] + last[4] - bar[3]) <= NEAR * bar[3]:
         lane[-1] = (*last[:4], last[4] + bar[4])

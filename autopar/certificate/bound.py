@@ -77,7 +77,7 @@ layout → π."""
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Multipliers of the versions of a tensor: layout → μ, ν and ω."""
+    """Multipliers of the versions of a tensor: layout → μ, ν and ω (seconds)."""
 
     made: Mapping[int, float]
     read: Mapping[int, float]
@@ -156,11 +156,16 @@ def lower_bound(
     balance: tuple[float, float] = (1.0, 1.0),
     versions: Mapping[int, Versions] | None = None,
 ) -> float:
-    """What these multipliers prove, in seconds; those of the wrong sign, and of rows that there are
-    not, count as 0.
+    """Return the bound that these multipliers prove, in seconds.
+
+    Multipliers of the wrong sign, and multipliers of rows that do not exist, count as 0.
 
     Args:
-        balance: λ of forward and of backward, each from 0 to 1. versions: by tensor.
+        problem: the optimization problem that is bounded.
+        prices: the multipliers π by tensor, reader and layout (seconds).
+        rows: the memory rows with their multipliers λ.
+        balance: λ of forward and of backward, each from 0 to 1.
+        versions: the multipliers μ, ν and ω by tensor.
     """
     assert all(0.0 <= share <= 1.0 for share in balance), "any other proves nothing"
     dual, kept = _Dual(problem, balance, versions or {}), np.zeros(len(problem.variants))
@@ -253,9 +258,12 @@ def _collectives(
     *,
     later: bool,
 ) -> None:
-    """What the collectives' reduced costs take from the bound: nothing where no reader's price,
-    with what it is worth that the tensor arrives, rises by more than they cost. And rows (10) and
-    (11)."""
+    """Subtract the negative reduced costs of a tensor's collectives from the bound: rows (2), (10)
+    and (11).
+
+    A collective takes nothing from the bound if the price of no reader, together with the worth of
+    the tensor's arrival, rises by more than the collective costs.
+    """
     variant = dual.problem.variants[v]
     value = dual.problem.values[variant.value]
     graph = value.graph
@@ -301,8 +309,11 @@ def _prices(prices: Prices, where: tuple[int, int, bool], graph: LayoutGraph) ->
 def _versions(
     dual: _Dual, v: int, made: Ints, reads: Sequence[Ints] | None
 ) -> tuple[Ints, tuple[Floats, Floats, Floats]]:
-    """In which layouts a tensor may be kept, by how it is made and read in its own phase; none
-    where `reads` is None. And μ, ν and ω of those of which there are such rows."""
+    """Return the layouts in which a tensor may be kept, and μ, ν and ω in these layouts.
+
+    The layouts follow from how the tensor is made and read in its own phase. There are none if
+    `reads` is None.
+    """
     value = dual.problem.values[dual.problem.variants[v].value]
     found = np.unique(np.concatenate([made, *reads])) if reads is not None else made[:0]
     if value.keepable is not None:

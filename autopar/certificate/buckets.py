@@ -45,7 +45,7 @@ class BucketWalk:
     num_microbatches: int
 
     def findings(self) -> Iterator[Finding]:
-        """What does not hold."""
+        """Yield every claim about buckets that does not hold."""
         taken = [
             (b.phase, m.node, m.result, m.target) for b in self.plan.buckets for m in b.members
         ]
@@ -67,7 +67,7 @@ class BucketWalk:
             yield Finding("time", f"buckets save {saved_s:.9g} s, not {claimed_s:.9g} s")
 
     def _find_faults(self, bucket: Bucket) -> Iterator[str]:
-        """What is wrong with one bucket: its members, what the one collective puts in, and its
+        """Yield what is wrong with one bucket: its members, the bytes of its collective, and its
         time."""
         steps = [self._step(bucket.phase, m.node, m.result, m.target) for m in bucket.members]
         found = [step for step in steps if step is not None]
@@ -152,8 +152,8 @@ class BucketWalk:
 
     @staticmethod
     def _may_wait(step: Communication) -> bool:
-        """Whether no op waits for it, or it is a gather that waits for none: slacks are derived
-        by themselves."""
+        """Return whether no op waits for a collective, or it is a gather that waits for no op.
+        Slacks themselves are checked elsewhere."""
         return step.slack == "deferrable" or (
             step.slack == "prefetchable" and step.collective.kind == "all_gather"
         )
@@ -172,7 +172,8 @@ class BucketWalk:
                     )
 
     def _led_to(self, phase: str, node: str, result: int, start: Layout) -> set[Layout]:
-        """What the plan makes of a tensor from one of its layouts on."""
+        """Return the layouts that the plan's collectives make of a tensor, starting from one
+        layout."""
         found, steps = {start}, self.claims.steps.get(((node, result), phase), ())
         while further := {step.target for step in steps if step.source in found} - found:
             found |= further
@@ -197,8 +198,15 @@ def _put_in(
 
 
 def count_issued(plan: Plan, claims: Claims) -> Mapping[tuple[str, str, int], tuple[int, int]]:
-    """(phase, kind, axis) → number and bytes of the collectives that the program runs: a bucket
-    is one, its members none."""
+    """Count the collectives that the program runs. A bucket counts as one, its members as none.
+
+    Args:
+        plan: its communications and buckets are counted.
+        claims: what the same plan says of each tensor.
+
+    Returns:
+        (phase, kind, axis) → number of collectives and the sum of their bytes.
+    """
     found: dict[tuple[str, str, int], tuple[int, int]] = {}
 
     def add(phase: str, c: Collective, sign: int) -> None:

@@ -4,7 +4,8 @@ hardware profile.
 What is taken as given: the traced model, the rules of ops, the problem that `autopar.cost.price`
 states, emission, and the count of live bytes on the emitted program. What is not: the search, the
 prices, collectives, sizes, sums and the bound that the plan holds. Prices follow from the profile
-by formulas of the certificate's own (`autopar.certificate.rates`, `own_work`). No solver is run.
+by formulas of the certificate's own (`autopar.certificate.rates`, `autopar.certificate.intra_op`).
+No solver is run.
 """
 
 from __future__ import annotations
@@ -44,12 +45,18 @@ from autopar.rules.call import op_name
 from autopar.validation.shards import held_bytes
 
 # --------------------------------------------------------------------------------------------------
-# Whether a plan's layouts are of the tensors that they are said to be of: a placement per mesh
-# axis, and no dim that a tensor has not.
+# Layouts fit their tensors: one placement per mesh axis, and no dim that the tensor does not have.
 
 
 def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
-    """Of each tensor what cannot be a layout of it; sizes cannot be derived there."""
+    """Yield the tensors that have a layout that cannot be one of theirs. No size can be derived for
+    such a tensor.
+
+    Args:
+        facts: the tensors of the traced model.
+        claims: the layouts that the plan claims.
+        num_axes: number of axes of the mesh.
+    """
     for tensor in facts.tensors.values():
         wrong = sorted(
             {str(at) for at in _said_of(tensor, claims) if not _is_of(at, tensor.shape, num_axes)}
@@ -84,8 +91,8 @@ def _is_of(layout: Layout, shape: Sequence[int], num_axes: int) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a plan calls things, on which its explanations and pictures stand: decisions, modules, ops,
-# and the bars of its time line.
+# Texts of a plan, which its explanations and figures show: decisions, modules, ops, and the bars of
+# its timeline.
 
 _FIELD = re.compile(r"\{\d+\}")  # the index of a layer
 _OUTSIDE = (
@@ -102,7 +109,14 @@ _PHASES = ("forward", "backward", "step")
 
 
 def words(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
-    """Every word that differs from what follows from the nodes it is said of."""
+    """Yield every text of a plan that differs from what follows from the nodes it describes: ops,
+    module paths, source lines and rules.
+
+    Args:
+        plan: the plan whose texts are checked.
+        trace: the traced model.
+        facts: the tensors and nodes of `trace`.
+    """
     yield from _decisions(plan, facts.nodes)
     for c in plan.communications:
         if c.module != _module(c.node):
@@ -135,7 +149,7 @@ def _decisions(plan: Plan, nodes: Mapping[str, fx.Node]) -> Iterator[Finding]:
 
 
 def _rules(entry: Entry, nodes: Mapping[str, fx.Node]) -> dict[str, object]:
-    """Whether a decision wants for a rule, and which rules were found by experiment."""
+    """Return whether a decision lacks a rule, and which of its rules were found by experiment."""
     keys = (choice.node.format(*entry.instances[0]) for choice in entry.nodes)
     calls = [call_of(nodes[key]) for key in keys if key in nodes]
     found = dict.fromkeys(op_name(call.target) for call in calls if is_discovered(call))
@@ -174,14 +188,24 @@ def _bars(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The host's memory, summed up anew from what rests and what is kept there.
+# Memory of the hosts, summed up from what rests and what is kept there.
 
 
 def on_hosts(
     trace: Trace, facts: Facts, claims: Claims, plan: Plan, context: Context
 ) -> dict[str, int]:
-    """Bytes of the host's memory by kind: of parameters that rest there, and of what is kept
-    there, once per microbatch in flight."""
+    """Sum up what the plan stores in the memory of a host, per device.
+
+    Args:
+        trace: the traced model or stage.
+        facts: the tensors of `trace`.
+        claims: the layouts that the plan claims.
+        plan: its mesh and optimizer are read.
+        context: the number of microbatches in flight; a kept value counts once for each.
+
+    Returns:
+        Bytes by kind of memory.
+    """
     state, _ = OPTIMIZERS[str(plan.options.get("optimizer"))]
     found = dict.fromkeys(("parameters", "optimizer", "gradients", "copies", "activations"), 0)
     for p in trace.parameters:
@@ -211,7 +235,13 @@ def on_hosts(
 
 
 def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> Iterator[Finding]:
-    """What is claimed of the host's memory and does not hold."""
+    """Yield the claims about the memory of the hosts that do not hold.
+
+    Args:
+        plan: the plan whose host memory is checked.
+        derived: bytes by kind, as `on_hosts` derives them.
+        budget_bytes: memory of a host per device.
+    """
     claimed = plan.prediction.host_bytes
     for kind in sorted({*derived, *claimed}):
         if derived.get(kind) != claimed.get(kind):
@@ -230,13 +260,21 @@ def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> It
 def certify(
     trace: Trace, plan: Plan, hardware: Hardware, context: Context | None = None
 ) -> Certificate:
-    """Check every claim of `plan`; what a claim rests on is checked before it, and where that fails
-    the claim is left out.
+    """Check every claim of a plan.
+
+    The claims that another claim rests on are checked first. If one of them fails, the claim that
+    rests on it is left out.
 
     Args:
-        hardware: of unequal devices each claim holds at the pace of the slowest.
-        context: of a pipeline's stage (`autopar.certificate.staged`); by default that of a plan
-            without stages.
+        trace: the traced call of the model.
+        plan: the plan to check.
+        hardware: the profile, or profiles of unequal devices; then each claim holds at the pace of
+            the slowest device.
+        context: the surroundings of a pipeline's stage (`autopar.certificate.staged`); by default
+            those of a plan without stages.
+
+    Raises:
+        ConstraintError: if a constraint of the plan cannot be read or cannot hold.
     """
     title = (
         f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} ({plan.mesh.num_devices}"
@@ -347,10 +385,17 @@ class _Job:
             seconds = seconds_of(plan, decisions, self.profile.overlap_slowdown)
             report = replace(report, step_s=seconds.step_s)
             found += times(plan, seconds)
-        return self._emitted(report, found, sum((*kernels.shared.values(), *own.shared.values())))
+        return self._check_program(
+            report, found, sum((*kernels.shared.values(), *own.shared.values()))
+        )
 
-    def _emitted(self, report: Certificate, found: list[Finding], shared_bytes: int) -> Certificate:
-        """What follows from the emitted program, beside which kernels share so much."""
+    def _check_program(
+        self, report: Certificate, found: list[Finding], shared_bytes: int
+    ) -> Certificate:
+        """Add the figures and findings that follow from the emitted program.
+
+        `shared_bytes` is the memory that kernels share with their peers on a device.
+        """
         try:
             serial = emit(
                 self.trace,

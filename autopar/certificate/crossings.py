@@ -21,8 +21,14 @@ from autopar.validation.shards import held_bytes
 
 
 def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
-    """Whether later stages begin where it is said, and the said values cross, in these layouts
-    and bytes."""
+    """Yield the claims about cuts that do not hold: where later stages begin, and which values
+    cross, in which layouts and bytes.
+
+    Args:
+        part: the trace of one microbatch.
+        made: `part`, cut into stages.
+        pipeline: the claims about cuts and crossings.
+    """
     places: dict[
         int, list[str]
     ] = {}  # a finer level may call the part at a position by another name
@@ -42,12 +48,12 @@ def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
                 "model", f"stage {number} begins with {places[position][0]!r}, not {module!r}"
             )
     for number, said in enumerate(pipeline.crossings):
-        yield from _differences(number, said, _crossed(part, made, pipeline, number))
+        yield from _differences(number, said, _crossed_values(part, made, pipeline, number))
 
 
 def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
-    """Whether stages speak of no other options than the plan, and each was planned within a
-    share of its memory."""
+    """Yield the stages that were planned with other options than the plan, or with more memory than
+    their share."""
     for number, stage in enumerate(pipeline.stages):
         for name, value in stage.options.items():
             if value != plan.options.get(name):
@@ -72,8 +78,8 @@ def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         )
 
 
-def _crossed(part: Trace, made: Cut, pipeline: Pipeline, number: int) -> dict[str, Crossed]:
-    """What goes from a stage to the next, by its key."""
+def _crossed_values(part: Trace, made: Cut, pipeline: Pipeline, number: int) -> dict[str, Crossed]:
+    """Return the values that go from a stage to the next, by node key."""
     stage, boundary = pipeline.stages[number], made.boundaries[number]
     chosen, found = stage.node_choices(), dict[str, Crossed]()
     for name, gradient in zip(boundary.values, boundary.gradients, strict=True):

@@ -34,7 +34,7 @@ _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "
 
 
 def keys_of(priced: Priced, op: int) -> tuple[tuple[str, ...], ...]:
-    """The node keys of an op of the problem, per instance."""
+    """Return the keys of the nodes of an op of the problem, one tuple per instance."""
     source = priced.sources[op]
     if source.cluster is None:
         return tuple((_KEYS[source.kind](name),) for name in source.names)
@@ -42,14 +42,14 @@ def keys_of(priced: Priced, op: int) -> tuple[tuple[str, ...], ...]:
 
 
 def crossing_keys(trace: Trace) -> frozenset[str]:
-    """The keys of what comes from, or goes to, other stages."""
+    """Return the keys of the values that come from, or go to, other stages."""
     arriving = {input_key(i.path) for i in trace.inputs if i.crosses}
     return frozenset(arriving | {output_key(o.path) for o in trace.outputs if o.crosses})
 
 
 @dataclass
 class Decisions:
-    """All entries, with what they are checked against."""
+    """All entries of a plan, with the problem and the rules that they are checked against."""
 
     plan: Plan
     trace: Trace
@@ -76,8 +76,10 @@ class Decisions:
         self.rates = Rates(self.mesh, self.profile)
 
     def strangers(self) -> Iterator[Finding]:
-        """Whether model and plan speak of the same nodes, and the plan of each once; nothing
-        else makes sense where not."""
+        """Yield the nodes that only one of model and plan has, and those that the plan has twice.
+
+        If there are any, no other claim can be checked.
+        """
         said = [c.node.format(*i) for e in self.plan.entries for c in e.nodes for i in e.instances]
         again = {
             c.node.format(*i) for e in self.plan.entries for c in e.recompute for i in e.instances
@@ -117,7 +119,7 @@ class Decisions:
                 yield Finding("layouts", f"{choice.strategy} has not one layout per tensor", key)
 
     def findings(self) -> Iterator[Finding]:
-        """What does not hold of each entry."""
+        """Yield every claim of an entry that does not hold."""
         for entry in self.plan.entries:
             op = self.owner[entry.nodes[0].node.format(*entry.instances[0])]
             together = {tuple(c.node.format(*i) for c in entry.nodes) for i in entry.instances}
@@ -149,7 +151,8 @@ class Decisions:
             yield from self._check_times(entry)
 
     def _said_of(self, op: int) -> tuple[set[tuple[str, ...]], ...]:
-        """The nodes that an entry of this op speaks of; of parameters also with where they rest."""
+        """Return the nodes that the plan has an entry for among the nodes of an op. A parameter is
+        returned together with its storage."""
         own = set(keys_of(self.priced, op))
         source = self.priced.sources[op]
         return (
@@ -240,7 +243,7 @@ class Decisions:
                 )
 
     def time_s(self, entry: Entry, choices: Sequence[NodeChoice]) -> float:
-        """Time of one instance of an entry."""
+        """Return the seconds of one instance of an entry under these strategies of its nodes."""
         key = choices[0].node.format(*entry.instances[0])
         layouts = choices[0].strategy
         if key in self.parameters:
@@ -287,7 +290,8 @@ class Decisions:
         return 0.0
 
     def _cast_s(self, p: Parameter, rests: Layout) -> float:
-        """What is read in another dtype is read and written once in a step, where it rests."""
+        """Return the seconds of reading and writing a parameter that ops read in another dtype,
+        once per step."""
         if p.compute_dtype == p.dtype:
             return 0.0
         moved = sum(
@@ -299,7 +303,7 @@ class Decisions:
         return self.rates.op_s("elementwise", 0, moved, p.compute_dtype)
 
     def _bandwidth(self, rests: Layout) -> float:
-        """Of the memory in which a parameter rests."""
+        """Return the bandwidth (bytes/s) of the memory in which a parameter rests."""
         if not rests.host:
             return self.profile.memory_bandwidth_bytes_per_s
         if self.profile.host is None:
@@ -309,8 +313,11 @@ class Decisions:
         return self.profile.host.memory_bandwidth_bytes_per_s
 
     def _added_s(self, p: Parameter, sums: Layout) -> float:
-        """A gradient is read, or what it would be cast from; the sum is written, and read but
-        for the first time."""
+        """Return the seconds of adding a gradient to its sum.
+
+        The gradient, or what it is cast from, is read; the sum is written, and also read except the
+        first time.
+        """
         dtype = p.dtype
         if sums.uncast:
             maker = next(

@@ -116,16 +116,16 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class _Origins:
-    """What no op of the traced graph makes: parameters, buffers, inputs and gradients of outputs,
-    by their nodes' names.
+    """Values that no op of the traced graph makes: parameters, buffers, inputs and gradients of
+    outputs, by the names of their nodes.
 
     Attributes:
-        keys: node name → the key by which plans speak of it.
+        keys: node name → the key under which plans list it.
         tangents: gradients of outputs, which arrive in backward.
-        given: what is there when the step begins; no input or gradient that comes from another
-            stage.
-        resident: what rests all the time; no copy in a narrower dtype, and nothing from the stage
-            before.
+        given: what is there when the step begins; excludes inputs and gradients that come from
+            another stage.
+        resident: what rests during the whole step; excludes copies in a narrower dtype and values
+            from the previous stage.
     """
 
     keys: Mapping[str, str]
@@ -135,6 +135,12 @@ class _Origins:
 
     @staticmethod
     def of(trace: Trace, *, accumulates: bool) -> _Origins:
+        """Collect the values that are given to a traced graph.
+
+        Args:
+            trace: of one call of the model, or of a stage.
+            accumulates: whether a step has several microbatches.
+        """
         parameters = {p.node: parameter_key(p.name) for p in trace.parameters}
         buffers = {b.node: buffer_key(b.name) for b in trace.buffers}
         inputs = {i.node: input_key(i.path) for i in trace.inputs}
@@ -165,8 +171,13 @@ def _values_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
 def _choose_sum_dtype(
     dtype: torch.dtype, readers: Collection[Reader], cast_to: torch.dtype
 ) -> torch.dtype:
-    """See `Tensor.sum_dtype`. Args: cast_to: dtype of the gradient that it is cast to, else its
-    own."""
+    """Return the dtype in which partial sums are reduced; see `Tensor.sum_dtype`.
+
+    Args:
+        dtype: of the tensor.
+        readers: of the tensor.
+        cast_to: dtype of the gradient that the tensor is cast to; `dtype` if there is none.
+    """
     is_gradient = any(r.key.endswith("/parameter") for r in readers)
     return (
         torch.float32 if is_gradient and dtype.is_floating_point and dtype.itemsize < 4 else cast_to
@@ -174,8 +185,12 @@ def _choose_sum_dtype(
 
 
 def _find_asked(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str]:
-    """The nodes of forward that backward or another stage asks for: see `Facts`. Args: leaving:
-    keys of what other stages read."""
+    """Return the nodes of forward that backward or another stage asks for; see `Facts`.
+
+    Args:
+        tensors: of the traced model.
+        leaving: keys of values that other stages read.
+    """
     makers: dict[str, list[str]] = {}
     left = sorted(leaving)
     for tensor in tensors:
@@ -199,7 +214,8 @@ def _reads(nodes: Mapping[str, fx.Node]) -> Iterator[tuple[tuple[str, int], Read
 
 
 def _results(trace: Trace) -> Iterator[tuple[tuple[str, int], Reader]]:
-    """What the model returns, new values of buffers, and gradients, which their parameters read."""
+    """Yield each result of the graph and its reader: outputs of the model, new values of buffers,
+    and gradients, which their parameters read."""
     made = next(iter(reversed(trace.graph.nodes))).args[0]
     wanted = [(i, output_key(o.path), "forward") for i, o in enumerate(trace.outputs)]
     wanted += [(i, output_key(name), "forward") for name, i in trace.mutated.items()]
@@ -252,7 +268,7 @@ class Claims:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a plan is certified under: its constraints, and, for a pipeline's stage, what surrounds it.
+# The context of a plan: its constraints, and, for a stage of a pipeline, its surroundings.
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +303,14 @@ class Context:
 
     @staticmethod
     def of(trace: Trace, plan: Plan) -> Context:
-        """Of a plan without stages, under the constraints that it records.
+        """Return the context of a plan without stages, under the constraints that it records.
+
+        Args:
+            trace: the traced call of the model.
+            plan: its recorded constraints are read.
 
         Raises:
-            ConstraintError: where one is no constraint, or cannot hold.
+            ConstraintError: if a constraint cannot be read, or cannot hold.
         """
         constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
         for constraint in constraints:
@@ -298,7 +318,13 @@ class Context:
         return Context(replace(resolve(trace, constraints, plan.mesh), starts=plan.starts))
 
     def problem(self, trace: Trace, plan: Plan, profile: HardwareProfile) -> Priced:
-        """The problem that the plan claims to solve."""
+        """State the optimization problem that the plan claims to solve.
+
+        Args:
+            trace: the traced model or stage.
+            plan: its mesh, budget and optimizer are read.
+            profile: the hardware that prices are for.
+        """
         classes = classes_of(trace, plan.mesh.shape, self.forced)
         budget, optimizer = int(plan.options.get("memory_bytes", 0)), str(plan.options["optimizer"])
         return price(

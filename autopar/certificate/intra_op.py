@@ -1,15 +1,16 @@
-"""What nodes move by themselves: of experts whose tokens are dispatched, from layouts alone.
+"""Check the collectives that nodes issue by themselves: those of experts, whose tokens are
+dispatched. All of them follow from layouts alone.
 
-Where one axis splits tokens (dim 0 of x) and experts (dim 0 of the weights) alike, rows of pairs,
-one for each pick that a device has, go by all-to-alls along it. A device puts in, in this order, as
-many elements as
+If one axis splits both tokens (dim 0 of x) and experts (dim 0 of the weights), rows are exchanged
+by all-to-alls along it: one pair of token and expert per pick of a device. A device puts in, in
+this order, as many elements as
 
     forward     an integer for each expert of the axis; pairs · features; pairs · what experts make
     backward    the integers; pairs · (what experts make + features); pairs; pairs · features; pairs
 
-the third and the fifth of backward in the gates' dtype. Nothing runs beside these, and nothing else
-moves by itself. Where the plan says so all of it goes between peers
-(`autopar.certificate.intra_op`).
+The third and the fifth of backward are in the gates' dtype. No compute runs beside these
+collectives, and no other node issues collectives by itself. If the plan says so, all of them go
+directly between peers.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ from autopar.sharding import pattern_of
 from autopar.validation.shards import local_lengths
 
 # --------------------------------------------------------------------------------------------------
-# Experts' rows that go between peers: what that saves, and what ranks share for it.
+# Rows of experts that go directly between peers: the seconds that this saves, and the memory that
+# ranks share for it.
 #
-# An all-to-all of rows, but not one of counts or gates, takes one more pass over them, 2 bytes of
-# memory traffic for each that it moves: before rows go, or before what experts made goes back.
-# Between peers that is saved, and where the profile says that such routes reach a share f of an
-# all-to-all's bandwidth, t·(1/f − 1) seconds are lost of each that takes t.
+# An all-to-all of rows (not one of counts or gates) takes one more pass over them, with 2 bytes of
+# memory traffic for each byte moved: before rows are sent, or before the experts' results are sent
+# back. Routes between peers save this pass. If the profile says that they reach a share f of an
+# all-to-all's bandwidth, t·(1/f − 1) seconds are lost of each all-to-all that takes t.
 #
-# What ranks share along an axis rests there, once for all that move equal rows. With n ranks, p
-# pairs of a rank and E experts of all: 8·n·E bytes of counts; room for n·p of what goes there,
-# and for p of what comes back, of each of the two that travels; all in lines of 128 bytes, with n
-# lines of flags each.
+# Ranks share buffers along an axis, one set for all nodes that move rows of equal form. With n
+# ranks, p pairs of a rank and E experts of all: 8·n·E bytes of counts; room for n·p rows that
+# arrive and for p rows that come back, for each of the two tensors that travel. All are in lines of
+# 128 bytes, with n lines of flags each.
 
 _THERE, _BACK = "moe_dispatch", "moe_combine"
 _FORWARD = ((_THERE, 0), (_THERE, 2), (_BACK, 2))  # kernel, passes saved
@@ -66,7 +68,15 @@ Form = tuple[object, ...]
 def check_routed(
     node: fx.Node, phase: str, said: Sequence[Communication], mesh: Mesh, profile: HardwareProfile
 ) -> Iterator[Finding]:
-    """What does not hold of a node of which some collectives are said to go between peers."""
+    """Yield the claims that do not hold of a node whose collectives go between peers.
+
+    Args:
+        node: of the ops `experts` or `experts_backward`.
+        phase: in which the node runs; "backward" if it runs again.
+        said: the collectives that the plan lists for the node, in order.
+        mesh: of the plan.
+        profile: of the devices; its kernels say how fast a route is.
+    """
     key, reached = node.meta["key"], profile.kernels.get("moe_route", 0.0)
     again, total_s = phase != node.meta["phase"], 0.0
     for c, (name, num) in zip(
@@ -114,7 +124,17 @@ def check_routed(
 def count_shared(
     node: fx.Node, strategy: Strategy, mesh_shape: Sequence[int], axis: int
 ) -> dict[Form, int]:
-    """Bytes on a rank of what a node whose rows go between peers shares along an axis, by form."""
+    """Count the memory that a node whose rows go between peers shares along an axis.
+
+    Args:
+        node: of the ops `experts` or `experts_backward`.
+        strategy: the layouts of its operands and results.
+        mesh_shape: the size of each mesh axis.
+        axis: index of the mesh axis along which rows go.
+
+    Returns:
+        Bytes on a rank by form of the shared buffer. Nodes share the buffers of equal forms.
+    """
     infos, forward, num = call_of(node).inputs[-5:], node.target is ops.experts, mesh_shape[axis]
     x, picks, _, up, down = (
         local_lengths(i.shape, at, mesh_shape)
@@ -145,7 +165,7 @@ _OPERANDS = 5  # x, picks, gates, up and down, the last ones of both ops
 
 @dataclass(frozen=True, slots=True)
 class OwnWalk:
-    """All nodes of a model under a plan."""
+    """The collectives that all nodes of a model issue by themselves under a plan."""
 
     facts: Facts
     claims: Claims
@@ -157,11 +177,11 @@ class OwnWalk:
 
     @property
     def rates(self) -> Rates:
-        """What collectives take."""
+        """The times of collectives on the plan's mesh."""
         return Rates(self.mesh, self.profile)
 
     def findings(self) -> Iterator[Finding]:
-        """What does not hold."""
+        """Yield every claim about these collectives that does not hold."""
         left = dict(self.claims.own)
         for key, node in self.facts.nodes.items():
             for phase, choices in (
@@ -178,7 +198,7 @@ class OwnWalk:
     def _node(
         self, node: fx.Node, phase: str, strategy: Strategy, said: Sequence[Communication]
     ) -> Iterator[Finding]:
-        expected, key = self._expected(node, strategy), node.meta["key"]
+        expected, key = self._expected_collectives(node, strategy), node.meta["key"]
         if expected != [c.collective for c in said]:
             shown = (
                 ", ".join(f"{c.kind} of {c.bytes} bytes of {c.dtype}" for c in expected)
@@ -220,7 +240,7 @@ class OwnWalk:
                 count_shared(node, strategy, self.mesh.shape, said[0].collective.axis)
             )
 
-    def _expected(self, node: fx.Node, strategy: Strategy) -> list[Collective]:
+    def _expected_collectives(self, node: fx.Node, strategy: Strategy) -> list[Collective]:
         call, sizes = call_of(node), self.mesh.shape
         axis = dispatched_along(call, strategy)
         if axis is None:
@@ -262,11 +282,11 @@ def dispatched_along(call: Call, strategy: Strategy) -> int | None:
 # --------------------------------------------------------------------------------------------------
 # Flops and bytes of one op on one device, counted by the certificate itself.
 #
-# A product sums, for each element that it makes, over all letters that its result lacks: two
-# flops each. A convolution sums over its window in each channel of a group. Attention is two
-# products, whose causal half is not done, and its backward five of that size where forward has
-# two. An op reads its operands and writes its results once; a lookup reads of its table what it
-# makes; a draw makes each number in several passes.
+# A product sums, for each element of its result, over all letters that the result lacks: two flops
+# each. A convolution sums over its window in each channel of a group. Attention is two products,
+# whose causal half is skipped; its backward is five products of that size. An op reads its operands
+# and writes its results once. A lookup reads as much of its table as it writes. A draw makes each
+# number in several passes.
 
 aten = torch.ops.aten
 Infos = Sequence[TensorInfo]
@@ -276,7 +296,7 @@ _FREE = (aten._unsafe_view, aten.reshape)
 
 
 def product_dtype(reads: Infos) -> torch.dtype:
-    """In which a product computes: the wider of its factors."""
+    """Return the dtype in which a product computes: the wider one of its factors."""
     factors = [i.dtype for i in reads[:2]]
     found = torch.float32 if not factors else factors[0]
     for each in factors[1:]:
@@ -286,7 +306,7 @@ def product_dtype(reads: Infos) -> torch.dtype:
 
 
 def is_free(target: Callable[..., Any]) -> bool:
-    """Whether an op only sees its operand otherwise."""
+    """Return whether an op only changes the view of its operand, and so takes no time."""
     if target is operator.getitem:
         return True
     schema = getattr(target, "_schema", None)
@@ -298,11 +318,14 @@ def is_free(target: Callable[..., Any]) -> bool:
 
 
 def count_work(call: Call, reads: Infos, makes: Infos, *, mirrored: bool) -> tuple[int, int]:
-    """Flops and bytes of a call on these local tensors.
+    """Return the flops and bytes of a call on these local tensors.
 
     Args:
-        call: its arguments are looked at, not its shapes. mirrored: whether the queries of causal
-            attention lie mirrored: then each rank does half of all pairs.
+        call: only its op and arguments are read, not its shapes.
+        reads: local tensors that it reads.
+        makes: local tensors that it makes.
+        mirrored: whether the queries of causal attention lie mirrored; then each rank computes half
+            of all pairs.
     """
     target = torchs_own(call.target)
     packet = getattr(target, "overloadpacket", target)
@@ -331,7 +354,7 @@ def _dot(call: Call, reads: Infos, makes: Infos) -> int:
 
 
 def _matrix(factor: int) -> Callable[[Call, Infos, Infos], int]:
-    """Of products that sum over the last dim of that operand."""
+    """Count the flops of products that sum over the last dim of that operand."""
     return lambda call, reads, makes: 2 * math.prod(makes[0].shape) * reads[factor].shape[-1]
 
 
@@ -349,7 +372,8 @@ def _convolution_backward(call: Call, reads: Infos, makes: Infos) -> int:
 
 
 def _attention(call: Call, reads: Infos, makes: Infos, *, mirrored: bool) -> int:
-    """Scores [.., s, t] of e features, and sums over t of v features."""
+    """Count the flops of attention: scores [.., s, t] over e features, and sums over t of v
+    features."""
     backward = call.target is ops.attention_backward
     query, key, value = (reads[1:] if backward else reads)[:3]
     *lead, s, e = query.shape
@@ -378,7 +402,7 @@ _FLOPS: Mapping[Any, Callable[[Call, Infos, Infos], int]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Seconds of one call on the parts that a device has, by the certificate's own count and rates.
+# Seconds of one call on a device's local tensors, by the certificate's own counts and rates.
 
 _IN_PASSES = (*PIECES, ops.linear_cross_entropy, ops.experts, ops.experts_backward)
 """What is done in several passes, or by rows, which `works` tells apart"""
@@ -387,13 +411,26 @@ _IN_PASSES = (*PIECES, ops.linear_cross_entropy, ops.experts, ops.experts_backwa
 def local_infos(
     infos: Sequence[TensorInfo], layouts: Sequence[Layout], mesh_shape: Sequence[int]
 ) -> list[TensorInfo]:
-    """The largest parts of tensors."""
+    """Return the shapes and dtypes of the largest local parts of tensors.
+
+    Args:
+        infos: shapes and dtypes of whole tensors.
+        layouts: one per tensor.
+        mesh_shape: the size of each mesh axis.
+    """
     pairs = zip(infos, layouts, strict=True)
     return [TensorInfo(local_lengths(i.shape, at, mesh_shape), i.dtype) for i, at in pairs]
 
 
 def call_s(call: Call, strategy: Strategy, rates: Rates) -> float:
-    """Of a call at a strategy; nothing where what reads it takes what it is cast from."""
+    """Return the seconds of a call on one device; 0 if its readers read the operand of a cast
+    instead.
+
+    Args:
+        call: the call, with the shapes of whole tensors.
+        strategy: the layouts of its operands and results.
+        rates: of the mesh and profile.
+    """
     if any(at.uncast for at in strategy.outputs):
         return 0.0
     sizes = rates.mesh.shape

@@ -8,7 +8,7 @@ nobody reads or keeps it so. What has slack whatever is chosen is no kernel's, a
 stand where what it reads is first read: its other factor is a parameter, an input, or forward's.
 What comes from another stage counts as made in its phase, and has slack in the other. A product
 that is only added to something, in its own phase, can do that as well, and scatter the sum, if
-nothing lies otherwise before; one of forward can norm the sum after (`kernel_norms`).
+nothing lies otherwise before; one of forward can norm the sum after (`NormWalk`).
 
 What kernels share with their peers along an axis rests there, once for all that move a tensor of
 one form in the same pieces: with n ranks and q chunks, two slots for a rank's part where it is
@@ -43,8 +43,8 @@ from autopar.sharding import pattern_of
 from autopar.validation.shards import local_lengths
 
 # --------------------------------------------------------------------------------------------------
-# What a kernel of a plan norms: that the sum and the norm follow its product, lie in whole rows
-# as its part does, and round as it does.
+# Kernels that also norm: sum and norm follow the product, lie in whole rows as its part does, and
+# round as it does.
 
 _WIDE = {torch.float64: torch.float64}  # all else is normed in float32
 
@@ -60,8 +60,16 @@ class NormWalk:
 
     @staticmethod
     def of(facts: Facts, claims: Claims, product: str) -> NormWalk | None:
-        """Of the product that a node makes, with the first weighted norm of its sum in forward;
-        None where there is none."""
+        """Find the sum of a product and the first weighted norm of it in forward.
+
+        Args:
+            facts: the traced model.
+            claims: the plan's strategies.
+            product: key of the node that computes the product.
+
+        Returns:
+            None if the product has no such sum or norm.
+        """
         readers = facts.tensors[product, 0].readers
         total = facts.nodes.get(readers[0].key) if len(readers) == 1 else None
         if total is None or total.target is not torch.ops.aten.add.Tensor:
@@ -82,12 +90,13 @@ class NormWalk:
         return None
 
     @property
-    def chosen(self) -> list[Strategy | None]:
-        """How each of them runs."""
+    def strategies(self) -> list[Strategy | None]:
+        """The strategy of the sum, of the squares and of the norm; None for one that the plan does
+        not decide."""
         return [self.claims.chosen.get(node.meta["key"]) for node in self.nodes]
 
     def wrong(self, layout: Layout) -> Iterator[str]:
-        """What keeps a kernel from doing them, where a part lies in a layout."""
+        """Yield what keeps a kernel from computing sum and norm if a part lies in this layout."""
         if len(self.facts.nodes[self.product].args) > 3:
             yield "its product has a bias"
         if not self._is_plain_sum():
@@ -97,8 +106,8 @@ class NormWalk:
         yield from self._check_layouts(layout)
 
     def _is_plain_sum(self) -> bool:
-        """Whether the product is added to another tensor of its shape and dtype, and nothing
-        else is done."""
+        """Return whether the product is added to another tensor of its shape and dtype, with no
+        other arguments."""
         total, made = self.nodes[0], self.facts.nodes[self.product].meta["val"]
         if total.kwargs or len(total.args) != 2 or total.args[0] is total.args[1]:
             return False
@@ -123,7 +132,7 @@ class NormWalk:
         return has_weight and is_of_total and is_in_dtypes and n == made.shape[-1]
 
     def _check_layouts(self, layout: Layout) -> Iterator[str]:
-        summing, squaring, norming = self.chosen
+        summing, squaring, norming = self.strategies
         if summing is None or {*summing.inputs, *summing.outputs} != {layout}:
             yield "the sum does not lie as what is scattered"
         if squaring is None or norming is None or squaring.inputs != (layout,):
@@ -138,10 +147,10 @@ class NormWalk:
             yield "the norm has a part of its weight"
 
     def calls(self) -> tuple[tuple[Call, Strategy], ...]:
-        """What the kernel does as well."""
+        """The calls that the kernel computes besides its product, with their strategies."""
         return tuple(
             (call_of(node), how)
-            for node, how in zip(self.nodes, self.chosen, strict=True)
+            for node, how in zip(self.nodes, self.strategies, strict=True)
             if how is not None
         )
 
@@ -168,7 +177,7 @@ class KernelWalk:
     )  # product → its way, and the tensors' patterns
 
     def findings(self) -> Iterator[Finding]:
-        """What does not hold."""
+        """Yield every claim about kernels that does not hold."""
         for (key, phase), steps in self.claims.steps.items():
             for step in steps:
                 if step.kernel is not None:
@@ -187,8 +196,8 @@ class KernelWalk:
         kernel: InKernel,
         steps: Sequence[Communication],
     ) -> Iterator[str]:
-        """What is wrong with one kernel; it ends with the first fault without which nothing
-        further can be derived."""
+        """Yield what is wrong with one kernel. The first fault that prevents further checks is the
+        last one."""
         tensor = self.facts.tensors.get(key)
         if (
             tensor is None
@@ -270,7 +279,8 @@ class KernelWalk:
             yield "another product of the sum has its norm"
 
     def _find_reader(self, tensor: Tensor, kernel: InKernel, phase: str) -> Reader | None:
-        """The first reader of the kernel's pattern."""
+        """Return the first reader of a tensor that matches the kernel's node pattern; None if there
+        is none."""
         wanted = "forward" if kernel.again else phase
         return next(
             (
@@ -282,7 +292,8 @@ class KernelWalk:
         )
 
     def _find_maker(self, tensor: Tensor, kernel: InKernel) -> Reader | None:
-        """What makes it, or something that it adds, as the reader of no operand."""
+        """Return the node that makes a tensor, or one whose result it adds, as a reader without an
+        operand."""
         node = self.facts.nodes.get(tensor.key)
         operands = (
             () if node is None else sorted(operands_of(node), reverse=True)
@@ -302,7 +313,8 @@ class KernelWalk:
         return next((Reader(key, -1, tensor.phase) for key in (*alone, *found)), None)
 
     def _check_sum(self, total: Tensor, step: Communication, product: Reader) -> Iterator[str]:
-        """Whether the product of a sum can wait for it, and all of it lies alike."""
+        """Yield what keeps a product from waiting for its sum: another reader, or a tensor in
+        another layout."""
         node, strategy = self.facts.nodes[total.key], self.claims.chosen.get(total.key)
         summand = self.facts.tensors[product.key, 0]
         plain = (
@@ -332,7 +344,8 @@ class KernelWalk:
         product: Reader,
         chosen: Strategy,
     ) -> Iterator[str]:
-        """Whether the product has the tensor as the collective leaves it, or finds it."""
+        """Yield what is wrong at the product's end of the collective: the product has to read the
+        layout that the collective makes, or make the layout that it starts from."""
         node = self.facts.nodes[product.key]
         if product.operand < 0:
             if chosen.outputs[0] != step.source:
@@ -409,9 +422,9 @@ class KernelWalk:
             dim = terms[2].index(letter)
         self._note_shared(step, kernel, info)
         rates = Rates(self.mesh, self.profile)
-        saved_s, chunks = Product(call, chosen, rates, c.kind, sizes[c.axis], dim, adds).saved(
-            step.time_s, normed
-        )
+        saved_s, chunks = Product(
+            call, chosen, rates, c.kind, sizes[c.axis], dim, adds
+        ).find_saving(step.time_s, normed)
         if not near(saved_s, kernel.saved_s) or chunks != kernel.num_chunks:
             yield (
                 f"it saves {saved_s:.6g} s in {chunks} chunks, not {kernel.saved_s:.6g} s in"
@@ -433,7 +446,16 @@ class KernelWalk:
 def shared_forms(
     trace: Trace, plan: Plan, profile: HardwareProfile
 ) -> dict[tuple[object, ...], int]:
-    """What a plan's kernels share with their peers: kind of collective, axis and form → bytes."""
+    """Return the memory that a plan's kernels share with their peers.
+
+    Args:
+        trace: the traced model or stage.
+        plan: its kernels are read.
+        profile: the hardware of the plan.
+
+    Returns:
+        (kind of collective, axis and form) → bytes on a device.
+    """
     walk = KernelWalk(Facts.of(trace), Claims.of(plan), plan.mesh, profile)
     own = OwnWalk(walk.facts, walk.claims, plan.mesh, profile)
     for _ in (*walk.findings(), *own.findings()):  # the plan's own certificate has them
@@ -447,5 +469,5 @@ def _is_like(x: fx.Node, other: fx.Node) -> bool:
 
 
 def _around(lengths: Sequence[int], dim: int) -> tuple[int, int, int]:
-    """How many elements are before a dim, along it, and behind it."""
+    """Return the number of elements before a dim, along it, and after it."""
     return prod(lengths[:dim]), lengths[dim], prod(lengths[dim + 1 :])

@@ -1,5 +1,5 @@
-"""What a plan says it is for: its fingerprint, its options, and what both say of each other, of
-stages, and of the pipeline."""
+"""Check the fingerprint, the options and the pipeline of a plan: against the model and the
+hardware, and against each other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from autopar.version import VERSION
 
 
 def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
-    """Whether the plan is for this model and hardware.
+    """Yield the claims by which the plan is for another model or other hardware.
 
     Args:
         trace: of the call that the plan, or the stage, is for.
-        hardware: on which its claims are checked.
+        plan: the plan, or the plan of a stage.
+        hardware: on which the claims are checked.
     """
     mark = plan.fingerprint
     if mark.model != trace.fingerprint:
@@ -49,10 +50,12 @@ def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
 
 
 def named_so(report: Certificate, plan: Plan, name: str) -> Certificate:
-    """The certificate, with a finding where the plan is for a model of another class.
+    """Return the certificate, with a finding if the plan is for a model of another class.
 
     Args:
-        name: of the model's class.
+        report: the certificate of the plan.
+        plan: the certified plan.
+        name: name of the model's class.
     """
     if plan.fingerprint.model_name == name:
         return report
@@ -70,7 +73,7 @@ def check_capture(trace: Trace, plan: Plan) -> Iterator[Finding]:
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """What does not bear on the claims."""
+    """Yield remarks on the plan that do not affect its claims."""
     here = torch.__version__.split("+")[0]
     if plan.fingerprint.torch != here:
         yield f"planned with torch {plan.fingerprint.torch}, this is {here}"
@@ -81,7 +84,7 @@ def notes(plan: Plan) -> Iterator[str]:
 
 
 def of_stages(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
-    """Whether stages name the model and the versions that the plan names."""
+    """Yield the stages that name another model or other versions than the plan does."""
     for number, stage in enumerate(pipeline.stages):
         said, mark = plan.fingerprint, stage.fingerprint
         here = (said.model_name, said.autopar, said.torch)
@@ -110,9 +113,8 @@ def _check_options(plan: Plan) -> Iterator[Finding]:
 
 
 def as_asked(plan: Plan) -> Iterator[Finding]:
-    """Whether the plan has the rows of the loss, the number of microbatches and the pipeline that
-    its options ask for.
-    """
+    """Yield the options that the plan does not follow: the rows of the loss, the number of
+    microbatches and the pipeline."""
     rows = plan.options.get("loss_rows", AUTO)
     if rows not in (AUTO, plan.loss_rows):
         what = f"the loss has {plan.loss_rows} rows at a time, where {rows} are asked for"

@@ -54,8 +54,8 @@ class Walk:
         self.rates = Rates(self.mesh, self.profile)
 
     def strangers(self) -> Iterator[Finding]:
-        """Tensors that the plan speaks of and the model does not make; nothing can be derived of
-        them."""
+        """Yield tensors that the plan lists and the model does not make. Nothing can be derived
+        about them."""
         for (tensor, phase), steps in self.claims.steps.items():
             once = phase == "step" and tensor[0] in self.rests and tensor[1] in (0, 1)
             if not once and (
@@ -72,7 +72,7 @@ class Walk:
                 yield Finding("kept values", "the model makes no such tensor", _name(*tensor))
 
     def findings(self) -> Iterator[Finding]:
-        """What does not hold."""
+        """Yield every claim about redistribution that does not hold."""
         for each in self.facts.tensors.values():
             yield from self._check_tensor(each)
 
@@ -209,7 +209,7 @@ class Walk:
             yield from self.steps_of(tensor, step)
 
     def steps_of(self, tensor: Tensor, step: Communication) -> Iterator[Finding]:
-        """What is wrong with one collective, wherever it starts."""
+        """Yield what is wrong with one collective, regardless of where it starts."""
         said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
         for what in self._find_faults(tensor, step):
             yield Finding("moves", f"{said}: {what}", _name(tensor.key, tensor.result))
@@ -339,19 +339,25 @@ def _list(layouts: set[Layout]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is done once per step of several microbatches: parameters gathered before the first, sums
-# of gradients reduced after the last.
+# Collectives that run once per step of several microbatches: parameters are gathered before the
+# first microbatch, and sums of gradients are reduced after the last.
 #
-# A parameter rests in one layout. On each mesh axis microbatches read it as it rests, or whole;
-# its gradients add up as it rests, or as partial sums. Collectives lead from where it rests to
-# what is read, and from the sums to where it rests.
+# A parameter rests in one layout. On each mesh axis, microbatches read it as it rests, or whole;
+# its gradients add up as it rests, or as partial sums. Collectives lead from the layout in which it
+# rests to the one that is read, and from the layout of the sums to the one in which it rests.
 
 PHASE = "step"
 
 
 def held_so(rests: Layout, strategies: Sequence[Strategy], *, accumulates: bool) -> bool:
-    """Whether a parameter that rests so may be read and added up as its strategies say: that of
-    microbatches, then that of storage."""
+    """Return whether a parameter in a storage layout may be read and accumulated as its strategies
+    say.
+
+    Args:
+        rests: the storage layout.
+        strategies: of a microbatch, then of the storage.
+        accumulates: whether a step has several microbatches.
+    """
     seen, stored = strategies[0], strategies[-1]
     if any(at != rests for at in (*stored.inputs, *stored.outputs)) and len(strategies) > 1:
         return False
@@ -368,8 +374,14 @@ def held_so(rests: Layout, strategies: Sequence[Strategy], *, accumulates: bool)
 
 
 def steps_per_step(trace: Trace, walk: Walk, claims: Claims) -> Iterator[Finding]:
-    """Every collective of the begin and the end of a step, and whether they lead where they
-    should."""
+    """Yield what is wrong with the collectives at the begin and the end of a step: each of them,
+    and whether they lead to the required layouts.
+
+    Args:
+        trace: its parameters are checked.
+        walk: the collectives of the same model and plan.
+        claims: the plan's layouts.
+    """
     for p in trace.parameters:
         key = storage_key(p.name)
         seen = claims.chosen[parameter_key(p.name)]
@@ -383,7 +395,8 @@ def steps_per_step(trace: Trace, walk: Walk, claims: Claims) -> Iterator[Finding
 def _check_path(
     p: Parameter, walk: Walk, claims: Claims, result: int, source: Layout, target: Layout
 ) -> Iterator[Finding]:
-    """From one layout to the other, by collectives that each start where one before it ended."""
+    """Yield what is wrong with the collectives that lead from one layout to another, each starting
+    from the result of a previous one."""
     key = storage_key(p.name)
     wide = p.compute_dtype
     if result:

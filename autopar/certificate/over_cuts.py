@@ -72,14 +72,18 @@ from autopar.sharding import Forced, Ref
 from autopar.stages.placing import Placing
 
 # --------------------------------------------------------------------------------------------------
-# The least step over all cuts, given what each unit takes and what is at each border.
+# The least step over all cuts, from the seconds of each unit and the pairs at each border.
 
 Pairs = list[tuple[float, float]]
 _PAIRS = 8  # at a border; of more, neighbours are replaced by the least of both
 
 
 def few(pairs: Iterable[tuple[float, float]]) -> Pairs:
-    """Pairs of which each given one is at least one in both."""
+    """Return few pairs such that for each given pair one of them is at most as large in both
+    numbers.
+
+    Pairs that are dominated by another one are dropped; if too many remain, neighbours are merged.
+    """
     found: Pairs = []
     for pair in sorted(pairs):
         if not found or pair[1] < found[-1][1]:
@@ -144,8 +148,7 @@ def _taus(
     begins: Sequence[tuple[int, float, float]],
     ends: Sequence[tuple[int, float, float]],
 ) -> np.ndarray:
-    """What a stage takes at least from each place that it may begin at to each that it may end
-    at."""
+    """Return the least seconds of a stage for each pair of places where it may begin and end."""
     sums = np.concatenate([[0.0], np.cumsum(units)])
     (first, _, behind), (last, before, _) = (
         (np.array(column) for column in zip(*each, strict=True)) for each in (begins, ends)
@@ -158,12 +161,15 @@ def _taus(
 
 @dataclass(frozen=True, slots=True)
 class Pipelines:
-    """What the bound is of.
+    """The pipelines that a bound covers.
 
     Attributes:
-        trace: of a microbatch. priced, forced: the problem of the whole, and what it was stated
-            under. placing: at all places to cut.
-        exposed: nodes whose results may cross. mesh_shape: of a stage.
+        trace: the trace of one microbatch.
+        priced, forced: the problem of the uncut microbatch, and the constraints that it was stated
+            under.
+        placing: the unit of each node when the model is cut at all places.
+        exposed: nodes whose results may cross between stages.
+        mesh_shape: of a stage.
     """
 
     trace: Trace
@@ -235,13 +241,15 @@ class _Tensor:
 
 @dataclass
 class Unfolded:
-    """Reduced costs of all ops, one by one, while the multipliers come in.
+    """The reduced costs of all ops, unfolded into single instances, as the multipliers are added.
 
     Args:
-        prices: π. versions: μ, by variant and layout.
+        prices: the multipliers π.
+        versions: the multipliers μ, by variant and layout.
 
     Attributes:
-        units: seconds. crosses: by border, what may cross there.
+        units: seconds per unit.
+        crosses: the tensors that may cross, by border.
     """
 
     ways: Pipelines
@@ -371,8 +379,13 @@ class Unfolded:
                     late[p] += tensor.later[i][at]
 
     def borders_to(self, behind: Unfolded, wire: Wire) -> list[Pairs]:
-        """The pairs at each border between a stage at these prices and the next, at its own,
-        over a link."""
+        """Return the pairs at each border between a stage with these multipliers and the next
+        stage.
+
+        Args:
+            behind: the reduced costs on the devices of the next stage.
+            wire: the link between both stages.
+        """
         found: list[Pairs] = []
         for mine, other in zip(self.crosses, behind.crosses, strict=True):
             pairs: Pairs = [(0.0, 0.0)]
@@ -395,11 +408,11 @@ class Unfolded:
         return found
 
     def _supply(self, tensor: _Tensor, loss: float) -> None:
-        """Take off its makers what a tensor is worth: to all readers, or, of several makers, to
-        those in the unit of each.
+        """Reduce the costs of a tensor's makers by its worth: to all readers if there is one maker,
+        else to the readers in the unit of each maker.
 
         Args:
-            loss: of its collectives' reduced costs, what is below 0 (seconds).
+            loss: the sum of the negative reduced costs of its collectives (seconds).
         """
         at = self._layouts(tensor.value, tensor.value.op, "outputs", tensor.value.result)
         for p in tensor.makers:
@@ -488,10 +501,11 @@ class Unfolded:
         return loss, left
 
     def _save_in_kernels(self, tensor: _Tensor, left: Sequence[Floats]) -> None:
-        """Take off products the most that they save together with a collective of the tensor.
+        """Reduce the costs of products by the most that a kernel saves with one collective of the
+        tensor.
 
         Args:
-            left: per phase, what each collective costs beyond its worth, its time taken in full
+            left: per phase, what each collective costs beyond its worth, with its time in full
                 (seconds).
         """
         for later, beyond in enumerate(left):
@@ -509,7 +523,8 @@ class Unfolded:
                         costs[p][[*kernel.strategies]] -= max(most, 0.0)
 
     def _add_alone(self) -> None:
-        """What products save that several units have for themselves: all that they could."""
+        """Subtract the most that kernels can save of products that several units compute for
+        themselves."""
         kernels = [
             kernel for offered in self._kernels.values() for kernel in offered if not kernel.again
         ]
@@ -532,7 +547,7 @@ class Unfolded:
         return self._at[key]
 
     def _pi(self, v: int, use: int, later: bool, reads: Sequence[Place], num: int) -> Floats:
-        """Of one reader; shifted so that the least is 0, since only differences count."""
+        """Return π of one reader, shifted so that the least is 0: only differences count."""
         found = np.zeros(num)
         for layout, worth in self.prices.get((v, use, later), {}).items():
             found[layout] = max(worth, 0.0) / self.problem.variants[v].count / len(reads)
@@ -545,8 +560,11 @@ class Unfolded:
         return found
 
     def _seconds(self, v: int, exposed: bool, *, later: bool) -> Floats:
-        """Of collectives, where compute hides what is early (λ = 1); of what may cross also what
-        is early in some stage alone."""
+        """Return the seconds of a tensor's collectives.
+
+        Compute hides collectives that start early (λ = 1). If the tensor may cross, this includes
+        those that start early in some stage alone.
+        """
         variant, ops, phase = self.problem.variants[v], self.problem.ops, self._value(v).phase
         value, maker = self._value(v), ops[self._value(v).op]
         same = [x for x in self.problem.variants if x.value == variant.value]

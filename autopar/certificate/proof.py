@@ -1,5 +1,5 @@
-"""The plan's proof: its multipliers, found again in the problem by the words they are stored
-under, and its figures."""
+"""Check the proof of a plan: find its multipliers in the problem by the names that they are stored
+under, and derive its figures."""
 
 from __future__ import annotations
 
@@ -27,30 +27,32 @@ from autopar.sharding import Ref
 from autopar.validation.shards import held_bytes, local_lengths
 
 # --------------------------------------------------------------------------------------------------
-# What certainly lives at a point of the step, under every plan: the rows of the bound that speak
-# of memory.
+# What certainly lives at a point of the step, under every plan: the memory rows of the bound.
 #
-# start of backward what rests, and everything kept, of every microbatch in flight end of backward
-# what rests, and every gradient, or the sums that they were added to while a node of backward
-# runs: what rests, what its op makes there, what the op's first node reads, as it reads it, what
-# it needs for a while, what else is kept and nothing has asked for yet, and what the model has
-# returned and backward will not read just after it, where it makes partial sums that are reduced
-# in a wider dtype: what rests, these and their wide copy, what is kept and returned likewise,
-# each gradient that is done and each tensor that still has a reader, in their fewest bytes
+# start of backward        what rests, and everything kept, of every microbatch in flight
+# end of backward          what rests, and every gradient, or the sums that they were added to
+# a node of backward runs  what rests, the results of its op, what the op's first node reads, in the
+#                          layout in which it reads it, the op's scratch memory, what else is kept
+#                          and not asked for yet, and what the model has returned and backward will
+#                          not read
+# just after a node that makes partial sums, which are reduced in a wider dtype
+#                          what rests, the sums and their wide copy, what is kept and returned as
+#                          above, each gradient that is done and each tensor that still has a
+#                          reader, in their fewest bytes
 #
-# What forward made is asked for by its readers in backward; by a view of it in forward when that
-# is; and by an op that may run again when its own results are, since it then reads its operands.
-# When what ran again is read, an operand that nothing else reads may be gone, and of one that is
-# kept in several layouts the version that ran again read. With several microbatches the others in
-# flight are held in full at every point, and so are the sums of gradients; a gradient itself goes
-# when it is added.
+# A result of forward is asked for by its readers in backward; by a view of it in forward if the
+# view is asked for; and by an op that may run again if its own results are, since the op then reads
+# its operands. After the result of an op that ran again is read, an operand that nothing else reads
+# may be gone; if the operand is kept in several layouts, so may the version that the op read. With
+# several microbatches the others in flight are held in full at every point, and so are the sums of
+# gradients; a gradient itself is freed when it is added.
 
 _WIDENED = "/widen"
 
 
 @dataclass
 class Moments:
-    """The rows of one priced model."""
+    """The memory rows of one priced model: which tensors certainly live at a moment of the step."""
 
     trace: Trace
     facts: Facts
@@ -146,7 +148,7 @@ class Moments:
         if node is None or node.meta["phase"] != "backward":
             return None
         row = (
-            self._widening(node, worth_s)
+            self._row_at_widening(node, worth_s)
             if place.endswith(_WIDENED)
             else self._while(node, worth_s)
         )
@@ -205,8 +207,9 @@ class Moments:
         ]
         _add(live, op, [ops.cross_entropy_backward_scratch(part, logits.dtype) for part in parts])
 
-    def _widening(self, node: fx.Node, worth_s: float) -> MemoryRow:
-        """Just after a node, whose result is about to be reduced."""
+    def _row_at_widening(self, node: fx.Node, worth_s: float) -> MemoryRow:
+        """Return the memory row just after a node whose result is about to be reduced in a wider
+        dtype."""
         problem, now = self.priced.problem, self._position[node.name]
         held: dict[int, int] = {}
         live: dict[int, list[int]] = {}
@@ -272,14 +275,14 @@ class Moments:
         return found
 
     def _count_returned(self, live: dict[int, list[int]], now: float) -> None:
-        for name, op in () if self.priced.problem.accumulates else self._returned().items():
+        for name, op in () if self.priced.problem.accumulates else self._returned_nodes().items():
             if self._last[name] < now:
                 layouts = [s.layouts.inputs[0] for s in self.priced.problem.ops[op].strategies]
                 self._count(live, op, (self.facts.names[name], 0), layouts)
 
-    def _returned(self) -> dict[str, int]:
-        """Nodes whose results the model returns, in memory of their own, and for each an op that
-        stands for the output."""
+    def _returned_nodes(self) -> dict[str, int]:
+        """Return the nodes whose results the model returns in memory of their own, each with an op
+        of the problem that stands for the output."""
         paths = {o.path for o in self.trace.outputs if not o.crosses}
         outputs = (
             (n, s)
@@ -335,7 +338,7 @@ def _add(live: dict[int, list[int]], op: int, sizes: Sequence[int]) -> None:
 def _both(
     a: Mapping[int, Sequence[int]], b: Mapping[int, Sequence[int]]
 ) -> dict[int, Sequence[int]]:
-    """Bytes per strategy of either."""
+    """Add up the bytes per strategy of two mappings."""
     both = {n: [x + y for x, y in zip(a[n], b[n], strict=True)] for n in a.keys() & b.keys()}
     return {**a, **b, **both}
 
@@ -351,7 +354,10 @@ def _is_view(node: fx.Node) -> bool:
 
 @dataclass
 class Stored:
-    """The multipliers of a plan; `findings` names those that fit nothing, which prove nothing."""
+    """The multipliers that a plan stores.
+
+    `findings` lists the stored multipliers that match nothing in the problem; these prove nothing.
+    """
 
     trace: Trace
     plan: Plan
@@ -361,13 +367,13 @@ class Stored:
 
     @property
     def num_multipliers(self) -> int:
-        """How many there are."""
+        """The number of stored multipliers."""
         proof = self.plan.proof
         versions = (each for v in proof.versions for each in (v.values_s, v.copies_s, v.once_s))
         return sum(map(len, (*(p.values_s for p in proof.potentials), *versions, proof.memory_s)))
 
     def bound_s(self) -> float:
-        """What they prove of a plan without stages."""
+        """The bound (seconds) that they prove for a plan without stages."""
         balance = self.plan.proof.balance
         if not all(0.0 <= share <= 1.0 for share in balance):
             self.findings.append(
@@ -379,18 +385,21 @@ class Stored:
         )
 
     def prices(self) -> Prices:
-        """The potentials."""
+        """Return the multipliers π by variant, use and phase."""
         num_ops = len(self.priced.problem.ops)
         tensors, readers = (
             self._tensors(),
             {keys_of(self.priced, n)[0][0]: n for n in range(num_ops)},
         )
         return dict(
-            filter(None, (self._found(p, tensors, readers) for p in self.plan.proof.potentials))
+            filter(
+                None,
+                (self._read_potential(p, tensors, readers) for p in self.plan.proof.potentials),
+            )
         )
 
     def versions(self) -> dict[int, Versions]:
-        """The multipliers of versions, by variant."""
+        """Return the multipliers of versions by variant."""
         tensors, found = self._tensors(), dict[int, Versions]()
         for version in self.plan.proof.versions:
             v, problem = tensors.get((version.node, version.result), -1), self.priced.problem
@@ -416,9 +425,15 @@ class Stored:
             (self.facts.names[refs[0][0]], refs[0][1]): v for v, refs in enumerate(self.priced.refs)
         }
 
-    def _found(
+    def _read_potential(
         self, potential: Potential, tensors: dict[tuple[str, int], int], readers: dict[str, int]
     ) -> tuple[tuple[int, int, bool], dict[int, float]] | None:
+        """Find the tensor and the reader of a stored multiplier.
+
+        Returns:
+            ((variant, use, whether it is read in the other phase), layout → π); None, with a
+                finding, if the problem has no such reader or layout.
+        """
         v, problem = tensors.get((potential.node, potential.result), -1), self.priced.problem
         if v >= 0:
             value = problem.values[problem.variants[v].value]
@@ -454,8 +469,15 @@ class Stored:
 
 
 def check_proof(proof: Proof, bound_s: float) -> Iterator[Finding]:
-    """Whether certified bound ≤ what the multipliers prove ≤ objective, searched bound ≤
-    objective, and bound and gap follow from these."""
+    """Yield the figures of a proof that contradict each other.
+
+    Certified bound ≤ what the multipliers prove ≤ objective and searched bound ≤ objective have to
+    hold, and bound and gap have to follow from them.
+
+    Args:
+        proof: the claimed figures.
+        bound_s: the bound that the multipliers prove.
+    """
     slack = NEAR * abs(proof.objective_s)
     if not proof.certified_bound_s <= bound_s + slack:
         yield Finding(

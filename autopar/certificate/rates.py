@@ -43,7 +43,7 @@ _REAL = {torch.complex32: "float16", torch.complex64: "float32", torch.complex12
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds on one mesh and profile."""
+    """Seconds of collectives, buckets and ops on one mesh and profile."""
 
     mesh: Mesh
     profile: HardwareProfile
@@ -52,11 +52,11 @@ class Rates:
 
     @property
     def parts(self) -> tuple[Rates, ...]:
-        """Of unequal devices those of each: all wait for the slowest."""
+        """The rates of each kind of device, if devices are unequal: all wait for the slowest."""
         return tuple(Rates(self.mesh, part) for part in self.profile.parts)
 
     def link_of(self, axis: int) -> str:
-        """The slowest link between ranks of the axis: within a node, or between nodes."""
+        """Return the slowest link between ranks along an axis: within a node, or between nodes."""
         named = dict(self.mesh.links)
         if self.mesh.names[axis] in named:
             return named[self.mesh.names[axis]]
@@ -65,7 +65,7 @@ class Rates:
         return "intra" if bool((nodes == nodes[..., :1]).all()) else "inter"
 
     def alone_s(self, c: Collective) -> float:
-        """Of a collective by itself."""
+        """Return the seconds of a collective that shares no bucket."""
         if c not in self._alone:
             many = self.parts
             self._alone[c] = max(r.alone_s(c) for r in many) if many else self._collective_s(c)
@@ -117,17 +117,18 @@ class Rates:
         return max(computed_s, _read_off(curves[m], alike) + further)
 
     def _memory_s(self, num_bytes: float) -> float:
-        """Of a pass over memory that copies, without its launch."""
+        """Return the seconds of copying bytes in memory, without the launch."""
         share = self.profile.memory_efficiency["elementwise"]
         return num_bytes / (self.profile.memory_bandwidth_bytes_per_s * share)
 
     # Buckets.
 
     def bucket_s(self, c: Collective, members: Sequence[int]) -> float:
-        """Of one collective on a bucket, with what packs and unpacks it.
+        """Return the seconds of one collective on a bucket, packing and unpacking included.
 
         Args:
-            members: bytes that one rank puts in of each.
+            c: the collective of the bucket.
+            members: bytes that one rank puts in, per member.
         """
         if self.profile.parts:
             return max(r.bucket_s(c, members) for r in self.parts)
@@ -165,7 +166,19 @@ class Rates:
     # Ops.
 
     def op_s(self, kind: str, flops: int, num_bytes: int, dtype: torch.dtype | str) -> float:
-        """Of one op: what bounds it, arithmetic or memory, and its launch; a view takes none."""
+        """Return the seconds of one op: the longer of arithmetic and memory access, and its launch.
+        A view takes none.
+
+        Args:
+            kind: class of the op, such as "matmul" or "elementwise", for which the profile has an
+                efficiency.
+            flops: floating-point operations; a complex dtype counts four real ones for each.
+            num_bytes: bytes read and written.
+            dtype: in which the op computes.
+
+        Raises:
+            HardwareError: if the profile has no peak for the dtype.
+        """
         if kind == "view":
             return 0.0
         if self.profile.parts:
@@ -191,8 +204,14 @@ class Rates:
 
 
 def wire_between(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wire:
-    """Of these stages along an axis: the longer latency and the smaller bandwidth of all their
-    devices. Free where there is no axis.
+    """Return the link between stages along an axis: the longest latency and the smallest bandwidth
+    of all their devices.
+
+    Args:
+        axis: name of the pipeline's axis; `""` returns a link that takes no time.
+        mesh: of the whole plan.
+        hardware: the profile, or one per index along an axis.
+        stages: indices along `axis`.
     """
     if not axis:
         return Wire()
@@ -203,12 +222,25 @@ def wire_between(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wir
 
 
 def sent_s(wire: Wire, num_bytes: float, num_hops: int = 1) -> float:
-    """Seconds until so many bytes are there, over links that are all busy at once."""
+    """Return the seconds of sending bytes over a number of links that are busy at the same time.
+
+    Args:
+        wire: latency and bandwidth of each link.
+        num_bytes: bytes that go over each link.
+        num_hops: links on the way; each adds its latency.
+    """
     return num_hops * wire.latency_s + num_bytes / wire.bandwidth_bytes_per_s
 
 
 def handed_on_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> float:
-    """Seconds until every stage along an axis has what one of them makes."""
+    """Return the seconds until every stage along an axis has the result of one of them.
+
+    Args:
+        axis: name of the pipeline's axis; `""` takes no time.
+        mesh: of the whole plan.
+        hardware: the profile, or one per index along an axis.
+        num_bytes: bytes of the result on a device.
+    """
     if not axis or not num_bytes:
         return 0.0
     ranks = mesh.shape[mesh.names.index(axis)]
@@ -216,7 +248,7 @@ def handed_on_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> fl
 
 
 def _rounds(kind: Kind, n: int) -> int:
-    """Doublings until all n ranks are reached, there and, of an all_reduce, back."""
+    """Return the number of rounds of latency of a collective over n ranks."""
     return (n - 1).bit_length() * (2 if kind == "all_reduce" else 1)
 
 
@@ -238,8 +270,10 @@ def _share(kind: Kind, n: int) -> float:
 
 
 def _bytes_copied(c: Collective, n: int) -> int:
-    """Bytes that a rank copies, since parts of ranks lie one behind the other: what comes out of an
-    all_gather, and what goes into a reduce_scatter, unless it is along the leading dim.
+    """Return the bytes that a rank copies.
+
+    Parts of ranks lie one behind the other. So the result of an all_gather and the operand of a
+    reduce_scatter are copied, unless the dim is the leading one.
     """
     leading: Mapping[str, int] = {
         "all_gather": c.bytes * n * (c.dim > 0),
@@ -254,9 +288,8 @@ def _bytes_copied(c: Collective, n: int) -> int:
 
 
 def _read_off(curve: Curve, size: float) -> float:
-    """A measured time: of the first point below it, in proportion to size above the last, on
-    logarithmic scales between points.
-    """
+    """Interpolate a measured time: the first point's time below it, in proportion to size above the
+    last point, on logarithmic scales between points."""
     if size >= curve.sizes[-1]:
         return curve.times[-1] / curve.sizes[-1] * size
     at = math.log(max(size, curve.sizes[0]))

@@ -11,11 +11,11 @@ from autopar.plans import Plan
 from autopar.validation import Validation
 
 # --------------------------------------------------------------------------------------------------
-# What a certificate says of each field of a plan: derived anew, compared, or not verified.
+# What a certificate does with each field of a plan: derived and compared, or not verified.
 #
-# Paths are relative to a plan; those of a stage are the same below ``pipeline.stages``. A field
-# of a list's entries has the path of the list in front. Options and other mappings are looked up
-# by key.
+# Paths are relative to a plan; those of a stage are the same below ``pipeline.stages``. The path of
+# a field within a list's entries begins with the path of the list. Options and other mappings are
+# looked up by key.
 
 DERIVED: tuple[str, ...] = (
     "entries.key",
@@ -365,11 +365,14 @@ class Certificate:
         return "\n".join(
             [
                 f"{verdict}: {self.title}",
-                *(f"  {line}" for line in (*self._figures(), *self._found(), *self._noted())),
+                *(
+                    f"  {line}"
+                    for line in (*self._figure_lines(), *self._finding_lines(), *self._note_lines())
+                ),
             ]
         )
 
-    def _figures(self) -> Iterator[str]:
+    def _figure_lines(self) -> Iterator[str]:
         if self.num_nodes:
             yield (
                 f"layouts   {self.num_decisions} decisions over {self.num_nodes} nodes,"
@@ -402,14 +405,14 @@ class Certificate:
             yield f"program   {first}"
             yield from (f"          {line}" for line in further)
 
-    def _found(self) -> Iterator[str]:
+    def _finding_lines(self) -> Iterator[str]:
         for claim in dict.fromkeys(f.claim for f in self.findings):
             found = [f for f in self.findings if f.claim == claim]
             yield from map(str, found[:_SHOWN])
             if len(found) > _SHOWN:
                 yield f"{claim}: and {len(found) - _SHOWN} more"
 
-    def _noted(self) -> Iterable[str]:
+    def _note_lines(self) -> Iterable[str]:
         noted = (f"note: {note}" for note in self.notes)
         return (*noted, *(f"not verified: {each}" for each in self.unverified))
 

@@ -1,4 +1,4 @@
-"""Memory and time, summed up anew from what each entry and collective is."""
+"""Sum up memory and time from what each entry and collective contributes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,14 @@ _CALLS: dict[Any, str] = {
 
 
 def emission(plan: Plan, claims: Claims, program: Program) -> Iterator[Finding]:
-    """Whether the emitted graphs hold the collectives that the plan lists, by phase, kind and
-    axis: number and bytes."""
+    """Yield the collectives that the emitted graphs and the plan do not agree on: number and bytes
+    by phase, kind and axis.
+
+    Args:
+        plan: the plan that lists collectives.
+        claims: what the same plan says of each tensor.
+        program: the program emitted from the plan.
+    """
     both = count_issued(plan, claims)
     listed = Counter({where: num for where, (num, _) in both.items()})
     sizes = Counter({where: size for where, (_, size) in both.items()})
@@ -92,18 +98,20 @@ def _read_collectives(node: fx.Node) -> Iterator[tuple[str, int, int]]:
 
 
 def _kind_of(node: fx.Node) -> str:
-    """Of the collective that a node issues by a kernel of its own, ``""`` where it issues none."""
+    """Return the kind of collective that a node issues by a kernel; ``""`` if it issues none."""
     if node.op != "call_function":
         return ""
     return str(node.args[1]) if node.target is kernels.start else _CALLS.get(node.target, "")
 
 
 def overlap(plan: Plan, program: Program, held: Overlap, slowdown: float) -> Iterator[Finding]:
-    """Whether what is said of communication beside compute holds.
+    """Yield the claims about communication beside compute that do not hold.
 
     Args:
-        program: emitted under `plan.overlap`. held: what its early steps hold at most. slowdown: of
-            the hardware's profile.
+        plan: its overlap and timeline are checked.
+        program: emitted under `plan.overlap`.
+        held: what its early steps hold at most.
+        slowdown: of the hardware's profile.
     """
     if plan.overlap.slowdown != slowdown:
         yield Finding(
@@ -211,7 +219,18 @@ def _measure_parameter(
 def memory(
     plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int], context: Context
 ) -> tuple[int, list[Finding]]:
-    """The peak, all that rests included, and what is claimed of memory and does not hold."""
+    """Derive the peak of memory, and yield the claims about memory that do not hold.
+
+    Args:
+        plan: the plan whose memory is checked.
+        program: the program emitted from it.
+        facts: the tensors of the traced model.
+        sizes: bytes that rest on a device, by kind.
+        context: of the plan or the stage.
+
+    Returns:
+        The peak in bytes on a device, with all that rests, and the findings.
+    """
     found: list[Finding] = []
     for k in plan.kept:
         if not k.instances:
@@ -256,7 +275,7 @@ def memory(
 
 
 def _peak(plan: Plan, program: Program, context: Context) -> int:
-    """Of what the program of a step holds."""
+    """Return the bytes that the program of a step holds at most."""
     outputs = plan.options.get("outputs", "dtensor")
     if not context.schedule:
         return trace_peak(
@@ -278,8 +297,8 @@ def _peak(plan: Plan, program: Program, context: Context) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What a step takes: compute, communication, the least that both together do, and what
-    kernels save of them."""
+    """The seconds of a step: compute, communication, the lower bound of both together, and what
+    kernels save."""
 
     compute_s: float
     communication_s: float
@@ -288,11 +307,16 @@ class Seconds:
 
 
 def seconds_of(plan: Plan, decisions: Decisions, slowdown: float) -> Seconds:
-    """Entries by their layouts, collectives as listed (each is checked where it stands), and what
-    crosses between stages.
+    """Sum up the seconds of a step from entries, collectives and what crosses between stages.
 
-    Per phase max(C + s·P, P) + K: C is what ops and slices take less what kernels save, P what
-    counts as beside them; beside the rest runs nothing.
+    A phase takes max(C + s·P, P) + K. C is compute and slices, less what kernels save; P is the
+    communication that counts as running beside compute; K is the rest, beside which nothing runs.
+    Collectives count with their claimed times; these are checked elsewhere.
+
+    Args:
+        plan: its entries and collectives are summed up.
+        decisions: derives the seconds of each entry.
+        slowdown: s, of the hardware's profile.
     """
     compute, communication, saved = 0.0, 0.0, 0.0
     own, sent = (
@@ -326,7 +350,7 @@ def seconds_of(plan: Plan, decisions: Decisions, slowdown: float) -> Seconds:
 
 
 def times(plan: Plan, found: Seconds) -> Iterator[Finding]:
-    """Whether the sums are what is predicted and proven."""
+    """Yield the predicted and proven times that differ from the sums."""
     claimed, compute_s, communication_s, step = (
         plan.prediction,
         found.compute_s,

@@ -1,10 +1,10 @@
-"""What a kernel that does a product and the collective at its border saves: both streams, run chunk
-by chunk.
+"""The seconds that a kernel saves by overlapping a product with the collective next to it: both
+streams are simulated chunk by chunk.
 
-With n ranks and q chunks of each rank's part, (n−1)·q chunks move. Where they are gathered, a rank
-multiplies its own part while the first chunk comes, and each other chunk once it is there. Where
-they are scattered, it makes the others' chunks first, sends each once it is made and the one before
-is sent, makes its own part last, and adds up what came.
+With n ranks and q chunks of each rank's part, (n−1)·q chunks move. In an all_gather, a rank
+multiplies its own part while the first chunk arrives, and each other chunk as soon as it has
+arrived. In a reduce_scatter, it computes the others' chunks first, sends each once it is computed
+and the previous one is sent, computes its own part last, and adds up what it received.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ Normed = Sequence[tuple[Call, Strategy]]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product at a border.
+    """A product whose operand or result is moved by a collective.
 
     Attributes:
-        kind, num: of the collective, over so many ranks. dim: of the product's result, along which
-            chunks are cut. adds: whether something like the result is added to it.
+        kind, num: kind of the collective, and the number of its ranks.
+        dim: dim of the product's result along which chunks are cut.
+        adds: whether another tensor of the result's shape is added to it.
     """
 
     call: Call
@@ -40,15 +41,16 @@ class Product:
     dim: int
     adds: bool
 
-    def saved(self, moved_s: float, normed: Normed) -> tuple[float, int]:
-        """Seconds, and in how many chunks a rank's part goes.
+    def find_saving(self, moved_s: float, normed: Normed) -> tuple[float, int]:
+        """Return the seconds that a kernel saves, and the number of chunks of a rank's part.
 
         Args:
-            moved_s: of the collective alone. normed: calls that the kernel does after its product.
+            moved_s: seconds of the collective alone.
+            normed: calls that the kernel computes after its product.
         """
         kernels = self.rates.profile.kernels
         reached = kernels.get(_NAMES[self.kind], 0.0)
-        hidden = list(self._hidden(moved_s)) if reached else []
+        hidden = list(self._hidden_seconds(moved_s)) if reached else []
         most, chunks = max(hidden, key=lambda pair: (pair[0], -pair[1]), default=(0.0, 1))
         most, chunks = (most, chunks) if most > 0.0 else (0.0, 1)
         if not normed:
@@ -59,9 +61,10 @@ class Product:
             further_s = self._pass_s(1) + apart_s - self._pass_s(3) / tail
         return (min(reached * most + further_s, moved_s) if further_s > 0.0 else 0.0), chunks
 
-    def _hidden(self, moved_s: float) -> Iterator[tuple[float, int]]:
-        """Of each number of chunks that the parts are cut into evenly."""
-        length, product_s = self._made(1).shape[self.dim], self._product_s(1)
+    def _hidden_seconds(self, moved_s: float) -> Iterator[tuple[float, int]]:
+        """Yield (seconds that overlap, number of chunks) for each number of chunks that divides the
+        parts evenly."""
+        length, product_s = self._result_chunk(1).shape[self.dim], self._product_s(1)
         for chunks in _CHUNKS:
             if length % (self.num * chunks) == 0:
                 both_s = product_s + moved_s - self._together_s(moved_s, chunks)
@@ -84,15 +87,15 @@ class Product:
         return max(computed + own_s, moved) + self._pass_s(1)
 
     def _product_s(self, num: int) -> float:
-        """Of one of `num` chunks of the product."""
+        """Return the seconds of one of `num` chunks of the product."""
         sizes = self.rates.mesh.shape
         factors, made = self._terms()
         letter = made[self.dim]
         reads = local_infos(self.call.inputs, self.strategy.inputs, sizes)
-        cut = [_cut(i, term, letter, num) for i, term in zip(reads, factors, strict=False)]
+        cut = [_cut_dim(i, term, letter, num) for i, term in zip(reads, factors, strict=False)]
         bias = reads[len(cut) :]  # along the last dims of the result, as far as it has any
-        cut += [_cut(i, made[len(made) - len(i.shape) :], letter, num) for i in bias]
-        result = self._made(num)
+        cut += [_cut_dim(i, made[len(made) - len(i.shape) :], letter, num) for i in bias]
+        result = self._result_chunk(num)
         work = count_work(self.call, cut, [result], mirrored=False)
         seconds = self.rates.op_s("matmul", *work, product_dtype(cut))
         if self.adds:
@@ -100,24 +103,25 @@ class Product:
             seconds += self.rates.op_s("elementwise", 0, 3 * size, result.dtype)
         return seconds
 
-    def _made(self, num: int) -> TensorInfo:
-        """What one of `num` chunks makes."""
+    def _result_chunk(self, num: int) -> TensorInfo:
+        """Return shape and dtype of one of `num` chunks of the local result."""
         (whole,) = local_infos(self.call.outputs, self.strategy.outputs, self.rates.mesh.shape)
         _, made = self._terms()
-        return _cut(whole, made, made[self.dim], num)
+        return _cut_dim(whole, made, made[self.dim], num)
 
     def _terms(self) -> tuple[list[str], str]:
         left, made = str(self.call.args[0]).replace(" ", "").split("->")
         return left.split(","), made
 
     def _pass_s(self, further: int) -> float:
-        """Over as many parts as there are ranks, and some further ones."""
-        made = self._made(1)
+        """Return the seconds of a pass over as many parts as there are ranks, and some further
+        ones."""
+        made = self._result_chunk(1)
         part = made.dtype.itemsize * math.prod(made.shape) // self.num
         return self.rates.op_s("elementwise", 0, (self.num + further) * part, made.dtype)
 
 
-def _cut(info: TensorInfo, term: str, letter: str, num: int) -> TensorInfo:
-    """A tensor of which one letter's dim is cut into `num` chunks."""
+def _cut_dim(info: TensorInfo, term: str, letter: str, num: int) -> TensorInfo:
+    """Return a tensor's shape and dtype after one letter's dim is cut into `num` chunks."""
     pairs = zip(term, info.shape, strict=True)
     return TensorInfo(tuple(-(-n // num) if at == letter else n for at, n in pairs), info.dtype)

@@ -1,8 +1,9 @@
-"""What a pipeline's ranks claim where each holds several stages: the order of their work, and the
-memory that the stages share.
+"""Check a pipeline whose ranks hold several stages each: the order of their work, and the memory
+that the stages of a rank share.
 
-A stage's own certificate says what it holds alone; here what the stages of a rank hold together is
-counted anew on the emitted programs.
+The certificate of a stage covers what the stage holds alone. Here the memory that the stages of a
+rank hold together is counted on the emitted programs. The last section derives schedules and their
+times.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _STATIC = ("parameters", "optimizer", "copies", "buffers", "inputs")
 
 
 def actions_of(pipeline: Pipeline, stage: int) -> tuple[Action, ...]:
-    """What the rank of a stage does, where it holds others beside it."""
+    """Return the actions of the rank that holds a stage; none if the rank holds no other stage."""
     num_ranks = len(pipeline.rank_bytes)
     return (
         interleaved_schedule(num_ranks, pipeline.num_chunks, pipeline.num_microbatches)[
@@ -38,7 +39,8 @@ def actions_of(pipeline: Pipeline, stage: int) -> tuple[Action, ...]:
 
 
 def interleaves(pipeline: Pipeline) -> Iterator[Finding]:
-    """Whether the schedule is one for so many stages a rank, and so many microbatches."""
+    """Yield a finding if the schedule does not allow this number of stages per rank or of
+    microbatches."""
     if (pipeline.schedule == INTERLEAVED) != (pipeline.num_chunks > 1):
         yield Finding(
             "memory", f"{pipeline.schedule} does not hold {pipeline.num_chunks} stages on a rank"
@@ -56,8 +58,14 @@ def interleaves(pipeline: Pipeline) -> Iterator[Finding]:
 def shared_memory(
     plan: Plan, program: StagedProgram, traces: Sequence[Trace], hardware: Hardware
 ) -> Iterator[Finding]:
-    """Whether the stages of each rank, of these traces, hold together what is claimed, and fit
-    into the budget."""
+    """Yield the ranks whose stages together hold something else than claimed, or exceed the budget.
+
+    Args:
+        plan: a plan with a pipeline.
+        program: the programs of all stages.
+        traces: of all stages, in order.
+        hardware: the profile, or one per index along an axis.
+    """
     pipeline = plan.pipeline
     assert pipeline is not None, "the plan has stages"
     several = [*zip(traces, pipeline.stages, strict=True)] if pipeline.rank_bytes else []
@@ -98,8 +106,11 @@ def _rank(
     rank: int,
     forms: Sequence[Mapping[tuple[object, ...], int]],
 ) -> tuple[int, dict[str, int]]:
-    """A rank's peak and what makes it up; of tensors that several of its stages read there is
-    one, and of what their kernels share."""
+    """Return the peak of a rank in bytes, and its parts by kind.
+
+    Tensors that several stages of the rank read, and the memory that their kernels share, count
+    once.
+    """
     numbers = range(rank, len(pipeline.stages), len(pipeline.rank_bytes))
     outputs = plan.options.get("outputs", "dtensor")
     chunks = {n: chunk_memory(program.stages[n], outputs) for n in numbers}
@@ -146,13 +157,14 @@ def _bytes(tensor: ProgramTensor) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# The interleaved schedule from its formulas: which order, how many in flight, how long a step. No
-# code of the planner's.
+# The interleaved schedule from its formulas: the order of work, the microbatches in flight and the
+# seconds of a step. None of the planner's code is used.
 #
-# Of v·P stages on P ranks, M microbatches come in R = max(1, M // P) rounds of n = M / R. A
-# rank's forwards, number k = 0, 1, …: the chunk is (k // n) mod v, the microbatch n·(k // (n·v))
-# + k mod n; backwards the same, with the last chunk first. Rank r runs w = (v − 1)·n + 2·(P − 1 −
-# r) forwards, at most all; then forward and backward in turn, then what is left of backwards
+# With v·P stages on P ranks, M microbatches come in R = max(1, M // P) rounds of n = M / R. For a
+# rank's forward number k = 0, 1, …, the chunk is (k // n) mod v, and the microbatch is
+# n·(k // (n·v)) + k mod n; backwards are numbered likewise, with the last chunk first. Rank r runs
+# w = (v − 1)·n + 2·(P − 1 − r) forwards, at most all; then forward and backward in turn; then the
+# remaining backwards
 # (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 # Megatron-LM", 2021, section 2.2; torch's rounds).
 
@@ -160,7 +172,14 @@ Piece = tuple[str, int, int]  # "F" or "B", stage, microbatch
 
 
 def order_of(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int) -> list[Piece]:
-    """What a rank computes."""
+    """Return the order in which a rank runs its forwards and backwards.
+
+    Args:
+        rank: index along the pipeline's axis.
+        num_ranks: devices along this axis.
+        num_chunks: stages per rank.
+        num_microbatches: of a step.
+    """
     per_round = num_microbatches // max(1, num_microbatches // num_ranks)
 
     def piece(phase: str, k: int) -> Piece:
@@ -182,8 +201,16 @@ def order_of(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int) 
 
 
 def held_by_chunks(stage: int, num_ranks: int, num_chunks: int, num_microbatches: int) -> int:
-    """Microbatches whose kept values a stage holds: after forward k of its rank, k − w backwards
-    have run, of n in turn per chunk."""
+    """Return the number of microbatches whose kept values a stage holds at most.
+
+    After forward k of its rank, k − w backwards have run, n in turn per chunk.
+
+    Args:
+        stage: index among all stages.
+        num_ranks: devices along the pipeline's axis.
+        num_chunks: stages per rank.
+        num_microbatches: of a step.
+    """
     rank, chunk = stage % num_ranks, stage // num_ranks
     per_round = num_microbatches // max(1, num_microbatches // num_ranks)
     first = min(
@@ -244,8 +271,14 @@ def _sum_forward(stage: Plan) -> float:
 def step_by_longest_path(
     phases: Sequence[tuple[float, float]], num_ranks: int, num_microbatches: int
 ) -> float:
-    """Seconds of a step: the longest path through all pieces, each after the one before it on
-    its rank and after what it reads."""
+    """Return the seconds of a step: the longest path through all pieces, each of which starts after
+    the previous one of its rank and after the pieces that it reads.
+
+    Args:
+        phases: per stage, the seconds of forward and of backward of a microbatch.
+        num_ranks: devices along the pipeline's axis.
+        num_microbatches: of a step.
+    """
     num_stages = len(phases)
     after: Mapping[Piece, list[Piece]] = defaultdict(list)
     waits_for: dict[Piece, int] = {}
@@ -275,15 +308,29 @@ def step_by_longest_path(
 
 
 def least_of_cuts(least_s: float, num_ranks: int, num_microbatches: int) -> float:
-    """What a step takes at least, where a microbatch takes so long through all stages: the rank
-    that does most takes a P-th of each."""
+    """Return a lower bound of the step, in seconds, over all cuts.
+
+    The busiest rank does at least 1/P of each microbatch.
+
+    Args:
+        least_s: seconds that a microbatch takes at least through all stages.
+        num_ranks: P, devices along the pipeline's axis.
+        num_microbatches: of a step.
+    """
     return least_s * max(1.0, num_microbatches / num_ranks)
 
 
 def least_of_ranks(bounds_s: Sequence[float], num_ranks: int, num_microbatches: int) -> float:
-    """What a step takes at least, where stage s takes b_s for a microbatch: rank r begins when the
-    stages before it have run forward on the first one, and ends before they run backward on the
-    last: M · (its stages' b) + the sum of b over stages 0 to r − 1."""
+    """Return a lower bound of the step, in seconds, from lower bounds of its stages.
+
+    Rank r begins after the stages before it have run forward on the first microbatch, and ends
+    before they run backward on the last: M · (its stages' b) + the sum of b over stages 0 to r − 1.
+
+    Args:
+        bounds_s: b, the seconds that each stage takes at least for a microbatch.
+        num_ranks: devices along the pipeline's axis.
+        num_microbatches: M, of a step.
+    """
     busy = (
         num_microbatches * sum(bounds_s[rank::num_ranks]) + sum(bounds_s[:rank])
         for rank in range(num_ranks)

@@ -1,11 +1,11 @@
-"""`certify_staged`: a plan with a pipeline, stage by stage, and what joins the stages.
+"""`certify_staged` checks a plan with a pipeline stage by stage, and what joins the stages.
 
-Each stage is certified as a plan of its own, under the layouts in which it says that tensors cross
-and with its microbatches in flight. Beside that: that neighbours agree, what is said of the cuts
-(`autopar.certificate.crossings`), that copies of a parameter rest alike, how many microbatches a
-schedule holds, that step, peak and gap follow from the stages', and the bound over all cuts
-(`autopar.certificate.over_cuts`). What the stages' multipliers prove is a bound for these cuts and
-layouts, and is said in a note.
+Each stage is certified as a plan of its own, under the layouts in which its plan says that tensors
+cross and with its microbatches in flight. Further checks are: neighbours agree, the claims about
+cuts hold (`autopar.certificate.crossings`), copies of a parameter rest alike, the schedule holds as
+many microbatches as claimed, and step, peak and gap follow from those of the stages. The bound over
+all cuts is derived, too (`autopar.certificate.over_cuts`). The multipliers of the stages prove a
+bound for these cuts and layouts alone, which is reported in a note.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _bound_s(
     stages: Sequence[Certificate],
     found: list[Finding],
 ) -> tuple[float, int]:
-    """What is proven of all plans with so many stages and microbatches, and by how many
-    multipliers; findings are added."""
+    """Return the bound (seconds) over all plans with this number of stages and microbatches, and
+    the number of multipliers that prove it. Findings are appended to `found`."""
     if len(stages) == 1:
         return (stages[0].certified_bound_s or 0.0) * pipeline.num_microbatches, 0
     constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
@@ -202,8 +202,8 @@ def _unfold_part(
     profile: HardwareProfile,
     constraints: Sequence[Constraint],
 ) -> tuple[Unfolded, Stored]:
-    """What the parts of a microbatch take at least on one kind of device, by the multipliers of
-    the plan's proof."""
+    """Return the least seconds of the parts of a microbatch on one kind of device, by the
+    multipliers of the plan's proof."""
     mesh = plan.mesh.without(pipeline.axis)
     points, placing = usable_points(part, len(pipeline.stages) - 1)
     sewn = seams(part, placing)
@@ -231,8 +231,17 @@ def _unfold_part(
 def held_at_most(
     schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> int:
-    """Microbatches whose kept values a stage holds: under GPipe all; under 1F1B one per stage
-    from here to the last."""
+    """Return the number of microbatches whose kept values a stage holds at most.
+
+    Under GPipe this is all of them; under 1F1B one per stage from this one to the last.
+
+    Args:
+        schedule: "gpipe", "1f1b" or "interleaved".
+        stage: index among all stages.
+        num_stages: of all ranks.
+        num_microbatches: of a step.
+        num_chunks: stages per rank.
+    """
     if schedule == INTERLEAVED:
         return held_by_chunks(stage, num_stages // num_chunks, num_chunks, num_microbatches)
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
@@ -240,7 +249,7 @@ def held_at_most(
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """The stages' certificates in the making."""
+    """Certifies the stages of a plan one by one."""
 
     whole: Trace
     part: Trace
@@ -251,6 +260,11 @@ class _Stages:
     returned: Returned
 
     def certificates(self) -> list[Certificate]:
+        """Certify each stage on its own devices.
+
+        Each stage's problem is stated under the plan's constraints, the storage layouts of the
+        stages before it, and the layouts in which tensors cross to its neighbours.
+        """
         plan, pipeline = self.plan, self.pipeline
         constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
         mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
@@ -330,7 +344,8 @@ class _Stages:
 
 
 def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> Iterator[Finding]:
-    """Whether the schedule waits for what it has to, and outputs come as they can."""
+    """Yield a finding if the schedule does not wait for what it has to, or outputs cannot be
+    returned as the plan says."""
     alone = pipeline.schedule == INTERLEAVED and not part.differentiable
     if returned.waits and pipeline.schedule != "gpipe" and not alone:
         yield Finding(
@@ -358,7 +373,8 @@ def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> It
 
 
 def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> Iterator[Finding]:
-    """What joins the stages; `handed_s` of a step goes into handing outputs to all of them."""
+    """Yield what does not fit together between the stages; `handed_s` is the part of a step in
+    which outputs are sent to all of them."""
     num = len(pipeline.stages)
     expected = tuple(
         held_at_most(pipeline.schedule, s, num, pipeline.num_microbatches, pipeline.num_chunks)
@@ -386,13 +402,16 @@ def _rests(chosen: Mapping[str, Strategy], parameter: str) -> Layout:
 
 
 def _step_s(times: Sequence[float], num_microbatches: int) -> float:
-    """(M − 1) · max τ + Σ τ."""
+    """Return (M − 1) · max τ + Σ τ in seconds."""
     return (num_microbatches - 1) * max(times) + sum(times)
 
 
 def _whole_step_s(pipeline: Pipeline, *, simulated: bool = False) -> float:
-    """From what the stages claim. Under GPipe forward and backward each go through all stages,
-    and each waits for its own slowest."""
+    """Return the seconds of a step from the claims of the stages.
+
+    Under GPipe, forward and backward each go through all stages, and each waits for its own slowest
+    stage.
+    """
     if pipeline.schedule == "gpipe" and pipeline.num_microbatches > 1:
         waves = zip(
             *(phases_of(stage, simulated=simulated) for stage in pipeline.stages), strict=True
@@ -408,7 +427,7 @@ def _whole_step_s(pipeline: Pipeline, *, simulated: bool = False) -> float:
 
 
 def _least_s(pipeline: Pipeline, bounds: Sequence[float]) -> float:
-    """Of a step, where a stage's microbatch takes at least its bound."""
+    """Return a lower bound of the step, in seconds, given one per stage for a microbatch."""
     if pipeline.schedule == INTERLEAVED:
         return least_of_ranks(bounds, len(pipeline.rank_bytes), pipeline.num_microbatches)
     return _step_s(bounds, pipeline.num_microbatches)
@@ -479,7 +498,8 @@ def _sum_stages(
     num_multipliers: int,
     handed_s: float,
 ) -> Certificate:
-    """With the stages' figures, where all of them could be derived."""
+    """Return the report with the sums over the stages, if all figures of the stages could be
+    derived."""
     report = replace(
         report,
         num_decisions=sum(s.num_decisions for s in stages),

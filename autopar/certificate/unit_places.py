@@ -1,4 +1,8 @@
-"""Where each op of a problem is when the model is cut at all places, instance by instance."""
+"""Place each instance of each op of a problem in a unit: the model is cut at all places that allow
+it, and a unit is what lies between two neighbouring cuts.
+
+The second section computes with the multipliers of one tensor's layouts as arrays.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +36,17 @@ class Place(NamedTuple):
 
 @dataclass
 class Places:
-    """All of them.
+    """The units of all instances of all ops.
 
     Attributes:
-        shares: of each op's time, what counts in the unit. again: ops that backward of some stage
-            may run again.
-        makers: tensor → what makes it: in each unit that has it for itself, or once.
+        shares: the share of an op's time that counts in the unit.
+        again: ops that backward of some stage may run again.
+        makers: tensor → the ops that make it: one, or one in each unit that computes it for itself.
         everywhere: tensors that any stage can make for itself.
-        readers: (tensor, op, operand) → the ops that read it, of those that have one place.
+        readers: (tensor, op, operand) → the instances that read it and have one unit.
         hidden: tensors that others read too, or that backward may make again elsewhere.
-        alone: of what makes tensors in each unit that reads them.
-        unasked: (tensor, op, operand) where some of the op's instances read it no more as backward
+        alone: instances that make a tensor in each unit that reads it.
+        unasked: (tensor, op, operand) if some instances of the op no longer read it when backward
             runs them again.
     """
 
@@ -119,7 +123,7 @@ class Places:
                 self.hidden |= {*cluster.operands, *cluster.results}
                 loose += [(op, number, cluster.results)] if first in self.placing.copied else []
                 continue
-            place = self._put(
+            place = self._add_place(
                 op, number, self.placing.stage[first], cluster.operands, cluster.results
             )
             read = {
@@ -153,12 +157,12 @@ class Places:
                 return [(op, number, ((node, 0),))]
             self.hidden.add((node, 0))
         elif kind == "output":
-            self._put(op, number, self.placing.stage[node], ((node, 0),), ())
+            self._add_place(op, number, self.placing.stage[node], ((node, 0),), ())
         else:
-            self._put(op, number, self.placing.stage[node], (), ((node, 0),))
+            self._add_place(op, number, self.placing.stage[node], (), ((node, 0),))
         return []
 
-    def _put(
+    def _add_place(
         self,
         op: int,
         number: int,
@@ -167,8 +171,8 @@ class Places:
         makes: tuple[Ref, ...],
         share: float = 1.0,
     ) -> Place:
-        """Note that instance `number` of an op is in a unit, what it reads and makes there, and
-        the share of its time."""
+        """Record that instance `number` of an op is in a unit, with the tensors that it reads and
+        makes there and the share of its time."""
         place = Place(op, number, unit)
         self.shares[place] = share
         for operand, ref in enumerate(reads):
@@ -182,7 +186,7 @@ class Places:
     ) -> None:
         held = self.placing.holders[name]
         if len(held) == 1:
-            self._put(op, number, held[0], gradient, (here,))
+            self._add_place(op, number, held[0], gradient, (here,))
             return
         self.hidden |= {*gradient}
         training = {self.placing.stage[term.name] for term in self.placing.terms.get(name, ())} or {
@@ -191,7 +195,7 @@ class Places:
         # each with a part of the gradient, and of the time: a stage that holds it for several has
         # it once
         for unit in held:
-            self._put(
+            self._add_place(
                 op, number, unit, (), (here,), 1.0 / len(training) if unit in training else 0.0
             )
 
@@ -203,7 +207,7 @@ class Places:
             units = sorted({unit for ref in refs for unit in read.get(ref, ())})
             self.everywhere |= {*refs}
             for unit in units:
-                self.alone.add(self._put(op, number, unit, (), refs, 1.0 / len(units)))
+                self.alone.add(self._add_place(op, number, unit, (), refs, 1.0 / len(units)))
 
     def _find_layers(self) -> dict[Ref, set[tuple[int, ...]]]:
         """Tensor → the layers that read it in forward, where they are ops."""
@@ -216,7 +220,7 @@ class Places:
 
 
 # --------------------------------------------------------------------------------------------------
-# Multipliers over the layouts of one tensor, as arrays: what lies behind a layout, and what a
+# Multipliers over the layouts of one tensor, as arrays: which layouts collectives reach, and what a
 # collective costs beyond its worth.
 
 Floats = NDArray[np.float64]
@@ -225,7 +229,7 @@ Flags = NDArray[np.bool_]
 
 
 def flags(num: int, layouts: Iterable[Ints]) -> Flags:
-    """Those of `num` layouts that are among any of the given."""
+    """Return a boolean array of size `num` that is True at the given layouts."""
     found = np.zeros(num, bool)
     for each in layouts:
         found[each] = True
@@ -233,16 +237,25 @@ def flags(num: int, layouts: Iterable[Ints]) -> Flags:
 
 
 def weigh_terms(num: int, terms: Iterable[tuple[int, Floats]]) -> Floats:
+    """Return the sum of multipliers over layouts, each term weighted by its number of readers."""
     return sum((times * pi for times, pi in terms), np.zeros(num))
 
 
 def ends_of(graph: LayoutGraph) -> tuple[Ints, Ints]:
-    """Where collectives start and end."""
+    """Return the layouts in which collectives start and those in which they end, as two index
+    arrays."""
     return np.array([a.src for a in graph.arcs], int), np.array([a.dst for a in graph.arcs], int)
 
 
 def reach_layouts(graph: LayoutGraph, start: Flags, *, back: bool = False) -> Flags:
-    """The layouts that collectives lead to, or, `back`, come from."""
+    """Return the layouts that collectives reach from `start`, or, with `back`, those that reach
+    `start`.
+
+    Args:
+        graph: layouts of a tensor and the collectives between them.
+        start: one flag per layout.
+        back: whether to follow collectives backwards.
+    """
     tails, heads = ends_of(graph)[:: -1 if back else 1]
     found = start.copy()
     for _ in graph.layouts:
@@ -251,7 +264,14 @@ def reach_layouts(graph: LayoutGraph, start: Flags, *, back: bool = False) -> Fl
 
 
 def raise_to_ends(graph: LayoutGraph, pi: Floats, reached: Flags) -> None:
-    """Raise π, where the layout is never reached, to the most of what collectives lead to."""
+    """Raise π in layouts that are never reached to the largest π that collectives lead to. `pi` is
+    changed in place.
+
+    Args:
+        graph: layouts of a tensor and the collectives between them.
+        pi: multipliers per layout (seconds).
+        reached: one flag per layout.
+    """
     tails, heads = ends_of(graph)
     free = ~reached[tails]
     for _ in graph.layouts:
@@ -259,15 +279,24 @@ def raise_to_ends(graph: LayoutGraph, pi: Floats, reached: Flags) -> None:
 
 
 def in_full(graph: LayoutGraph) -> Floats:
-    """Seconds of collectives."""
+    """Return the seconds of each collective."""
     return np.array([a.time_s for a in graph.arcs])
 
 
 def beyond_worth(
     graph: LayoutGraph, pis: Sequence[tuple[int, Floats]], worth: Floats, seconds: Floats
 ) -> Floats:
-    """What each collective costs beyond its worth and what π rises along it: for all readers for
-    whom it does, or else for the best."""
+    """Return what each collective costs beyond its worth and beyond the rise of π along it.
+
+    The rise counts for all readers for whom π rises; if it rises for none, for the reader for whom
+    it falls least.
+
+    Args:
+        graph: layouts of a tensor and the collectives between them.
+        pis: (number of readers, π per layout) per use of the tensor.
+        worth: per layout, the worth of arriving there (seconds).
+        seconds: per collective, what it costs.
+    """
     if not pis or not graph.arcs:
         return seconds
     tails, heads = ends_of(graph)

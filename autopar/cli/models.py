@@ -1,4 +1,4 @@
-"""Building the models that commands name."""
+"""Build the models that commands name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.plans import Flips, Plan
 
 
 class Asked(TypedDict):
-    """Options of a plan, as `built` takes them."""
+    """The options of a plan that `built` takes."""
 
     inference: bool
     precision: str | None
@@ -31,10 +31,10 @@ def read_dtype(name: str | None) -> torch.dtype | None: ...
 
 
 def read_dtype(name: str | None) -> torch.dtype | None:
-    """torch's dtype of that name; None stays None.
+    """Return torch's dtype of a name; None stays None.
 
     Raises:
-        AutoparError: where it is none of `options.DTYPES`.
+        AutoparError: if the name is none of `options.DTYPES`.
     """
     check_dtype(name)
     return None if name is None else getattr(torch, name)
@@ -50,7 +50,18 @@ def turning_of(
     seq: int | None,
     dtype: str | None,
 ) -> Flips:
-    """What would turn close choices; nothing where that is not asked for."""
+    """Return the changes of the hardware that would turn close choices of a plan; empty if `num` is
+    0.
+
+    Args:
+        plan: the plan.
+        num: number of choices to look at.
+        config, name, function: --hf, --model and --module, of which one names the model.
+        batch, seq, dtype: --batch, --seq and --dtype.
+
+    Raises:
+        AutoparError: if no model is named, or it cannot be built.
+    """
     if not num:
         return Flips()
     if (config, name, function) == (None, None, None):
@@ -65,8 +76,8 @@ def turning_of(
 
 
 def options_asked(plan: Plan) -> Asked:
-    """What of its options bears on the model that is built for it: whether it has no backward,
-    and in what parameters are read."""
+    """Return the options of a plan that affect how its model is built: whether it has no backward,
+    and the precision in which parameters are read."""
     return {
         "inference": bool(plan.options.get("inference")),
         "precision": plan.options.get("precision"),
@@ -74,7 +85,7 @@ def options_asked(plan: Plan) -> Asked:
 
 
 def say_if_none(found: Flips) -> None:
-    """Why nothing turns the choices that were asked about, if so."""
+    """Print why nothing turns the choices that were asked about, if so."""
     if found.why:
         say(found.why)
 
@@ -91,11 +102,17 @@ def built(
     inference: bool = False,
     precision: str | None = None,
 ) -> tuple[torch.nn.Module, Any]:
-    """The model that is named, and a batch for it; for inference without labels, in eval mode. With
-    a precision parameters rest wider.
+    """Build the named model and a batch for it.
+
+    Args:
+        config, name, module: --hf, --model and --module, of which one names the model.
+        batch, seq, dtype: --batch, --seq and --dtype; None for their defaults.
+        device: on which the weights are made; "meta" for none.
+        inference: whether to set eval mode, and leave labels out of the batch.
+        precision: of the plan; with one, parameters have a wider dtype by default.
 
     Raises:
-        AutoparError: where none is named, or several, or it cannot be built.
+        AutoparError: if none or several are named, or the model cannot be built.
     """
     check_named(config, name, module, dtype)
     if module is not None:

@@ -1,7 +1,8 @@
-"""The options that several commands share: those that name a model, and what can be said of these
-before anything is built.
+"""The options that several commands share: those that name a model, with the checks that are
+possible before anything is built.
 
-Nothing here needs torch, which takes seconds to import: help and what is mistyped come before it.
+Nothing here needs torch, which takes seconds to import: help and refusals of mistyped options come
+before it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BATCH, DTYPE, RESTING = 8, "bfloat16", "float32"
 
 
 def _as_typer_has_it(option: str) -> Any:
-    """The flag of an option of planning."""
+    """Return the annotation by which typer reads the flag of an option of planning."""
     flag = OPTIONS[option].flag
     assert flag is not None, f"{option} has no flag"
     return typer.Option(flag.name, metavar=flag.metavar, min=flag.least, help=flag.help)
@@ -92,8 +93,8 @@ Dtype = Annotated[
 
 
 def takes_options(command: F) -> F:
-    """A command that takes ``**options`` has a flag for each option of planning that declares
-    one, ahead of its keyword-only parameters."""
+    """Give a command with ``**options`` a flag for each option of planning that declares one, ahead
+    of its keyword-only parameters."""
     here, kinds = inspect.signature(command, eval_str=True), inspect.Parameter
     first = [p for p in here.parameters.values() if p.kind is kinds.POSITIONAL_OR_KEYWORD]
     last = [p for p in here.parameters.values() if p.kind is kinds.KEYWORD_ONLY]
@@ -112,8 +113,11 @@ def takes_options(command: F) -> F:
 
 
 def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of planning, from what their flags were given. Raises AutoparError where a
-    value cannot be read."""
+    """Read the options of planning from the values of their flags.
+
+    Raises:
+        AutoparError: if a value cannot be read.
+    """
     flags = {name: OPTIONS[name].flag for name in given}
     return {
         name: given[name] if flag is None else flag.read(given[name])
@@ -122,7 +126,11 @@ def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_dtype(name: str | None) -> None:
-    """That it is one of `DTYPES`, or none is named. Raises AutoparError."""
+    """Check that a name is one of `DTYPES`, or None.
+
+    Raises:
+        AutoparError: if it is not.
+    """
     if name is not None and name not in DTYPES:
         raise AutoparError(
             f"dtype {name!r} is not known", remedy=f"pass one of {', '.join(DTYPES)}"
@@ -130,7 +138,12 @@ def check_dtype(name: str | None) -> None:
 
 
 def check_there(plan: Path, hardware: str | None = None) -> None:
-    """That there is such a file, and such a profile. Raises PlanError and HardwareError."""
+    """Check that a plan's file, and a hardware profile, exist.
+
+    Raises:
+        PlanError: if there is no such file.
+        HardwareError: if there is no such profile.
+    """
     if not plan.is_file():
         why = "it is a folder" if plan.is_dir() else "there is no such file"
         raise PlanError(
@@ -144,8 +157,15 @@ def check_there(plan: Path, hardware: str | None = None) -> None:
 def check_named(
     config: str | None, name: str | None, module: str | None, dtype: str | None
 ) -> None:
-    """What can be said of a named model before any library is imported that builds it. Raises
-    AutoparError as `models.built`."""
+    """Check how a model is named, before any library is imported that builds it.
+
+    Args:
+        config, name, module: --hf, --model and --module, of which exactly one is not None.
+        dtype: --dtype.
+
+    Raises:
+        AutoparError: if none or several are named, or a name cannot be read.
+    """
     given = [option for option in (config, name, module) if option is not None]
     if len(given) != 1:
         what = f"{len(given)} models are named" if given else "no model is named"
@@ -156,7 +176,7 @@ def check_named(
 
 
 # --------------------------------------------------------------------------------------------------
-# What errors and plans advise in Python, as flags of the command line.
+# Translate the Python advice of errors and plans into flags of the command line.
 
 _CONSTRAINT = re.compile(r"constraints=[\[(]+autopar\.constraints\.(\w+\([^()]*\)),?[\])]+")
 _FLAGS = (
@@ -169,7 +189,7 @@ _FLAGS = (
 
 
 def as_flags(text: str) -> str:
-    """The text, with options of `autopar.plan` as flags."""
+    """Return a text with options of `autopar.plan` replaced by flags."""
     text = _CONSTRAINT.sub(_constraint, text)
     for python, flag in _FLAGS:
         text = re.sub(python, flag, text)

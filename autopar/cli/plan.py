@@ -1,4 +1,4 @@
-"""``autopar plan``: its options; `planning` does it."""
+"""The command ``autopar plan``: its options. `autopar.cli.planning` runs it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,11 @@ def plan_command(
 
 
 def _check_stages(axis: str | None, schedule: str | None, chunks: int | None) -> None:
-    """That stages are asked for where something is said of them. Raises AutoparError."""
+    """Check that stages are requested if an option applies to stages only.
+
+    Raises:
+        AutoparError: if they are not.
+    """
     for option, value in (("--schedule", schedule), ("--chunks", chunks)):
         if axis is None and value is not None:
             what = f"{option} {value} is of stages, and none are asked for"

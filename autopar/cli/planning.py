@@ -1,4 +1,4 @@
-"""What ``autopar plan`` does."""
+"""Run ``autopar plan``: plan a named model and print the result."""
 
 from __future__ import annotations
 
@@ -38,11 +38,16 @@ def with_stages(
     *,
     offload: bool,
 ) -> PlanOptions:
-    """The options with what flags force beside their constraints: the pipeline along `axis` if any,
-    the hosts' memory.
+    """Return the options with the pipeline and the offloading that flags request.
+
+    Args:
+        options: with the constraints of other flags.
+        axis: --pipeline; None for no stages, "auto" for an axis of the planner's choice.
+        schedule, chunks: --schedule and --chunks.
+        offload: whether parameters and kept values may rest on the hosts.
 
     Raises:
-        ConstraintError: where constraints do not go together.
+        ConstraintError: if constraints contradict each other.
     """
     found: list[Constraint] = []
     if axis is not None:
@@ -65,8 +70,19 @@ def plan_named(
     out_file: Path | None,
     lp_file: Path | None = None,
 ) -> None:
-    """Build a model on meta, plan it, and say what the plan is; it, and its integer program, are
-    written where that is asked for."""
+    """Build a model on meta, plan it, print the plan's summary and write the requested files.
+
+    Args:
+        named: the flags that name the model.
+        mesh: a mesh, or devices whose mesh the planner chooses.
+        devices: the hardware.
+        options: of planning.
+        out_file: where the plan is written; None for nowhere.
+        lp_file: where the integer program is written; None for nowhere.
+
+    Raises:
+        AutoparError: if the model cannot be built or planned, or a file cannot be written.
+    """
     clock, options = _Clock(), options.begun()
     with progress("building the model") as tell:
         network, example = built(
@@ -87,7 +103,7 @@ def plan_named(
 
 
 def _tell(plan: Plan, phases: Mapping[str, float], out_file: Path | None) -> None:
-    """What the plan is, and what it took to make it."""
+    """Print the plan's summary and the time of planning, and write the plan."""
     for line in explain(plan).summary():
         say(as_flags(line))
     say(
@@ -100,19 +116,20 @@ def _tell(plan: Plan, phases: Mapping[str, float], out_file: Path | None) -> Non
 
 
 class _Clock:
-    """What planning took, by phase."""
+    """Measures the phases of planning."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._captured = math.inf
 
     def at(self, phase: str) -> str:
-        """A phase that begins, in words."""
+        """Note that a phase begins, and return it as text."""
         self._captured = min(self._captured, time.perf_counter() - self._start)
         return PHASES.get(phase, phase)
 
     def phases(self, of_plan: Mapping[str, float]) -> dict[str, float]:
-        """Seconds of all; where plans were tried that are not the one, what they took."""
+        """Return seconds by phase. The time spent on plans that were not taken is a phase of its
+        own."""
         total_s = time.perf_counter() - self._start
         captured_s = min(self._captured, total_s)
         others_s = max(total_s - captured_s - sum(of_plan.values()), 0.0)

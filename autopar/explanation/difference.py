@@ -26,19 +26,21 @@ from autopar.explanation.summary import Readable, as_emitted, table
 from autopar.plans import Communication, Entry, Kept, Pipeline, Plan
 
 # --------------------------------------------------------------------------------------------------
-# What each module takes of a step, in two plans that are cut into stages otherwise, or of which
-# one is not cut.
+# The share of a step that each module takes, in two plans that are cut into different stages, or of
+# which one has no stages.
 #
-# Terms. With M microbatches and P ranks of a pipeline, P = 1 where there is none, a module that
-# takes t seconds of a microbatch on a device of its stage has a *share* of M · t / P of the step:
-# seconds per device, summed over microbatches, on average over all devices, of which those of its
-# stage alone work on it. With τ of a stage's microbatch,
+# Terms. With M microbatches and P ranks of a pipeline (P = 1 without one), a module that takes t
+# seconds of a microbatch on a device of its stage has a *share* of M · t / P of the step: seconds
+# per device, summed over microbatches, on average over all devices, of which only those of its
+# stage run it. With τ seconds of a stage's microbatch,
 #
-# step = Σ of all shares − M / P · Σ (what a stage's parts take less τ: what is hidden) + what a
-# device waits on average + what handing outputs to all stages takes
+#     step = Σ of all shares
+#          − M / P · Σ (what a stage's parts take less τ: what is hidden)
+#          + what a device waits on average
+#          + what sending outputs to all stages takes
 #
-# so shares of plans that are cut otherwise add up to the step, and compare. Copies of a module
-# that are together in both plans share a row.
+# so the shares add up to the step, and those of plans with different cuts can be compared. Copies
+# of a module that are together in both plans share a row.
 
 HIDDEN = "(hidden: communication beside compute, and what kernels save)"
 WAITING = "(waiting for other stages)"
@@ -49,13 +51,14 @@ _Split = TypeVar("_Split", Entry, Communication, Kept)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A module's share of a step, see the module docstring.
+    """A module's share of a step; the comment above defines it.
 
     Attributes:
-        stages: that it is in; () where the plan has none. kept_bytes: on a device of its stage, for
-            all microbatches in flight there; of several stages, where they are the most.
-        part, axes: the part that takes the most of it, with its layouts over the axes of these
-            names: those of both plans but the stages'.
+        stages: the stages that have the module; () in a plan without stages.
+        kept_bytes: on a device of its stage, for all microbatches in flight there; if several
+            stages have it, the largest.
+        part, axes: the part with the largest share, with its layouts over the axes of these names:
+            those of both plans except the stages' axis.
     """
 
     stages: tuple[int, ...]
@@ -67,12 +70,13 @@ class Share:
 
     @property
     def time_s(self) -> float:
+        """Compute and communication, in seconds."""
         return self.compute_s + self.communication_s
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A module, or some of its copies, in two plans; None where one of them has no such."""
+    """A module, or some of its copies, in two plans; None in a plan that does not have them."""
 
     module: str
     first: Share | None
@@ -81,8 +85,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A plan without stages, or a stage: how often a device runs it in a step, on average over
-    all, and what it keeps how often."""
+    """A plan without stages, or a stage of a plan.
+
+    Attributes:
+        runs: how often a device runs it in a step, on average over all devices.
+        flying: number of microbatches for which it keeps values at once.
+    """
 
     plan: Plan
     runs: float
@@ -90,8 +98,8 @@ class _Piece:
 
 
 def rows(first: Plan, second: Plan) -> tuple[Row, ...]:
-    """All modules, in the order in which the first plan reaches them, then those of the second
-    alone."""
+    """Return the modules of both plans: in the order in which the first plan reaches them, then
+    those of the second alone."""
     places = _places(first), _places(second)
 
     def cell(module: str, instance: tuple[int, ...]) -> tuple[_Place, _Place]:
@@ -125,7 +133,8 @@ def rows(first: Plan, second: Plan) -> tuple[Row, ...]:
 
 
 def beside_modules(plan: Plan) -> dict[str, float]:
-    """What of a step is no module's: name → seconds per device, on average over all."""
+    """Return the parts of a step that belong to no module: name → seconds per device, on average
+    over all."""
     pieces = _pieces(plan)
     parts_s = sum(
         piece.runs * sum(p.compute_s + p.communication_s for p in breakdown(piece.plan))
@@ -152,7 +161,7 @@ def _pieces(plan: Plan) -> tuple[_Piece, ...]:
 
 
 def _places(plan: Plan) -> Mapping[tuple[str, tuple[int, ...]], _Place]:
-    """(module, indices of a copy) → the parts that it is in."""
+    """Map (module, indices of a copy) to the parts that contain it."""
     found: dict[tuple[str, tuple[int, ...]], _Place] = {}
     for stage, piece in enumerate(_pieces(plan)):
         for number, part in enumerate(breakdown(piece.plan)):
@@ -169,8 +178,8 @@ _Found = dict[tuple[str, tuple[_Place, _Place]], list[tuple[int, _Piece, Part]]]
 
 
 def _collect_parts(plan: Plan, cell: _Cell) -> _Found:
-    """(module, cell) → the stages that have it, and its part there, split such that copies of a
-    cell are together."""
+    """Map (module, cell) to the stages that have it and its part there. Parts are split so that the
+    copies of a cell are together."""
     found: _Found = {}
     for stage, piece in enumerate(_pieces(plan)):
         for part in breakdown(_split(piece.plan, cell)):
@@ -181,8 +190,8 @@ def _collect_parts(plan: Plan, cell: _Cell) -> _Found:
 
 
 def _split(plan: Plan, cell: _Cell) -> Plan:
-    """The plan with decisions, what is kept and what is moved apart for copies of different
-    cells."""
+    """Return the plan with separate decisions, kept values and communications for copies of
+    different cells."""
 
     def each(facts: tuple[_Split, ...], node: Callable[[_Split], str]) -> Iterator[_Split]:
         for fact in facts:
@@ -200,15 +209,22 @@ def _split(plan: Plan, cell: _Cell) -> Plan:
 
 
 def axes_of(plans: Sequence[Plan]) -> tuple[str, ...]:
-    """The axes that plans, or stages, run on, if there are more devices than one on them; else
-    those of the first plan."""
+    """Return the names of the axes with more than one device that plans, or stages, run on; if
+    there are none, all axes of the first plan."""
     found = (axis for plan in plans for axis in plan.mesh.axes)
     return tuple(dict.fromkeys(axis.name for axis in found if axis.size > 1)) or plans[0].mesh.names
 
 
 def over_axes(part: Part, names: tuple[str, ...], axes: tuple[str, ...]) -> Part:
-    """The part with its layouts over these axes; over those that its own mesh lacks all is
-    whole."""
+    """Return a part with its layouts over other axes.
+
+    Tensors are whole over axes that the part's own mesh lacks.
+
+    Args:
+        part: a part of a plan or stage.
+        names: the axes of the part's mesh.
+        axes: the axes of the new layouts.
+    """
     own = [names.index(axis) if axis in names else None for axis in axes]
     none = "replicated" if any(part.parallelism) else ""
     enters, leaves = (
@@ -323,7 +339,7 @@ class Diff(Readable):
         yield Text(f"{_modules(self.num_equal)} the same{of}")
 
     def _shares(self) -> Iterator[tuple[str, ...]]:
-        """Modules that differ, what is no module's, and the step."""
+        """Yield a row per module that differs, per other part of the step, and for the step."""
         for change in self.changes:
             a, b = change.shares or (None, None)
             times = [
@@ -385,8 +401,8 @@ class Diff(Readable):
         )
 
     def _beside_both(self) -> str:
-        """What of the difference is neither compute's nor communication's; nothing where that is
-        none."""
+        """Return the part of the difference that is neither compute nor communication, as text;
+        empty if there is none."""
         plans = self.first, self.second
         before_s, after_s = (plan.prediction.step_s - plan.prediction.serial_s for plan in plans)
         if abs(after_s - before_s) <= _ROUNDING * max(plan.prediction.step_s for plan in plans):
@@ -417,7 +433,7 @@ def _cuts(plan: Plan) -> tuple[str, ...] | None:
 
 
 def _by_shares(first: Plan, second: Plan) -> Diff:
-    """Of plans that are cut into stages otherwise."""
+    """Compare plans that are cut into different stages."""
     noticed_s = _NOTICED * max(plan.prediction.step_s for plan in (first, second))
     changes, equal_s, num_equal = [], [0.0, 0.0], 0
     for row in rows(first, second):
@@ -465,7 +481,7 @@ def _said_of(a: Share | None, b: Share | None) -> Iterator[str]:
 
 
 def _where(share: Share) -> str:
-    """Which devices work on it."""
+    """Return which devices run a module, as text."""
     return (
         f"stage{'s' if len(share.stages) > 1 else ''} {', '.join(map(str, share.stages))}"
         if share.stages
@@ -478,8 +494,8 @@ def _pair(before: str, after: str) -> str:
 
 
 def _of_stage(first: Plan | None, second: Plan | None, prefix: str) -> tuple[list[Change], int]:
-    """Modules that differ between two plans or two stages, one of which may not be there, and
-    the number of those that do not."""
+    """Return the modules that differ between two plans or two stages, one of which may be missing,
+    and the number of those that do not differ."""
     plans = [plan for plan in (first, second) if plan is not None]
     axes = axes_of(plans)
     before, after = (
@@ -536,7 +552,7 @@ def _describe_change(a: Part | None, b: Part | None, axes: tuple[str, ...]) -> I
 
 
 def _pipelines(a: Pipeline | None, b: Pipeline | None) -> Iterator[str]:
-    """What differs in stages, cuts, microbatches and schedule."""
+    """Yield the differences in stages, cuts, microbatches and schedule."""
     facts = zip(_PIPELINE, _facts(a), _facts(b), strict=True)
     yield from (f"{name}: {before} → {after}" for name, before, after in facts if before != after)
 
@@ -559,7 +575,7 @@ def _facts(p: Pipeline | None) -> tuple[str, ...]:
 
 
 def _option(name: str, value: object) -> str:
-    """An option's value as `autopar plan` would be asked for it."""
+    """Return an option's value as `autopar plan` takes it."""
     if name == "constraints":
         every = value if isinstance(value, Sequence) else ()
         return ", ".join(in_words(read_constraint(constraint)) for constraint in every) or "none"

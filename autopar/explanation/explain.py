@@ -73,6 +73,6 @@ def explain(
 
 
 def _of(flips: Sequence[Flip], stage: int | None, parts: Sequence[Part]) -> tuple[Flip, ...]:
-    """Those of one stage, and of the entries that are asked for."""
+    """Select the flips of one stage, and of the entries that are asked for."""
     keys = {entry.key for part in parts for entry in part.entries}
     return tuple(flip for flip in flips if flip.stage == stage and flip.key in keys)

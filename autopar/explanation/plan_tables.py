@@ -1,4 +1,5 @@
-"""What a plan, or one stage of it, does, module by module, what it costs, and why not otherwise."""
+"""Explain a plan, or one stage of it, module by module: what it does, what it costs, and which
+alternatives it has."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ from autopar.explanation.summary import (
 from autopar.plans import Bucket, Communication, Entry, Flip, Plan, RunnerUp
 
 # --------------------------------------------------------------------------------------------------
-# Where a collective-overlap kernel was considered, and why it was taken or not.
+# The collective-overlap kernels that were considered, and why each was taken or not.
 
 _FIELD = re.compile(r"\{\d+\}")
 
 
 def kernels_considered(plan: Plan) -> Iterator[RenderableType]:
-    """A table with a row per collective that a product stands at the end of; nothing where there
-    is none."""
+    """Yield a table with a row per collective that has a product at one end; nothing if there is
+    none."""
     rows = [
         _kernel_row(c, plan.mesh.names)
         for c in plan.communications
@@ -80,17 +81,18 @@ def _kernel_row(c: Communication, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which communications share a bucket, and what that saves.
+# The communications that share a bucket, and the time that this saves.
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def in_buckets(plans: Sequence[Plan], of: str) -> Iterator[str]:
-    """How many communications of a plan, or of stages, share how many buckets, and what is saved of
-    a step or a microbatch.
+    """Yield how many communications of a plan, or of stages, share how many buckets, and the time
+    saved.
 
     Args:
-        of: ``step`` or ``microbatch``.
+        plans: the plan, or the plans of all stages.
+        of: ``step`` or ``microbatch``, of which the time is saved.
     """
     buckets = [bucket for plan in plans for bucket in plan.buckets]
     if buckets:
@@ -106,7 +108,7 @@ def in_buckets(plans: Sequence[Plan], of: str) -> Iterator[str]:
 
 
 def buckets_of(plan: Plan) -> Iterator[RenderableType]:
-    """A table with a row per bucket; nothing where there is none."""
+    """Yield a table with a row per bucket; nothing if there is none."""
     columns = ("phase", "collective", "of", ">alone", ">in a bucket", ">saves")
     if rows := [_bucket_row(bucket, plan.mesh.names) for bucket in plan.buckets]:
         yield from table("Communications that share a bucket", columns, rows)
@@ -173,7 +175,7 @@ class Explanation(Readable):
         yield from self.tables()
 
     def tables(self) -> Iterator[RenderableType]:
-        """All but the header."""
+        """Yield everything except the header."""
         names = self.plan.mesh.names
         if self.pattern is None:
             yield from table(
@@ -231,7 +233,7 @@ class Explanation(Readable):
                 for f in self.flips
             ]
             yield from table(title, columns, rows)
-        yield from self._replicated()
+        yield from self._replicated_ops()
 
     def header(self) -> Iterator[str]:
         """What was planned, its time, memory and proof, one line each."""
@@ -261,7 +263,7 @@ class Explanation(Readable):
         yield from describe_coverage(plan)
 
     def _price(self) -> str:
-        """What memory is worth."""
+        """Return what memory is worth, as text."""
         price = self.plan.proof.memory_price_s_per_gib
         if price > 0:
             return (
@@ -294,8 +296,8 @@ class Explanation(Readable):
         yield self._price()
 
     def _parallelism(self) -> list[tuple[str, str, str]]:
-        """Per kind of parallelism its share of the step and its modules, the largest share
-        first; the shares add up to the whole."""
+        """Return each kind of parallelism with its share of the step and its modules, the largest
+        share first. The shares add up to the whole."""
         found: dict[str, list[Part]] = {}
         for part in self.parts:
             others = {INPUTS: _BATCH, **dict.fromkeys(CROSSING, _RECEIVED)}
@@ -337,7 +339,7 @@ class Explanation(Readable):
         )
 
     def _longer(self) -> tuple[str, ...]:
-        """Names of the columns that say what a runner-up costs."""
+        """Return the names of the columns for the cost of a runner-up."""
         if self.stage_of is None:
             return (f">{self.of}",)
         pipeline = self.stage_of[0].pipeline
@@ -347,7 +349,7 @@ class Explanation(Readable):
         )
 
     def _other(self, runner_up: RunnerUp | None) -> tuple[str, ...]:
-        """A runner-up and by how much longer a step, or a microbatch and the step, would take
+        """Return a runner-up, and by how much a step, or a microbatch and the step, would be longer
         with it."""
         if runner_up is None:
             return "", *("" for _ in self._longer())
@@ -356,7 +358,9 @@ class Explanation(Readable):
             longer.append(longer_step_s(*self.stage_of, runner_up.delta_s))
         return runner_up.strategy, *(seconds(delta_s, signed=True) for delta_s in longer)
 
-    def _replicated(self) -> Iterator[RenderableType]:
+    def _replicated_ops(self) -> Iterator[RenderableType]:
+        """Yield tables of the ops that run replicated since no rule is known, and of those whose
+        rule was found by experiment."""
         entries = [entry for part in self.parts for entry in part.entries]
         columns = ("op", "module", f">share of the {self.of}'s work", "line")
         if rows := [self._cost(entry.op, entry) for entry in entries if entry.replicated]:
@@ -394,7 +398,8 @@ def _layouts(part: Part, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _change(layouts: tuple[Layout, ...], names: tuple[str, ...], role: str) -> str:
-    """Codes, and in a second line words; one of each where nothing changes."""
+    """Return the codes of layouts, and their words in a second line; one of each if nothing
+    changes."""
     steps = tuple(dict.fromkeys(layouts))
     return (
         f"{' → '.join(map(str, steps))}\n "
@@ -426,6 +431,7 @@ def _transfer(t: Transfer, names: tuple[str, ...]) -> str:
 
 
 def _describe_choice(entry: Entry) -> str:
-    """The layouts that cross the decision's border: what the first op reads and the last makes."""
+    """Return the layouts at a decision's border: those that the first op reads and the last
+    makes."""
     first, last = entry.nodes[0].strategy, entry.nodes[-1].strategy
     return f"{', '.join(map(str, first.inputs))} -> {', '.join(map(str, last.outputs))}"

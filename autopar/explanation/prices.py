@@ -1,11 +1,11 @@
-"""What faster links are worth to a plan as it is: its own communication, priced again on a link
-that is a little faster.
+"""The worth of faster links to a plan: its own communication, priced again on a link that is a
+little faster.
 
-The difference is exact for the plan's decisions, with what compute hides in it; where stages are
-interleaved, devices are taken to wait for as large a share of the step as in the plan, and under
-GPipe the slowest stage in forward to be the slowest in backward. A plan made for the faster link is
-at least as fast as this one is on it, so planning anew gains no less. What a faster link is,
-`autopar.core.collective.faster` says.
+The difference is exact for the plan's decisions, including what compute hides. With interleaved
+stages, devices are assumed to wait for the same share of the step as in the plan; under GPipe, the
+slowest stage in forward is assumed to be the slowest in backward. A plan made for the faster link
+is at least as fast on it as this plan, so planning again gains no less.
+`autopar.core.collective.faster` defines a faster link.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class LinkWorth:
-    """One mesh axis: its link, the time of a step that the plan communicates over it, and what a
-    GB/s more per device would save.
+    """One mesh axis: its link, the time of a step that the plan communicates over it, and the
+    saving per additional GB/s per device.
 
     Attributes:
-        devices: the kind of devices whose links it is about, where stages have several kinds; else
+        devices: the kind of devices that the links belong to, if stages have several kinds; else
             empty.
-        communication_s: of one step, on the stages' critical path: what the step would be shorter
-            by if it took no time.
+        communication_s: of one step, on the stages' critical path: by how much the step would be
+            shorter if this communication took no time.
     """
 
     axis: str
@@ -51,19 +51,19 @@ class LinkWorth:
 
     @property
     def name(self) -> str:
-        """Of the axis, and of the devices where there are several kinds."""
+        """The name of the axis, followed by the kind of devices if there are several."""
         return f"{self.axis} on {self.devices}" if self.devices else self.axis
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What the links of a plan's axes are worth, or why that is not known."""
+    """What the links of a plan's axes are worth, or the reason why that is not known."""
 
     links: tuple[LinkWorth, ...] = ()
     missing: str = ""
 
     def renderables(self) -> Iterator[RenderableType]:
-        """A table, or the reason why there is none."""
+        """Yield a table, or the reason why there is none."""
         if self.missing:
             yield Text(self.missing)
             return
@@ -90,11 +90,13 @@ class Worth:
 
 
 def worth(plan: Plan, hardware: Hardware | None = None) -> Worth:
-    """What a GB/s more on the link of each axis saves this plan; of stages on several kinds of
-    devices, on each kind.
+    """Return what an additional GB/s on the link of each axis saves; if stages run on several kinds
+    of devices, on each kind.
 
     Args:
-        hardware: what the plan was made for; by default the shipped profiles of its names.
+        plan: its decisions stay as they are.
+        hardware: the hardware that the plan was made for; by default the shipped profiles of its
+            names.
     """
     mark = plan.fingerprint
     named = [name for name, _ in mark.profiles] or [mark.profile]
@@ -143,7 +145,7 @@ def _of_axis(
 
 
 def _with_faster(hardware: Hardware, kind: HardwareProfile, link: str) -> Hardware:
-    """The same with one kind's link a little faster."""
+    """Return the hardware with the link of one kind of device a little faster."""
     assert isinstance(hardware, Mixed), "there are several kinds"
     return Mixed(
         hardware.axis,
@@ -152,8 +154,10 @@ def _with_faster(hardware: Hardware, kind: HardwareProfile, link: str) -> Hardwa
 
 
 def step_with(plan: Plan, times: Sequence[float]) -> float:
-    """Seconds of the step, for times of the step or of a microbatch per stage; see the module
-    docstring for interleaved stages."""
+    """Return the seconds of the step, for other times of the step, or of a microbatch per stage.
+
+    The module docstring describes interleaved stages.
+    """
     num = plan.pipeline.num_microbatches if plan.pipeline else 1
     if plan.pipeline and plan.pipeline.num_chunks > 1:
         then, planned = (
@@ -165,8 +169,14 @@ def step_with(plan: Plan, times: Sequence[float]) -> float:
 
 
 def longer_step_s(plan: Plan, stage: int, delta_s: float) -> float:
-    """By how much the step of a plan with stages is longer where one stage's microbatch takes so
-    much longer."""
+    """Return by how many seconds the step of a plan with stages is longer if a microbatch takes
+    longer in one stage.
+
+    Args:
+        plan: a plan with a pipeline.
+        stage: index among all stages.
+        delta_s: additional seconds of a microbatch in the stage.
+    """
     assert plan.pipeline is not None, "the plan has stages"
     now = [s.prediction.step_s for s in plan.pipeline.stages]
     then = [time_s + delta_s * (number == stage) for number, time_s in enumerate(now)]
@@ -174,7 +184,7 @@ def longer_step_s(plan: Plan, stage: int, delta_s: float) -> float:
 
 
 def _busiest(pipeline: Pipeline, times: Sequence[float]) -> float:
-    """Of a microbatch, what all stages of the rank take that does most."""
+    """Return the seconds of a microbatch in all stages of the rank that does most."""
     num_ranks = len(pipeline.rank_bytes)
     return max(sum(times[rank::num_ranks]) for rank in range(num_ranks))
 
@@ -182,14 +192,15 @@ def _busiest(pipeline: Pipeline, times: Sequence[float]) -> float:
 def _step_s(
     plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None = None
 ) -> float:
-    """Of the step, but for what does not depend on links along `axis`; arguments as of `_times`."""
+    """Return the seconds of the step, except what does not depend on links along `axis`; arguments
+    as for `_times`."""
     return step_with(plan, _times(plan, axis, hardware, free)) + _handed_s(
         plan, axis, hardware, free
     )
 
 
 def _handed_s(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None) -> float:
-    """What handing outputs to all stages takes, where these lie along `axis`."""
+    """Return the seconds of sending outputs to all stages, if these lie along `axis`."""
     if plan.pipeline is None or plan.pipeline.axis != axis:
         return 0.0
     if free is not None:

@@ -1,9 +1,9 @@
-"""A plan with a pipeline in words: its stages and schedule, what crosses between stages, then each
+"""Explain a plan with a pipeline: its stages and schedule, what crosses between stages, then each
 stage as a plan of its own.
 
 All devices of a stage do the same. A stage *waits* while its devices have nothing to do: with times
-τ of a microbatch per stage and M microbatches, stage s waits step − M · τ_s (the bubble, and what
-it is faster than the slowest); of several stages on a device, all their times count.
+τ of a microbatch per stage and M microbatches, stage s waits step − M · τ_s (the bubble, and the
+difference to the slowest stage). If a device holds several stages, the sum of their times counts.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Section:
 
     @property
     def name(self) -> str:
+        """``stage 0``, or ``stages 1 to 3, each``."""
         return (
             f"stage {self.first}"
             if self.first == self.last
@@ -59,12 +60,12 @@ class Section:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StagedExplanation(Readable):
-    """A plan with a pipeline in words: prints, renders in rich and in notebooks.
+    """A plan with a pipeline as text and tables: prints, renders in rich and in notebooks.
 
     Attributes:
-        sections: its stages, equal neighbours together. pattern: the module pattern asked for, or
-            None for all.
-        worth: what faster links are worth.
+        sections: its stages, equal neighbours together.
+        pattern: the module pattern asked for, or None for all.
+        worth: the worth of faster links.
     """
 
     plan: Plan
@@ -74,17 +75,18 @@ class StagedExplanation(Readable):
 
     @property
     def pipeline(self) -> Pipeline:
+        """The plan's pipeline."""
         assert self.plan.pipeline is not None, "a plan without stages has an Explanation"
         return self.plan.pipeline
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Of all sections."""
+        """The parts of all sections."""
         return tuple(part for section in self.sections for part in section.explanation.parts)
 
     @property
     def flips(self) -> tuple[Flip, ...]:
-        """Of all sections."""
+        """The flips of all sections."""
         return tuple(flip for section in self.sections for flip in section.explanation.flips)
 
     def renderables(self) -> Iterator[RenderableType]:
@@ -114,7 +116,7 @@ class StagedExplanation(Readable):
                 ">sent per device and microbatch",
                 "gradient",
             )
-            if rows := list(self._crossing()):
+            if rows := list(self._crossing_rows()):
                 yield from table("Between stages", columns, rows)
             yield from self.worth.renderables()
         for section in self.sections:
@@ -145,7 +147,7 @@ class StagedExplanation(Readable):
             yield (
                 f"step {step} = {num - 1} ×"
                 f" {self._waves() if pipeline.schedule == 'gpipe' and num > 1 else longest} +"
-                f" {seconds(sum(times))} (one microbatch through all stages){self._handing()};"
+                f" {seconds(sum(times))} (one microbatch through all stages){self._output_time()};"
                 f" devices wait {share(waiting)} of it on average"
             )
         else:
@@ -180,7 +182,8 @@ class StagedExplanation(Readable):
         yield from describe_coverage(plan)
 
     def _waves(self) -> str:
-        """The slowest stage of forward, and that of backward, each of which all others wait for."""
+        """Return the slowest stage of forward and that of backward, which all other stages wait
+        for."""
         stages = self.pipeline.stages
         forward = [forward_load(stage).least_s(stage.overlap.slowdown) for stage in stages]
         waves = {
@@ -189,8 +192,8 @@ class StagedExplanation(Readable):
         }
         return f"({' + '.join(f'{seconds(max(s))} (stage {s.index(max(s))}, the slowest in {phase})' for phase, s in waves.items())})"  # noqa: E501
 
-    def _handing(self) -> str:
-        """What outputs that every rank gets take; nothing where there are none."""
+    def _output_time(self) -> str:
+        """Return the time of sending outputs to every rank, as text; empty if there are none."""
         handed = self.pipeline.handed_bytes
         return (
             f" + {seconds(self.pipeline.handed_s)} (outputs, {size(handed)}, handed to all stages)"
@@ -199,7 +202,7 @@ class StagedExplanation(Readable):
         )
 
     def summary(self) -> Iterator[str]:
-        """The header in few lines."""
+        """Yield the header in few lines."""
         plan, pipeline = self.plan, self.pipeline
         yield made_for(plan)
         how = self._schedule() if pipeline.axis else _in_turn(pipeline.num_microbatches)
@@ -222,7 +225,7 @@ class StagedExplanation(Readable):
         return f"{through}{each}, schedule {pipeline.schedule}"
 
     def _prices(self) -> Iterator[str]:
-        """What memory is worth."""
+        """Yield what memory is worth."""
         priced = {
             number: price
             for number in range(len(self.pipeline.stages))
@@ -239,8 +242,12 @@ class StagedExplanation(Readable):
             yield "memory does not bind: more of it would not make the step faster"
 
     def price_s_per_gib(self, stage: int) -> float:
-        """Seconds of a step that a GiB more on the devices of one stage is worth: its microbatch
-        counts M times in the step if it alone is the slowest, else once."""
+        """Return the seconds of a step that an additional GiB on the devices of one stage would
+        save.
+
+        The stage's microbatch counts M times in the step if it alone is the slowest stage, else
+        once.
+        """
         times = [s.prediction.step_s for s in self.pipeline.stages]
         times = [sum(times[rank :: self._num_ranks]) for rank in range(self._num_ranks)]
         rank = stage % self._num_ranks
@@ -254,7 +261,7 @@ class StagedExplanation(Readable):
         return len(self.pipeline.stages) // self.pipeline.num_chunks
 
     def _waits(self, stage: int) -> float:
-        """Of the stage's devices, share of the step."""
+        """Return the share of the step in which a stage's devices wait."""
         whole = max(self.plan.prediction.step_s, 1e-30)
         chunks = self.pipeline.stages[stage % self._num_ranks :: self._num_ranks]
         return (
@@ -285,7 +292,8 @@ class StagedExplanation(Readable):
             )
         return rows
 
-    def _crossing(self) -> Iterator[tuple[str, ...]]:
+    def _crossing_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield a row per tensor that crosses from a stage to the next."""
         for number, crossings in enumerate(self.pipeline.crossings):
             names = self.pipeline.stages[number].mesh.names
             for crossed in crossings:
@@ -295,8 +303,8 @@ class StagedExplanation(Readable):
 
 
 def sections_of(explanations: tuple[Explanation, ...]) -> tuple[Section, ...]:
-    """Sections of the stages' explanations, in order; stages without any of the parts asked for
-    have none."""
+    """Return the sections of the stages' explanations, in order. Stages without any of the
+    requested parts have none."""
     sections: list[Section] = []
     for number, explanation in enumerate(explanations):
         before = sections[-1] if sections else None
@@ -312,7 +320,7 @@ def sections_of(explanations: tuple[Explanation, ...]) -> tuple[Section, ...]:
 
 
 def _same(parts: tuple[Part, ...], others: tuple[Part, ...]) -> bool:
-    """Whether two stages do the same, but for the numbers of their layers."""
+    """Return whether two stages do the same, except for the numbers of their layers."""
     return len(parts) == len(others) and all(
         _facts(a) == _facts(b) for a, b in zip(parts, others, strict=True)
     )

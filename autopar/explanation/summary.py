@@ -1,5 +1,5 @@
-"""Lines that say of a whole plan what it is for, how long it takes, what it holds and how good
-it is."""
+"""Lines about a whole plan: what it is for, how long a step takes, what it holds, and how close to
+the best it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EITHER = ("activations", "gradients")  # activations are gone when the last gra
 
 
 def made_for(plan: Plan) -> str:
-    """Model, mesh, hardware, and optimizer or that there is none."""
+    """Return model, mesh, hardware and optimizer as text."""
     model = plan.fingerprint.model_name or "model"
     optimizer, precision = plan.options.get("optimizer", "none"), plan.options.get("precision")
     read = f", parameters read in {precision}" if precision else ""
@@ -35,7 +35,8 @@ def made_for(plan: Plan) -> str:
 
 
 def devices_of(mesh: Mesh) -> str:
-    """How many there are, and in nodes of how many, where several axes do not say so by name."""
+    """Return the number of devices, and the size of nodes if several axes do not tell it by
+    name."""
     per_node, total = mesh.devices_per_node, mesh.num_devices
     told = len(mesh.axes) == 1 or "node" in mesh.names
     nodes = (
@@ -49,7 +50,7 @@ def devices_of(mesh: Mesh) -> str:
 
 
 def beside(plan: Plan) -> Iterator[str]:
-    """What runs beside compute, and how long the step takes then; nothing where nothing can."""
+    """Yield what runs beside compute, and the time of the step with it; nothing if nothing can."""
     overlap, prediction = plan.overlap, plan.prediction
     if prediction.in_kernels_s:
         yield (
@@ -82,7 +83,7 @@ def beside(plan: Plan) -> Iterator[str]:
 
 
 def idle(plan: Plan) -> Iterator[str]:
-    """Along which axes nothing is shared, if so."""
+    """Yield the axes along which all devices do the same, if there are any."""
     if names := idle_axes(plan):
         costs = f"on {plan.fingerprint.profile} communication would cost more than it saves"
         named = (
@@ -100,12 +101,12 @@ def idle(plan: Plan) -> Iterator[str]:
 
 
 def num_kernels(plan: Plan) -> int:
-    """Of a plan without stages, or of a stage."""
+    """Return the number of overlap kernels of a plan without stages, or of a stage."""
     return sum(len(c.instances) for c in plan.communications if c.kernel is not None)
 
 
 def of_loss(plan: Plan) -> Iterator[str]:
-    """How the loss is computed, where that is not all at once."""
+    """Yield how the loss is computed, unless it is computed at once."""
     if plan.loss_rows:
         yield (
             f"the loss has {plan.loss_rows} rows of logits at a time on a device, and forward makes"
@@ -114,7 +115,7 @@ def of_loss(plan: Plan) -> Iterator[str]:
 
 
 def of_dispatch(plan: Plan) -> Iterator[str]:
-    """What is assumed of experts whose tokens are dispatched, where any are."""
+    """Yield what is assumed of experts whose tokens are dispatched, if there are any."""
     stages = plan.pipeline.stages if plan.pipeline else (plan,)
     own = [
         (c, stage.mesh.names[c.collective.axis])
@@ -139,8 +140,8 @@ def of_dispatch(plan: Plan) -> Iterator[str]:
 
 
 def objective(plan: Plan) -> str:
-    """What was proven, and by what: of what the search proves beyond arithmetic there is its
-    word alone."""
+    """Return what is proven, and by what. What only the search proves, and not arithmetic, is
+    reported as its word."""
     proof = plan.proof
     by_search = f" by the search's word, {share(proof.certified_gap)} by arithmetic alone"
     by = by_search if proof.certified_gap - proof.gap > _SAME else ", by arithmetic alone"
@@ -154,7 +155,8 @@ def objective(plan: Plan) -> str:
 
 
 def as_emitted(plan: Plan) -> str:
-    """How long the emitted program takes, simulated, where that is told apart."""
+    """Return the simulated time of the emitted program as text; empty if it equals the predicted
+    time."""
     prediction = plan.prediction
     simulated = seconds(prediction.simulated_s)
     apart = prediction.simulated_s and simulated != seconds(prediction.step_s)
@@ -162,8 +164,8 @@ def as_emitted(plan: Plan) -> str:
 
 
 def spent(plan: Plan) -> Iterator[str]:
-    """Of a plan with microbatches, what the step as emitted goes by in where devices are busy
-    longest."""
+    """Yield the parts of the emitted step on the devices that are busy longest, for a plan with
+    microbatches."""
     pipeline = plan.pipeline
     if pipeline is None:
         return
@@ -183,7 +185,7 @@ def spent(plan: Plan) -> Iterator[str]:
 
 
 def at_best(plan: Plan) -> str:
-    """The bound in short."""
+    """Return the bound in short."""
     proof = plan.proof
     apart = proof.certified_gap - proof.gap > _SAME
     said = (
@@ -198,7 +200,7 @@ def at_best(plan: Plan) -> str:
 
 
 def describe_coverage(plan: Plan) -> Iterator[str]:
-    """What the bound covers, one line each, and how repeated layers were captured."""
+    """Yield what the bound covers, one line each, and how repeated layers were captured."""
     for position, what in enumerate(plan.proof.covers):
         yield f"{'the bound covers: ' if not position else ' ' * 18}{what}"
     if plan.capture:
@@ -206,7 +208,7 @@ def describe_coverage(plan: Plan) -> Iterator[str]:
 
 
 def memory(plan: Plan) -> str:
-    """The peak, and the kinds that make it up."""
+    """Return the peak, and the kinds that make it up, as text."""
     memory, budget = plan.prediction.memory_bytes, plan.budget_of(fullest(plan))
     kinds = {
         kind: size(memory[kind]) for kind in (*RESTING, *_EITHER, "transient") if memory.get(kind)
@@ -222,7 +224,7 @@ def memory(plan: Plan) -> str:
 
 
 def unequal(plan: Plan) -> Iterator[str]:
-    """What devices that are not alike have to do and to wait for, and hold; nothing where all
+    """Yield the work, the waiting time and the memory of devices that are not alike; nothing if all
     are alike."""
     mark, pipeline = plan.fingerprint, plan.pipeline
     if pipeline is not None and mark.axis and pipeline.axis == mark.axis:
@@ -257,13 +259,13 @@ def _which(pipeline: Pipeline, rank: int) -> str:
 
 
 def fullest(plan: Plan) -> int:
-    """The rank whose devices hold most at the peak; 0 without stages."""
+    """Return the rank whose devices hold most at the peak; 0 without stages."""
     peaks = plan.pipeline.peaks if plan.pipeline else (0,)
     return max(range(len(peaks)), key=peaks.__getitem__)
 
 
 def on_hosts(plan: Plan) -> Iterator[str]:
-    """What lies in the hosts' memory, where anything does."""
+    """Yield what lies in the hosts' memory, if anything does."""
     kinds = plan.prediction.host_bytes
     if kinds:
         listed = " + ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in kinds.items())
@@ -271,8 +273,7 @@ def on_hosts(plan: Plan) -> Iterator[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What explanations have in common: lines and tables that print in a terminal, as text and in a
-# notebook.
+# The base of explanations: lines and tables that print in a terminal, as text and in a notebook.
 
 WIDTH = 150  # columns of the text form; a terminal's own width is used where there is one
 _HTML = '<pre style="line-height:1.15;font-family:monospace;white-space:pre;overflow-x:auto">{code}</pre>'  # noqa: E501
@@ -283,7 +284,7 @@ class Readable:
     notebooks show the same."""
 
     def renderables(self) -> Iterator[RenderableType]:
-        """Lines and tables, from top to bottom."""
+        """Yield lines and tables, from top to bottom."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -317,9 +318,16 @@ class Readable:
 def table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> Iterator[RenderableType]:
-    """An empty line and a table; a column whose name starts with ``>`` is set to the right, one
-    with ``<`` is not wrapped. A column that has nothing in any row is left out, and so is a table
-    without rows."""
+    """Yield an empty line and a table; nothing if there are no rows.
+
+    A column without text in any row is left out.
+
+    Args:
+        title: above the table.
+        columns: their names. ``>`` at the start aligns a column to the right; ``<`` prevents
+            wrapping.
+        rows: one text per column.
+    """
     if not rows:
         return
     made = Table(

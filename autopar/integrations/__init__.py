@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.integrations.libraries import library
 
-# Name → its module, and the libraries that it stands on.
+# Name → its module, and the libraries that it needs.
 _MODULES = {
     "Accelerator": ("accelerator", ("accelerate",)),
     "LightningStrategy": ("lightning_strategy", ("lightning",)),

@@ -36,14 +36,16 @@ _UNKNOWN = (
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's, for what `autopar.compile` returned:
+    """accelerate's `Accelerator` for modules that `autopar.compile` returned:
 
-        accelerator = autopar.Accelerator(gradient_accumulation_steps=2) pm = autopar.compile(model,
-        example_inputs=batch) pm, optimizer, loader, scheduler = accelerator.prepare(pm,
-        torch.optim.AdamW(pm.parameters()), loader, scheduler)
+        accelerator = autopar.Accelerator(gradient_accumulation_steps=2)
+        pm = autopar.compile(model, example_inputs=batch)
+        pm, optimizer, loader, scheduler = accelerator.prepare(
+            pm, torch.optim.AdamW(pm.parameters()), loader, scheduler
+        )
 
-    A loader's batch is the batch of all processes. Gathering gives what is there on every rank
-    anyhow.
+    A loader's batch is the batch of all processes. Gathering returns its argument, which every rank
+    has anyway.
 
     Raises:
         AutoparError: on arguments that ask accelerate for what the compiled module does itself.
@@ -81,12 +83,15 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The module as it is, called under this accelerator's autocast, with outputs in fp32,
-        where it was compiled so.
+        """Return the module as it is. If it was compiled under this accelerator's autocast, calls
+        run under it and return outputs in fp32.
+
+        Args:
+            model: a compiled module.
+            device_placement, evaluation_mode: accepted for accelerate's sake, and ignored.
 
         Raises:
-            RuntimeStateError: where it is not compiled, or not for this accelerator's mixed
-                precision.
+            RuntimeStateError: if it is not compiled, or not for this accelerator's mixed precision.
         """
         holder = holder_of(model)
         if model not in self._models:
@@ -122,18 +127,19 @@ class Accelerator(accelerate.Accelerator):
         object.__setattr__(model, "forward", forward)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The module as it is; for a `Trainer`, the plain model, which is asked for its class."""
+        """Return the module as it is; for a `Trainer`, the plain model, which is asked for its
+        class."""
         plain: nn.Module = self.__dict__.get("plain", {}).get(model, model)
         return plain
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        """A loader that gives every rank all samples, in the same order."""
+        """Return a loader that yields all samples on every rank, in the same order."""
         self.dataloader_config.dispatch_batches = False
         _seed_alike(data_loader)
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """A scheduler that is stepped once a step."""
+        """Return a scheduler that advances once per step, not once per process."""
         prepared: AcceleratedScheduler = super().prepare_scheduler(scheduler)
         prepared.split_batches = True
         return prepared
@@ -141,11 +147,19 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clip all gradients of the compiled module by their norm over all ranks, unscaled where
-        losses are scaled; the norm before.
+        """Clip all gradients of the compiled module by their norm over all ranks. Scaled losses are
+        accounted for.
+
+        Args:
+            parameters: all parameters of one prepared module.
+            max_norm: largest norm allowed.
+            norm_type: p of the p-norm.
+
+        Returns:
+            The norm before clipping.
 
         Raises:
-            RuntimeStateError: where these are not the parameters of one prepared module.
+            RuntimeStateError: if these are not the parameters of one prepared module.
         """
         wanted = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         for model in self._models:
@@ -157,12 +171,12 @@ class Accelerator(accelerate.Accelerator):
         raise RuntimeStateError(what, remedy="prepare it, and pass pm.parameters(), all of them")
 
     def gather(self, tensor: Any) -> Any:
-        """What was passed: every rank computed it of the whole batch."""
+        """Return the argument: every rank computed it from the whole batch."""
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What was passed, of the last batch as many as there are samples in it, as accelerate's
-        own in one process."""
+        """Return the argument; of the last batch only as many entries as it has samples, as
+        accelerate does in one process."""
         state = self.gradient_state
         last = max(state.remainder, 0) or self.observed or 0 if state.end_of_dataloader else 0
         if last <= 0:
@@ -174,11 +188,16 @@ class Accelerator(accelerate.Accelerator):
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """What was passed, as accelerate's own in one process."""
+        """Return the argument, as accelerate does in one process.
+
+        Args:
+            tensor: computed on every rank from the whole batch.
+            reduction, scale: accepted for accelerate's sake, and ignored.
+        """
         return tensor
 
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """What was passed: it is of one shape on all ranks."""
+        """Return the argument: it has the same shape on all ranks."""
         return tensor
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -187,24 +206,28 @@ class Accelerator(accelerate.Accelerator):
             print(*args, **kwargs)
 
     def on_main_process(self, function: Any = None) -> Any:
-        """The function on one rank, nothing on others."""
+        """Return the function on the first rank, and one that does nothing on others."""
         return function if self.is_main_process else _do_nothing
 
     def on_local_main_process(self, function: Any = None) -> Any:
-        """The function on one rank of each machine, nothing on others."""
+        """Return the function on one rank of each machine, and one that does nothing on others."""
         return function if self.is_local_main_process else _do_nothing
 
     def on_last_process(self, function: Any = None) -> Any:
-        """The function on the last rank, nothing on others."""
+        """Return the function on the last rank, and one that does nothing on others."""
         return function if self.is_last_process else _do_nothing
 
     def wait_for_everyone(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         of_all(None)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises RuntimeStateError, as `load_state` does: a rank's part would be saved as if it
-        were the whole."""
+        """Refuse to save: a rank's part would be saved as if it were the whole. `load_state`
+        refuses likewise.
+
+        Raises:
+            RuntimeStateError: always.
+        """
         remedy = (
             "save and load by autopar.Checkpoints(folder), weights for others by"
             " autopar.save_pretrained or autopar.save_weights"
@@ -216,11 +239,20 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """What other ranks do."""
+    """Stands for a function on other ranks."""
 
 
 def check_scaled(scaler: object, precision: object, trains: bool) -> None:
-    """Raises RuntimeStateError where training is planned in fp16, and losses are not scaled."""
+    """Check that losses are scaled if training is planned in fp16.
+
+    Args:
+        scaler: accelerate's gradient scaler; None if there is none.
+        precision: of the plan.
+        trains: whether the module is trained.
+
+    Raises:
+        RuntimeStateError: if they are not scaled.
+    """
     if trains and precision == "fp16" and scaler is None:
         what = (
             'the model is planned with precision="fp16", and nothing scales its loss: gradients'
@@ -240,7 +272,7 @@ def _check_precision(mixed_precision: object) -> None:
 
 
 def as_one_process(state: PartialState) -> PartialState:
-    """What accelerate says of the processes, with one in place of all, and this one's rank."""
+    """Return accelerate's state with a single process, which has this process' rank."""
     found = object.__new__(PartialState)  # all that are constructed share one dict
     told = {
         "distributed_type": DistributedType.NO,

@@ -1,8 +1,8 @@
-"""How a model is called: a step of somebody's own loop is run on a batch with a stand-in, up to
-where it calls the model.
+"""Find out how a training loop calls a model: run a step with a stand-in for the model, up to the
+call.
 
-Compiling wants the shapes of a batch before the first step, and only the loop knows what of a batch
-it passes, and how.
+Compiling needs the shapes of a batch before the first step, and only the loop knows which parts of
+a batch it passes, and how.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class _Call(Exception):
-    """How the model was called."""
+    """Carries the arguments of a call of the model."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__("the model is called")
@@ -29,8 +29,8 @@ class _Call(Exception):
 
 
 class _Called(nn.Module):
-    """Stands for the model, of which it has the parameters and all attributes, and raises how it
-    is called."""
+    """A stand-in for the model with its parameters and all attributes. Calling it raises
+    `_Call`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -38,6 +38,7 @@ class _Called(nn.Module):
         self._parameters = dict(model.named_parameters())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise the arguments as `_Call`."""
         raise _Call(args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -45,12 +46,12 @@ class _Called(nn.Module):
 
 
 def first_call(model: nn.Module, step: Callable[[nn.Module], object]) -> Any:
-    """The arguments with which a step calls the model first, as `autopar.compile` takes examples;
-    None where it does not call it.
+    """Return the arguments with which a step first calls the model, in the form of example inputs
+    of `autopar.compile`; None if it does not call the model.
 
     Args:
-        step: runs with what stands for the model, up to its call; what it raises before that is
-            raised.
+        model: the plain model.
+        step: runs with the stand-in for the model up to its call; its other errors are passed on.
     """
     try:
         step(_Called(model))
@@ -72,7 +73,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @contextlib.contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """What is drawn inside is drawn again after it."""
+    """A context after which random generators are in the state that they had before it."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -83,7 +84,7 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 def may_be_read_once(data: Any, num_workers: int) -> bool:
-    """Whether reading a sample may take it away: of data that give them one after another, in
+    """Return whether reading a sample may consume it: the data yields samples one after another in
     this process."""
     if isinstance(data, IterableDataset):
         return not type(data).__module__.startswith("datasets.") and num_workers == 0
@@ -91,12 +92,13 @@ def may_be_read_once(data: Any, num_workers: int) -> bool:
 
 
 def peek_batch(loader: Any) -> Any:
-    """A loader's first batch, which it gives again, and after it what it would have given: samplers
-    and their generators are copied, and where it has workers data are read in one of its own. None
-    where there is none.
+    """Return a loader's first batch without consuming it; None if there is none.
+
+    Samplers and their generators are copied. If the loader has workers, the data is read in a
+    separate one.
 
     Raises:
-        ValueError: where it might not be given again.
+        ValueError: if the data might not be readable again.
     """
     data = getattr(loader, "dataset", loader)
     if may_be_read_once(data, getattr(loader, "num_workers", 0)):

@@ -1,4 +1,4 @@
-"""The libraries that are here only where the user has them."""
+"""Import the libraries that are optional."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from types import ModuleType
 
 from autopar.errors import AutoparError
 
-# The oldest that this was run with.
+# The oldest versions that were tested.
 LEAST = {"transformers": "5.23", "accelerate": "1.15", "peft": "0.21", "lightning": "2.6"}
 
 
 def library(name: str, wish: str) -> ModuleType:
-    """An optional library.
+    """Import an optional library.
 
     Args:
+        name: of the library.
         wish: what it is needed for, as users call it.
 
     Raises:
-        AutoparError: where it is not installed, or older than `LEAST`.
+        AutoparError: if it is not installed, or older than `LEAST`.
     """
     extra = "lightning" if name == "lightning" else "train"
     remedy = (

@@ -1,8 +1,8 @@
-"""What of a LightningModule is compiled, how its steps call it, and what of Lightning a compiled
-module cannot serve.
+"""Find the part of a LightningModule to compile and how its steps call it, and refuse settings of
+Lightning that a compiled module cannot serve.
 
 How a step calls the model is found out on a copy of the LightningModule and of the first batch, so
-that a run counts, draws and changes what it would have without that.
+that a run counts, draws and changes the same as it would without that.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ _REFUSED: tuple[tuple[type, str], ...] = (
 
 
 def child_to_compile(module: nn.Module) -> str:
-    """The name of the one child that has parameters, or of several the one whose are trained.
+    """Return the name of the only child that has parameters or, of several, of the only one whose
+    parameters are trained.
 
     Raises:
-        RuntimeStateError: where it is not one.
+        RuntimeStateError: if there is no such child.
     """
     held = {
         name: list(child.parameters())
@@ -83,15 +84,18 @@ def child_to_compile(module: nn.Module) -> str:
 
 
 def call_of(module: Any, name: str, step: str, loaders: Any, prepared: Callable[[Any], Any]) -> Any:
-    """The arguments with which a step calls a child on the first batch, as `autopar.compile` takes
-    examples.
+    """Return the arguments with which a step calls a child on the first batch, in the form of
+    example inputs of `autopar.compile`.
 
     Args:
-        name: of the child. step: of a method of the module. loaders: as Lightning gets them.
-            prepared: makes of a batch what steps get.
+        module: the LightningModule.
+        name: of the child.
+        step: name of a method of the module.
+        loaders: as Lightning takes them.
+        prepared: converts a batch as Lightning does for steps.
 
     Raises:
-        RuntimeStateError: where that cannot be known beforehand.
+        RuntimeStateError: if the arguments cannot be known before the run.
     """
     remedy = (
         f"pass LightningStrategy(example_inputs=...), a batch as {name} is called with it: then the"
@@ -105,12 +109,12 @@ def call_of(module: Any, name: str, step: str, loaders: Any, prepared: Callable[
         raise RuntimeStateError("the data has no batch", remedy=remedy)
     batch = prepared(tree_map_only(Tensor, Tensor.clone, batch))
 
-    def tried(stand_in: nn.Module) -> None:
+    def try_step(stand_in: nn.Module) -> None:
         run = getattr(_trial(module, name, stand_in), step)
         run(batch, *_indices(run))
 
     try:
-        found = first_call(getattr(module, name), tried)
+        found = first_call(getattr(module, name), try_step)
     except Exception as error:  # a step may raise anything where it stands alone
         what = (
             f"{step}, tried on the first batch, ended before it called {name}:"
@@ -145,7 +149,7 @@ def _first_batch(loaders: Any, *, in_turn: bool) -> Any:
 
 
 def _trial(module: Any, name: str, stand_in: nn.Module) -> Any:
-    """A copy of the module with another child, which logs nothing, and whose optimizers do
+    """Return a copy of the module with another child. It logs nothing, and its optimizers do
     nothing."""
     shared = (*module.parameters(), *(x for x in vars(module).values() if isinstance(x, Dataset)))
     trial = copy.deepcopy(
@@ -165,8 +169,8 @@ def _trial(module: Any, name: str, stand_in: nn.Module) -> Any:
 
 
 def _indices(step: Callable[..., Any]) -> tuple[int, ...]:
-    """What a step takes beside the batch: batch_idx and dataloader_idx, as many as have no
-    default."""
+    """Return what a step takes after the batch: zeros for those of batch_idx and dataloader_idx
+    that have no default."""
     taken = list(inspect.signature(step).parameters.values())[1:]
     return (0,) * sum(
         each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in taken
@@ -174,8 +178,11 @@ def _indices(step: Callable[..., Any]) -> tuple[int, ...]:
 
 
 def check_trainer(trainer: Any, module: Any) -> None:
-    """Raises RuntimeStateError on precisions and callbacks that a compiled module does not
-    serve."""
+    """Check that a compiled module can serve the trainer's precision and callbacks.
+
+    Raises:
+        RuntimeStateError: if it cannot.
+    """
     plugin = trainer.precision_plugin
     halved = isinstance(plugin, HalfPrecision) and plugin.precision != "bf16-true"
     if halved or type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
@@ -199,7 +206,11 @@ def check_trainer(trainer: Any, module: Any) -> None:
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:
-    """Raises RuntimeStateError where there are several."""
+    """Check that there is a single optimizer.
+
+    Raises:
+        RuntimeStateError: if there are several.
+    """
     if len(optimizers) > 1:
         what = f"configure_optimizers returned {len(optimizers)} optimizers"
         raise RuntimeStateError(
@@ -208,16 +219,17 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
 
 
 def count_once() -> None:
-    """Let metrics of torchmetrics, wherever they are made, count each batch once, as long as this
-    process runs: they add up over the processes of a process group, and here all have seen the
-    same."""
+    """Let all metrics of torchmetrics count each batch once, for the rest of this process.
+
+    They add up over the processes of a process group, and here every process has seen the same.
+    """
     torchmetrics.Metric.sync = _seen_by_all  # type: ignore[method-assign, assignment]
 
 
 def _seen_by_all(metric: torchmetrics.Metric, *args: Any, **kwargs: Any) -> None:
-    """What every rank holds is of all that was seen."""
+    """Keep a metric's own state instead of a sum over processes: every rank has seen everything."""
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it is one of `autopar.compile`'s."""
+    """Return whether a module was returned by `autopar.compile`."""
     return isinstance(module, Holder) or isinstance(module._modules.get("module"), Holder)

@@ -1,4 +1,4 @@
-"""`LightningStrategy`: Lightning's Trainer on all processes, with the LightningModule's model
+"""`LightningStrategy` runs Lightning's Trainer on all processes, with the LightningModule's model
 compiled."""
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ from autopar.runtime.parameter_module import holder_of
 from autopar.runtime.rank_comm import by_first, local_rank, num_ranks, of_all, rank
 
 # --------------------------------------------------------------------------------------------------
-# What Lightning is told of the processes: each rank runs the loop of one process over the same
-# whole batches, and the compiled module alone knows of the others. So there is one process for
-# all that is computed, and this process' rank for what one rank alone does: logging, progress,
-# files.
+# The processes as Lightning sees them. Each rank runs the loop of one process over the same whole
+# batches, and only the compiled module uses the others. So Lightning sees one process for
+# computation, and the rank of this process for what a single rank does: logging, progress, files.
 
 
 class WholeBatches(Strategy):
-    """A strategy in which every rank goes through whole batches.
+    """A strategy in which every rank processes whole batches.
 
     Attributes:
-        world_size: of what Lightning counts. parallel_devices, num_nodes: what the Trainer was
-            asked for, as it sets them.
+        world_size: number of processes as Lightning counts them.
+        parallel_devices, num_nodes: as the Trainer sets them from its arguments.
     """
 
     world_size = 1
@@ -66,7 +65,8 @@ class WholeBatches(Strategy):
 
     @property
     def global_rank(self) -> int:
-        """This process' among all, which a launcher says before processes know of each other."""
+        """The index of this process among all. The launcher tells it before the process group
+        exists."""
         return int(os.environ.get("RANK", rank()))
 
     local_rank = property(lambda _: local_rank())
@@ -84,10 +84,10 @@ class WholeBatches(Strategy):
         rank_zero_only.rank = rank_zero_only_of_utilities.rank = self.global_rank
 
     def setup_environment(self) -> None:
-        """Let the processes know of each other, and draw the same random numbers.
+        """Create the process group, and let all processes draw the same random numbers.
 
         Raises:
-            RuntimeStateError: where there are several devices, and no launcher.
+            RuntimeStateError: if there are several devices, and no launcher.
         """
         super().setup_environment()
         join_launched(self.root_device.type)
@@ -100,8 +100,8 @@ class WholeBatches(Strategy):
         self._draw_alike()
 
     def _draw_alike(self) -> None:
-        """Shuffled loaders draw from these numbers: all ranks go on as the first does, whether
-        the script set seeds or not."""
+        """Give all ranks the generators' state of the first, whether the script set seeds or not:
+        shuffled loaders draw from them."""
         device = self.root_device
         on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         drawn, on_gpu, python, numpy = self.broadcast(
@@ -114,7 +114,8 @@ class WholeBatches(Strategy):
         np.random.set_state(numpy)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Let workers draw the same random numbers on every rank: Lightning seeds them by rank."""
+        """Let workers draw the same random numbers on every rank, instead of seeding them by
+        rank."""
         if (
             int(os.environ.get("PL_SEED_WORKERS", 0))
             and getattr(dataloader, "worker_init_fn", True) is None
@@ -123,23 +124,23 @@ class WholeBatches(Strategy):
         return dataloader
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """What was passed: every rank computed it of the whole batch."""
+        """Return the argument: every rank computed it from the whole batch."""
         return tensor
 
     def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What was passed, as on one process."""
+        """Return the argument, as in one process."""
         return tensor
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         of_all(None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What the rank `src` says."""
+        """Return the object of rank `src`."""
         return of_all(obj)[src]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks say so, or one."""
+        """Return whether all ranks, or any, decide so."""
         said = of_all(decision)
         return min(said) if all else max(said)
 
@@ -158,21 +159,24 @@ _STEPS = {
 
 
 class LightningStrategy(WholeBatches):
-    """Lightning's Trainer on all processes that were started, or on one:
+    """Run Lightning's Trainer on all processes that were started, or on one:
 
-        trainer = lightning.Trainer(strategy=autopar.LightningStrategy(), max_epochs=3,
-        gradient_clip_val=1.0) trainer.fit(module, loader)
+        trainer = lightning.Trainer(
+            strategy=autopar.LightningStrategy(), max_epochs=3, gradient_clip_val=1.0
+        )
+        trainer.fit(module, loader)
 
-    The one child of the LightningModule whose parameters are trained is compiled when a run begins,
-    and stands in its place; the rest of a step (losses, logging, metrics) runs on every rank, on
-    whole outputs. A batch is that of all processes together. A checkpoint is the file that
-    Lightning writes on one process, with whole weights, which ``load_from_checkpoint`` reads; the
-    optimizer's state, which loads on any number of processes, lies in a folder beside it.
+    The only child of the LightningModule whose parameters are trained is compiled when a run
+    begins, and is replaced by the compiled module; the rest of a step (losses, logging, metrics)
+    runs on every rank, on whole outputs. A batch is that of all processes together. A checkpoint is
+    the file that Lightning writes on one process, with whole weights, which
+    ``load_from_checkpoint`` reads. The optimizer's state, which loads on any number of processes,
+    is in a folder next to it.
 
     Args:
-        mesh, compile_options: as of `autopar.compile`. example_inputs: a batch as the model is
-            called with it; by default what the step calls it with on the loader's first batch,
-            which is read for it.
+        mesh, compile_options: as for `autopar.compile`.
+        example_inputs: a batch as the model is called with it; by default the arguments with which
+            the step calls it on the loader's first batch, which is read for it.
 
     Raises:
         AutoparError: on what a compiled module cannot serve (several optimizers, parameters that
@@ -198,7 +202,7 @@ class LightningStrategy(WholeBatches):
     # What is computed
 
     def setup_environment(self) -> None:
-        """Refuse what cannot be served, before callbacks set themselves up; then as above."""
+        """Refuse what cannot be served, before callbacks are set up; then as `WholeBatches`."""
         check_trainer(self.lightning_module.trainer, self.lightning_module)
         super().setup_environment()
 
@@ -212,7 +216,7 @@ class LightningStrategy(WholeBatches):
             self._take_back(module)
         self.model_to_device()
         if not is_compiled(getattr(module, self._name)):
-            setattr(module, self._name, self._compiled(trainer, module, trains))
+            setattr(module, self._name, self._compile_model(trainer, module, trains))
         count_once()
         # Lightning takes a process group for one of DistributedDataParallel, and would have
         # everything logged averaged over it.
@@ -227,9 +231,12 @@ class LightningStrategy(WholeBatches):
             check_optimizers(self.optimizers)
         self.setup_precision_plugin()
 
-    def _compiled(self, trainer: Any, module: Any, trains: bool) -> nn.Module:
-        """In the modes that its parts have, as Lightning trains it; for inference in eval mode,
-        with the plain one kept, in case it is trained later."""
+    def _compile_model(self, trainer: Any, module: Any, trains: bool) -> nn.Module:
+        """Compile the child that is trained.
+
+        Its parts keep their modes, as Lightning trains it. For inference it is compiled in eval
+        mode, and the plain child is kept in case it is trained later.
+        """
         step, loop = _STEPS[trainer.state.fn]
         plain = getattr(module, self._name)
         with self.precision_plugin.forward_context():
@@ -254,13 +261,13 @@ class LightningStrategy(WholeBatches):
         return compiled
 
     def _first_call(self, module: Any, step: str, loop: Any) -> Any:
-        def prepared(batch: Any) -> Any:
+        def prepare_batch(batch: Any) -> Any:
             return self.batch_to_device(self.precision_plugin.convert_input(batch))
 
-        return call_of(module, self._name, step, loop._data_source.dataloader(), prepared)
+        return call_of(module, self._name, step, loop._data_source.dataloader(), prepare_batch)
 
     def _take_back(self, module: Any) -> None:
-        """The plain child in the place of what was compiled of it for inference, with its
+        """Replace the module that was compiled for inference by the plain child, with its
         weights."""
         plain, modes = vars(module).pop(_PLAIN)
         state = whole_values(holder_of(getattr(module, self._name)))
@@ -271,15 +278,15 @@ class LightningStrategy(WholeBatches):
         setattr(module, self._name, plain)
 
     def model_to_device(self) -> None:
-        """All but what is compiled: compiled it is where it has to be, and before that it need
-        not fit on one device."""
+        """Move everything except the child to compile. It is on its devices once it is compiled;
+        before that it need not fit on one device."""
         modules = self.lightning_module._modules
         compiled = modules.pop(self._name)
         self.lightning_module.to(self.root_device)
         modules[self._name] = compiled
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """By the norm over all ranks of what this optimizer steps."""
+        """Clip by the norm, over all ranks, of the gradients of this optimizer's parameters."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         module = getattr(self.lightning_module, self._name)
         others = {p: p.grad for p in module.parameters() if id(p) not in stepped}
@@ -290,7 +297,7 @@ class LightningStrategy(WholeBatches):
             parameter.grad = gradient
 
     def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Each rank its own parts."""
+        """Clip the gradients that this rank holds."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
                 gradient = parameter.grad
@@ -303,8 +310,8 @@ class LightningStrategy(WholeBatches):
     restore_checkpoint_after_setup = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole values on the first rank; on others zeros under the same names, which take no
-        memory."""
+        """Return whole values on the first rank; on others zeros under the same names, which take
+        no memory."""
         prefix, module = f"{self._name}.", self.lightning_module
         whole = whole_values(holder_of(getattr(module, self._name)))
         beside = {
@@ -326,14 +333,20 @@ class LightningStrategy(WholeBatches):
         )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: it lies beside the checkpoint."""
+        """Return an empty state: it is saved in a folder next to the checkpoint."""
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Lightning's file by one rank; the optimizer's state by all, before it, unless weights
-        alone are asked for."""
+        """Write Lightning's file on one rank, and before it the optimizer's state on all ranks,
+        unless only weights are requested.
+
+        Args:
+            checkpoint: the content of Lightning's file.
+            filepath: of Lightning's file; the folder of the optimizer's state is named after it.
+            storage_options: as for Lightning's own strategies.
+        """
         path = Path(self.broadcast(filepath))
         if "optimizer_states" in checkpoint:
             self._save_beside(path, checkpoint["global_step"])
@@ -355,7 +368,7 @@ class LightningStrategy(WholeBatches):
             beside.save(step, getattr(self.lightning_module, self._name), _plain(optimizer))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove the file, and the folder beside it."""
+        """Remove the file, and the folder next to it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(self._beside(Path(filepath)).folder, ignore_errors=True)
@@ -363,15 +376,15 @@ class LightningStrategy(WholeBatches):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Lightning's file, on every rank."""
+        """Read Lightning's file on every rank."""
         self._loaded = Path(os.path.realpath(checkpoint_path))
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each rank's part of what lies beside the checkpoint.
+        """Load each rank's part of the optimizer's state from the folder next to the checkpoint.
 
         Raises:
-            RuntimeStateError: on all ranks, where nothing does, or that of another step.
+            RuntimeStateError: on all ranks, if there is no such folder, or it is of another step.
         """
         state = self._beside(self._loaded or Path())
         if not state.steps():
@@ -401,12 +414,12 @@ class LightningStrategy(WholeBatches):
         return Checkpoints(path.with_name(path.name + _STATE), keep=1, weights=False)
 
     def teardown(self) -> None:
-        """Leave the compiled module where it is, for what comes next."""
+        """Leave the compiled module in its place, for further runs."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
 
 def _plain(optimizer: Any) -> Optimizer:
-    """What Lightning has wrapped."""
+    """Return the optimizer that Lightning has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,5 +1,5 @@
-"""Weights of a compiled module in the files of the model's own library: transformers'
-``save_pretrained``, or peft's, of adapters alone."""
+"""Save and load the weights of a compiled module in the files of the model's own library:
+transformers' ``save_pretrained``, or peft's, of adapters alone."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def load_adapter(module: nn.Module, model: nn.Module, folder: str | Path) -> Non
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Whether it is a model of peft, which is not imported for that."""
+    """Return whether a model is one of peft, without importing peft."""
     return any(
         each.__module__.startswith("peft.") and each.__name__ == "PeftModel"
         for each in type(model).__mro__
@@ -93,10 +93,10 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def names_saved(model: nn.Module) -> Collection[str] | None:
-    """Of a peft model the names in its state dict of what its ``save_pretrained`` writes; None for
+    """Return the names in a peft model's state dict that its ``save_pretrained`` writes; None for
     all, as of other models.
 
-    Every rank calls it. The first alone asks peft, which may look the base model up on the hub.
+    Every rank calls it. Only the first asks peft, which may look the base model up on the hub.
     """
     if not is_peft(model):
         return None
@@ -105,7 +105,11 @@ def names_saved(model: nn.Module) -> Collection[str] | None:
 
 
 def _active(model: Any) -> str:
-    """Raises RuntimeStateError where there are several."""
+    """Return the name of the active adapter.
+
+    Raises:
+        RuntimeStateError: if there are several.
+    """
     active = (
         list(model.active_adapters) if hasattr(model, "active_adapters") else [model.active_adapter]
     )
@@ -118,11 +122,11 @@ def _active(model: Any) -> str:
 
 
 def _keys(model: Any, adapter: str) -> Mapping[str, str]:
-    """Name of a parameter or buffer → its key in peft's file.
+    """Map the names of parameters and buffers to their keys in peft's file.
 
     Raises:
-        RuntimeStateError: where peft writes something else, which it makes of the plain model
-            (prompt learning).
+        RuntimeStateError: if peft writes values that it computes from the plain model (prompt
+            learning).
     """
     peft = library("peft", "saving adapters")
     state = model.state_dict()
@@ -146,10 +150,10 @@ def _all_keys(model: Any) -> set[str]:
 
 
 def _match_keys(model: Any, adapter: str, path: Path) -> Mapping[str, str]:
-    """Names, and their keys in the file.
+    """Return the names and their keys in the file.
 
     Raises:
-        RuntimeStateError: where the file has others.
+        RuntimeStateError: if the file has other keys.
     """
     keys = _keys(model, adapter)
     if not os.path.isfile(path):

@@ -1,13 +1,12 @@
-"""`Trainer`: transformers' own, with a compiled module in the place of the model.
+"""`Trainer` is transformers' own, with a compiled module instead of the model.
 
-Each rank runs the loop of one process over the same whole batches; the compiled module alone knows
-of the others. So losses, the number of items that they are averaged over, accumulation, schedules
-and metrics are those of one process, by construction. What is different here: the module is
-compiled before the optimizer is built, clipping and checkpoints are collective, and one rank
-writes.
+Each rank runs the loop of one process over the same whole batches; only the compiled module uses
+the others. So losses, the number of items that they are averaged over, accumulation, schedules and
+metrics are those of one process, by construction. The differences are: the module is compiled
+before the optimizer is built, clipping and checkpoints are collective, and one rank writes.
 
-`self.model` stays the plain model, for what is asked of its class, configuration and signature; its
-weights go on meta once there is a compiled one, so that nothing reads them by mistake.
+`self.model` stays the plain model, which is asked for its class, configuration and signature. Its
+weights move to meta once there is a compiled module, so that nothing reads them by mistake.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from autopar.runtime.plain_model import Noted, note_tensors
 from autopar.runtime.rank_comm import by_first, num_ranks, rank
 
 # --------------------------------------------------------------------------------------------------
-# What transformers' `TrainingArguments` may ask for that a compiled module does in another way,
-# or not: refused, with what to do.
+# Settings of transformers' `TrainingArguments` that a compiled module does in another way, or not
+# at all. They are refused, with a remedy.
 
 # Their state per parameter, as planning has it: torch's optimizers that were checked on distributed
 # parameters (`autopar.runtime.optimizers`).
@@ -107,7 +106,11 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_arguments(args: Any) -> None:
-    """Raises AutoparError on the first argument that cannot be served."""
+    """Check that a compiled module can serve all training arguments.
+
+    Raises:
+        AutoparError: on the first argument that it cannot serve.
+    """
     for name, (asked, remedy) in _REFUSED.items():
         value = getattr(args, name, None)
         if asked(value):
@@ -124,10 +127,14 @@ def check_arguments(args: Any) -> None:
 
 
 def check_inputs(model: Any, given: dict[str, Any]) -> None:
-    """Raises AutoparError where the trainer is given what it cannot use.
+    """Check that the trainer is not given what it cannot use.
 
     Args:
+        model: the first argument of the trainer.
         given: its other arguments by name.
+
+    Raises:
+        AutoparError: if it is.
     """
     if given.get("model_init") is not None:
         raise AutoparError(
@@ -163,8 +170,11 @@ def check_inputs(model: Any, given: dict[str, Any]) -> None:
 
 
 def check_optimizer(args: Any, given: dict[str, Any]) -> None:
-    """Raises AutoparError on an optimizer of which it is not known that it works on distributed
-    parameters."""
+    """Check that the requested optimizer is known to work on distributed parameters.
+
+    Raises:
+        AutoparError: if it is not.
+    """
     name = getattr(args.optim, "value", args.optim)
     if given.get("optimizer_cls_and_kwargs") is None and name not in OPTIMIZERS:
         remedy = f"use one of {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs="
@@ -175,13 +185,13 @@ def check_optimizer(args: Any, given: dict[str, Any]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The plain model once a compiled module has its weights: it is asked for its class, configuration
-# and signature, and what is done to its parameters would reach nothing, so that it is refused.
+# The plain model after a compiled module has taken its weights. It is asked for its class,
+# configuration and signature. Changes of its parameters would have no effect, so they are refused.
 
 
 @dataclass(frozen=True, slots=True)
 class PlainModel:
-    """As it was left when it was compiled.
+    """The plain model in the state after it was compiled.
 
     Attributes:
         parameters: those that are on meta now.
@@ -191,8 +201,9 @@ class PlainModel:
     parameters: tuple[Noted, ...]
 
     @staticmethod
-    def left(model: nn.Module) -> PlainModel:
-        """Let go of its weights; those that modules share stay shared."""
+    def release_weights(model: nn.Module) -> PlainModel:
+        """Move the weights of a model to meta, and note them. Weights that modules share stay
+        shared."""
         made: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -205,11 +216,11 @@ class PlainModel:
         return PlainModel(model, tuple(each for each in note_tensors(model) if each.is_parameter))
 
     def check(self, model: nn.Module) -> None:
-        """Raises RuntimeStateError where another model stands in its place, or something was done
-        to its parameters.
+        """Check that the trainer's model is still this one, and that its parameters were not
+        changed.
 
-        Args:
-            model: which the trainer has now.
+        Raises:
+            RuntimeStateError: if it is another model, or a parameter was changed.
         """
         if model is not self.model:
             what = "trainer.model is another model than the one that was compiled"
@@ -245,20 +256,22 @@ _STATE = "autopar"  # the folder of the optimizer's state, in each checkpoint
 class Trainer(transformers.Trainer):
     """transformers' `Trainer` on all processes that were started, or on one:
 
-        trainer = autopar.Trainer(model=model, args=TrainingArguments(...), train_dataset=...,
-        eval_dataset=...) trainer.train()
+        trainer = autopar.Trainer(
+            model=model, args=TrainingArguments(...), train_dataset=..., eval_dataset=...
+        )
+        trainer.train()
 
     ``per_device_train_batch_size`` is the batch of all processes together, as of the same script in
-    one. Checkpoints and `save_model` hold what transformers' would, in the same files, beside the
-    optimizer's state, which loads on any number of processes.
+    one process. Checkpoints and `save_model` write what transformers would, in the same files, and
+    next to them the optimizer's state, which loads on any number of processes.
 
     Args:
-        model: the plain one, of transformers or peft or a module that returns its loss; built alike
-            on every rank. Its weights move into the compiled module at the first call of `train` or
-            `evaluate`.
-        args, others: as of transformers' Trainer.
-        mesh, compile_options: as of `autopar.compile`, which takes the batch and what `args` say of
-            optimizer and precision from here.
+        model: the plain model, of transformers or peft or a module that returns its loss; built
+            alike on every rank. Its weights move into the compiled module at the first call of
+            `train` or `evaluate`.
+        args, others: as for transformers' Trainer.
+        mesh, compile_options: as for `autopar.compile`, which gets the batch, the optimizer and the
+            precision from the trainer.
         example_inputs: a batch as the model is called with it; by default the first of the training
             set, which is read for it.
 
@@ -297,7 +310,8 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, *rest, **others)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As transformers has it, of an `Accelerator` that gives every rank whole batches."""
+        """Create an `Accelerator` that gives every rank whole batches; otherwise as in
+        transformers."""
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             what = "accelerate was started with DeepSpeed or FSDP"
@@ -310,11 +324,10 @@ class Trainer(transformers.Trainer):
     # What is computed
 
     def compiled(self, examples: Callable[[], Any] | None = None) -> Any:
-        """The compiled module, which is made at the first call of this; every rank calls it.
+        """Return the compiled module, which is made at the first call. Every rank calls it.
 
         Args:
-            examples: makes the loader of the batches that it is planned for, by default that for
-                training.
+            examples: makes the loader of the batches to plan for; by default that for training.
         """
         if self._compiled is None:
             trains = self.train_dataset is not None
@@ -334,7 +347,7 @@ class Trainer(transformers.Trainer):
                     **{**options, **self._compile_options},
                 )
             self.accelerator.plain = {self._compiled: self.model}
-            self._left = PlainModel.left(self.model)
+            self._left = PlainModel.release_weights(self.model)
             if rank() == 0 and num_ranks() > 1:
                 size = self._train_batch_size if trains else self.args.eval_batch_size
                 log.warning(
@@ -348,8 +361,8 @@ class Trainer(transformers.Trainer):
         return self._compiled
 
     def _first_call(self, loader: Callable[[], Any]) -> Any:
-        """The arguments with which the model is called on the first batch, without having drawn
-        a random number for it."""
+        """Return the arguments with which the model is called on the first batch. No random number
+        is drawn for it."""
         self._check_read_twice()
         with same_random_numbers(self.args.device):
             made = loader()
@@ -373,8 +386,11 @@ class Trainer(transformers.Trainer):
         raise RuntimeStateError(what, remedy=remedy)
 
     def _check_read_twice(self) -> None:
-        """Raises RuntimeStateError where the first batch may not be there again, once it has
-        been read for its shapes."""
+        """Check that the first batch can be read again after it has been read for its shapes.
+
+        Raises:
+            RuntimeStateError: if it may not be.
+        """
         data = self.train_dataset
         if may_be_read_once(data, self.args.dataloader_num_workers):
             what = (
@@ -392,11 +408,17 @@ class Trainer(transformers.Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **others: Any
     ) -> Any:
-        """As transformers has it; in fp32, as accelerate has it, where it is computed under
-        autocast.
+        """Compute the loss as transformers does; in fp32, as accelerate does, if it is computed
+        under autocast.
+
+        Args:
+            model: the compiled module.
+            inputs: the batch.
+            return_outputs: whether to return (loss, outputs).
+            others: as for transformers' Trainer.
 
         Raises:
-            RuntimeStateError: where something was done to `self.model` that would reach nothing.
+            RuntimeStateError: if `self.model` was changed, which would have no effect.
         """
         if self._left is not None:
             self._left.check(self.model)
@@ -406,16 +428,16 @@ class Trainer(transformers.Trainer):
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
     ) -> contextlib.AbstractContextManager[Any]:
-        """Around every call, and around compiling: autocast where the arguments say bf16 or
-        fp16."""
+        """Return the context of every call, and of compiling: autocast if the arguments ask for
+        bf16 or fp16."""
         dtype = self._narrow()
         if dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.args.device.type, dtype, cache_enabled=bool(cache_enabled))
 
     def _narrow(self) -> torch.dtype | None:
-        """The dtype that calls are autocast to. accelerate trains without autocast on devices
-        without fp16."""
+        """Return the dtype that calls are autocast to. On devices without fp16, accelerate trains
+        without autocast."""
         if self.args.fp16:
             return torch.float16 if self.accelerator.native_amp else None
         return torch.bfloat16 if self.args.bf16 else None
@@ -424,14 +446,17 @@ class Trainer(transformers.Trainer):
         return self.compiled()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Of the compiled module's parameters, in groups that do not depend on how these are
-        split, so that any mesh loads their state."""
+        """Create the optimizer of the compiled module's parameters.
+
+        Its groups do not depend on how parameters are split, so that its state loads on any mesh.
+        """
         optimizer = super().create_optimizer(self.compiled())
         _join_groups(_plain(optimizer))
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """By the classes of the plain model's parts, whose names are the compiled module's."""
+        """Return the parameters with weight decay, by the classes of the plain model's parts. Names
+        are equal in the compiled module."""
         return super().get_decay_parameter_names(self.model)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -441,14 +466,14 @@ class Trainer(transformers.Trainer):
         return self._clip(float("inf")) if grad_norm is None else grad_norm
 
     def _clip(self, max_norm: float) -> Tensor:
-        """By the norm of the gradients themselves, also where losses are scaled; the norm
+        """Clip by the norm of the gradients themselves, also if losses are scaled. Returns the norm
         before."""
         self.accelerator.unscale_gradients()
         norm: Tensor = self.compiled().clip_grad_norm_(max_norm)
         return norm
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers has it; where nothing is trained the module is planned for these
+        """Evaluate as transformers does. If nothing is trained, the module is planned for these
         batches."""
         self.compiled(lambda: dataloader)
         return super().evaluation_loop(dataloader, *args, **kwargs)
@@ -456,7 +481,10 @@ class Trainer(transformers.Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """As transformers has it, with whole logits on every rank."""
+        """Predict as transformers does, with whole logits on every rank.
+
+        Arguments are those of transformers' Trainer.
+        """
         self.accelerator.observed = find_batch_size(inputs)
         loss, logits, labels = super().prediction_step(
             model, inputs, prediction_loss_only, *args, **kwargs
@@ -550,14 +578,16 @@ class Trainer(transformers.Trainer):
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """What accelerate has wrapped."""
+    """Return the optimizer that accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _join_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Let neighbours of the same settings be one group, and leave out those without parameters:
-    transformers makes a group per mesh, and a parameter that several axes split together names a
-    mesh of its own."""
+    """Merge adjacent groups with equal settings, and remove those without parameters.
+
+    transformers makes a group per mesh, and a parameter that several axes split together has a mesh
+    of its own.
+    """
     joined: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         if joined and {**joined[-1], "params": None} == {**group, "params": None}:

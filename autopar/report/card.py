@@ -60,7 +60,7 @@ _TELLS_MORE = (
 
 
 def card(plan: Plan) -> str:
-    """The HTML."""
+    """Return a plan as HTML for notebooks."""
     explained = explain(plan)
     name, *lines = explained.summary()
     body = "".join(f"<div>{escape(line)}</div>" for line in lines)
@@ -211,7 +211,7 @@ def _cells(part: Part, mesh: Mesh) -> Iterator[str]:
 
 
 def _layouts(layouts: Iterable[Layout], mesh: Mesh, role: str) -> str:
-    """Codes; in words where one points at them."""
+    """Return the codes of layouts, with their words as a tooltip."""
     steps = tuple(dict.fromkeys(layouts))
     words = " → ".join(in_words(layout, mesh.names, role) for layout in steps)
     return f'<code title="{escape(words)}">{escape(" → ".join(map(str, steps)))}</code>'

@@ -1,4 +1,4 @@
-"""Layouts per module, and memory by kind."""
+"""Figures of layouts per module, and of memory by kind."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the figures share: colours, an empty canvas, quiet axes. matplotlib is imported when the
-# first figure is drawn.
+# Colours, an empty canvas and quiet axes for all figures. matplotlib is imported when the first
+# figure is drawn.
 
 COLOURS = {
     "data": "#5b8db8",
@@ -62,10 +62,14 @@ INK, FAINT = "#2b2b2b", "#8a8a8a"
 
 
 def canvas(width: float, height: float, inside: SubFigure | None = None) -> Any:
-    """A figure of `width` × `height` inches, or the part of one that is given.
+    """Return a figure, or the given part of one.
+
+    Args:
+        width, height: of the figure, in inches.
+        inside: a part of another figure, which is returned as it is.
 
     Raises:
-        AutoparError: where matplotlib is missing.
+        AutoparError: if matplotlib is missing.
     """
     if inside is not None:
         return inside
@@ -82,7 +86,7 @@ def canvas(width: float, height: float, inside: SubFigure | None = None) -> Any:
 
 
 def quiet(axes: Axes, *keep: str) -> Axes:
-    """Take off the frame but for the sides that are named, and the tick marks."""
+    """Remove the tick marks and the frame, except for the named sides."""
     for side, spine in axes.spines.items():
         spine.set_visible(side in keep)
         spine.set_color(FAINT)
@@ -95,12 +99,12 @@ _ROW_INCHES = 0.27
 
 
 def shown(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Those that are drawn: all but the batch itself."""
+    """Return the parts that are drawn: all except the batch itself."""
     return tuple(part for part in parts if part.module != INPUTS)
 
 
 def layouts_height(plan: Plan) -> float:
-    """Inches that `layouts` needs."""
+    """Return the height in inches that `layouts` needs."""
     return 1.5 + _ROW_INCHES * len(shown(breakdown(plan)))
 
 
@@ -309,7 +313,13 @@ def memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
 
 
 def peak_bar(axes: Axes, kinds: Mapping[str, int], row: int = 0) -> None:
-    """The peak as a stack of its kinds of memory, in bytes."""
+    """Draw the peak as a stack of its kinds of memory.
+
+    Args:
+        axes: to draw on; its horizontal axis is in GiB.
+        kinds: bytes by kind.
+        row: vertical position.
+    """
     left = 0.0
     for kind, num_bytes in peak_kinds(kinds).items():
         axes.barh(row, num_bytes / GIB, 0.66, left=left, color=MEMORY_COLOURS[kind])

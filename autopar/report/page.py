@@ -54,7 +54,7 @@ def report(plan: Plan, path: str | Path, *, flips: Sequence[Flip] = ()) -> Path:
 
 
 def picture(plan: Plan) -> Any:
-    """All figures in one."""
+    """Draw all figures of a plan in one."""
     if plan.pipeline is not None:
         return _staged_picture(plan)
     heights = (layouts_height(plan), *_HEIGHTS)
@@ -67,7 +67,8 @@ def picture(plan: Plan) -> Any:
 
 
 def _staged_picture(plan: Plan) -> Any:
-    """The schedule, the stages' memory, and the layouts of each stage, equal neighbours once."""
+    """Draw the schedule, the stages' memory, and the layouts of each stage; of equal neighbours the
+    first."""
     sections = _sections(plan)
     heights = [schedule_height(plan)] * 2 + [layouts_height(stage) for _, stage in sections]
     figure = canvas(11.5, sum(heights))
@@ -80,14 +81,14 @@ def _staged_picture(plan: Plan) -> Any:
 
 
 def _sections(plan: Plan) -> list[tuple[str, Plan]]:
-    """Stages that do not do the same as the one before, with their names."""
+    """Return the stages that differ from the stage before them, with their names."""
     explained = explain(plan)
     assert isinstance(explained, StagedExplanation), "the plan has stages"
     return [(section.name, section.explanation.plan) for section in explained.sections]
 
 
 def _figures(plan: Plan) -> Iterator[Any]:
-    """One after another, as a page shows them."""
+    """Yield the figures one by one, in the order of a page."""
     if plan.pipeline is None:
         yield from (layouts(plan), memory(plan), timeline(plan))
         return

@@ -1,4 +1,5 @@
-"""The time line of a step: forward and backward, compute and communication in lanes."""
+"""Figures of time: the timeline of a step, with lanes for compute and communication, and the
+schedule and memory of a pipeline."""
 
 from __future__ import annotations
 
@@ -134,7 +135,7 @@ def _ticks(start: float, end: float) -> Iterator[float]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Pictures of a plan with a pipeline: its schedule, and the memory of its stages.
+# Figures of a plan with a pipeline: its schedule, and the memory of its stages.
 
 _STAGE_SHADES = {"forward": "#5b8db8", "backward": "#5aa469"}
 # opacity of a device's last stage, where it holds several; those before lie between it and full
@@ -144,7 +145,7 @@ _ROW_INCHES = 0.34
 
 
 def schedule_height(plan: Plan) -> float:
-    """Inches that `schedule` needs; `stage_memory` needs as much."""
+    """Return the height in inches that `schedule` needs; `stage_memory` needs the same."""
     return 1.3 + _ROW_INCHES * _pipeline(plan).num_ranks
 
 
@@ -275,7 +276,7 @@ def _pipeline(plan: Plan) -> Pipeline:
 
 
 def _row_name(pipeline: Pipeline, number: int) -> str:
-    """Of a rank: the parts of the model with which its stages begin."""
+    """Return the name of a rank's row: the parts of the model with which its stages begin."""
     begins = [
         pipeline.modules[stage - 1] if stage else "the model"
         for stage in range(number, len(pipeline.stages), pipeline.num_ranks)

@@ -1,8 +1,9 @@
-"""One comparison's material, and its three computations, all in one dtype.
+"""One comparison of a program with the plain model: its inputs, and its three computations, all in
+one dtype.
 
-plain       the user's model, copied and converted, eager forward and backward;
-traced      the captured normal-form graph, interpreted on one device;
-program     the emitted graphs, all ranks in lockstep.
+    plain       the user's model, copied and converted, eager forward and backward;
+    traced      the captured normal-form graph, interpreted on one device;
+    program     the emitted graphs, all ranks in lockstep.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from autopar.verification.comparison import Results
 from autopar.verification.drawing import PositionalDraws, draws_by_sample
 
 # --------------------------------------------------------------------------------------------------
-# The plain model with the parts that it computes in a smaller dtype computed in the one asked
-# for, as its traced graph computes them.
+# Run the plain model with the parts that it computes in a smaller dtype computed in the requested
+# one, as its traced graph computes them.
 #
-# Models cast to float32 where they were written for 16 bits: norms, softmaxes, rotary embeddings.
-# In a float64 run these parts still round to 24 bits, and what follows may magnify that. Run so,
-# nothing rounds, and a program is held against the model with float64's own tolerance.
+# Models written for 16 bits cast to float32 in norms, softmaxes and rotary embeddings. In a float64
+# run these parts still round to 24 bits, and the ops after them may magnify that. In this mode
+# nothing rounds, and a program is compared with the model under float64's own tolerance.
 
 
 class Widened(TorchDispatchMode):
-    """Where an op is asked for a floating or complex dtype smaller than `dtype`, it is asked for
-    `dtype` (or its complex twin)."""
+    """A mode in which ops that are asked for a floating or complex dtype smaller than `dtype` get
+    `dtype` (or its complex twin) instead."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -74,12 +75,12 @@ class Widened(TorchDispatchMode):
 
 
 # --------------------------------------------------------------------------------------------------
-# The eps that a norm takes from its dtype where none is given, while the model is promoted.
+# The eps that a norm takes from its dtype if none is given, while the model is promoted.
 
 
 class OwnEps(TorchFunctionMode):
-    """Calls of rms_norm without eps take that of `dtype`, the model's own, which is in its
-    traced graph."""
+    """A mode in which rms_norm without eps takes the eps of `dtype`, the model's own dtype, as its
+    traced graph does."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -97,8 +98,11 @@ class OwnEps(TorchFunctionMode):
 
 @functools.cache
 def _eps_of(dtype: torch.dtype) -> float:
-    """As torch has it, of the dtype itself or, as of torch 2.13, of that in which it computes a
-    norm: found by norming one small number, which becomes x / √(x² + eps)."""
+    """Return the eps that torch takes for a norm in a dtype.
+
+    It is that of the dtype itself or, since torch 2.13, of the dtype in which torch computes a
+    norm. It is found by norming one small number, which becomes x / √(x² + eps).
+    """
     known = [torch.finfo(each).eps for each in dict.fromkeys((dtype, torch.float32))]
     x = torch.tensor([1e-3], dtype=dtype)
     normed = torch.nn.functional.rms_norm(x, (1,)).double()
@@ -106,8 +110,7 @@ def _eps_of(dtype: torch.dtype) -> float:
     return min(zip(known, wanted, strict=True), key=lambda pair: float((pair[1] - normed).abs()))[0]
 
 
-# Making numbers in a small dtype, or moving them, loses nothing that a run in a larger one could
-# keep.
+# Ops that make or move numbers in a small dtype lose nothing that a run in a larger one would keep.
 _NO_COMPUTING = (
     "zeros",
     "ones",
@@ -125,7 +128,7 @@ _NO_COMPUTING = (
 
 
 class PlainModelError(VerificationError):
-    """The plain model cannot be run, or gives no number."""
+    """The plain model cannot be run, or its result is no finite number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +136,13 @@ class Case:
     """A traced model, its program, and a batch.
 
     Attributes:
-        tensors: parameters and buffers by every name. inputs: the trace's inputs, in order.
-        dtype: what floating tensors are converted to, or None. computed: the dtype that is computed
-            in. own: the model's own.
+        tensors: parameters and buffers by every name.
+        inputs: the trace's inputs, in order.
+        dtype: to which floating tensors are converted; None for no conversion.
+        computed: the dtype that is computed in.
+        own: the model's own dtype.
         widened: whether the plain model computes in `computed` what it would compute in a smaller
-            dtype (`autopar.verification.case`).
+            dtype (see `Widened`).
     """
 
     trace: Trace
@@ -161,7 +166,18 @@ class Case:
         kwargs: Mapping[str, Any],
         dtype: torch.dtype | None,
     ) -> Case:
-        """Raises `VerificationError` where a tensor has no values."""
+        """Collect what a comparison needs.
+
+        Args:
+            trace: the traced call of the model.
+            program: emitted from a plan for `trace`.
+            model: the plain model, with values.
+            args, kwargs: the call, with values.
+            dtype: to which floating tensors are converted; None computes in the model's own.
+
+        Raises:
+            VerificationError: if a tensor is on meta and has no values.
+        """
         leaves = dict(flatten_call(args, dict(kwargs))[0])
         named = [
             *model.named_parameters(remove_duplicate=False),
@@ -202,8 +218,7 @@ class Case:
 
     @property
     def num_draws(self) -> int:
-        """How often a step draws random numbers, those included that nothing reads; but not
-        behind the last one that is read."""
+        """The number of random draws of a step up to the last one that is read."""
         return 1 + max(
             (node.kwargs["draw"] for node in self.trace.graph.nodes if "draw" in node.kwargs),
             default=-1,
@@ -211,13 +226,13 @@ class Case:
 
     @property
     def loss(self) -> str | None:
-        """The loss' output path, None where there is none."""
+        """The path of the loss among the outputs; None if there is none."""
         return None if self.trace.loss is None else self.trace.loss.path
 
     @property
     def num_draws_apart(self) -> int:
-        """Into how many microbatches the batch is cut, each with random numbers of its own; 1
-        where nothing is drawn."""
+        """The number of microbatches that draw random numbers of their own; 1 if nothing is
+        drawn."""
         return (
             self.program.microbatches.num
             if isinstance(self.program, StagedProgram) and self.num_draws
@@ -225,6 +240,10 @@ class Case:
         )
 
     def run_program(self, observe: Observer | None = None) -> Lockstep:
+        """Run the program on all ranks in lockstep.
+
+        `observe` is called with each emitted node and its values on all ranks.
+        """
         if isinstance(self.program, StagedProgram):
             by_path = {i.path: x for i, x in zip(self.trace.inputs, self.inputs, strict=True)}
             return run_staged(
@@ -235,25 +254,34 @@ class Case:
         )
 
     def run_traced(self, observe: Callable[[fx.Node, Any], None] | None = None) -> Results:
+        """Run the traced graph on one device.
+
+        `observe` is called with each node of the graph and its value.
+        """
         outputs, gradients, buffers = execute(
             self.trace, self.tensors, self.tensors, self.inputs, dtype=self.dtype, observe=observe
         )
         return Results(
-            self._returned({o.path: x for o, x in zip(self.trace.outputs, outputs, strict=True)}),
+            self._returned_outputs(
+                {o.path: x for o, x in zip(self.trace.outputs, outputs, strict=True)}
+            ),
             buffers,
             gradients,
         )
 
     def run_plain(self) -> tuple[Results, dict[str, torch.dtype]]:
-        """The plain model's step, and the ops that it computes in a smaller dtype than `computed`,
-        each with that dtype.
+        """Run a step of the plain model.
 
-        Where microbatches draw random numbers, each sample gets those of its own microbatch; where
-        numbers are for all samples of one, the plain model is run on each.
+        If microbatches draw random numbers, each sample gets those of its own microbatch. If a draw
+        is for all samples of a microbatch, the plain model is run on each microbatch.
+
+        Returns:
+            The results, and the ops that the model computes in a smaller dtype than `computed`,
+                each with that dtype.
 
         Raises:
-            VerificationError: where it is run on each, and its loss is divided by what is counted
-                in all.
+            VerificationError: if the model is run on each microbatch, and its loss is divided by a
+                count over the whole batch.
         """
         state = self.tensors[random.STATE]
         if isinstance(self.program, StagedProgram) and self.num_draws_apart > 1:
@@ -264,7 +292,7 @@ class Case:
             by_sample = PositionalDraws(state)
         if by_sample is not None:
             step, lower = self._run_plain(self.args, self.kwargs, by_sample, {})
-            return replace(step, outputs=self._returned(step.outputs)), lower
+            return replace(step, outputs=self._returned_outputs(step.outputs)), lower
         assert isinstance(self.program, StagedProgram), (
             "only programs with stages have microbatches"
         )
@@ -286,7 +314,7 @@ class Case:
             )
             found |= lower
             steps.append(step)
-        made = self._returned(steps[0].outputs)
+        made = self._returned_outputs(steps[0].outputs)
         outputs = {path: how.join(path, [step.outputs[path] for step in steps]) for path in made}
         gradients = {
             name: torch.stack([step.gradients[name] * how.weight for step in steps]).sum(0)
@@ -294,9 +322,9 @@ class Case:
         }
         return Results(outputs, steps[-1].buffers, gradients), found
 
-    def _returned(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those that calls of the program may return: of several microbatches the ones that can
-        be put together."""
+    def _returned_outputs(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Select the outputs that calls of the program return: with several microbatches, those
+        that can be put together."""
         made = (
             self.program.microbatches.outputs
             if isinstance(self.program, StagedProgram)
@@ -305,8 +333,11 @@ class Case:
         return {path: x for path, x in outputs.items() if path in made}
 
     def _tangents_of_parts(self, program: StagedProgram) -> list[dict[str, Tensor]]:
-        """What backward of each microbatch begins with, by autograd through what puts outputs
-        together, not as the program has it."""
+        """Return the gradients with which backward of each microbatch begins.
+
+        They are computed by autograd through the function that puts outputs together, independently
+        of the program.
+        """
         found: list[dict[str, Tensor]] = [{} for _ in range(program.microbatches.num)]
         device = device_of(self.tensors.values())
         for o in () if self.loss is not None else program.trace.differentiable:
@@ -328,11 +359,11 @@ class Case:
         answers: Mapping[str, Tensor],
     ) -> tuple[Results, dict[str, torch.dtype]]:
         plain = _copy_model(self.model)._apply(
-            self._promoted
+            self._promote
         )  # Module.to would make complex buffers real
         plain.zero_grad(set_to_none=True)
         for parameter in plain.parameters():
-            parameter.data = self._narrowed(parameter.data)
+            parameter.data = self._narrow(parameter.data)
         watch = _LowerDtypes(self.computed)
         args, kwargs = tree_map(self._input, (args, dict(kwargs)))
         own_eps = OwnEps(self.own)  # made before anything is watched: it norms a number to know
@@ -374,18 +405,19 @@ class Case:
         return results, watch.found
 
     def _as_written(self) -> AbstractContextManager[None]:
-        """Where the model calls flex attention, what it compiles runs as it is written, with
-        gradients on a CPU as well."""
+        """Let code that the model compiles around flex attention run uncompiled, so that it has
+        gradients on CPUs, too."""
         calls = any(node.target is ops.flex_attention for node in self.trace.graph.nodes)
         return flex_attention_eager() if calls else nullcontext()
 
     @contextmanager
     def _refused_by_kernels(self) -> Iterator[None]:
-        """In another dtype than the model's own some op may have no kernel, or a constant no room;
-        in its own, errors are the model's.
+        """Turn errors of the plain model into `PlainModelError` if it runs in another dtype than
+        its own.
 
-        A precision is not the model's own: with parameters in it, and buffers that are not, ops may
-        have no kernel either.
+        An op may have no kernel for this dtype, or a constant may not fit. A precision is not the
+        model's own dtype either: ops may have no kernel for parameters in it and buffers that are
+        not. In the model's own dtype errors are raised as they are.
         """
         try:
             yield
@@ -400,8 +432,8 @@ class Case:
             raise PlainModelError(f"the plain model fails{where}: {said}", remedy=remedy) from error
 
     def _backward(self, outputs: Mapping[str, Any], answers: Mapping[str, Tensor]) -> None:
-        """From the loss, or from what stands for the gradients of a user's loss: `answers`,
-        where only a part of the batch ran."""
+        """Run backward from the loss, or from the gradients that stand for a user's loss: from
+        `answers` if only a part of the batch ran."""
         ends = [(outputs[o.path], o) for o in self.trace.differentiable]
         whole = [
             None if o.path in answers else tangent_of(o.path, x.shape, x.dtype, is_loss=o.is_loss)
@@ -415,8 +447,8 @@ class Case:
             torch.autograd.backward([x for x, _ in ends], tangents)
 
     def _autocast(self) -> AbstractContextManager[Callable[[], AbstractContextManager[Any]]]:
-        """As in capture; on a GPU the model's own. Gives what makes a context outside of
-        autocast."""
+        """Enter autocast as in capture; on a GPU, as the model does itself. Yields a function that
+        makes a context outside of autocast."""
         on_gpu = any(x.is_cuda for x in (*self.tensors.values(), *self.inputs))
         return (
             nullcontext(lambda: torch.autocast("cuda", enabled=False))
@@ -425,8 +457,9 @@ class Case:
         )
 
     def _input(self, x: Any) -> Any:
-        """A leaf of the call, which gets a gradient of its own where the user's has one."""
-        given = self._narrowed(self._promoted(x))
+        """Return a leaf of the call for the plain model: a copy with a gradient of its own if the
+        user's tensor requires one."""
+        given = self._narrow(self._promote(x))
         return (
             given.detach().requires_grad_()
             if isinstance(x, Tensor) and x.requires_grad and self.trace.differentiable
@@ -434,12 +467,13 @@ class Case:
         )
 
     def _of_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Their gradients, of a call that `_input` made, as they are called among others."""
+        """Return the gradients of inputs that `_input` made, by the paths that outputs and
+        gradients use."""
         leaves = dict(flatten_call(args, dict(kwargs))[0])
         return {i.gradient_name: _gradient(leaves[i.path]) for i in self.trace.given_back}
 
-    def _narrowed(self, x: Any) -> Any:
-        """A parameter or an input in the precision that was asked for, unless all is computed in
+    def _narrow(self, x: Any) -> Any:
+        """Convert a parameter or an input to the plan's precision, unless everything is computed in
         another dtype."""
         return (
             x.to(narrow_dtype(x.dtype, self.trace.precision))
@@ -447,13 +481,13 @@ class Case:
             else x
         )
 
-    def _promoted(self, x: Any) -> Any:
+    def _promote(self, x: Any) -> Any:
         return promote(x, self.dtype)
 
 
 class _LowerDtypes(TorchDispatchMode):
-    """Names the ops that compute in a floating dtype smaller than `dtype`, with it; of complex
-    numbers the dtype of their parts counts."""
+    """A mode that records the ops that compute in a floating dtype smaller than `dtype`, each with
+    its dtype. For complex numbers the dtype of their parts counts."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -477,7 +511,7 @@ class _LowerDtypes(TorchDispatchMode):
 
 
 def _copy_model(model: nn.Module) -> nn.Module:
-    """A copy; tensors that a module holds beside its parameters and buffers may have been
+    """Copy a model. Tensors that a module holds besides its parameters and buffers may have been
     computed, as `weight_norm` does."""
     held = [
         value
@@ -489,5 +523,5 @@ def _copy_model(model: nn.Module) -> nn.Module:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Zeros where the loss does not depend on the parameter."""
+    """Return the gradient of a parameter; zeros if the loss does not depend on it."""
     return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

@@ -36,6 +36,7 @@ from autopar.program.splitting import join
 from autopar.rules import where_of
 from autopar.verification.case import Case, PlainModelError
 from autopar.verification.comparison import (
+    Errors,
     Results,
     Verification,
     compare,
@@ -49,16 +50,16 @@ from autopar.verification.comparison import (
 from autopar.verification.rounding import noise_of_rounding, scale_of_zeros, scales_of_sums
 
 # --------------------------------------------------------------------------------------------------
-# Which node is wrong: every emitted node is joined to a full tensor and compared with the traced
-# node it stands for.
+# Find the node that is wrong: every emitted node is joined to a full tensor and compared with the
+# traced node that it stands for.
 
 
 def diagnose(case: Case, summary: str) -> None:
-    """Run the program again beside the traced graph.
+    """Run the program again and compare each emitted node with the node of the traced graph that it
+    stands for. Returns if none differs.
 
     Raises:
-        VerificationError: naming the first emitted node that differs from what it stands for;
-            nothing where none does.
+        VerificationError: naming the first emitted node that differs.
     """
     values: dict[str, tuple[Any, ...]] = {}
 
@@ -112,8 +113,8 @@ _REMEDY = (
 
 
 def _run_reference(case: Case, remember: Callable[[fx.Node, Any], None]) -> Trace:
-    """Run the traced graph, of the first microbatch where there are several; the graph that was
-    run."""
+    """Run the traced graph, with several microbatches that of the first one, and return its
+    trace."""
     if not isinstance(case.program, StagedProgram):
         case.run_traced(remember)
         return case.trace
@@ -133,8 +134,11 @@ def _run_reference(case: Case, remember: Callable[[fx.Node, Any], None]) -> Trac
 def _floors(
     trace: Trace, values: dict[str, tuple[Any, ...]], dtype: torch.dtype
 ) -> dict[str, float]:
-    """What cancels is only as precise as what went in: a share of the largest magnitude that a
-    node reads."""
+    """Return the magnitude below which errors of a node do not count, by node name.
+
+    A difference of large numbers is only as precise as its operands: the floor is a share of the
+    largest magnitude that a node reads.
+    """
 
     def largest(parts: Iterable[Any]) -> float:
         return max((magnitude(part) for part in parts if isinstance(part, Tensor)), default=0.0)
@@ -202,7 +206,7 @@ def verify_program(
 
 @contextmanager
 def _exact_on_a_gpu() -> Iterator[None]:
-    """Replicas convolve alike, and float32 is not rounded to TF32."""
+    """Let convolutions be deterministic, and float32 not be rounded to TF32."""
     kinds = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
     deterministic, precisions = (
         torch.backends.cudnn.deterministic,
@@ -379,6 +383,11 @@ def _compare_magnified(
     return own if own.max_error <= max(result.tolerance, result.max_error / _MAGNIFIED) else None
 
 
+def _worst_value(errors: Errors) -> float:
+    """Return the largest error of outputs and buffers."""
+    return max((*errors.outputs.values(), *errors.buffers.values()), default=0.0)
+
+
 def _judge(
     case: Case,
     ran: Lockstep,
@@ -390,21 +399,13 @@ def _judge(
     limit = tolerance if tolerance is not None else max(strict, tolerance_with(lower.values()))
     share = floor_share_of(case.computed)
     wide = max(share, floor_share_with(lower.values()))
-    errors, scale = compare(ours, plain, wide), 0.0
-    summed, noise = dict[str, float](), dict[str, float]()
+    errors, noise = compare(ours, plain, wide), dict[str, float]()
+    may_be_zero = max(errors.gradients.values(), default=0.0) > limit
+    scale = scale_of_zeros(case, plain, limit * wide) if may_be_zero else 0.0
+    summed = scales_of_sums(case) if _worst_value(errors) > limit else {}
     if errors.worst > limit:
-        scale = (
-            scale_of_zeros(case, plain, limit * wide)
-            if max(errors.gradients.values(), default=0.0) > limit
-            else 0.0
-        )
-        summed = (
-            scales_of_sums(case)
-            if max((*errors.outputs.values(), *errors.buffers.values()), default=0.0) > limit
-            else {}
-        )
         errors = compare(ours, plain, wide, scale, summed)
-    others = max((*errors.outputs.values(), *errors.buffers.values()), default=0.0)
+    others = _worst_value(errors)
     # In a smaller dtype noise may hide an error; there `_exactly` compares in a larger one.
     if case.computed == torch.float64 and others <= limit < errors.worst < math.inf:
         noise = {name: _NOISES * size / limit for name, size in noise_of_rounding(case).items()}

@@ -1,11 +1,11 @@
-"""Relative errors, and what is allowed.
+"""Relative errors of results, and the tolerances that they have to meet.
 
 The error of a tensor a against its reference b is max|a − b| / max(max|b|, floor). Some gradients
-are truly zero (of a key projection's bias: softmax does not see it) and hold only rounding noise;
-so the floor of a gradient is a share of the largest magnitude among all gradients. With tolerance t
-and share f an error below t · f of that magnitude passes: in float64 1e-13 of the largest gradient.
-Where all are truly zero see `autopar.verification.rounding`; of outputs and buffers see
-`autopar.verification.rounding`.
+are truly zero (such as that of a key projection's bias: softmax does not see it) and hold only
+rounding noise. So the floor of a gradient is a share of the largest magnitude among all gradients.
+With tolerance t and share f, an error below t · f of that magnitude passes: in float64 1e-13 of the
+largest gradient. `autopar.verification.rounding` describes steps whose gradients are all truly
+zero, and the floors of outputs and buffers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _FLOOR_SHARE_WITH_LOWER_PARTS = (
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Largest relative error allowed where everything is computed in `dtype`."""
+    """Return the largest relative error allowed if everything is computed in `dtype`."""
     return TOLERANCES.get(dtype, TOLERANCE_16_BIT)
 
 
 def tolerance_with(lower: Iterable[torch.dtype]) -> float:
-    """Largest relative error allowed against a model that computes parts in these smaller
-    dtypes."""
+    """Return the largest relative error allowed against a model that computes parts in these
+    smaller dtypes."""
     return max(
         (TOLERANCE_WITH_LOWER_PARTS if d.itemsize >= 4 else TOLERANCE_16_BIT for d in lower),
         default=0.0,
@@ -42,12 +42,13 @@ def tolerance_with(lower: Iterable[torch.dtype]) -> float:
 
 
 def floor_share_of(dtype: torch.dtype) -> float:
-    """The floor as a share of the largest magnitude."""
+    """Return the floor as a share of the largest magnitude, if everything is computed in
+    `dtype`."""
     return _FLOOR_SHARES.get(dtype, _FLOOR_SHARE_16_BIT)
 
 
 def floor_share_with(lower: Iterable[torch.dtype]) -> float:
-    """The floor's share against a model that computes parts in these smaller dtypes."""
+    """Return the floor's share against a model that computes parts in these smaller dtypes."""
     smallest = min((d.itemsize for d in lower), default=None)
     return (
         0.0
@@ -60,7 +61,7 @@ def floor_share_with(lower: Iterable[torch.dtype]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """One computation of a step: full tensors by name; what has no gradient is not in
+    """The results of one step: full tensors by name. Tensors without a gradient are missing from
     `gradients`."""
 
     outputs: Mapping[str, Tensor]
@@ -70,7 +71,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Relative error by name."""
+    """Relative errors by name."""
 
     outputs: Mapping[str, float]
     buffers: Mapping[str, float]
@@ -78,6 +79,7 @@ class Errors:
 
     @property
     def worst(self) -> float:
+        """The largest error."""
         return max((*self.outputs.values(), *self.buffers.values(), *self.gradients.values()))
 
 
@@ -89,15 +91,18 @@ def compare(
     summed: Mapping[str, float] = MappingProxyType({}),
     noise: Mapping[str, float] = MappingProxyType({}),
 ) -> Errors:
-    """Errors of everything that `reference` has; a gradient that `ours` does not have counts as
+    """Compute the error of every tensor of `reference`. A gradient that `ours` lacks counts as
     zeros.
 
     Args:
+        ours: results of the program.
+        reference: results to compare with.
         share: the gradients' floor as a share of the largest magnitude among them, or of `scale` if
             that is larger.
-        summed: of outputs and buffers, by name, the scale of what was summed for them; their floor
-            is the same share of it.
-        noise: of gradients, by name, a floor of their own
+        scale: a magnitude of gradients.
+        summed: by name of outputs and buffers, the scale of the terms that were summed for them;
+            their floor is the same share of it.
+        noise: by name of gradients, a floor of their own
             (`autopar.verification.rounding.noise_of_rounding`).
     """
     floor = share * max((scale, *(magnitude(x) for x in reference.gradients.values())))
@@ -123,11 +128,16 @@ def _relative(
 
 
 def relative_error(ours: Tensor | None, reference: Tensor, floor: float = 0.0) -> float:
-    """max|a − b| / max(max|b|, floor); elements that are equal, infinite or both NaN included,
-    differ by nothing.
+    """Return max|a − b| / max(max|b|, floor).
 
-    None stands for zeros. Infinite where shapes or kinds differ, or a NaN or an infinity stands
-    against a number.
+    Elements that are equal count as no difference, equal infinities and pairs of NaN included. The
+    error is infinite if shapes or kinds differ, or if one side has a NaN or an infinity and the
+    other a number.
+
+    Args:
+        ours: a; None stands for zeros.
+        reference: b.
+        floor: the least magnitude that the error is measured against.
     """
     if ours is None:
         ours = torch.zeros_like(reference)
@@ -144,7 +154,7 @@ def relative_error(ours: Tensor | None, reference: Tensor, floor: float = 0.0) -
 
 
 def magnitude(x: Tensor) -> float:
-    """Largest finite magnitude, 0 where there is none."""
+    """Return the largest finite magnitude; 0 if there is none."""
     values = _wide(x)
     finite = values[values.isfinite()]
     return finite.abs().max().item() if finite.numel() else 0.0
@@ -155,7 +165,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a comparison found.
+# The result of a comparison.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The plain model with autopar's own random numbers, so that a program that draws can be compared
-with it.
+"""Run the plain model with autopar's own random numbers, so that programs that draw random numbers
+can be compared with it.
 
-Eager torch draws in the order in which the trace numbers its draws; each draw is replaced by the
-one of that number.
+Eager torch draws in the order in which the trace numbers its draws. Each draw is replaced by the
+draw of that number.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ aten = torch.ops.aten
 
 
 class PositionalDraws(TorchDispatchMode):
-    """Replaces every random op by its counterpart in `autopar.ops.random`.
+    """A mode that replaces every random op by its counterpart in `autopar.ops.random`.
 
     Attributes:
-        num_draws: how many there were.
+        num_draws: number of draws so far.
     """
 
     def __init__(self, state: Tensor) -> None:
@@ -59,10 +59,11 @@ class PositionalDraws(TorchDispatchMode):
 
 
 class DrawsBySample(PositionalDraws):
-    """Of a whole batch, with the numbers that each of `num` microbatches draws for its samples.
+    """Draws of a whole batch, in which each sample gets the numbers of its own one of `num`
+    microbatches.
 
     Args:
-        dims: of each draw, the dim that the batch is cut along.
+        dims: per draw, the dim along which the batch is cut.
     """
 
     def __init__(self, state: Tensor, dims: Mapping[int, int], num: int) -> None:
@@ -83,11 +84,14 @@ class DrawsBySample(PositionalDraws):
 
 
 def draws_by_sample(whole: Trace, part: Trace, num: int, state: Tensor) -> DrawsBySample | None:
-    """The draws of a whole batch that is worked through in `num` microbatches; None where some are
-    for all samples of one.
+    """Return the draws of a whole batch that is processed in `num` microbatches; None if some draw
+    is for all samples of a microbatch.
 
     Args:
+        whole: the trace of the batch.
         part: the trace of one microbatch.
+        num: number of microbatches.
+        state: state of the generator.
     """
     shapes = [
         {n.kwargs["draw"]: tuple(n.meta["val"].shape) for n in t.graph.nodes if "draw" in n.kwargs}
@@ -127,7 +131,8 @@ def _slopes(
 
 
 def _draw_new(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
-    """An op that makes a tensor of its own; `settings` takes the op's arguments."""
+    """Return the counterpart of an op that makes a new tensor; `settings` takes the op's
+    arguments."""
 
     def run(
         mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -139,7 +144,8 @@ def _draw_new(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ..
 
 
 def _draw_into(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
-    """An op that fills its operand."""
+    """Return the counterpart of an op that fills its operand; `settings` takes the op's
+    arguments."""
 
     def run(
         mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]

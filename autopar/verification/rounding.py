@@ -1,10 +1,10 @@
-"""Outputs and buffers that are zero up to rounding: the mean of what was centred, the sum of a
-softmax less one.
+"""Scales against which errors are measured if a result is zero up to rounding: the mean of centred
+values, the sum of a softmax less one, gradients of a loss that sees no parameter.
 
-An error cannot be measured against such a value. It is measured against what was summed for it:
-each sum has the scale of its terms, and scale passes through what is linear, additions, factors and
-views. All other ops begin anew with the magnitude of what they make, so that a large constant far
-up (the fill of a mask) says nothing about what is behind a softmax.
+An error cannot be measured against such a value. It is measured against the terms that were summed
+for it: each sum has the scale of its terms, and the scale passes through linear ops: additions,
+factors and views. All other ops begin anew with the magnitude of their results, so that a large
+constant before them (the fill of a mask) does not affect what follows a softmax.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Scales = dict[fx.Node, float]
 
 
 def scales_of_sums(case: Case) -> dict[str, float]:
-    """By name of each output and buffer, the scale of what was summed for it, in the traced
-    graph; 0 where it has none."""
+    """Return the scale of the terms that were summed for each output and buffer in the traced
+    graph, by name; 0 if it has none."""
     scales: Scales = {}
 
     def observe(node: fx.Node, value: Any) -> None:
@@ -95,7 +95,7 @@ def _scale_of_quotient(node: fx.Node, value: Tensor, scales: Scales) -> float:
 
 
 def _scale_of_sum(node: fx.Node, value: Tensor, scales: Scales) -> float:
-    """As many terms as the sum has, each as large as the largest."""
+    """Return the number of terms of a sum times the scale of the largest."""
     num = node.args[0].meta["val"].numel() / max(value.numel(), 1)  # type: ignore[union-attr]
     return _scale(node.args[0], scales) * num
 
@@ -145,24 +145,26 @@ _SCALES: Mapping[Any, Callable[[fx.Node, Tensor, Scales], float]] = {
 
 # --------------------------------------------------------------------------------------------------
 # Steps whose gradients are all truly zero, and hold rounding noise alone: the loss sees no
-# parameter, as the sum of a softmax does not.
+# parameter, as with the sum of a softmax.
 #
-# There is no gradient then against which an error could be measured. What is there is measured by
-# what backward adds up instead: the largest magnitude of what follows from the loss' tangent,
-# times that of parameters and inputs where this is larger than 1. All are zero where none is more
-# than a rounding of that, and where the traced graph's, at weights that are rounded otherwise,
-# are not what they were: a true gradient, however small, hardly changes then.
+# Then no gradient exists that an error could be measured against. Errors are measured against the
+# terms that backward adds up instead: the largest magnitude of what follows from the loss' tangent,
+# times that of parameters and inputs if this is larger than 1. All gradients are zero if none is
+# more than a rounding of that magnitude, and if those of the traced graph change when weights are
+# rounded otherwise: a true gradient, however small, hardly changes then.
 
 _ROUNDINGS = 3  # of the weights; noise of few numbers may be the same by chance
 _SAME = 0.1  # a share of gradients by which noise changes at least
 
 
 def scale_of_zeros(case: Case, reference: Results, rounding: float) -> float:
-    """The magnitude by which gradients are measured that are all zero; 0 where one of the
-    reference's is not.
+    """Return the magnitude to measure gradients by that are all zero; 0 if one of the reference's
+    is not.
 
     Args:
-        rounding: the share of that magnitude that is a rounding.
+        case: the comparison; its traced graph is run.
+        reference: results to compare with.
+        rounding: the share of that magnitude that counts as rounding.
     """
     largest, follows = 0.0, {case.trace.node(o.tangent) for o in case.trace.differentiable}
 
@@ -201,12 +203,13 @@ def scale_of_zeros(case: Case, reference: Results, rounding: float) -> float:
 
 
 def noise_of_rounding(case: Case) -> dict[str, float]:
-    """By parameter, how far its gradient moves if each weight is changed by one rounding.
+    """Return how far the gradient of each parameter moves if each weight is changed by one
+    rounding.
 
     Every order of summation rounds in another way, so no two programs agree more closely than that.
-    A gradient that is zero up to rounding, in a step where others are not, is such a case: of the
-    bias of a batch norm whose result is normed again. Noise grows there through each norm of nearly
-    equal numbers.
+    This matters for a gradient that is zero up to rounding in a step whose other gradients are not,
+    such as that of the bias of a batch norm whose result is normed again. There, noise grows
+    through each norm of nearly equal numbers.
 
     Returns:
         The largest change of an element, by the name of a parameter.

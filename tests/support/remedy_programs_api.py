@@ -16,7 +16,7 @@ from autopar import HardwareProfile, Mesh, Plan
 from autopar.api.arguments import as_call, as_mesh, check_model
 from autopar.api.mesh_search import shapes
 from autopar.api.tracing import microbatch_of, refuse_wrapped
-from autopar.api.what_if import changed
+from autopar.api.what_if import change_options
 from autopar.checkpoint.manager import Checkpoints
 from autopar.constraints import fsdp
 from autopar.core.layout import Layout
@@ -270,15 +270,15 @@ CALLS: dict[str, Program] = {
         "pass a torch.nn.Module",
         lambda: check_model(nn.ReLU()),
     ),
-    "api/what_if.py changed 0": Program(
-        lambda: changed(_OBEYS, [], [fsdp()]),
+    "api/what_if.py change_options 0": Program(
+        lambda: change_options(_OBEYS, [], [fsdp()]),
         "ask for another constraint, or for none",
-        lambda: (changed(_OBEYS, [], [fsdp(axes="gpu")]), changed(_OBEYS, [], [])),
+        lambda: (change_options(_OBEYS, [], [fsdp(axes="gpu")]), change_options(_OBEYS, [], [])),
     ),
     "api/what_if.py _without 0": Program(
-        lambda: changed(_OBEYS, ["ddp"], []),
+        lambda: change_options(_OBEYS, ["ddp"], []),
         "name one of those that it obeys: fsdp",
-        lambda: changed(_OBEYS, ["fsdp"], []),
+        lambda: change_options(_OBEYS, ["fsdp"], []),
     ),
     "api/compiling.py compile 0": Program(
         _compiled(batch="local"),

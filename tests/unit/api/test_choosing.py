@@ -27,12 +27,12 @@ def uncovered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What plans would say that they cover, which these have no place for."""
     told: list[str] = []
 
-    def covering(found: Any, line: str) -> Any:
+    def add_coverage(found: Any, line: str) -> Any:
         told.append(line)
         return found
 
     for module in (microbatch_search, pipeline_search):
-        monkeypatch.setattr(module, "covering", covering)
+        monkeypatch.setattr(module, "add_coverage", add_coverage)
     return told
 
 
@@ -89,7 +89,7 @@ def test_stages_are_tried_without_asking_where_a_plan_without_them_waits(
         return whole(ALONE_S, compute_s)
 
     monkeypatch.setattr(Chooser, "in_one_piece", alone)
-    monkeypatch.setattr(Chooser, "_scheduled", staged)
+    monkeypatch.setattr(Chooser, "_plan_schedules", staged)
     told = uncovered(monkeypatch)
     options, batch = (
         PlanOptions(**{"gap": 0.1, "outputs": "loss", **asked}),
@@ -132,7 +132,7 @@ def test_when_the_time_is_over_and_there_is_a_plan_no_stages_are_tried(
         raise TooSlow(2.0)
 
     monkeypatch.setattr(Chooser, "in_one_piece", alone)
-    monkeypatch.setattr(Chooser, "_scheduled", staged)
+    monkeypatch.setattr(Chooser, "_plan_schedules", staged)
     uncovered(monkeypatch)
     options = PlanOptions(outputs="loss", time_limit_s=1.0, ends=1.0 if late else math.inf)
     chooser = Chooser(
@@ -155,7 +155,7 @@ def test_stages_that_nobody_asked_for_are_taken_where_they_save_a_twentieth(
     asked: tuple[Pipelined, ...], steps_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere: whole(ALONE_S))
-    monkeypatch.setattr(Chooser, "_scheduled", lambda self, wish, num, limit_s: whole(0.97))
+    monkeypatch.setattr(Chooser, "_plan_schedules", lambda self, wish, num, limit_s: whole(0.97))
     told = uncovered(monkeypatch)
     batch, options = {"x": torch.zeros(4, 2)}, PlanOptions(outputs="loss", constraints=asked)
     chooser = Chooser(
@@ -182,7 +182,7 @@ def test_stages_that_nobody_asked_for_are_no_more_tried_once_samples_depend_on_e
         raise CoupledError("samples meet in a norm", remedy="one microbatch")
 
     monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere: whole(ALONE_S))
-    monkeypatch.setattr(Chooser, "_scheduled", coupled)
+    monkeypatch.setattr(Chooser, "_plan_schedules", coupled)
     uncovered(monkeypatch)
     batch, mesh, options = (
         {"x": torch.zeros(4, 2)},
@@ -214,7 +214,7 @@ def test_more_microbatches_are_tried_as_long_as_waiting_less_may_help(
 
     found = whole(ALONE_S)
     monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere: found)
-    monkeypatch.setattr(Chooser, "_scheduled", too_slow)
+    monkeypatch.setattr(Chooser, "_plan_schedules", too_slow)
     covered = uncovered(monkeypatch)
     options = PlanOptions(constraints=(pipeline(),))
     batch = {"x": torch.zeros(16, 2)}
