@@ -251,10 +251,10 @@ def gpu_autocast(on_gpu: bool) -> Iterator[Callable[[], AbstractContextManager[N
                     )
                 )
         if meant == "cuda":
-            stack.enter_context(lists.of_gpu())
-        stack.enter_context(mock.patch.object(own, "__init__", _made_anywhere(own.__init__)))
-        stack.enter_context(mock.patch.object(own, "__enter__", lists.entering(own.__enter__)))
-        stack.enter_context(mock.patch.object(own, "__exit__", lists.leaving(own.__exit__)))
+            stack.enter_context(lists.use_gpu_lists())
+        stack.enter_context(mock.patch.object(own, "__init__", _accept_any_device(own.__init__)))
+        stack.enter_context(mock.patch.object(own, "__enter__", lists.wrap_enter(own.__enter__)))
+        stack.enter_context(mock.patch.object(own, "__exit__", lists.wrap_exit(own.__exit__)))
         stack.enter_context(
             mock.patch.object(autocast_mode, "_cast", _cast_anywhere(autocast_mode._cast))
         )
@@ -276,11 +276,11 @@ def _set(kind: str, enabled: bool, dtype: torch.dtype) -> None:
     torch.set_autocast_dtype(kind, dtype)
 
 
-def _made_anywhere(init: Callable[..., None]) -> Callable[..., None]:
+def _accept_any_device(init: Callable[..., None]) -> Callable[..., None]:
     """`torch.autocast.__init__` that does not ask which devices are there."""
 
     @functools.wraps(init)
-    def made(
+    def initialize(
         self: Any,
         device_type: str,
         dtype: torch.dtype | None = None,
@@ -291,7 +291,7 @@ def _made_anywhere(init: Callable[..., None]) -> Callable[..., None]:
         init(self, device_type, dtype, enabled and not elsewhere, cache_enabled)
         self._enabled = enabled if elsewhere else self._enabled
 
-    return made
+    return initialize
 
 
 def tell_of_disabled(graph: fx.Graph) -> None:
@@ -331,7 +331,7 @@ class _Lists:
         self._held.close()
 
     @contextmanager
-    def of_gpu(self) -> Iterator[None]:
+    def use_gpu_lists(self) -> Iterator[None]:
         if not self._num_meaning_gpu:
             self._held.enter_context(casting_as_cuda())
         self._num_meaning_gpu, self._meant_gpu = self._num_meaning_gpu + 1, True
@@ -349,30 +349,30 @@ class _Lists:
             for kind in KINDS:
                 stack.enter_context(_state(kind, False, torch.get_autocast_dtype(kind)))
             if self._meant_gpu:
-                stack.enter_context(self.of_gpu())
+                stack.enter_context(self.use_gpu_lists())
             yield
 
-    def entering(self, enter: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_enter(self, enter: Callable[..., Any]) -> Callable[..., Any]:
         """`torch.autocast.__enter__` that changes the state of both kinds of device."""
 
-        def entered(context: Any) -> Any:
+        def enter_both(context: Any) -> Any:
             if context.device not in KINDS:
                 return enter(context)
             stack = ExitStack()
             other = next(kind for kind in KINDS if kind != context.device)
             stack.enter_context(_state(other, context._enabled, context.fast_dtype))
             if context.device == "cuda" and context._enabled:
-                stack.enter_context(self.of_gpu())
+                stack.enter_context(self.use_gpu_lists())
             self._entered[id(context)] = (context, stack)
             return enter(context)
 
-        return entered
+        return enter_both
 
-    def leaving(self, leave: Callable[..., Any]) -> Callable[..., Any]:
-        def left(context: Any, *error: Any) -> Any:
+    def wrap_exit(self, leave: Callable[..., Any]) -> Callable[..., Any]:
+        def exit_both(context: Any, *error: Any) -> Any:
             result = leave(context, *error)
             _, stack = self._entered.pop(id(context), (None, ExitStack()))
             stack.close()
             return result
 
-        return left
+        return exit_both

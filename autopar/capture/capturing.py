@@ -89,7 +89,7 @@ def capture(
     ):
         _refuse_called(model, call)
         with raises_left_out() as lines, prints_left_out() as printed:
-            trace = _captured_somehow(model, call, fold)
+            trace = _capture_with_branches(model, call, fold)
     tell_of_raises(lines)
     tell_of_prints(printed)
     known = [
@@ -112,43 +112,43 @@ def _refuse_called(model: nn.Module, call: Prepared) -> None:
             raise refusal
 
 
-def _captured_somehow(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+def _capture_with_branches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     """With the branches that a transformers model takes under tracing, or else with those that
     eager takes, or with those for finite values."""
     try:
-        return _captured_with_caches(model, call, fold)
+        return _capture_with_caches(model, call, fold)
     except CaptureError as refusal:
         if asks_for_finite(refusal):
             with contextlib.suppress(CaptureError), all_finite(refusal):
-                return _captured_with_caches(model, call, fold)
+                return _capture_with_caches(model, call, fold)
         with branches_of_eager(model) as others:
             if not others:
                 raise
             with contextlib.suppress(CaptureError):
-                return _captured_with_caches(model, call, fold)
+                return _capture_with_caches(model, call, fold)
         raise refusal from refusal.__cause__
 
 
-def _captured_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+def _capture_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     """Without caches of keys and values, or with empty ones where the result depends on there
     being one."""
     try:
         with without_caches(model):
-            return _captured_knowing(model, call, fold)
+            return _capture_with_known_inputs(model, call, fold)
     except CaptureError as refusal:
         if not asks_for_documents(refusal):
             raise
     with empty_caches(model):
-        return _captured_knowing(model, call, fold)
+        return _capture_with_known_inputs(model, call, fold)
 
 
-def _captured_knowing(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+def _capture_with_known_inputs(model: nn.Module, call: Prepared, fold: bool) -> Trace:
     """With what the inputs hold that forward has to read, where these may be known."""
     while True:
         try:
             return _capture_once(model, call, fold)
         except ReadsInputs as refusal:
-            call = call.knowing(refusal.keys)
+            call = call.with_known(refusal.keys)
 
 
 def _capture_once(model: nn.Module, call: Prepared, fold: bool) -> Trace:
@@ -197,7 +197,7 @@ def _normal_form(
     for _, apply in PASSES:
         apply(graph)
     border.widen()
-    settle_dtypes(graph, border.resting(), call.precision)
+    settle_dtypes(graph, border.state_placeholders(), call.precision)
     propagate(graph)
     runs = shortened.runs if shortened is not None else ()
     border.repeat(runs, model)

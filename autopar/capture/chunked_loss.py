@@ -71,7 +71,7 @@ def loss_alone(trace: Trace) -> Trace:
     end.args = (tuple(end.args[0][position] for position in kept),)
     sweep(graph)
 
-    def moved(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
+    def renumber_gradients(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
         return tuple(
             replace(e, gradient=None if e.gradient is None else place[e.gradient]) for e in entries
         )
@@ -82,9 +82,9 @@ def loss_alone(trace: Trace) -> Trace:
         trace,
         graph=graph,
         outputs=outputs,
-        parameters=moved(trace.parameters),
-        buffers=moved(trace.buffers),
-        inputs=moved(trace.inputs),
+        parameters=renumber_gradients(trace.parameters),
+        buffers=renumber_gradients(trace.buffers),
+        inputs=renumber_gradients(trace.inputs),
         mutated={name: place[position] for name, position in trace.mutated.items()},
         constants={**trace.constants, **nothing},
     )

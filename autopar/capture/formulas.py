@@ -213,10 +213,10 @@ class _Terms:
     def of(self, node: fx.Node) -> Polynomial | None:
         """None for what is none, as where another tensor is read beside x."""
         if node not in self._known:
-            self._known[node] = self._computed(node)
+            self._known[node] = self._compute(node)
         return self._known[node]
 
-    def _computed(self, node: fx.Node) -> Polynomial | None:
+    def _compute(self, node: fx.Node) -> Polynomial | None:
         if node is self.t:
             return {(0, 1): 1.0}
         if node is self.x:

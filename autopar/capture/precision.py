@@ -186,14 +186,14 @@ def as_kernels_give(
     if found is None or found.refusal or found.dtypes == _dtypes_of(result):
         return result
 
-    def given(x: Any, dtype: torch.dtype | None) -> Any:
+    def with_dtype(x: Any, dtype: torch.dtype | None) -> Any:
         if not isinstance(x, Tensor) or x.dtype == dtype:
             return x
         return fake(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), x.device)
 
     several = isinstance(result, list | tuple)
     made = [
-        given(x, dtype)
+        with_dtype(x, dtype)
         for x, dtype in zip(result if several else (result,), found.dtypes, strict=True)
     ]
     return (made if isinstance(result, list) else tuple(made)) if several else made[0]

@@ -78,7 +78,7 @@ class Border:
         self._output.args = (tuple(made),)
         sweep(self.graph)
 
-    def resting(self) -> list[fx.Node]:
+    def state_placeholders(self) -> list[fx.Node]:
         """The placeholders of parameters and buffers."""
         return [node for (kind, _), node in self.nodes.items() if kind in ("parameter", "buffer")]
 
@@ -95,7 +95,7 @@ class Border:
         )  # a draw's backward may be a gradient itself
         self.results = [*now, (("mutation", random.STATE), next_state(self.graph, state))]
         self._output.args = (tuple(node for _, node in self.results),)
-        resting = [node for node in self.resting() if node is not state]
+        resting = [node for node in self.state_placeholders() if node is not state]
         if resting:
             resting[-1].append(state)
 

@@ -168,12 +168,12 @@ class Origins:
         return frozenset() if tensor.constant is not None else frozenset((_ELSEWHERE,))
 
     @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
+    def track(self) -> Iterator[None]:
         """A mode's own tensor for an input or a buffer is that, and holds what is known of it;
         one for a plain tensor holds its values."""
         make = FakeTensorMode.from_tensor
 
-        def made(mode: FakeTensorMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+        def make_tracked(mode: FakeTensorMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
             fake = make(mode, tensor, **how)
             positions = self._of.get(tensor)
             if positions is not None:
@@ -190,7 +190,7 @@ class Origins:
 
         before = _FOLLOWED.set(self)
         try:
-            with mock.patch.object(FakeTensorMode, "from_tensor", made):
+            with mock.patch.object(FakeTensorMode, "from_tensor", make_tracked):
                 yield
         finally:
             _FOLLOWED.reset(before)
@@ -244,7 +244,7 @@ def known_values(origins: Origins) -> Iterator[None]:
     dispatch = FakeTensorMode.dispatch
     most, work = (_MOST_READ, _MOST_WORK_READ) if origins.is_reading else (_MOST, _MOST_WORK)
 
-    def dispatched(
+    def dispatch_known(
         mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
@@ -267,7 +267,7 @@ def known_values(origins: Origins) -> Iterator[None]:
     known = mock.patch.object(
         FakeTensorMode, "may_turn_const", partialmethod(_may_be_known, most=most)
     )
-    with mock.patch.object(FakeTensorMode, "dispatch", dispatched), known, origins.followed():
+    with mock.patch.object(FakeTensorMode, "dispatch", dispatch_known), known, origins.track():
         yield
 
 

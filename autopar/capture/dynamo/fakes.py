@@ -78,7 +78,7 @@ def views_of_one_mode() -> contextlib.AbstractContextManager[object]:
     an outer mode would take for its own."""
     make = FakeTensorMode.from_tensor
 
-    def made(mode: FakeMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+    def make_in_own_mode(mode: FakeMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
         with (
             _disable_current_modes()
             if tensor._is_view() and not is_fake(tensor)
@@ -86,4 +86,4 @@ def views_of_one_mode() -> contextlib.AbstractContextManager[object]:
         ):
             return make(mode, tensor, **how)
 
-    return mock.patch.object(FakeTensorMode, "from_tensor", made)
+    return mock.patch.object(FakeTensorMode, "from_tensor", make_in_own_mode)

@@ -128,7 +128,7 @@ def others_detached(
     given = {id(leaf) for leaf in leaves_of(inputs)}
     batch = {node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) in given}
 
-    def computed(tensor: torch.Tensor) -> bool:
+    def is_computed(tensor: torch.Tensor) -> bool:
         node = results.get(id(tensor))
         sources = _sources(node) if node is not None else set()
         return not sources.isdisjoint(batch) and any(
@@ -136,7 +136,7 @@ def others_detached(
         )
 
     found = select_differentiated(
-        captured._dynamo_bytecode_unflatten(values, inputs), leaves, computed
+        captured._dynamo_bytecode_unflatten(values, inputs), leaves, is_computed
     )
     returned: list[Any] = []
     with graph.inserting_before(output):
@@ -315,11 +315,11 @@ def prints_left_out() -> Iterator[list[str]]:
     lines: list[str] = []
     call = IgnoredFunctionVariable.call_function
 
-    def called(variable: Any, translator: Any, *args: Any) -> Any:
+    def note_print(variable: Any, translator: Any, *args: Any) -> Any:
         line = f"{translator.f_code.co_filename}:{translator.lineno}"
         if variable.value is print and line not in lines:
             lines.append(line)
         return call(variable, translator, *args)
 
-    with mock.patch.object(IgnoredFunctionVariable, "call_function", called):
+    with mock.patch.object(IgnoredFunctionVariable, "call_function", note_print):
         yield lines

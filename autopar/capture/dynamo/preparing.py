@@ -94,7 +94,7 @@ class Prepared:
             else may_be_known(self.in_leaves[key][1])
         )
 
-    def knowing(self, keys: Iterable[Key]) -> Prepared:
+    def with_known(self, keys: Iterable[Key]) -> Prepared:
         """The same call, of which these inputs and buffers are known, too."""
         fakes = self._fakes()
         with no_modes():

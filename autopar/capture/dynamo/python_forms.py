@@ -62,10 +62,10 @@ def tensors_given_twice() -> Iterator[None]:
     do."""
     call = AutogradFunctionApplyVariable.call_function
 
-    def called(variable: Any, translator: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    def call_with_views(variable: Any, translator: Any, args: Sequence[Any], kwargs: Any) -> Any:
         return call(variable, translator, _views_of_the_second(translator, args), kwargs)
 
-    with mock.patch.object(AutogradFunctionApplyVariable, "call_function", called):
+    with mock.patch.object(AutogradFunctionApplyVariable, "call_function", call_with_views):
         yield
 
 
@@ -151,13 +151,13 @@ def computed_attributes() -> contextlib.AbstractContextManager[object]:
 
 
 def _without_place(get: Callable[..., Any]) -> Callable[..., Any]:
-    def found(self: Any, tx: Any, name: str) -> Any:
+    def get_attribute(self: Any, tx: Any, name: str) -> Any:
         value = get(self, tx, name)
         if isinstance(value, TensorVariable) and value.proxy.node.op != "placeholder":
             value.source = None
         return value
 
-    return found
+    return get_attribute
 
 
 # --------------------------------------------------------------------------------------------------

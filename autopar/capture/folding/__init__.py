@@ -20,7 +20,7 @@ interior units are alike and read by their neighbours only (`repeat`).
 
 from __future__ import annotations
 
-from autopar.capture.folding.repeating import attributes_repeated, renumber_path, repeat
+from autopar.capture.folding.repeating import renumber_path, repeat, repeat_attributes
 from autopar.capture.folding.runs import Run
 from autopar.capture.folding.shortened import Shortened, capture_shortened
 from autopar.capture.folding.stream import NotFoldable
@@ -29,8 +29,8 @@ __all__ = [
     "NotFoldable",
     "Run",
     "Shortened",
-    "attributes_repeated",
     "capture_shortened",
     "renumber_path",
     "repeat",
+    "repeat_attributes",
 ]

@@ -109,7 +109,7 @@ def cut_runs(model: nn.Module, runs: Sequence[Run], way: Way) -> Kept:
     Returns:
         For each module whose members have other names now, these names → those in the full model.
     """
-    removed = {run.layers[position] for run in runs for position in run.removed}
+    removed = {run.layers[position] for run in runs for position in run.removed_positions}
     if way is Way.PASSED:
         for path in removed:
             holder, name = model.get_submodule(_parent(path)), path.rpartition(".")[2]
@@ -146,7 +146,7 @@ def _cut_members(
     names = list(members)
     stay = [position for position, name in enumerate(names) if prefix + name not in removed]
     here = [run for run in runs if _parent(run.layers[0]) == path]
-    lengths = {run.num_layers: run.num_layers - len(run.removed) for run in here} | {
+    lengths = {run.num_layers: run.num_layers - len(run.removed_positions) for run in here} | {
         len(names): len(stay)
     }
     for other in beside(model, members.values()):

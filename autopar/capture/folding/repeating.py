@@ -30,7 +30,7 @@ def renumber_path(path: str, kept: Kept) -> str:
     return full if kept else path
 
 
-def attributes_repeated(
+def repeat_attributes(
     attributes: Iterable[ModuleAttribute], run: Run
 ) -> tuple[ModuleAttribute, ...]:
     """Those of the full model: each layer that a shortened one lacks reads what its like, of the
@@ -42,12 +42,12 @@ def attributes_repeated(
         if found is not None:
             by_layer.setdefault(found[0], []).append((each, found[1]))
         if (
-            found is None or found[0] not in run.removed
+            found is None or found[0] not in run.removed_positions
         ):  # what stands in place of a layer has its path
             stay.append(each)
     added = [
         replace(each, path=f"{run.layers[position]}{inner}")
-        for position in run.removed
+        for position in run.removed_positions
         for each, inner in by_layer.get(run.like(position), ())
     ]
     return (*stay, *added)
@@ -125,10 +125,10 @@ class _Repetition:
             }
             for unit in self.inserted
         }
-        results = self._joined(self.results, made)
+        results = self._join_border(self.results, made)
         output = next(iter(reversed(self.graph.nodes)))
         output.args = (tuple(results.values()),)
-        placeholders = self._joined(self.placeholders, self.own)
+        placeholders = self._join_border(self.placeholders, self.own)
         for kind in ("parameter", "buffer"):
             nodes = [
                 node
@@ -165,23 +165,23 @@ class _Repetition:
                 case Kind.OWN:
                     return self.own[unit][ref.offset]
 
-        def filled(value: Any) -> Any:
+        def fill_in(value: Any) -> Any:
             if isinstance(value, Ref):
                 return operand(value)
             if isinstance(value, tuple):
-                return tuple([filled(item) for item in value])
+                return tuple([fill_in(item) for item in value])
             if isinstance(value, list):
-                return [filled(item) for item in value]
+                return [fill_in(item) for item in value]
             if isinstance(value, dict):
-                return {name: filled(item) for name, item in value.items()}
+                return {name: fill_in(item) for name, item in value.items()}
             if isinstance(value, slice):
-                return slice(filled(value.start), filled(value.stop), filled(value.step))
+                return slice(fill_in(value.start), fill_in(value.stop), fill_in(value.step))
             return value
 
         # Arguments come after: create_node would search them for symbolic numbers, which takes half
         # of its time.
         node = self.graph.create_node("call_function", step.target, name=step.name)
-        node.args, node.kwargs = filled(step.args), filled(step.kwargs)
+        node.args, node.kwargs = fill_in(step.args), fill_in(step.kwargs)
         module = step.home if isinstance(step.home, str) else self.units.path(unit, step.home[1])
         node.meta = {**step.meta, "module": module}
         return node
@@ -206,7 +206,7 @@ class _Repetition:
                     if operand in moved:
                         node.replace_input_with(operand, moved[operand])
 
-    def _joined(
+    def _join_border(
         self, border: Border, added: Mapping[int, Mapping[tuple[str, str], fx.Node]]
     ) -> Border:
         """The border with the entries of the copies; each kind's in the order of the full model."""

@@ -224,7 +224,7 @@ class Run:
         return len(self.layers) // self.period
 
     @property
-    def removed(self) -> range:
+    def removed_positions(self) -> range:
         """Positions of the layers that a shortened model lacks."""
         return range(KEPT_FIRST * self.period, (self.num_units - KEPT_LAST) * self.period)
 
@@ -269,7 +269,7 @@ class Run:
 
 
 def _worthwhile(runs: Iterable[Run]) -> tuple[Run, ...]:
-    return tuple(run for run in runs if len(run.removed) >= _LEAST_SAVING)
+    return tuple(run for run in runs if len(run.removed_positions) >= _LEAST_SAVING)
 
 
 def find_runs(model: nn.Module, order: Order | None = None) -> tuple[tuple[Run, ...], str]:

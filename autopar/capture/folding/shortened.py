@@ -21,7 +21,7 @@ from autopar.capture.dynamo.fakes import no_modes
 from autopar.capture.dynamo.joint import RawJoint, raw_joint
 from autopar.capture.dynamo.preparing import Prepared
 from autopar.capture.folding.cutting import Kept, Way, cut_runs, preserve_model
-from autopar.capture.folding.repeating import attributes_repeated, renumber_path
+from autopar.capture.folding.repeating import renumber_path, repeat_attributes
 from autopar.capture.folding.runs import (
     DEPTH,
     HOOKS,
@@ -97,7 +97,7 @@ def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tup
             args, kwargs = prepared.arguments_anew()
             results = model(*args, **kwargs)
         stream.finish()
-        return tuple(stream.described(leaf, []) for leaf in leaves_of(results))
+        return tuple(stream.describe(leaf, []) for leaf in leaves_of(results))
     except NotFoldable:
         raise
     # anything may be raised by a model that is cut, or that reads values of fake tensors
@@ -131,7 +131,9 @@ def _watch_stream(stream: Stream) -> Iterator[None]:
         return plain.__get__(None, cls)(*args, **kwargs)
 
     def register_hook(*_: Any) -> Any:
-        raise stream.refused("forward registers a hook on a tensor, which only backward would show")
+        raise stream.record_refusal(
+            "forward registers a hook on a tensor, which only backward would show"
+        )
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
@@ -182,7 +184,7 @@ def know_all_copies(call: Prepared, runs: Sequence[Run]) -> Prepared:
                 )
             copies.add(other)
     missing = copies - call.known.keys()
-    return call.knowing(missing) if missing else call
+    return call.with_known(missing) if missing else call
 
 
 def _copies(name: str, run: Run) -> Iterator[str]:
@@ -208,7 +210,7 @@ def _is_equal(call: Prepared, name: str, other: str) -> bool:
 # which were not.
 
 
-def closures_repeated(
+def repeat_closures(
     outside: Iterable[OutsideValue], model: nn.Module, run: Run
 ) -> tuple[OutsideValue, ...]:
     """Those of the full model: each layer that a shortened one lacks reads in its own closures what
@@ -219,7 +221,7 @@ def closures_repeated(
     """
     layers, found = [model.get_submodule(path) for path in run.layers], tuple(outside)
     added = []
-    for position in run.removed:
+    for position in run.removed_positions:
         pairs = zip(
             _cells(layers[run.like(position)]), _cells(layers[position]), strict=True
         )  # equal layers hold equal functions
@@ -331,8 +333,8 @@ def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) 
     outside = raw.outside
     for run in runs:
         attributes, outside = (
-            attributes_repeated(attributes, run),
-            closures_repeated(outside, model, run),
+            repeat_attributes(attributes, run),
+            repeat_closures(outside, model, run),
         )
     unkept = tuple(renumber_path(name, kept) for name in raw.unkept)
     full = replace(

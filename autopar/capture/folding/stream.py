@@ -112,14 +112,14 @@ def record_results(results: Any, numbers: Mapping[int, int]) -> Any:
     return results
 
 
-def remade(results: Any, tensors: Sequence[torch.Tensor], mode: FakeMode) -> Any:
+def remake_results(results: Any, tensors: Sequence[torch.Tensor], mode: FakeMode) -> Any:
     """Results again from what was recorded; `tensors` are the op's operands."""
     if isinstance(results, Shape):
         return results.make(mode)
     if isinstance(results, Operand):
         return tensors[results.number]
     if isinstance(results, (tuple, list)):
-        return type(results)([remade(item, tensors, mode) for item in results])
+        return type(results)([remake_results(item, tensors, mode) for item in results])
     return results
 
 
@@ -196,7 +196,7 @@ class Stream(TorchDispatchMode):
         self._outside = 0  # offset outside while a run is on
         self.refusal: NotFoldable | None = None  # kept, should the model catch it
 
-    def refused(
+    def record_refusal(
         self, why: str, kind: type[NotFoldable] = NotFoldable, of: tuple[int, int] | None = None
     ) -> NotFoldable:
         """The first refusal; due to a run and a unit of the full model, or to those of the
@@ -226,7 +226,7 @@ class Stream(TorchDispatchMode):
             or (self.run == OUTSIDE) != (number == 0)
         ):
             self.run = layer.run
-            raise self.refused(f"{layer.path} is not called in turn", NotInTurn)
+            raise self.record_refusal(f"{layer.path} is not called in turn", NotInTurn)
         self.next_layer[layer.run] += 1
         if layer.position == 0:
             if self.run == OUTSIDE:
@@ -255,7 +255,7 @@ class Stream(TorchDispatchMode):
                 self.runs[self.run],
             )
 
-    def described(self, value: Any, tensors: list[torch.Tensor]) -> Any:
+    def describe(self, value: Any, tensors: list[torch.Tensor]) -> Any:
         """An argument, comparable between places; its tensors are appended to `tensors`."""
         if isinstance(value, torch.Tensor):
             tensors.append(value)
@@ -263,9 +263,9 @@ class Stream(TorchDispatchMode):
         if value is None or isinstance(value, (bool, float, int, str)):
             return value if type(value) is int else (type(value), value)
         if isinstance(value, (list, tuple)):
-            return tuple([self.described(item, tensors) for item in value])
+            return tuple([self.describe(item, tensors) for item in value])
         if isinstance(value, dict):
-            return tuple([(name, self.described(item, tensors)) for name, item in value.items()])
+            return tuple([(name, self.describe(item, tensors)) for name, item in value.items()])
         return value
 
     def _origin(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -289,13 +289,13 @@ class Stream(TorchDispatchMode):
             read = self.runs[run].layer(
                 unit * self.runs[run].period
             )  # before all that a shortened model lacks
-            raise self.refused(f"{self._where()} reads what {read} makes", of=(run, unit))
+            raise self.record_refusal(f"{self._where()} reads what {read} makes", of=(run, unit))
         return run, unit if unit == 0 else -behind, offset, number
 
     def _constant(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """A tensor that forward built from numbers, by its values."""
         if is_fake(tensor) or tensor.numel() > _MOST_ELEMENTS:
-            raise self.refused(
+            raise self.record_refusal(
                 f"forward reads a tensor of shape {tuple(tensor.shape)} that is no parameter,"
                 " buffer, input or result"
             )
@@ -325,8 +325,8 @@ class Stream(TorchDispatchMode):
         what = (
             func,
             torch.is_grad_enabled(),
-            self.described(args, tensors),
-            self.described(kwargs, tensors) if kwargs else (),
+            self.describe(args, tensors),
+            self.describe(kwargs, tensors) if kwargs else (),
         )
         results = self.answer(what, tensors, lambda: func(*args, **(kwargs or {})))
         self.tag(results)
@@ -335,7 +335,7 @@ class Stream(TorchDispatchMode):
 
     def event(self, what: tuple[Any, ...], arguments: Any) -> None:
         """Something that is no op but decides what backward does."""
-        self.answer((*what, self.described(arguments, [])), [], lambda: None)
+        self.answer((*what, self.describe(arguments, [])), [], lambda: None)
         self.offset += 1
 
     def _where(self) -> str:
@@ -387,15 +387,15 @@ class Follower(Stream):
 
     def _complete(self) -> None:
         if self.offset < len(self._expected):
-            raise self.refused(f"{self._where()} lacks {_name(self._expected[self.offset])}")
+            raise self.record_refusal(f"{self._where()} lacks {_name(self._expected[self.offset])}")
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
         entry = self._expected[self.offset] if self.offset < len(self._expected) else None
         if entry is None or entry.what != what:
-            raise self.refused(
+            raise self.record_refusal(
                 f"{self._where()} differs from its like in {_name(Entry(what, None))}"
             )
-        return remade(entry.results, tensors, self.mode)
+        return remake_results(entry.results, tensors, self.mode)
 
 
 def _counterpart(unit: int, num_units: int) -> int:
@@ -419,7 +419,7 @@ def places(
     for number, run in enumerate(runs):
         unit = 0
         for position, path in enumerate(run.layers):
-            if short and position in run.removed:
+            if short and position in run.removed_positions:
                 continue
             full_unit, within = divmod(position, run.period)
             yield model.get_submodule(path), Layer(number, unit, full_unit, within, path)

@@ -245,7 +245,7 @@ class _Site:
     def letter(self) -> str:
         return self.product.args[0][-1]
 
-    def seen(self, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    def split_dim(self, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
         """`shape` with its dim `dim` seen as parts."""
         dim %= len(shape)
         return (*shape[:dim], self.num_parts, shape[dim] // self.num_parts, *shape[dim + 1 :])
@@ -406,12 +406,12 @@ def _contracts_last(user: fx.Node, joined: fx.Node) -> bool:
 
 def _rewrite(graph: fx.Graph, site: _Site) -> None:
     weight_dim = site.product.args[0].split("->")[0].split(",")[1].index(site.letter)
-    _resize(site.weight, site.seen(shape_of(site.weight), weight_dim))
+    _resize(site.weight, site.split_dim(shape_of(site.weight), weight_dim))
     if site.bias is not None:
-        _resize(site.bias, site.seen(shape_of(site.bias), 0))
+        _resize(site.bias, site.split_dim(shape_of(site.bias), 0))
     _reletter(site.product, site.letter)
     for node in {site.product, site.value}:
-        _resize(node, site.seen(shape_of(node), -1))
+        _resize(node, site.split_dim(shape_of(node), -1))
     parts_dim = len(shape_of(site.value)) - 2
     for part in list(site.split.users):
         with graph.inserting_before(part):
@@ -426,7 +426,10 @@ def _rewrite_backward(graph: fx.Graph, joined: fx.Node, site: _Site) -> None:
     rank = len(shape_of(joined))
     with graph.inserting_before(joined):
         stacked = emit(
-            joined, aten.stack.default, (joined.args[0], rank - 1), site.seen(shape_of(joined), -1)
+            joined,
+            aten.stack.default,
+            (joined.args[0], rank - 1),
+            site.split_dim(shape_of(joined), -1),
         )
     for user in list(joined.users):
         keeps = not _contracts_last(user, joined)
@@ -434,10 +437,10 @@ def _rewrite_backward(graph: fx.Graph, joined: fx.Node, site: _Site) -> None:
             terms, result = user.args[0].split("->")
             letter = terms.split(",")[user.args.index(joined) - 1][-1]
             if keeps:
-                _resize(user, site.seen(shape_of(user), result.index(letter)))
+                _resize(user, site.split_dim(shape_of(user), result.index(letter)))
             _reletter(user, letter)
         elif keeps:
-            _resize(user, site.seen(shape_of(user), -1))
+            _resize(user, site.split_dim(shape_of(user), -1))
     joined.replace_all_uses_with(stacked)
 
 

@@ -215,9 +215,9 @@ def split_likelihood(graph: fx.Graph) -> None:
 
 
 def _likelihood_forward(node: fx.Node, rows: _Rows, reduction: int) -> None:
-    losses = rows.weighed(rows.picked())
-    total = rows.summed(rows.factor())
-    loss = losses if reduction == _NONE else rows.summed(losses)
+    losses = rows.weigh(rows.negated_picks())
+    total = rows.sum_all(rows.factor())
+    loss = losses if reduction == _NONE else rows.sum_all(losses)
     if reduction == _LIKELIHOOD_MEAN:
         loss = rows.step(aten.div.Tensor, (loss, total), (), dtype=dtype_of(total))
     for result in list(node.users):
@@ -254,7 +254,7 @@ class _Rows:
             **{"dtype": dtype_of(self.x), **how},
         )
 
-    def picked(self) -> fx.Node:
+    def negated_picks(self) -> fx.Node:
         """−x[label]."""
         found = self.step(aten.gather.default, (self.x, 1, self.index), shape_of(self.index))
         return self.step(aten.neg.default, (self.step(aten.squeeze.dim, (found, 1)),))
@@ -267,22 +267,22 @@ class _Rows:
             return self.step(
                 aten._to_copy.default, (self.seen,), dtype=wide, kwargs={"dtype": wide}
             )
-        return self._masked(self.step(aten.index.Tensor, (self.weight, [self.labels])))
+        return self._mask_ignored(self.step(aten.index.Tensor, (self.weight, [self.labels])))
 
-    def weighed(self, rows: fx.Node) -> fx.Node:
+    def weigh(self, rows: fx.Node) -> fx.Node:
         """`rows` times the factor; an ignored one is 0, be it infinite."""
         rows = rows if self.weight is None else self.step(aten.mul.Tensor, (rows, self.factor()))
-        return self._masked(rows)
+        return self._mask_ignored(rows)
 
     def scatter(self, scale: fx.Node) -> fx.Node:
         """Zeros like x, with −scale times the factor at the labels."""
         down = self.step(aten.neg.default, (scale,), shape_of(scale))
         each = down if shape_of(scale) else self.step(aten.expand.default, (down, list(self.shape)))
-        source = self.step(aten.unsqueeze.default, (self.weighed(each), 1), shape_of(self.index))
+        source = self.step(aten.unsqueeze.default, (self.weigh(each), 1), shape_of(self.index))
         zeros = self.step(aten.zeros_like.default, (self.x,), shape_of(self.x))
         return self.step(aten.scatter.src, (zeros, 1, self.index, source), shape_of(self.x))
 
-    def summed(self, rows: fx.Node) -> fx.Node:
+    def sum_all(self, rows: fx.Node) -> fx.Node:
         wide = torch.promote_types(dtype_of(rows), torch.float32)
         return self.step(
             aten.sum.dim_IntList,
@@ -291,5 +291,5 @@ class _Rows:
             dtype=wide,
         )
 
-    def _masked(self, rows: fx.Node) -> fx.Node:
+    def _mask_ignored(self, rows: fx.Node) -> fx.Node:
         return self.step(aten.masked_fill.Scalar, (rows, self.unseen, 0))

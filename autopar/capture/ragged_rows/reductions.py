@@ -118,7 +118,7 @@ def _mean(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
 
 
 def _extreme(sign: int) -> _Ending:
-    def ending(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    def end_extreme(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
         found = _along(node)
         if found is None:
             return None
@@ -130,7 +130,7 @@ def _extreme(sign: int) -> _Ending:
             name, _fill_unpicked(node.args[0], least, masks, write), *node.args[1:], **node.kwargs
         )
 
-    return ending
+    return end_extreme
 
 
 def _bound(dtype: torch.dtype, sign: int) -> int:
@@ -138,7 +138,7 @@ def _bound(dtype: torch.dtype, sign: int) -> int:
 
 
 def _whether(every: bool) -> _Ending:
-    def ending(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    def end_flags(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
         if _along(node) is None:
             return None
         return write.method(
@@ -148,7 +148,7 @@ def _whether(every: bool) -> _Ending:
             **node.kwargs,
         )
 
-    return ending
+    return end_flags
 
 
 def _settings(node: fx.Node) -> dict[str, Any]:

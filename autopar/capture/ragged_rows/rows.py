@@ -70,19 +70,19 @@ class Writer:
         self._graph, self._here = graph, here
 
     @contextmanager
-    def _placed(self) -> Iterator[None]:
+    def _insert_here(self) -> Iterator[None]:
         with self._graph.inserting_before(self._here):
             yield
 
     def call(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
-        with self._placed():
-            return self._noted(self._graph.call_function(target, args, kwargs))
+        with self._insert_here():
+            return self._copy_notes(self._graph.call_function(target, args, kwargs))
 
     def method(self, name: str, /, *args: Any, **kwargs: Any) -> fx.Node:
-        with self._placed():
-            return self._noted(self._graph.call_method(name, args, kwargs))
+        with self._insert_here():
+            return self._copy_notes(self._graph.call_method(name, args, kwargs))
 
-    def _noted(self, node: fx.Node) -> fx.Node:
+    def _copy_notes(self, node: fx.Node) -> fx.Node:
         node.meta = {
             name: value
             for name, value in self._here.meta.items()
@@ -143,7 +143,7 @@ class Mask:
             self.num = write.method("sum", self.flat)
         return self.num if factor == 1 else write.method("mul", self.num, factor)
 
-    def chosen(self, rows: fx.Node, sample: torch.Tensor, dims: int, write: Writer) -> fx.Node:
+    def choose_rows(self, rows: fx.Node, sample: torch.Tensor, dims: int, write: Writer) -> fx.Node:
         """All `rows`, of that many dims and of the dtype of `sample`; in place of each that is
         not picked the first that is, or zeros."""
         if sample.dtype is torch.bool:

@@ -136,7 +136,7 @@ class _Settling:
         if name == "getitem" and tensor_of(node.args[0]) is not None:
             made = self._by_index(node, write)
         elif name == "masked_select":
-            made = self._selected(node, write)
+            made = self._select(node, write)
         elif name in ("nonzero", "argwhere", "where") and len(node.args) == 1:
             made = self._places(node, write)
         else:
@@ -166,10 +166,10 @@ class _Settling:
         mask = self._mask(counts[0], flags, tuple(picks.shape), write)
         flat = write.method("flatten", held, 0, picks.dim() - 1) if picks.dim() > 1 else held
         rank = tensor.dim() - picks.dim() + 1
-        rows = mask.chosen(write.method("clone", flat), tensor, rank, write)
+        rows = mask.choose_rows(write.method("clone", flat), tensor, rank, write)
         return write.call(node.target, rows, (slice(None), *others)) if others else rows  # type: ignore[arg-type]
 
-    def _selected(self, node: fx.Node, write: Writer) -> fx.Node | None:
+    def _select(self, node: fx.Node, write: Writer) -> fx.Node | None:
         held, flags = node.args[:2]
         tensor, picks, counts = tensor_of(held), tensor_of(flags), first_dim(node)
         if tensor is None or picks is None or counts is None:
@@ -179,7 +179,7 @@ class _Settling:
         assert isinstance(whole, fx.Node), "a mask"
         mask = self._mask(counts[0], whole, shape, write)
         flat = write.method("reshape", write.method("expand", held, *shape), -1)
-        return mask.chosen(write.method("clone", flat), tensor, 1, write)
+        return mask.choose_rows(write.method("clone", flat), tensor, 1, write)
 
     def _places(self, node: fx.Node, write: Writer) -> fx.Node | None:
         """Where a mask is true: one tensor of the index along each of its dims, or all of these
@@ -263,10 +263,13 @@ class _Settling:
 
     @staticmethod
     def _swap(node: fx.Node, number: fx.Node, size: int) -> None:
-        def put(x: Any) -> Any:
+        def substitute(x: Any) -> Any:
             return size if x is number else x
 
-        node.args, node.kwargs = fx.map_arg(node.args, put), fx.map_arg(node.kwargs, put)
+        node.args, node.kwargs = (
+            fx.map_arg(node.args, substitute),
+            fx.map_arg(node.kwargs, substitute),
+        )
 
     def _replace(self, node: fx.Node, made: fx.Node, write: Writer) -> None:
         write.replace(made)
