@@ -1,9 +1,8 @@
-"""Repeat the pattern of a run in the joint graph of a shortened model, until it is the full
-model's.
+"""Repeat the pattern of a run in the joint graph of a shortened model until it is the full model's.
 
-The graph's labels and names are the full model's already: of the run it holds the first two and the
-last two units. The copies go between; then unit `two` and the backward of unit `one` read their new
-neighbours.
+The graph has the full model's labels and names already, and holds the first two and the last two
+units of the run. The copies are inserted between them. Then unit `two` and the backward of unit
+`one` read their new neighbours.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from autopar.capture.trace import ModuleAttribute
 
 
 def renumber_path(path: str, kept: Kept) -> str:
-    """A path of the shortened model as the full model's: ``layers.3.mlp`` → ``layers.31.mlp``."""
+    """Return the full model's path for a path of the shortened model: ``layers.3.mlp`` →
+    ``layers.31.mlp``."""
     full = ""
     for name in path.split(".") if kept else ():
         now = kept.get(full, {}).get(name, name)
@@ -33,8 +33,8 @@ def renumber_path(path: str, kept: Kept) -> str:
 def repeat_attributes(
     attributes: Iterable[ModuleAttribute], run: Run
 ) -> tuple[ModuleAttribute, ...]:
-    """Those of the full model: each layer that a shortened one lacks reads what its like, of the
-    first unit, does."""
+    """Return the attributes that the full model reads: each removed layer reads those of its
+    counterpart in the first unit."""
     by_layer: dict[int, list[tuple[ModuleAttribute, str]]] = {}
     stay = []
     for each in attributes:
@@ -100,7 +100,7 @@ class _Repetition:
         self.own: dict[int, dict[tuple[str, str], fx.Node]] = {}
 
     def run(self) -> tuple[Border, Border]:
-        """Insert everything, and connect it."""
+        """Insert and connect the copies; return the new placeholders and results."""
         for unit in self.inserted:
             self.copies[unit] = {"forward": [], "backward": []}
         self._insert_placeholders()
@@ -187,8 +187,11 @@ class _Repetition:
         return node
 
     def _redirect(self) -> None:
-        """Unit two reads the last copy instead of unit one, unit one's backward the first copy's
-        instead of unit two's."""
+        """Connect the copies to the shortened model's interior units.
+
+        Unit `two` reads the last copy instead of unit `one`, and the backward of unit `one` reads
+        the first copy's instead of that of unit `two`.
+        """
         units = self.units
         before = dict(
             zip(units.forward[units.one], self.copies[units.two - 1]["forward"], strict=True)
@@ -209,7 +212,8 @@ class _Repetition:
     def _join_border(
         self, border: Border, added: Mapping[int, Mapping[tuple[str, str], fx.Node]]
     ) -> Border:
-        """The border with the entries of the copies; each kind's in the order of the full model."""
+        """Return the border with the entries of the copies added; each kind is in the order of the
+        full model."""
         more = {
             (kind, self.units.path(unit, rest)): copy
             for unit in self.inserted

@@ -1,4 +1,5 @@
-"""The raw joint graph of a shortened model that was checked against the full one."""
+"""Capture a shortened model, after checking that the full model is the shortened one with units
+repeated."""
 
 from __future__ import annotations
 
@@ -61,10 +62,16 @@ from autopar.errors import CaptureError
 def tell(
     model: nn.Module, prepared: Prepared, runs: Sequence[Run], layers: Mapping[nn.Module, Layer]
 ) -> Story:
-    """The story of the shortened model, which has these layers.
+    """Run the shortened model's forward on fake tensors and record its ops.
+
+    Args:
+        model: the shortened model.
+        prepared: the call.
+        runs: the runs that were cut.
+        layers: the remaining layers of the runs.
 
     Raises:
-        NotFoldable: its forward fails, or does not call the layers in turn.
+        NotFoldable: forward fails, or does not call the layers in turn.
     """
     recorder = Recorder(runs, layers, [KEPT_FIRST + KEPT_LAST] * len(runs), prepared.mode)
     recorder.story.results = _run(model, prepared, recorder, "the shortened model")
@@ -72,11 +79,17 @@ def tell(
 
 
 def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[Run]) -> None:
-    """Check that the full model tells the same story, its interior units all that of the shortened
-    model's.
+    """Check that the full model executes the recorded ops, and each removed unit those of the
+    interior unit.
+
+    Args:
+        story: the ops of the shortened model.
+        model: the full model.
+        prepared: the call.
+        runs: the runs that were cut.
 
     Raises:
-        NotFoldable: it does not; says where it differs.
+        NotFoldable: it does not; the message says where it differs.
     """
     layers = dict(places(runs, model))
     follower = Follower(story, runs, layers, [run.num_units for run in runs], prepared.mode)
@@ -85,13 +98,19 @@ def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[R
 
 
 def tag(model: nn.Module, prepared: Prepared, runs: Sequence[Run]) -> None:
-    """Name the full model's weights and the inputs, once for both forwards."""
+    """Name the full model's weights and the inputs, once for both forwards.
+
+    Args:
+        model: the full model.
+        prepared: the call, whose inputs are numbered.
+        runs: the runs; weights of their layers are named within their unit.
+    """
     tag_weights(model, dict(places(runs, model)))
     tag_inputs(leaves_of((prepared.args, prepared.kwargs)))
 
 
 def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tuple[Any, ...]:
-    """What forward returns, described; everything else is in the stream."""
+    """Return the described results of forward; its ops go to the stream."""
     try:
         with _watch_stream(stream), prepared.mode, stream:
             args, kwargs = prepared.arguments_anew()
@@ -112,8 +131,8 @@ def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tup
 
 @contextlib.contextmanager
 def _watch_stream(stream: Stream) -> Iterator[None]:
-    """Tell the stream of layers and of the user's autograd functions; let the model know that it
-    is traced."""
+    """Notify the stream of calls of layers and of the user's autograd functions, and let the model
+    see that it is traced."""
     layers: Mapping[nn.Module, Layer] = stream.layers
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -145,8 +164,8 @@ def _watch_stream(stream: Stream) -> Iterator[None]:
 
 
 def order_of_calls(model: nn.Module, prepared: Prepared) -> dict[nn.Module, int]:
-    """The number of the first call of each module that forward calls, as far as it goes with
-    tensors that have no values."""
+    """Return the number of the first call of each module in a forward on fake tensors, as far as
+    forward gets."""
     order: dict[nn.Module, int] = {}
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -167,10 +186,10 @@ def order_of_calls(model: nn.Module, prepared: Prepared) -> dict[nn.Module, int]
 
 
 def know_all_copies(call: Prepared, runs: Sequence[Run]) -> Prepared:
-    """The call with each known buffer of a layer known in all layers of its run.
+    """Return the call with each known buffer of a layer also known in all layers of its run.
 
     Raises:
-        NotFoldable: the layers' buffers hold different values, so that their branches may differ.
+        NotFoldable: the layers' buffers hold different values, so their branches may differ.
     """
     first_names = {
         name: first for first, others in call.aliases.items() for name in (first, *others)
@@ -188,7 +207,8 @@ def know_all_copies(call: Prepared, runs: Sequence[Run]) -> Prepared:
 
 
 def _copies(name: str, run: Run) -> Iterator[str]:
-    """The names of the same buffer in all units of a run; none if it is in no layer of the run."""
+    """Yield the names of the same buffer in all units of a run; nothing if the run does not contain
+    it."""
     found = run.find(name)
     if found is not None:
         yield from (f"{layer}{found[1]}" for layer in run.layers[run.like(found[0]) :: run.period])
@@ -213,11 +233,13 @@ def _is_equal(call: Prepared, name: str, other: str) -> bool:
 def repeat_closures(
     outside: Iterable[OutsideValue], model: nn.Module, run: Run
 ) -> tuple[OutsideValue, ...]:
-    """Those of the full model: each layer that a shortened one lacks reads in its own closures what
-    its like, of the first unit, does.
+    """Return the closure variables that the full model reads: each removed layer reads in its own
+    closures what its counterpart in the first unit reads.
 
     Args:
-        model: the full one.
+        outside: values that the shortened model read outside its modules.
+        model: the full model.
+        run: the run to repeat.
     """
     layers, found = [model.get_submodule(path) for path in run.layers], tuple(outside)
     added = []
@@ -233,7 +255,7 @@ def repeat_closures(
 
 
 def _cells(layer: nn.Module) -> Iterator[types.CellType]:
-    """In the order of what `runs` compares."""
+    """Yield the closure cells of a layer, in the order in which `runs` compares them."""
     for module in layer.modules():
         for attribute, value in vars(module).items():
             if attribute not in INTERNAL:
@@ -264,13 +286,13 @@ Replaced = Mapping[Run, Sequence[Run]]
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """A short capture.
+    """The capture of a shortened model.
 
     Attributes:
-        raw: the joint graph, whose placeholders and results have the full model's names; its nodes'
-            paths are still short.
-        runs: what was shortened. kept: names of modules in the shortened model → those in the full
-            one (`cut`).
+        raw: the joint graph. Its placeholders and results have the full model's names; the paths of
+            its nodes are still the shortened model's.
+        runs: the runs that were cut.
+        kept: names of modules in the shortened model → their names in the full one (`cut_runs`).
     """
 
     raw: RawJoint
@@ -279,10 +301,13 @@ class Shortened:
 
 
 def capture_shortened(model: nn.Module, call: Prepared, replaced: Replaced) -> Shortened:
-    """Shorten, check, and capture a prepared model, which is as before afterwards.
+    """Shorten a prepared model, check it against the full model and capture it; the model is
+    restored.
 
     Args:
-        replaced: runs that are not to be folded → those in their place.
+        model: the full model.
+        call: the prepared call.
+        replaced: runs that must not be folded → the runs to use instead.
 
     Raises:
         NotFoldable: there is nothing to shorten, or the full model is not the shortened one with
@@ -349,7 +374,7 @@ def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) 
 
 
 def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> Way:
-    """Compare both models; the way in which the model is shortened that makes them the same."""
+    """Return the way of shortening for which both models execute the same ops."""
     tag(model, call, runs)
     layers = dict(places(runs, model, short=True))
     refusals = []
