@@ -1,7 +1,9 @@
-"""Remove what has no effect in a functional graph, and spell views in one way.
+"""Remove nodes without effect from a functional graph, and write equal things in one way.
 
-Sizes become explicit, ``t``, ``reshape`` and ``_unsafe_view`` become ``transpose`` and ``view``,
-and equal views of one value within a module and phase become one node.
+Sizes become explicit. ``t``, ``reshape`` and ``_unsafe_view`` become ``transpose`` and ``view``.
+Equal views of one value within a module and phase become one node. A tensor that is split and
+joined again in the same order becomes itself. Ops that depend on strides or on a memory format get
+operands that have them in any layout.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ def clean(graph: fx.Graph) -> None:
 
 
 def fold_views(graph: fx.Graph) -> None:
-    """A view of a view becomes one view, where memory allows it whatever the shapes: behind both
-    the value is contiguous."""
+    """Replace a view of a view with one view, if the value behind both is contiguous: memory then
+    allows it for all shapes."""
     for node in calls(graph, aten.view.default):
         source = node.args[0]
         if source.target is aten.view.default and source.args[0].meta["val"].is_contiguous():
@@ -70,14 +72,18 @@ def fold_views(graph: fx.Graph) -> None:
 
 
 def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
-    """Turn tensors that forward built from numbers (``torch.tensor([1.0, 2.0])``) into factories.
+    """Replace constant tensors of the graph with factory calls.
 
-    So does a tensor that the model holds as a plain attribute, with the values that it has now; no
-    graph changes it.
+    Such a constant is a tensor that forward built from numbers (``torch.tensor([1.0, 2.0])``), or
+    one that the model holds as a plain attribute; its present values are used, and no graph changes
+    it.
+
+    Args:
+        graph: the graph; `get_attr` nodes name the constants.
+        constants: name → value.
 
     Raises:
-        CaptureError: the constant has very many elements, or no values: the graph has no place for
-            it.
+        CaptureError: a constant has more than 16384 elements, or no values.
     """
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
         value = constants[node.target]
@@ -102,7 +108,7 @@ def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> Non
 
 
 def _factory(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
-    """A call that makes `value`."""
+    """Insert a call that makes `value`."""
     settings = {"dtype": value.dtype, "device": value.device}
     if value.numel() == 1:
         return graph.call_function(aten.full.default, (list(value.shape), value.item()), settings)
@@ -112,7 +118,7 @@ def _factory(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
 
 
 def respell(node: fx.Node) -> None:
-    """Give a view or cast its one spelling, with explicit sizes."""
+    """Write a view or cast in its one form, with explicit sizes."""
     target, shape = node.target, shape_of(node)
     if target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
         node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
@@ -151,7 +157,8 @@ def respell(node: fx.Node) -> None:
 
 
 def _state_dtype(node: fx.Node) -> None:
-    """A factory says its dtype: left out, it would be the default one of whoever runs the graph."""
+    """Add the dtype to a factory call; without it, the default dtype of the process that runs the
+    graph would be used."""
     takes = isinstance(node.target, torch._ops.OpOverload) and any(
         a.name == "dtype" for a in node.target._schema.arguments
     )
@@ -170,8 +177,8 @@ def _respell_slice(node: fx.Node) -> None:
 
 
 def _in_order(node: fx.Node, source: fx.Node) -> bool:
-    """Whether ``as_strided(base, size, stride)`` sees all of its contiguous base in order, and
-    so does `source`."""
+    """Whether ``as_strided(base, size, stride)`` reads all of its contiguous base in order, and
+    `source` has as many elements."""
     base, other = node.args[0].meta["val"], source.meta["val"]
     size, stride, *offset = node.args[2 if node.target is aten.as_strided_scatter.default else 1 :]
     seen = torch.empty_strided(size, stride, device="meta")
@@ -192,7 +199,7 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _cast(node: fx.Node) -> fx.Node:
-    """A cast to a wider type and back is nothing."""
+    """Remove a cast to a wider dtype and back."""
     node = _copy(node)
     source = node.args[0] if node.target is aten._to_copy.default else node
     if (
@@ -285,8 +292,8 @@ _SIMPLER: dict[Callable[..., object], Callable[[fx.Node], fx.Node]] = {
 
 
 def rejoin(graph: fx.Graph) -> None:
-    """Gradients of all parts as one join of them; then joins of all parts of a dim along it as a
-    view of what they are parts of."""
+    """Replace sums of gradients of all parts with one join of them, and joins of all parts of a dim
+    with a view of the whole."""
     for node in calls(graph, aten.add.Tensor):
         pieces = None if _goes_on(node) else _parts_summed(node)
         if pieces is not None:
@@ -304,7 +311,8 @@ def rejoin(graph: fx.Graph) -> None:
 
 
 def _seen_as(node: fx.Node, whole: fx.Node) -> fx.Node:
-    """`whole` with the shape of `node`; the copy goes where memory allows the view without."""
+    """Return `whole` with the shape of `node`; cleaning removes the copy if memory allows the view
+    without it."""
     if shape_of(whole) == shape_of(node):
         return whole
     order = {"memory_format": torch.contiguous_format}
@@ -316,8 +324,8 @@ def _seen_as(node: fx.Node, whole: fx.Node) -> fx.Node:
 
 
 def _whole(parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
-    """The tensor whose dim `dim` has these parts, all and in order; None where they are
-    something else."""
+    """Return the tensor of which `parts` are all parts of dim `dim`, in order; None if there is no
+    such tensor."""
     sources, end = set(), 0
     for part in parts:
         found = _part(part)
@@ -336,7 +344,8 @@ def _whole(parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
 
 
 def _part(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
-    """(tensor, dim, first, end) of a part; an entry is one from `first`."""
+    """Return (tensor, dim, first, end) of a part; an entry is a part of length 1. None if `node` is
+    not a part."""
     if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
         source, at = node.args[0].args[0], node.args[1]
         dim = node.args[0].args[1] if len(node.args[0].args) > 1 else 0
@@ -353,13 +362,13 @@ def _part(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
 
 
 def _goes_on(node: fx.Node) -> bool:
-    """Whether the sum is but a step of a longer one."""
+    """Whether the sum is an operand of a longer sum, and of nothing else."""
     return len(node.users) == 1 and next(iter(node.users)).target is aten.add.Tensor
 
 
 def _parts_summed(node: fx.Node) -> tuple[OpOverload, int, list[fx.Node]] | None:
-    """(how they are joined, dim, gradients of its parts in order), where the sum pads each of
-    them once and leaves none out."""
+    """Return (op that joins them, dim, gradients in order) if the sum pads the gradient of every
+    part of a dim once; else None."""
     terms, parts, dims = [node], {}, set()
     while terms:
         term = terms.pop()
@@ -383,8 +392,8 @@ def _parts_summed(node: fx.Node) -> tuple[OpOverload, int, list[fx.Node]] | None
 
 
 def _match_padding(node: fx.Node) -> tuple[OpOverload, int, int, int] | None:
-    """(how such parts are joined, dim, first, end) of the gradient of one part, padded with
-    zeros."""
+    """Return (op that joins such parts, dim, first, end) if `node` pads the gradient of one part
+    with zeros; else None."""
     if node.target is aten.select_backward.default:
         _, sizes, dim, at = node.args
         return aten.stack.default, dim % len(sizes), at % sizes[dim], at % sizes[dim] + 1
@@ -402,10 +411,10 @@ def _match_padding(node: fx.Node) -> tuple[OpOverload, int, int, int] | None:
 
 
 def copy_before_strided(graph: fx.Graph) -> None:
-    """Let it read a copy whose elements lie as they do in what was captured.
+    """Let ``as_strided`` read a copy whose elements lie as they do in the captured call.
 
     Raises:
-        CaptureError: they lie apart there, or one is several.
+        CaptureError: the elements are not adjacent there, or overlap.
     """
     for node in calls(graph, aten.as_strided.default):
         x = node.args[0]
@@ -441,7 +450,7 @@ def copy_before_strided(graph: fx.Graph) -> None:
 
 
 def take_any_format(graph: fx.Graph) -> None:
-    """Replace the targets; arguments stay."""
+    """Replace ops that need one memory format with functions that accept any; arguments stay."""
     for node in graph.nodes:
         if node.op == "call_function":
             node.target = ANY_FORMAT.get(node.target, node.target)

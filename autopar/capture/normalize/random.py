@@ -70,15 +70,15 @@ def _count_unread(graph: fx.Graph) -> None:
 
 
 def next_state(graph: fx.Graph, state: fx.Node) -> fx.Node:
-    """The state's new value, as a node before the graph's output."""
+    """Insert the random state's new value before the graph's output."""
     output = next(iter(reversed(graph.nodes)))
     with graph.inserting_before(output):
         return emit(state, aten.add.Scalar, (state, 1), ())
 
 
 def number_draws(graph: fx.Graph) -> None:
-    """Give every draw of the graph its own number, in graph order, in place of its distance from
-    the one before."""
+    """Number the draws of the graph in order; before, each draw holds its distance from the
+    previous one."""
     number = -1
     for node in graph.nodes:
         if "draw" in node.kwargs:
