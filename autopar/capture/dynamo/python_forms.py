@@ -1,9 +1,9 @@
-"""What Dynamo does not take of Python as it is.
+"""Adaptations of Python and torch code that Dynamo cannot trace as it is.
 
-- `functools.cached_property` takes a lock before Python 3.12, which cannot be traced; a capture has
-  one thread, and does without.
-- How operators of tensors are called within a `TorchFunctionMode` is found once, by trying them,
-  and for good: with fake tensors it fails.
+- `functools.cached_property` takes a lock before Python 3.12, which cannot be traced. A capture has
+  one thread, and needs no lock.
+- Dynamo determines once how operators of tensors are called within a `TorchFunctionMode`, by trying
+  them. This fails with fake tensors, so it is done before.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from autopar.ops import ctc_loss
 
 
 def know_operators() -> None:
-    """Has Dynamo find them, before there is a mode."""
+    """Let Dynamo determine how operators are called, before a mode is active."""
     find = getattr(builtin, "populate_builtin_to_tensor_fn_map", None)
     if find is not None:
         find()
 
 
 def unlocked_properties() -> contextlib.AbstractContextManager[object]:
-    """`functools.cached_property` without its lock for a while."""
+    """Use `functools.cached_property` without its lock."""
     if sys.version_info >= (3, 12):
         return contextlib.nullcontext()
     return mock.patch.object(functools.cached_property, "__get__", _get)
@@ -58,8 +58,8 @@ def _get(self: Any, instance: Any, owner: Any = None) -> Any:
 
 @contextlib.contextmanager
 def tensors_given_twice() -> Iterator[None]:
-    """Each further time it is a view of the tensor, whose gradients add up as the tensor's own
-    do."""
+    """Pass a view of a tensor wherever it is passed again; gradients of views add up as the
+    tensor's own do."""
     call = AutogradFunctionApplyVariable.call_function
 
     def call_with_views(variable: Any, translator: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -86,8 +86,8 @@ def _views_of_the_second(translator: Any, args: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def functions_replaced() -> Iterator[None]:
-    """The CTC loss by an op that has fixed shapes; and cuDNN's flags, which change nothing that
-    is computed, by nothing."""
+    """Replace the CTC loss with an op that has fixed shapes, and cuDNN's flags, which do not affect
+    results, with nothing."""
     # found by name once for the process: later, Dynamo would take what stands there now for torch's
     trace_rules.get_torch_obj_rule_map()
 
@@ -115,7 +115,8 @@ _OF_GRAPH_MODULES = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - f
 
 
 def without_graph(model: nn.Module) -> nn.Module:
-    """`model`, or of a GraphModule one that shares its parameters, buffers, modules and hooks."""
+    """Return `model`; for a GraphModule, a plain module that shares its parameters, buffers,
+    modules and hooks."""
     if not isinstance(model, fx.GraphModule):
         return model
     kind = type(type(model).__name__, (nn.Module,), {"forward": type(model).forward})
@@ -142,8 +143,8 @@ _GETS = (
 
 
 def computed_attributes() -> contextlib.AbstractContextManager[object]:
-    """While it is entered, what Dynamo captures computes such attributes in its graph, also
-    where they are returned."""
+    """Let Dynamo compute tensor attributes of tensors (`x.T`, `x.real`) in its graph, also if they
+    are returned."""
     name = next((name for name in _GETS if name in vars(TensorVariable)), None)
     if name is None:  # such attributes are refused where they are returned
         return contextlib.nullcontext()
@@ -172,8 +173,8 @@ _Pair = tuple[type, type]
 
 
 def known_divergences() -> contextlib.AbstractContextManager[object]:
-    """Every pair of classes has its formula for a while, as if `kl_divergence` had been called
-    with each."""
+    """Let every pair of distribution classes have its formula, as if `kl_divergence` had been
+    called with each."""
     return mock.patch.dict(
         kl._KL_MEMOIZE,
         _formulas(frozenset(_kinds(Distribution)), frozenset(kl._KL_REGISTRY.items())),
@@ -191,7 +192,8 @@ def _kinds(kind: type) -> Iterator[type]:
 def _formulas(
     kinds: frozenset[type], registered: frozenset[tuple[_Pair, Any]]
 ) -> Mapping[_Pair, Callable[..., Any]]:
-    """Pair of classes → its formula, of all that have one; `registered` is what torch looks in."""
+    """Return pair of classes → formula for all pairs that have one; `registered` is torch's
+    registry."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of pairs that no model may have
         found = {(p, q): kl._dispatch_kl(p, q) for p in kinds for q in kinds}

@@ -1,4 +1,5 @@
-"""The tangents from which backward starts if the model returns no loss."""
+"""Tangents from which backward starts in checks and in `execute`, where no user code computes them,
+and their place in sums of gradients."""
 
 from __future__ import annotations
 
