@@ -1,5 +1,4 @@
-"""Whether forward takes a call at all, by its signature and by what it says of the shapes:
-before anything is said of the model."""
+"""Check whether forward accepts a call, by its signature and by running it on fake tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +47,13 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 def check_call(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise CallError where the arguments do not bind to forward's signature."""
+    """Raise CallError if the arguments do not bind to the signature of forward.
+
+    Args:
+        signature: the signature of forward.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -59,7 +64,13 @@ def check_call(
 def bind_arguments(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by name, those of ``**kwargs`` among them."""
+    """Return the arguments of a call by name, including those of ``**kwargs``.
+
+    Args:
+        signature: the signature of forward.
+        args: positional arguments; the call must bind.
+        kwargs: keyword arguments.
+    """
     found = dict(signature.bind(*args, **kwargs).arguments)
     more = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
     return found | found.pop(more, {})
@@ -119,11 +130,15 @@ def _unbound(
 def refused_by_forward(
     model: nn.Module, run: Callable[[nn.Module], object], leaves: Iterable[tuple[str, Any]]
 ) -> CaptureError | None:
-    """The refusal of forward itself, where `run` calls it with tensors that have shapes and no
-    values; None where it does not refuse.
+    """Run a copy of the model on fake tensors, and return the error that forward itself raises;
+    None if it raises none.
 
-    What such tensors alone are refused for is none of the call's. It is run of a copy, whose
-    attributes it may change.
+    Errors that only tensors without data cause do not count.
+
+    Args:
+        model: the model; attributes of its copy may change.
+        run: calls the copy.
+        leaves: (path, value) of the call's arguments.
     """
     copied = _copy_module(model)
     if copied is None:
@@ -156,9 +171,14 @@ def refused_by_forward(
 
 
 def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object]) -> str:
-    """The path of the module in which `run` stops, with tensors that have shapes and no values, in
-    the function that has the line `source`; empty where it does not, or where that is the model
-    itself."""
+    """Return the path of the module in which a run on fake tensors stops; empty if it does not stop
+    there, or stops in the model itself.
+
+    Args:
+        source: the source line of the error; the run must stop in the function that contains it.
+        model: the model; a copy is run.
+        run: calls the copy.
+    """
     copied = _copy_module(model)
     if copied is None:
         return ""
@@ -174,8 +194,8 @@ def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object])
 
 
 def _stopped_in(error: BaseException, source: str) -> bool:
-    """Whether the user's innermost function where `error` was raised has the line: tensors
-    without values may stop earlier in it."""
+    """Whether the user's innermost function that raised `error` contains the source line; tensors
+    without data may stop earlier in it."""
     at, place = (
         _LINE.match(user_line("".join(traceback.format_tb(error.__traceback__)))),
         _LINE.match(source),
@@ -192,7 +212,7 @@ def _stopped_in(error: BaseException, source: str) -> bool:
 
 
 def _copy_module(model: nn.Module) -> nn.Module | None:
-    """A copy over the same tensors; None where an attribute of a module cannot be copied."""
+    """Return a copy that shares all tensors; None if an attribute of a module cannot be copied."""
     attributes = (
         x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)
     )
@@ -205,7 +225,7 @@ def _copy_module(model: nn.Module) -> nn.Module | None:
 
 
 def _raised_by_the_model(error: Exception) -> bool:
-    """Whether a `raise` or `assert` outside of torch raised it, or a name that is nowhere."""
+    """Whether a `raise` or `assert` outside torch raised the error, or an undefined name."""
     inner = error.__traceback__
     while inner is not None and inner.tb_next is not None:
         inner = inner.tb_next
@@ -231,7 +251,7 @@ def _own(error: Exception, shapes: str) -> CallError:
 
 
 def shapes_of(model: nn.Module, leaves: Iterable[tuple[str, Any]]) -> str:
-    """``x (8, 16), y (8,)``: the tensors of a call, by path."""
+    """Return the tensors of a call in words: ``x (8, 16), y (8,)``."""
     return (
         ", ".join(
             f"{argument_of(path, model)} {tuple(x.shape)}"
@@ -245,8 +265,14 @@ def shapes_of(model: nn.Module, leaves: Iterable[tuple[str, Any]]) -> str:
 def find_called(
     model: nn.Module, paths: Collection[str], run: Callable[[nn.Module], object]
 ) -> set[str]:
-    """Which of these modules `run` calls, with tensors that have shapes and no values; all where
-    that cannot be found out."""
+    """Return the modules among `paths` that a run on fake tensors calls; all if that cannot be
+    determined.
+
+    Args:
+        model: the model; a copy is run.
+        paths: paths of modules.
+        run: calls the copy.
+    """
     seen: set[str] = set()
     copied = _copy_module(model)
     if copied is None:
@@ -263,12 +289,12 @@ def find_called(
 
 
 def argument_of(path: str, model: nn.Module) -> str:
-    """An argument's path with its name in place of its number."""
+    """Return an argument's path with its name in place of its number."""
     return argument_name(path, list(inspect.signature(model.forward).parameters))
 
 
 def _shown(signature: inspect.Signature) -> str:
-    """``forward(x, y, …)``: the arguments that it must have."""
+    """Return the required arguments in words: ``forward(x, y, …)``."""
     needed = [
         name
         for name, p in signature.parameters.items()

@@ -1,4 +1,4 @@
-"""`capture`: a model and a batch in, a `Trace` in normal form out."""
+"""`capture`: trace a model and a batch, and bring the graph into normal form."""
 
 from __future__ import annotations
 
@@ -57,24 +57,27 @@ def capture(
     precision: torch.dtype | None = None,
     inference: bool = False,
 ) -> Trace:
-    """The joint forward and backward graph of `model(*args, **kwargs)`, in normal form; forward
-    alone where nothing has a gradient.
+    """Capture the joint forward and backward graph of `model(*args, **kwargs)` in normal form; the
+    forward alone if nothing has a gradient.
 
-    The model may be on any device, ``meta`` included, and is left as it was. The batch gives shapes
-    and dtypes only.
+    The model may be on any device, ``meta`` included, and is not changed. Only shapes and dtypes of
+    the batch are used, apart from values that decide shapes or branches.
 
     Args:
-        fold: capture equal layers a few at a time, and repeat them in the graph; the result is the
-            same. Where it cannot be done the model is captured in full, and the trace's `folding`
-            says why.
-        precision: what wider floating parameters and inputs are read in
+        model: the model.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        fold: whether to capture equal layers a few at a time and repeat them in the graph; the
+            result is the same. If this is not possible, the model is captured in full, and the
+            trace's `folding` states why.
+        precision: the dtype that wider floating parameters and inputs are read in
             (`autopar.capture.precision`).
-        inference: forward alone, though parameters may require gradients.
+        inference: whether to capture the forward alone, though parameters may require gradients.
 
     Raises:
-        CallError: the model itself does not take the call.
-        CaptureError: the model draws random numbers that no op of autopar draws, or is not one
-            graph; it names the user's line.
+        CallError: the model itself does not accept the call.
+        CaptureError: the model cannot be captured as one graph, or draws random numbers that
+            autopar cannot draw; the error names the user's line.
     """
     refuse_unseen(model)
     signature = inspect.signature(model.forward)
@@ -113,8 +116,8 @@ def _refuse_called(model: nn.Module, call: Prepared) -> None:
 
 
 def _capture_with_branches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """With the branches that a transformers model takes under tracing, or else with those that
-    eager takes, or with those for finite values."""
+    """Capture with the branches that a transformers model takes under tracing; if that fails, with
+    those for finite values or those of eager mode."""
     try:
         return _capture_with_caches(model, call, fold)
     except CaptureError as refusal:
@@ -130,8 +133,8 @@ def _capture_with_branches(model: nn.Module, call: Prepared, fold: bool) -> Trac
 
 
 def _capture_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """Without caches of keys and values, or with empty ones where the result depends on there
-    being one."""
+    """Capture without caches of keys and values; with empty caches if the result depends on whether
+    there is one."""
     try:
         with without_caches(model):
             return _capture_with_known_inputs(model, call, fold)
@@ -143,7 +146,7 @@ def _capture_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
 
 
 def _capture_with_known_inputs(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """With what the inputs hold that forward has to read, where these may be known."""
+    """Capture with the values of the inputs that forward reads, if these may be known."""
     while True:
         try:
             return _capture_once(model, call, fold)
@@ -170,11 +173,12 @@ def _capture_once(model: nn.Module, call: Prepared, fold: bool) -> Trace:
 def _normal_form(
     model: nn.Module, raw: RawJoint, shortened: Shortened | None, call: Prepared
 ) -> Trace:
-    """Raw graph → trace; a shortened model's layers are repeated between the passes and what counts
-    nodes.
+    """Bring a raw graph into normal form and return its trace.
+
+    The layers of a shortened model are repeated after the passes and before nodes are numbered.
 
     Raises:
-        NotFoldable: they cannot be repeated.
+        NotFoldable: the layers cannot be repeated.
     """
     graph = raw.graph
     tell_of_unkept(raw.unkept)

@@ -125,11 +125,11 @@ def _only_raises(translator: Any, jump: Any) -> bool:
 
 # --------------------------------------------------------------------------------------------------
 # Branches on whether values are finite: ``if not torch.isfinite(x).all(): x = torch.clamp(x,
-# ...)``, as many detectors have them.
+# ...)``, which many detection models have.
 #
-# A program has one branch. Where nothing but such a question keeps a model from being captured,
-# it is that of finite values, and the log says so: where a value is infinite, the plain model
-# goes on with what its other branch makes of it, the program with the infinite value.
+# A program has one branch. If only such a question prevents a capture, the program gets the branch
+# for finite values, and the log says so. For an infinite value, the plain model takes its other
+# branch, and the program continues with the infinite value.
 
 _log = logging.getLogger("autopar")
 _FINITE, _INFINITE, _NO_NUMBER = torch.isfinite, torch.isinf, torch.isnan
@@ -187,8 +187,8 @@ def _no_number(input: Any) -> Any:
     return _Everywhere(False) if torch.compiler.is_dynamo_compiling() else _NO_NUMBER(input)
 
 
-# What a model's own code is answered, as Dynamo reads it; torch's, which makes tensors without
-# values meanwhile, is answered as ever.
+# Dynamo traces these in the model's own code. torch's code, which meanwhile computes with tensors
+# without values, gets the usual answers.
 _ANSWERS = {"isfinite": _finite, "isinf": _infinite, "isnan": _no_number}
 
 

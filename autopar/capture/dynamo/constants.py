@@ -32,21 +32,21 @@ from autopar.capture.ragged_rows.rows import tensor_of
 from autopar.capture.ragged_rows.rowwise import name_of
 
 # --------------------------------------------------------------------------------------------------
-# Which inputs and buffers the values follow from that forward reads: ``sizes.tolist()``,
-# ``int(n)``, a branch, a mask that picks rows.
+# Which inputs and buffers determine the values that forward reads: ``sizes.tolist()``, ``int(n)``,
+# a branch, a mask that picks rows.
 #
-# An input that describes the structure of a batch may be *known*: forward reads what the batch
-# holds, as it reads plain numbers (`autopar.capture.dynamo.constants`), and the graph is for
-# these values alone. Such inputs are
+# An input that describes the structure of a batch may be *known*: forward reads the batch's values
+# as it reads plain numbers, and the graph is for these values alone. Such inputs are
 #
-# - whole numbers in rows of two to four (sizes of images and films), in two rows (edges of a
-# graph), or in one row (lengths, repeats, the graph of each node), - flags in one row (which
-# nodes are trained), - square masks of flags, or of numbers that are all zero or as good as minus
-# infinity (attention masks).
+# - whole numbers in rows of two to four (sizes of images and videos), in two rows (edges of a
+#   graph), or in one row (lengths, repeats, the graph of each node),
+# - flags in one row (which nodes are trained),
+# - square masks of flags, or of numbers that are all zero or practically minus infinity (attention
+#   masks).
 #
-# Other inputs are data, which differ from batch to batch. A buffer that forward reads may be
-# known, too; tensors that are attributes, global variables or the like are constants anyway, and
-# known where their values are there.
+# Other inputs are data, which differ from batch to batch. A buffer that forward reads may be known
+# too. Tensors that are attributes, global variables and the like are constants in any case, and
+# known if they have values.
 
 Key: TypeAlias = int | str  # an input's flat position in the call, or the name of a buffer
 _ELSEWHERE = -1  # parameters, and inputs and buffers that no capture may know
@@ -366,8 +366,7 @@ def _work_of(func: Any, values: Sequence[torch.Tensor]) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is picked by known values (`autopar.capture.dynamo.constants`) stands in the graph as
-# numbers: its shape follows from them.
+# Results that known values pick are literals in the graph: their shapes follow from the values.
 
 _MOST_KNOWN = 1 << 16  # numbers that a graph holds as a literal
 _PICKING_OPS = frozenset(

@@ -28,8 +28,7 @@ from autopar.capture.trees import argument_name, flatten_with_paths, leaves_of
 from autopar.errors import CaptureError, Where
 
 # --------------------------------------------------------------------------------------------------
-# Which of a model's results are differentiated: its loss, or, where it has none, those from which
-# the user computes one.
+# Which results are differentiated: the loss of the model, or without one all that have gradients.
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +201,7 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Inputs that forward changes in place: the caller's tensors, of which a rank has parts or copies.
+# Inputs that forward changes in place: tensors of the caller, of which ranks have parts or copies.
 
 
 def refuse_changed_inputs(
@@ -241,8 +240,7 @@ def refuse_changed_inputs(
 
 
 # --------------------------------------------------------------------------------------------------
-# Gradients that forward itself computes: `torch.autograd.grad` is part of the graph, and backward
-# goes through it.
+# Gradients that forward computes: `torch.autograd.grad` is part of the graph, and differentiated.
 
 # Refuses results that follow from a tensor on which forward called requires_grad_(), since
 # torch.compile's own results would lack what that did to them. A program's results have the
@@ -289,8 +287,8 @@ def _as_ever(*args: Any, **kwargs: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Ops that check their result while they run, as torch.linalg.inv, cholesky and solve do: a
-# program gives what the unchecked forms give.
+# Ops that check their result while they run, as torch.linalg.inv, cholesky and solve do. A program
+# computes the unchecked forms.
 
 _CHECKED = "aten::_linalg_check_errors"
 

@@ -52,8 +52,8 @@ def _get(self: Any, instance: Any, owner: Any = None) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Autograd functions of the user's own that are given one tensor twice, as ``Product.apply(x,
-# x)``, which Dynamo (2.13) refuses.
+# Autograd functions of the user that get one tensor twice, as ``Product.apply(x, x)``, which Dynamo
+# (2.13) refuses.
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def _views_of_the_second(translator: Any, args: Sequence[Any]) -> list[Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions of torch's in whose place Dynamo reads others.
+# Functions of torch that Dynamo traces in another form.
 
 
 @contextlib.contextmanager
@@ -102,12 +102,11 @@ def functions_replaced() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Models that are fx.GraphModules themselves: of torch.fx.symbolic_trace, torch.export or
-# torchvision's feature extractors.
+# Models that are fx.GraphModules: from torch.fx.symbolic_trace, torch.export or torchvision's
+# feature extractors.
 #
-# What Dynamo captures of a module gets all that the module holds, also what the module is one by:
-# its graph. So Dynamo is given a module with the same forward, which is no GraphModule, and holds
-# all but that.
+# The module that Dynamo captures is copied with all that it holds, also with its graph. So Dynamo
+# gets a module with the same forward that is not a GraphModule and holds all but the graph.
 
 _OF_GRAPH_MODULES = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(
     vars(nn.Module())
@@ -128,13 +127,13 @@ def without_graph(model: nn.Module) -> nn.Module:
 
 
 # --------------------------------------------------------------------------------------------------
-# Attributes of tensors that are tensors (`x.T`, `mT`, `H`, `mH`, `real`, `imag`, `data`), as
-# calls of the graph.
+# Attributes of tensors that are tensors (`x.T`, `mT`, `H`, `mH`, `real`, `imag`, `data`), as calls
+# of the graph.
 #
-# Of one of an argument, a parameter or a buffer Dynamo keeps where it was found, as it does of
-# attributes of modules. What is returned as it was found it does not take from the graph, but
-# from there, once more, behind the graph; and nothing says then what the graph is to compute.
-# Without that place it is a value like any other.
+# For such an attribute of an argument, a parameter or a buffer, Dynamo records its source, as it
+# does for attributes of modules. If it is returned unchanged, Dynamo reads it from the source again
+# after the graph, and nothing states what the graph must compute. Without a source it is a value
+# like any other.
 
 _GETS = (
     "tp_getattro_impl",
@@ -162,12 +161,11 @@ def _without_place(get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Divergences of torch's distributions: which formula a pair of classes has is looked up before
-# anything is captured.
+# Divergences of torch's distributions: the formula of each pair of classes is looked up before the
+# capture.
 #
-# `torch.distributions.kl_divergence` looks for it among those that are registered, in a way that
-# Dynamo cannot follow, and remembers what it found. A capture must not depend on what the process
-# computed before.
+# `torch.distributions.kl_divergence` searches the registered formulas in a way that Dynamo cannot
+# trace, and caches the result. A capture must not depend on what the process computed before.
 
 _Pair = tuple[type, type]
 

@@ -25,12 +25,10 @@ import torch
 from torch import nn
 
 # --------------------------------------------------------------------------------------------------
-# What decides whether two layers compute the same: classes, attributes, shapes, dtypes,
-# `requires_grad` and hooks of their modules.
+# Equality of layers: classes, attributes, shapes, dtypes, `requires_grad` and hooks of modules.
 #
-# Layers are equal where all of it is equal. An integer attribute that counts the layers
-# (``layer_idx``) does not make them differ: whether it matters is for the check against the full
-# model to find.
+# An integer attribute that counts the layers (``layer_idx``) does not make them differ; the check
+# against the full model determines whether it matters.
 
 DEPTH = 6  # of nested containers in an attribute
 INTERNAL = frozenset(vars(nn.Module()))

@@ -51,12 +51,12 @@ from autopar.capture.trees import leaves_of
 from autopar.errors import CaptureError
 
 # --------------------------------------------------------------------------------------------------
-# Is a shortened model the full model without some of its units? One eager forward of each, on
+# Check that a shortened model is the full model without some units, by one eager forward of each on
 # fake tensors.
 #
-# What decides about backward and is no op is compared too: whether gradients are recorded, which
-# operands require them, and calls of the user's own autograd functions. Hooks on tensors, which
-# only backward runs, are refused in the layers.
+# The check includes what affects backward without being an op: whether gradients are recorded,
+# which operands require them, and calls of the user's autograd functions. Hooks on tensors, which
+# run in backward only, are refused in the layers.
 
 
 def tell(
@@ -226,8 +226,7 @@ def _is_equal(call: Prepared, name: str, other: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Variables of closures that layers hold: those of a layer that was captured, and of its likes,
-# which were not.
+# Closure variables of the layers that were removed, which correspond to those of captured layers.
 
 
 def repeat_closures(

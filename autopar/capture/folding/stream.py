@@ -27,8 +27,8 @@ from autopar.capture.dynamo.fakes import FakeMode, fake_like, is_fake, no_modes
 from autopar.capture.folding.runs import KEPT_FIRST, KEPT_LAST, Run
 
 # --------------------------------------------------------------------------------------------------
-# What a forward does, written down: ops with their operands, and how to make their results again
-# without computing.
+# The record of a forward: ops with their operands, and how to make their results again without
+# computing.
 
 
 class NotFoldable(Exception):

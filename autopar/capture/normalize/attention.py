@@ -56,11 +56,11 @@ def _become(node: fx.Node, target: object, tensors: tuple[fx.Node, ...], is_caus
 
 
 # --------------------------------------------------------------------------------------------------
-# Experts' weights seen with a dim of their own for gate and up.
+# Weights of gated experts get a dim of their own for gate and up.
 #
-# A gated expert's two linears are one weight ``[e, 2 f, h]``, and sharding ``2 f`` would cut
-# across the two. So the parameter is seen as `autopar.ops.experts` reads it, ``[e, 2, f, h]``, as
-# fused projections are (`autopar.capture.normalize.linears`).
+# A gated expert's two linears are one weight ``[e, 2 f, h]``, and sharding ``2 f`` would cut across
+# the two. So the parameter is viewed as `autopar.ops.experts` reads it, ``[e, 2, f, h]``, like
+# fused projections (`autopar.capture.normalize.linears`).
 
 _UP = 2  # the result of `experts_backward` that is up's gradient
 

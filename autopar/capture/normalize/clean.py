@@ -283,12 +283,11 @@ _SIMPLER: dict[Callable[..., object], Callable[[fx.Node], fx.Node]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# A tensor that is taken apart and put together again in the same order is itself.
+# A tensor that is split and joined again in the same order is itself.
 #
-# Loops over samples or time steps select one entry of a dim at a time, and projections that are
-# made at once are sliced; each of these, and the sum of padded gradients that mirrors it, would
-# make the dim whole. Terms: the *parts* of a dim are its entries (`select`, `unbind`) or its
-# consecutive slices.
+# Loops over samples or time steps select one entry of a dim at a time, and fused projections are
+# sliced. Each of these, and the sum of padded gradients that mirrors it, would require the dim to
+# be whole. The *parts* of a dim are its entries (`select`, `unbind`) or its consecutive slices.
 
 
 def rejoin(graph: fx.Graph) -> None:
@@ -406,8 +405,8 @@ def _match_padding(node: fx.Node) -> tuple[OpOverload, int, int, int] | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# ``as_strided`` reads a tensor's memory, of which a part, or what was gathered of parts, may have
-# another order.
+# ``as_strided`` reads the memory of a tensor. A part of the tensor, or one that was gathered from
+# parts, may have another order in memory.
 
 
 def copy_before_strided(graph: fx.Graph) -> None:
@@ -445,7 +444,7 @@ def copy_before_strided(graph: fx.Graph) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Ops whose kernels want operands in one memory format become functions that take operands in any
+# Ops whose kernels need operands in one memory format are replaced by functions that accept any
 # (`autopar.ops.formats`).
 
 

@@ -219,13 +219,13 @@ def _merge(node: fx.Node, operand: Behind, dim: int) -> Behind:
 
 
 # --------------------------------------------------------------------------------------------------
-# Fused projections seen with a dim of their own for the parts.
+# Fused projections get a dim of their own for the parts.
 #
-# A weight that makes query, key and value at once is stored ``[d, 3 e]`` (or ``[3 e, d]``), and
-# its product is split into three. Sharding ``3 e`` would cut across the parts. So the parameter
-# is seen as ``[d, 3, e]``: the product has dims ``[..., 3, e]``, a part is a `select`, and
-# sharding ``e`` shards the heads of all three alike. The same happens in backward: the parts'
-# gradients are stacked, and weight and bias get gradients of the seen shape.
+# A weight that makes query, key and value at once is stored as ``[d, 3 e]`` (or ``[3 e, d]``), and
+# its product is split into three. Sharding ``3 e`` would cut across the parts. So the parameter is
+# viewed as ``[d, 3, e]``: the product has dims ``[..., 3, e]``, a part is a `select`, and sharding
+# ``e`` shards the heads of all three alike. In backward, the parts' gradients are stacked, and
+# weight and bias get gradients of the viewed shape.
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,13 +176,12 @@ def replace_embeddings(graph: fx.Graph) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Look-ups by position: rows of a table by the places of tokens, and of each sample one of its
-# rows.
+# Look-ups by position: rows of a table by the positions of tokens, and one row of each sample.
 #
-# ATen's ``index`` makes the dims that it indexes whole, and its gradient, an ``index_put`` into
-# zeros, is no sum of parts. A table looked up by an arange is an `autopar.ops.embedding`, whose
-# gradient is one. What ``x[arange(n), picks]`` picks of n samples is a ``gather`` along dim 1, in
-# which samples stay apart, as they do in its gradient, a ``scatter_add``.
+# ATen's ``index`` requires the dims that it indexes to be whole, and its gradient, an ``index_put``
+# into zeros, is not a sum of parts. A look-up of a table by an arange is an
+# `autopar.ops.embedding`, whose gradient is such a sum. ``x[arange(n), picks]`` of n samples is a
+# ``gather`` along dim 1, which keeps samples apart, as does its gradient, a ``scatter_add``.
 
 _ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default))
 _ARRANGES = frozenset(

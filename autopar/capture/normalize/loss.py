@@ -176,16 +176,14 @@ def _backward(end: fx.Node, tangent: fx.Node, pieces: _Pieces) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The negative log likelihood in pieces, where it is not the end of a cross entropy over the last
-# dim (that is `loss`'s).
+# Negative log likelihoods that are not the end of a cross entropy over the last dim (see above).
 #
-# ::
+#     picked = x[label],  x [n, c, ...]        seen = label ≠ ignored
+#     loss = Σ −picked · w[label] · seen / Σ w[label] · seen
+#     ∂loss/∂x[label] = −tangent · w[label] · seen / Σ w[label] · seen
 #
-# picked = x[label], x [n, c, ...] loss = Σ −picked · w[label] · seen / Σ w[label] · seen, seen =
-# label ≠ ignored ∂loss/∂x[label] = −tangent · w[label] · seen / Σ w[label] · seen
-#
-# Batch and space may be split: the two sums are partial then, and nothing else looks across. They
-# are taken in at least fp32: there may be more labels than fp16 has numbers.
+# Batch and space may be split: the two sums are partial then, and no other op combines rows. Sums
+# are taken in at least float32: there may be more labels than float16 can count.
 
 _NONE, _LIKELIHOOD_MEAN = 0, 1
 _FORWARD = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)

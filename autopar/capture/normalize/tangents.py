@@ -41,13 +41,11 @@ def tangent_of(
 
 
 # --------------------------------------------------------------------------------------------------
-# A sum of gradients takes the tangent of an output last, after what comes back through the ops
-# that read the output.
+# Sums of gradients add the tangent of an output last, after the gradients from ops that read it.
 #
-# Autograd adds it first, to whichever other term is there first. Where the model is cut into
-# stages, what comes back from later stages would then cross as two tensors, of which the sum is
-# taken behind: `t + a`, then `+ b`. With the tangent last one crosses, the sum of all that later
-# stages have to say of the output.
+# Autograd adds it first, to whichever other term comes first. If the model is cut into stages, the
+# gradients from later stages would then cross as two tensors: `t + a`, then `+ b`. With the tangent
+# last, one tensor crosses: the sum of all gradients from later stages.
 
 _add = torch.ops.aten.add.Tensor
 

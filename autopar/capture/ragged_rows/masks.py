@@ -146,11 +146,11 @@ def _count_alike(graph: fx.Graph) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Masks that have to pick a certain number of rows: ``x[mask] + given``, ``x[mask] = given``,
-# where `given` has that many.
+# Masks that must pick a fixed number of rows: ``x[mask] + given`` and ``x[mask] = given``, where
+# `given` has that many rows.
 #
-# With another number the plain model raises. So the shapes are fixed: rows are read by where they
-# are, and put back by their order.
+# With another number the plain model raises an error. So shapes are fixed: rows are read by the
+# places that the mask picks, and written back in their order.
 
 
 def is_required(node: fx.Node) -> bool:
