@@ -42,6 +42,7 @@ _OF_FAKES = (
 )
 _LINE = re.compile(r"(?P<file>.*?):(?P<line>\d+): ")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def check_call(
@@ -79,52 +80,55 @@ def bind_arguments(
 def _unbound(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], otherwise: str
 ) -> tuple[str, str]:
-    parameters = signature.parameters
-    takes = f"call it as {_shown(signature)}"
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = (
-        []
-        if any_name
-        else [
-            name
-            for name in kwargs
-            if name not in parameters or parameters[name].kind not in _BY_NAME
-        ]
-    )
-    needed = [
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    places = [
-        name
-        for name, p in parameters.items()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    """Return what is wrong with a call that does not bind, and the remedy.
+
+    `otherwise` is Python's message, for what nothing here explains.
+    """
+    takes, needed = f"call it as {_shown(signature)}", _required_names(signature)
+    unknown = _unknown_names(signature, kwargs)
+    kinds = [p.kind for p in signature.parameters.values()]
+    places = [name for name, p in signature.parameters.items() if p.kind in _BY_PLACE]
     if not args and kwargs and len(unknown) == len(kwargs) and len(needed) == 1:
-        what = f"forward() has no argument {unknown[0]!r}: it takes {needed[0]!r}"
         return (
-            what,
-            (
-                "a mapping stands for keyword arguments; where the mapping is the one argument,"
-                f" pass ({needed[0]},)"
-            ),
+            f"forward() has no argument {unknown[0]!r}: it takes {needed[0]!r}",
+            "a mapping stands for keyword arguments; where the mapping is the one argument,"
+            f" pass ({needed[0]},)",
         )
     if unknown:
-        close = close_to(unknown[0], [name for name, p in parameters.items() if p.kind in _BY_NAME])
-        meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-        return f"forward() has no argument {unknown[0]!r}", meant + takes
-    if len(args) > len(places) and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-        return (
-            f"forward() takes {len(places)} positional arguments, and {len(args)} were passed",
-            takes,
-        )
+        return f"forward() has no argument {unknown[0]!r}", _similar(signature, unknown[0]) + takes
+    if len(args) > len(places) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        what = f"forward() takes {len(places)} positional arguments, and {len(args)} were passed"
+        return what, takes
     missing = [name for name in needed if name not in kwargs and name not in places[: len(args)]]
-    return (
-        f"forward() misses {', '.join(map(repr, missing))}"
-        if missing
-        else f"forward(): {otherwise}"
-    ), takes
+    if missing:
+        return f"forward() misses {', '.join(map(repr, missing))}", takes
+    return f"forward(): {otherwise}", takes
+
+
+def _similar(signature: inspect.Signature, name: str) -> str:
+    """Return a question with the names of arguments similar to `name`; ``""`` if there are none."""
+    names = [known for known, p in signature.parameters.items() if p.kind in _BY_NAME]
+    close = close_to(name, names)
+    return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+
+
+def _required_names(signature: inspect.Signature) -> list[str]:
+    """Return the names of the arguments without a default."""
+    return [
+        name
+        for name, p in signature.parameters.items()
+        if p.default is p.empty and p.kind in (*_BY_NAME, p.POSITIONAL_ONLY)
+    ]
+
+
+def _unknown_names(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the names in `kwargs` that forward does not accept."""
+    parameters = signature.parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [
+        name for name in kwargs if name not in parameters or parameters[name].kind not in _BY_NAME
+    ]
 
 
 def refused_by_forward(
@@ -295,9 +299,5 @@ def argument_of(path: str, model: nn.Module) -> str:
 
 def _shown(signature: inspect.Signature) -> str:
     """Return the required arguments in words: ``forward(x, y, …)``."""
-    needed = [
-        name
-        for name, p in signature.parameters.items()
-        if p.default is p.empty and p.kind in (*_BY_NAME, p.POSITIONAL_ONLY)
-    ]
+    needed = _required_names(signature)
     return f"forward({', '.join((*needed, '…') if len(needed) < len(signature.parameters) else needed)})"  # noqa: E501

@@ -119,41 +119,9 @@ def _factory(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
 
 def respell(node: fx.Node) -> None:
     """Write a view or cast in its one form, with explicit sizes."""
-    target, shape = node.target, shape_of(node)
-    if target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
-        node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
-    elif target is aten.expand.default:
-        node.args, node.kwargs = (node.args[0], list(shape)), {}
-    elif target is aten.t.default and len(shape) == 2:
-        node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
-    elif target is aten.transpose.int:
-        first, second = sorted(dim % len(shape) for dim in node.args[1:])
-        node.args = (node.args[0], first, second)
-    elif target is aten.slice.Tensor:
-        _respell_slice(node)
-    elif target in (aten.new_empty_strided.default, aten.empty_strided.default):
-        node.target = (
-            aten.new_empty.default
-            if target is aten.new_empty_strided.default
-            else aten.empty.memory_format
-        )
-        node.args = (*node.args[: len(node.args) - 2], list(shape))
-    elif target is aten.as_strided.default and _in_order(node, node.args[0]):
-        node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
-    elif target is aten.as_strided_scatter.default and _in_order(node, node.args[1]):
-        node.target, node.args, node.kwargs = aten.view.default, (node.args[1], list(shape)), {}
-    elif target in _COMPUTED and isinstance(node.args[0], fx.Node):
-        node.target = _COMPUTED[target]
-    elif target in _COMPUTED:  # of a number
-        number = node.args[0].conjugate() if target is aten._conj.default else -node.args[0]  # type: ignore[union-attr,operator]
-        settings = {"dtype": dtype_of(node), "device": node.meta["val"].device}
-        node.target, node.args, node.kwargs = aten.full.default, ([], number), settings
-    elif (
-        target is aten._to_copy.default
-        and node.kwargs.get("memory_format") in (None, torch.preserve_format)
-        and _stays(node)
-    ):
-        node.kwargs = {"dtype": dtype_of(node)}
+    rewrite = _SPELLINGS.get(node.target)
+    if rewrite is not None:
+        rewrite(node)
 
 
 def _state_dtype(node: fx.Node) -> None:
@@ -166,6 +134,29 @@ def _state_dtype(node: fx.Node) -> None:
         node.kwargs = {**node.kwargs, "dtype": dtype_of(node)}
 
 
+def _respell_view(node: fx.Node) -> None:
+    _become_view(node, node.args[0])
+
+
+def _become_view(node: fx.Node, source: fx.Node) -> None:
+    shape = list(shape_of(node))
+    node.target, node.args, node.kwargs = aten.view.default, (source, shape), {}
+
+
+def _respell_expand(node: fx.Node) -> None:
+    node.args, node.kwargs = (node.args[0], list(shape_of(node))), {}
+
+
+def _respell_t(node: fx.Node) -> None:
+    if len(shape_of(node)) == 2:
+        node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
+
+
+def _respell_transpose(node: fx.Node) -> None:
+    first, second = sorted(dim % len(shape_of(node)) for dim in node.args[1:])
+    node.args = (node.args[0], first, second)
+
+
 def _respell_slice(node: fx.Node) -> None:
     source, given = (
         node.args[0],
@@ -174,6 +165,40 @@ def _respell_slice(node: fx.Node) -> None:
     dim = given.get("dim", 0) % len(shape_of(source))
     start, end, _ = slice(given.get("start"), given.get("end")).indices(shape_of(source)[dim])
     node.args = (source, dim, start, end, given.get("step", 1))
+
+
+def _respell_empty(node: fx.Node) -> None:
+    """Drop the strides of an empty tensor."""
+    is_new = node.target is aten.new_empty_strided.default
+    node.target = aten.new_empty.default if is_new else aten.empty.memory_format
+    node.args = (*node.args[: len(node.args) - 2], list(shape_of(node)))
+
+
+def _respell_strided(node: fx.Node) -> None:
+    if _in_order(node, node.args[0]):
+        _become_view(node, node.args[0])
+
+
+def _respell_strided_scatter(node: fx.Node) -> None:
+    if _in_order(node, node.args[1]):
+        _become_view(node, node.args[1])
+
+
+def _respell_mark(node: fx.Node) -> None:
+    """Compute what a view only marks; the operand may be a number."""
+    operand = node.args[0]
+    if isinstance(operand, fx.Node):
+        node.target = _COMPUTED[node.target]
+        return
+    number = operand.conjugate() if node.target is aten._conj.default else -operand  # type: ignore[union-attr,operator]
+    settings = {"dtype": dtype_of(node), "device": node.meta["val"].device}
+    node.target, node.args, node.kwargs = aten.full.default, ([], number), settings
+
+
+def _respell_copy(node: fx.Node) -> None:
+    keeps_order = node.kwargs.get("memory_format") in (None, torch.preserve_format)
+    if keeps_order and _stays(node):
+        node.kwargs = {"dtype": dtype_of(node)}
 
 
 def _in_order(node: fx.Node, source: fx.Node) -> bool:
@@ -188,6 +213,22 @@ def _in_order(node: fx.Node, source: fx.Node) -> bool:
 
 def _stays(node: fx.Node) -> bool:
     return node.meta["val"].device == node.args[0].meta["val"].device
+
+
+_SPELLINGS: dict[Callable[..., object], Callable[[fx.Node], None]] = {
+    **dict.fromkeys(
+        (aten.view.default, aten._unsafe_view.default, aten.reshape.default), _respell_view
+    ),
+    aten.expand.default: _respell_expand,
+    aten.t.default: _respell_t,
+    aten.transpose.int: _respell_transpose,
+    aten.slice.Tensor: _respell_slice,
+    **dict.fromkeys((aten.new_empty_strided.default, aten.empty_strided.default), _respell_empty),
+    aten.as_strided.default: _respell_strided,
+    aten.as_strided_scatter.default: _respell_strided_scatter,
+    **dict.fromkeys(_COMPUTED, _respell_mark),
+    aten._to_copy.default: _respell_copy,
+}
 
 
 def _itself(node: fx.Node) -> fx.Node:
