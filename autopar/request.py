@@ -47,7 +47,7 @@ RESERVED_SHARE = 0.1
 _BEHIND = 0.25
 
 Check: TypeAlias = Callable[[str, Any], None]
-"""Raises AutoparError where the option of this name cannot have this value."""
+"""Raises AutoparError if the option of this name cannot have this value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,13 @@ class Flag:
     """An option on the command line.
 
     Attributes:
-        name: with its dashes. kind: type of the value as typer reads it. default: where the flag is
-            not given. metavar, least: as typer shows and checks them. read: from what typer gives
-            to what the option takes.
+        name: its name, with dashes.
+        help: its help text.
+        kind: type of the value as typer reads it.
+        default: the value if the flag is not given.
+        metavar: placeholder of the value in the help text.
+        least: least number that typer accepts.
+        read: converts the value of typer to that of the option.
     """
 
     name: str
@@ -71,14 +75,17 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is declared of an option beside its name, type and default.
+    """The declaration of an option, apart from its name, type and default.
 
     Attributes:
-        help: as docstrings have it. check: of a value.
-        brief: as the table of `docs/planning.md` has it; empty where it is not there.
-            default_in_words: in the table, in place of the default. unit: of the value.
-        calls: which functions take it. is_recorded: whether plans record it. flag: of ``autopar
-            plan``, if it has one.
+        help: its text in docstrings.
+        check: the check of a value.
+        brief: its text in the table of `docs/planning.md`; empty if it is not in the table.
+        default_in_words: the default in the table, if it is not written as a value.
+        unit: unit of the value.
+        calls: the functions that take it.
+        is_recorded: whether plans record it.
+        flag: its flag of ``autopar plan``, if it has one.
     """
 
     help: str
@@ -103,11 +110,14 @@ def check_choice(
     form: str = "{name}={value!r}",
     otherwise: str = "",
 ) -> None:
-    """Raise AutoparError where a value is none of the choices.
+    """Raise AutoparError if a value is none of the choices.
 
     Args:
-        form: of the option and its value in the message. otherwise: what may be passed beside the
-            choices.
+        name: name of the option.
+        value: the value.
+        choices: the values that are allowed.
+        form: format of the option and its value in the message.
+        otherwise: further values that may be passed, in words.
     """
     if value not in choices:
         remedy = f"pass one of {', '.join(choices)}{otherwise}"
@@ -130,8 +140,11 @@ def _check_precision(name: str, value: Any) -> None:
         check_choice(name, value, get_args(Precision), otherwise=", or None")
 
 
-def _counting(least: int, what: str) -> Check:
+def _at_least(least: int, what: str) -> Check:
+    """The check of an option that is ``"auto"`` or a number of `what` from `least`."""
+
     def check(name: str, value: Any) -> None:
+        """Raise AutoparError if the value is none of these."""
         _check_count(name, value, least, what)
 
     return check
@@ -166,7 +179,8 @@ def _check_limit(name: str, value: Any) -> None:
 
 
 def _check_name(name: str, value: Any) -> None:
-    """Which solvers there are is known where PuLP is imported (`autopar.solve.check_solver`)."""
+    """The check of the type alone: `autopar.solve.check_solver` checks whether a solver of that
+    name is installed, which needs PuLP."""
     if not isinstance(value, str):
         raise AutoparError(
             f"{name}={value!r} is not the name of a solver",
@@ -375,7 +389,7 @@ class PlanOptions:
             " (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on"
             " each other. Stages that nobody asked for are tried on GPUs, of the loss alone, where"
             " nothing is forced, unless this is 1.",
-            _counting(1, "microbatches"),
+            _at_least(1, "microbatches"),
             brief=(
                 "number of parts that the batch is cut into; 1 also rules out stages that no"
                 " constraint asks for"
@@ -396,7 +410,7 @@ class PlanOptions:
             ' ``"auto"``: the planner\'s choice, where the model does not return the logits (see'
             ' ``outputs="loss"``). Under `tensor_parallel` and `megatron` what makes these logits,'
             " and a table that is tied to it, is not split by its vocabulary then.",
-            _counting(0, "rows"),
+            _at_least(0, "rows"),
             brief="number of rows of logits that exist at a time",
         ),
     )
@@ -482,7 +496,8 @@ class PlanOptions:
             check_number(self.constraints, self.num_microbatches)
 
     def begun(self) -> PlanOptions:
-        """These, of a planning that begins now, if none with them has begun."""
+        """Return the options with the end of planning set by the time limit from now on, unless it
+        is set already."""
         return (
             self
             if math.isfinite(self.ends)
@@ -490,18 +505,18 @@ class PlanOptions:
         )
 
     def of_a_trace(self) -> PlanOptions:
-        """These, for a trace: ``"auto"`` outputs are as they lie, since those that are to be
-        whole are so in the trace already."""
+        """Return the options for a trace: ``"auto"`` outputs become ``"dtensor"``, because outputs
+        that are to be whole are whole in the trace already."""
         return replace(self, outputs="dtensor") if self.outputs == "auto" else self
 
     def worth_s(self, step_s: float) -> float:
-        """What another plan is to take at most, beside one of this step: the less that it saves,
-        the gap may cost, too."""
+        """Return the most seconds that another plan may take to be worth a search, if there is one
+        of `step_s`: a smaller saving is within the gap."""
         return step_s * (1.0 - self.gap)
 
     @property
     def solve_s(self) -> float:
-        """Seconds that a solve may take which begins now."""
+        """Seconds that a solve which begins now may take."""
         return (
             max(self.ends - _BEHIND * self.time_limit_s - time.monotonic(), 0.0)
             if math.isfinite(self.ends)
@@ -510,7 +525,7 @@ class PlanOptions:
 
     @property
     def is_late(self) -> bool:
-        """Whether no further solve is to begin if there is a plan."""
+        """Whether no further solve may begin if there is a plan already."""
         return self.solve_s <= 0.0
 
     @property
@@ -519,11 +534,11 @@ class PlanOptions:
         return time.monotonic() >= self.ends
 
     def budget(self, profile: HardwareProfile) -> int:
-        """Bytes per device that a plan may use."""
+        """Return the bytes per device that a plan may use."""
         return self.memory_bytes or int(profile.device_memory_bytes * (1 - RESERVED_SHARE))
 
     def to_json(self, profile: HardwareProfile) -> Mapping[str, Any]:
-        """What the plan records."""
+        """Return the options that a plan records, as data of JSON."""
         found = {
             name: getattr(self, name) for name, option in OPTIONS.items() if option.is_recorded
         }
@@ -540,5 +555,5 @@ DEFAULTS: Mapping[str, Any] = {name: each.default for name, each in _FIELDS.item
 
 
 def options_of(call: Call) -> dict[str, Option]:
-    """The options that one of the functions takes."""
+    """Return the options that a function, ``"plan"`` or ``"compile"``, takes."""
     return {name: option for name, option in OPTIONS.items() if call in option.calls}

@@ -123,9 +123,9 @@ class _Dual:
         value = self.problem.values[variant.value]
         maker = ops[value.op]
         if later:
-            early = value.given or (maker.kind == "compute" and not maker.recomputable)
+            early = value.is_given or (maker.kind == "compute" and not maker.recomputable)
         else:
-            early = value.given or {
+            early = value.is_given or {
                 ops[u.op].kind for u in variant.uses if u.phase == value.phase
             } <= {"parameter"}
         share = self.balance[1 if later or value.phase == "backward" else 0]

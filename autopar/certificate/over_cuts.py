@@ -552,10 +552,12 @@ class Unfolded:
         same = [x for x in self.problem.variants if x.value == variant.value]
         trained = any(ops[u.op].kind == "parameter" for x in same for u in x.uses)
         if later:
-            early = value.given or (maker.kind == "compute" and (exposed or not maker.recomputable))
+            early = value.is_given or (
+                maker.kind == "compute" and (exposed or not maker.recomputable)
+            )
         else:
             own = {ops[u.op].kind for u in variant.uses if u.phase == phase} <= {"parameter"}
-            early = value.given or own or (exposed and phase == "backward" and trained)
+            early = value.is_given or own or (exposed and phase == "backward" and trained)
         weight = self.problem.overlap_slowdown if early else 1.0
         weights = {"slice": 1.0, **dict.fromkeys(HOST_KINDS, self.problem.overlap_slowdown)}
         return np.array(

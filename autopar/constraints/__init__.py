@@ -1,10 +1,9 @@
-"""What users force. Hard: a strategy that does not meet a constraint is not considered.
+"""Constraints on plans. They are hard: strategies that do not meet a constraint are not considered.
 
 `layout` forces layouts by module pattern. `ddp`, `fsdp`, `tensor_parallel`, `context_parallel`,
-`expert_parallel` and `megatron` name whole plans of the field on some mesh axes, for any model; the
-axes that they leave stay the planner's. `pipeline` cuts the model into stages along an axis.
-`offload` lets the planner use the hosts' memory. `rests_as` lets parameters rest as they do in
-another plan.
+`expert_parallel` and `megatron` are named plans on some mesh axes, for any model; the planner
+decides on the other axes. `pipeline` cuts the model into stages along an axis. `offload` allows the
+planner to use the hosts' memory. `rests_as` forces the storage layouts of another plan.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What users call; all else is the planner's."""
+    """List the functions that users call."""
     called = (
         context_parallel,
         ddp,

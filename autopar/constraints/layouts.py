@@ -1,8 +1,8 @@
-"""Layouts forced by module pattern.
+"""Constraints on single layouts: `layout`, by module pattern, and `rests_as`, by parameter.
 
 A pattern is a module path with shell wildcards, ``model.layers.*.mlp.up_proj``. Layouts are written
-in the codec of `autopar.core.layout`, one placement per mesh axis, over the dims of the tensor as
-the model stores it.
+as text (`autopar.core.layout`), one placement per mesh axis, over the dims of the tensor as the
+model stores it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ class LayoutConstraint:
     """Layouts forced on every module that `pattern` matches; None leaves the planner free.
 
     Attributes:
+        pattern: the pattern.
         weight: compute layout in which forward reads the module's parameters named ``weight``.
         bias: the same for ``bias``.
         storage: storage layout of the module's ``weight``.
-        input: layout of the activations that the module's forward reads from outside it.
-        output: layout in which the module's forward makes what others read.
+        input: layout of the activations that the module's forward reads from outside of it.
+        output: layout in which the module's forward makes the tensors that other modules read.
     """
 
     pattern: str
@@ -40,10 +41,11 @@ class LayoutConstraint:
     output: Layout | None = None
 
     def matches(self, module: str) -> bool:
-        """Whether the module path meets the pattern."""
+        """Whether a module path matches the pattern."""
         return fnmatchcase(module, self.pattern)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record of a plan, which `autopar.constraints.read_constraint` reads."""
         parts = ((name, getattr(self, name)) for name in KINDS)
         return {
             "pattern": self.pattern,
@@ -62,10 +64,19 @@ def layout(
     output: str | None = None,
 ) -> LayoutConstraint:
     """Force layouts on the modules that match `pattern`, for example ``layout("*.mlp.up_proj",
-    weight="R S(0)")``.
+    weight="R S(0)")``. At least one layout must be given.
+
+    Args:
+        pattern: module path with shell wildcards.
+        weight: compute layout in which forward reads the module's parameters named ``weight``.
+        bias: the same for ``bias``.
+        storage: storage layout of the module's ``weight``.
+        input: layout of the activations that the module's forward reads from outside of it.
+        output: layout in which the module's forward makes the tensors that other modules read.
 
     Raises:
-        ConstraintError: where nothing is forced. LayoutError: where a layout cannot be read.
+        ConstraintError: if no layout is given.
+        LayoutError: if a layout cannot be read.
     """
     given = {"weight": weight, "bias": bias, "storage": storage, "input": input, "output": output}
     if all(value is None for value in given.values()):
@@ -79,10 +90,10 @@ def layout(
 
 
 def check_layouts(constraint: LayoutConstraint, mesh: Mesh) -> None:
-    """That every layout has one placement per mesh axis.
+    """Check that every layout of a constraint has one placement per mesh axis.
 
     Raises:
-        ConstraintError: naming the constraint and the mesh.
+        ConstraintError: if one has not; the constraint and the mesh are named.
     """
     for name in KINDS:
         value = getattr(constraint, name)
@@ -95,17 +106,18 @@ def check_layouts(constraint: LayoutConstraint, mesh: Mesh) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# `rests_as`: every parameter rests as it does in another plan, so that two programs share one set
-# of them.
+# `rests_as`: every parameter rests as in another plan, so that two programs share one set of
+# parameters.
 
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Parameter name → storage layout, over the dims that graphs see; see `rests_as`."""
+    """(parameter name, storage layout) pairs; see `rests_as`."""
 
     storage: tuple[tuple[str, Layout], ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record of a plan, which `autopar.constraints.read_constraint` reads."""
         return {"plan": "rests_as", "storage": {name: str(layout) for name, layout in self.storage}}
 
     def __str__(self) -> str:
@@ -113,14 +125,15 @@ class Resting:
 
 
 def rests_as(storage: Mapping[str, Layout | str]) -> Resting:
-    """Let parameters rest in these layouts; what is not named is the planner's.
+    """Force the storage layouts of parameters; those of parameters that are not named are chosen by
+    the planner.
 
     Args:
-        storage: parameter name → its storage layout, over the dims in which graphs see it (those of
-            the model, but for fused ones).
+        storage: parameter name → its storage layout, over the dims that it has in graphs (those of
+            the model, except for fused parameters).
 
     Raises:
-        LayoutError: where a layout cannot be read.
+        LayoutError: if a layout cannot be read.
     """
     return Resting(
         tuple(

@@ -1,5 +1,5 @@
-"""`megatron`: tensor, context, data, expert parallelism and stages together, as Megatron-LM
-composes them."""
+"""`megatron`: tensor, context, data, expert and pipeline parallelism combined, as in
+Megatron-LM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Recompute = Literal["none", "full", "selective"]
 
 @dataclass(frozen=True, slots=True)
 class Megatron:
-    """`megatron`'s arguments: numbers of devices, or names of axes."""
+    """The arguments of `megatron`: numbers of devices, or names of axes."""
 
     tp: int | tuple[str, ...]
     dp: int | tuple[str, ...] | None
@@ -33,6 +33,7 @@ class Megatron:
     sequence: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record of a plan, which `autopar.constraints.read_constraint` reads."""
         degrees = [
             ("tp", self.tp),
             ("dp", self.dp),
@@ -160,10 +161,10 @@ def megatron(
 
 
 def stage_axis(constraint: Megatron, mesh: Mesh) -> str:
-    """Of its stages; ``""`` where there is one.
+    """Return the name of the mesh axis of a constraint's stages; ``""`` if there is one stage.
 
     Raises:
-        ConstraintError: where no axis has so many devices.
+        ConstraintError: if no axis has as many devices as there are stages.
     """
     if isinstance(constraint.pp, str) or constraint.pp == 1:
         return constraint.pp if isinstance(constraint.pp, str) else ""
@@ -177,10 +178,11 @@ def stage_axis(constraint: Megatron, mesh: Mesh) -> str:
 
 
 def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
-    """Tensor, context, expert and data parallelism, each with its axes named.
+    """Return the tensor, context, expert and data parallelism of a constraint on a mesh, each with
+    the names of its axes.
 
     Raises:
-        ConstraintError: where they do not fill the mesh.
+        ConstraintError: if their axes do not fill the mesh.
     """
     wide = [axis for axis in mesh.axes if axis.size > 1 and axis.name not in constraint.free]
     tensor = _last_axes(constraint, "tp", constraint.tp, [a.name for a in wide], mesh)
@@ -229,8 +231,8 @@ def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
 def _last_axes(
     constraint: Megatron, word: str, degree: int | tuple[str, ...], names: Sequence[str], mesh: Mesh
 ) -> tuple[str, ...]:
-    """The axes that are named, or those of `names` whose sizes give the degree: the last ones
-    where possible, as few as possible."""
+    """The axes that are named, or those of `names` whose sizes multiply to the degree: the last
+    ones if possible, and as few as possible."""
     if not isinstance(degree, int):
         return degree
     wide = [axis for axis in reversed(mesh.axes) if axis.name in names]

@@ -1,4 +1,6 @@
-"""Grids of tensor parallelism: what lies where, and what moves.
+"""Named plans of parallelism: data, context, expert and tensor parallelism. This docstring states
+layouts and communication of the grids of tensor parallelism; those of the other plans are in their
+docstrings.
 
 Terms. A grid has sides of q devices, and P devices in all. A linear is ``Y[n, m] = X[n, k] W[k,
 m]``, where n is all samples times all tokens; an X of which a device holds 1/P is *split P times*.
@@ -87,14 +89,20 @@ from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
 
 GRIDS: Mapping[str, int] = {"2d": 2, "2.5d": 3, "3d": 3}
-"""Kinds of grids, and how many axes each has."""
+"""Kind of grid → its number of axes."""
 
 
 def check_grid(plan: str, kind: str, axes: Sequence[str], mesh: Mesh) -> None:
-    """That the sides of a grid are equal; of ``2.5d`` the first two.
+    """Check that the sides of a grid are equal; for ``2.5d`` the first two.
+
+    Args:
+        plan: the plan as text, for the error.
+        kind: kind of the grid, of `GRIDS`.
+        axes: names of its axes.
+        mesh: the mesh.
 
     Raises:
-        ConstraintError: naming the plan, the mesh and the sizes.
+        ConstraintError: if they differ; the plan, the mesh and the sizes are named.
     """
     sizes = [mesh.shape[mesh.names.index(name)] for name in axes]
     sides = sizes[:2] if kind == "2.5d" else sizes
@@ -108,12 +116,12 @@ def check_grid(plan: str, kind: str, axes: Sequence[str], mesh: Mesh) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Plans of the field by name: what is forced on some mesh axes, on every op of the model. How, for
-# any model, is in `autopar.sharding.resolve_presets`; what each moves is stated here.
+# Named plans. Each forces layouts of every op of the model on some mesh axes; their resolution for
+# any model is in `autopar.sharding.resolve_presets`. The docstrings state the communication.
 #
-# Terms. P is the number of devices on the axes, Ψ the elements of all parameters. Volumes are
-# what one device sends, by rings: an all-gather or a reduce-scatter of a tensor of n elements
-# sends n·(P−1)/P, an all-reduce twice that.
+# Terms. P is the number of devices on the axes, Ψ the number of elements of all parameters. Volumes
+# are the elements that one device sends, by rings: an all-gather or a reduce-scatter of a tensor of
+# n elements sends n·(P−1)/P, an all-reduce twice as much.
 
 Axes = str | Sequence[str]
 Recompute = Literal["none", "full", "selective"]
@@ -133,16 +141,16 @@ PlanName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """One plan of the field on some mesh axes.
+    """One named plan on some mesh axes.
 
     Attributes:
-        name: ``ddp``, ``fsdp``, ``context_parallel``, ``expert_parallel``, also with ``_`` and how
-            its experts get tokens, or ``tensor_parallel_`` and its kind.
-        axes: names of mesh axes, of a grid in its order; None for all of them.
-        zero: ZeRO's stage of data parallelism: 3 of ``fsdp``, 0 of ``ddp``; `megatron` has 1 and 2
-            as well.
-        sequence: of 1D tensor parallelism, whether what it leaves whole is split along the
-            sequence.
+        name: ``ddp``, ``fsdp``, ``context_parallel``, ``expert_parallel``, optionally followed by
+            ``_`` and the way in which experts get tokens, or ``tensor_parallel_`` and its kind.
+        axes: names of mesh axes, for a grid in its order; None for all axes.
+        zero: ZeRO stage of data parallelism: 3 for ``fsdp``, 0 for ``ddp``; `megatron` also uses 1
+            and 2.
+        sequence: for 1D tensor parallelism, whether the tensors that it leaves whole are split
+            along the sequence.
     """
 
     name: PlanName
@@ -151,6 +159,7 @@ class Parallelism:
     sequence: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record of a plan, which `autopar.constraints.read_constraint` reads."""
         words = {"plan": self.name, "axes": None if self.axes is None else list(self.axes)}
         return {**words, "sequence": True} if self.sequence else words
 
@@ -163,13 +172,13 @@ class Parallelism:
 
     @property
     def kind(self) -> str | None:
-        """Of tensor parallelism: ``1d``, ``2d``, ``2.5d`` or ``3d``."""
+        """Kind of tensor parallelism: ``1d``, ``2d``, ``2.5d`` or ``3d``; None for other plans."""
         return self.name.rpartition("_")[2] if self.name.startswith("tensor_parallel") else None
 
     @property
     def tokens(self) -> str:
-        """Of expert parallelism: whether tokens are ``dispatched`` or ``gathered``, ``""`` where
-        that is the planner's."""
+        """For expert parallelism, whether tokens are ``dispatched`` or ``gathered``; ``""`` if the
+        planner chooses, and for other plans."""
         return (
             self.name.removeprefix("expert_parallel").lstrip("_")
             if self.name.startswith("expert_parallel")
@@ -362,10 +371,10 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> 
 
 
 def axes_of(plan: Parallelism, mesh: Mesh) -> tuple[int, ...]:
-    """Indices of the plan's axes.
+    """Return the indices of the axes of a plan.
 
     Raises:
-        ConstraintError: where one is not in the mesh.
+        ConstraintError: if one is not in the mesh.
     """
     for name in plan.axes or ():
         if name not in mesh.names:
@@ -379,10 +388,10 @@ def axes_of(plan: Parallelism, mesh: Mesh) -> tuple[int, ...]:
 
 
 def names_of(axes: Axes | None) -> tuple[str, ...] | None:
-    """The names that a user passes, one or several; None for all axes.
+    """Return the names of axes that a user passes, one or several, as a tuple; None for all axes.
 
     Raises:
-        ConstraintError: where they are no names.
+        ConstraintError: if they are no names.
     """
     names = (axes,) if isinstance(axes, str) else None if axes is None else tuple(axes)
     if names is not None and (not names or not all(isinstance(name, str) for name in names)):

@@ -1,4 +1,4 @@
-"""`pipeline`: stages along a mesh axis."""
+"""`pipeline`: stages along a mesh axis, and `offload`: use of the hosts' memory."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Pipelined:
     chunks: int = 1
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record of a plan, which `autopar.constraints.read_constraint` reads."""
         cuts = None if self.cuts is None else list(self.cuts)
         words = {
             "axis": self.axis,
@@ -47,7 +48,7 @@ class Pipelined:
 
 
 def _schedule(axis: str | None, cuts: Sequence[str] | None) -> str:
-    """The default."""
+    """The default schedule."""
     return "1f1b" if axis is not None or cuts is not None else AUTO
 
 
@@ -123,18 +124,19 @@ def pipeline(
 
 
 # --------------------------------------------------------------------------------------------------
-# `offload`: what may lie in the memory of the devices' hosts.
+# `offload`: tensors that may be stored in the memory of the devices' hosts.
 
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """What may be offloaded; see `offload`."""
+    """The tensors that may be offloaded; see `offload`."""
 
     parameters: bool
     activations: bool
     host_bytes: int | None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record of a plan, which `autopar.constraints.read_constraint` reads."""
         return {
             "plan": "offload",
             "parameters": self.parameters,
@@ -153,26 +155,27 @@ class Offloaded:
 def offload(
     *, parameters: bool = True, activations: bool = True, host_bytes: int | None = None
 ) -> Offloaded:
-    """Let the planner put what it likes into the memory of the devices' hosts, by what it costs and
-    what memory is worth.
+    """Allow the planner to store tensors in the memory of the devices' hosts.
 
-    A parameter that rests there has its optimizer's state and the gradient that a step leaves there
-    too, and the host's processors take the optimizer's step (Ren et al., "ZeRO-Offload:
-    Democratizing Billion-Scale Model Training", 2021, section 4). It is copied to the device once a
-    step, or once for forward and once for backward (Rajbhandari et al., "ZeRO-Infinity", 2021,
-    section 5), each device its own part, which is gathered there. What forward keeps for backward
-    may wait there: stored when it is made, fetched before it is read.
+    A parameter on the host has its optimizer state and its gradient there too, and the host's
+    processors compute the optimizer step (Ren et al., "ZeRO-Offload: Democratizing Billion-Scale
+    Model Training", 2021, section 4). It is copied to the device once per step, or once for forward
+    and once for backward (Rajbhandari et al., "ZeRO-Infinity", 2021, section 5). Each device copies
+    its own part, and the parts are gathered on the devices. Tensors that forward keeps for backward
+    may wait on the host: they are stored when they are made and fetched before they are read.
 
-    This allows, and forces nothing: each parameter, and each kept tensor in each layout, goes where
-    the optimum has it. To force a parameter there, `layout(pattern, storage="S(0) host")`.
+    The constraint forces nothing: the planner chooses the place of each parameter, and of each kept
+    tensor in each layout. `layout(pattern, storage="S(0) host")` forces a parameter to the host.
 
     Args:
-        parameters, activations: whether these may. host_bytes: what a device may use of its host;
-            by default four fifths of its share in the hardware's profile.
+        parameters: whether parameters may be on the host.
+        activations: whether tensors that are kept for backward may be.
+        host_bytes: bytes of its host that a device may use; by default four fifths of its share in
+            the hardware profile.
 
     Raises:
-        ConstraintError: where nothing may, or `host_bytes` is no number of bytes. When a model is
-            planned: where the hardware's profile says nothing of a host.
+        ConstraintError: if neither may be offloaded, or `host_bytes` is no number of bytes. When a
+            model is planned: if the hardware profile has no host.
     """
     if not (parameters or activations):
         raise ConstraintError(

@@ -41,15 +41,15 @@ _NAMED: Mapping[str, Callable[..., Constraint]] = {
 
 
 def parse_constraint(text: str) -> Constraint:
-    """The constraint that `text` writes as a call, of names and literals alone: nothing else in it
-    is run.
+    """Read a constraint that is written as a call in Python. The text may contain names and
+    literals only, and nothing in it is evaluated.
 
     >>> print(parse_constraint("megatron(tp=2, zero=3)"), parse_constraint("fsdp"))
     megatron(tp=2, zero=3) fsdp()
 
     Raises:
-        ConstraintError: where it is no call of a constraint, or its arguments are none of that;
-            LayoutError where a layout cannot be read.
+        ConstraintError: if it is no call of a constraint, or its arguments do not fit.
+        LayoutError: if a layout cannot be read.
     """
     name, args, kwargs = _parts(text)
     if name not in _NAMED:
@@ -71,7 +71,7 @@ def _parts(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Name and arguments of a call; a name alone is a call without arguments.
 
     Raises:
-        ConstraintError: where it is something else.
+        ConstraintError: if it is something else.
     """
     try:
         call = ast.parse(text.strip(), mode="eval").body
@@ -91,14 +91,14 @@ def _parts(text: str) -> tuple[str, list[Any], dict[str, Any]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Constraints as plans record them, read back.
+# Constraints from the records of plans.
 
 
 def read_constraint(data: Mapping[str, Any]) -> Constraint:
-    """The inverse of a constraint's ``to_json``.
+    """Make a constraint from its record in a plan, the inverse of its ``to_json``.
 
     Raises:
-        ConstraintError: where it is no such record.
+        ConstraintError: if `data` is no such record.
     """
     try:
         return _layout(data) if "pattern" in data else _named(data)

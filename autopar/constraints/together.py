@@ -1,5 +1,5 @@
-"""All constraints together on a mesh: whether they speak of it, the plans by name among them,
-the pipeline."""
+"""All constraints together on a mesh: checks that they fit it, the named plans and the pipeline
+among them, and their translation to a mesh with other axes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Constraint = LayoutConstraint | Parallelism | Megatron | Pipelined | Offloaded |
 
 
 def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | None:
-    """The pipeline that is asked for, by `pipeline` or `megatron`.
+    """Return the pipeline that a `pipeline` or `megatron` constraint requests, if any.
 
     Raises:
-        ConstraintError: where two are, or no axis has the size that is asked for.
+        ConstraintError: if two constraints request one, or no axis has the requested size.
     """
     found: list[tuple[Constraint, Pipelined]] = []
     for constraint in constraints:
@@ -47,10 +47,10 @@ def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | No
 
 
 def check_number(constraints: Iterable[Constraint], num: int) -> None:
-    """That no constraint asks for another number of microbatches.
+    """Check that no constraint requests another number of microbatches than `num`.
 
     Raises:
-        ConstraintError: naming the constraint and the number.
+        ConstraintError: if one does; the constraint and the number are named.
     """
     for constraint in constraints:
         if isinstance(constraint, Pipelined | Megatron) and constraint.microbatches not in (
@@ -64,10 +64,11 @@ def check_number(constraints: Iterable[Constraint], num: int) -> None:
 
 
 def check(constraint: Constraint, mesh: Mesh) -> None:
-    """That a constraint speaks of this mesh.
+    """Check that a constraint fits a mesh: the mesh has its axes.
 
     Raises:
-        ConstraintError: naming the constraint and the mesh.
+        ConstraintError: if it does not; the constraint and the mesh are named.
+        MeshError: if the mesh has no axis of the name of a pipeline's axis.
     """
     if isinstance(constraint, LayoutConstraint):
         check_layouts(constraint, mesh)
@@ -79,8 +80,8 @@ def check(constraint: Constraint, mesh: Mesh) -> None:
 
 
 def speak_of(constraints: Iterable[Constraint], mesh: Mesh) -> bool:
-    """Whether this mesh has the axes that constraints ask for, by name, by size or by how many
-    there are."""
+    """Whether a mesh has the axes that constraints request, by name, by size or by number of
+    axes."""
     constraints = tuple(constraints)
     try:
         stages = pipeline_in(constraints, mesh)
@@ -88,7 +89,7 @@ def speak_of(constraints: Iterable[Constraint], mesh: Mesh) -> bool:
         for constraint in constraints:
             if not isinstance(
                 constraint, Pipelined
-            ):  # all but the pipeline speak of what a stage runs on
+            ):  # all but the pipeline are for the mesh of one stage
                 check(constraint, left)
         list(parallelisms(constraints, left))
     except (ConstraintError, MeshError):
@@ -97,10 +98,11 @@ def speak_of(constraints: Iterable[Constraint], mesh: Mesh) -> bool:
 
 
 def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Parallelism]:
-    """The named plans among the constraints, each with its axes named; `megatron` is several.
+    """Yield the named plans among the constraints, each with the names of its axes; `megatron`
+    consists of several.
 
     Raises:
-        ConstraintError: where an axis is not in the mesh, or two plans claim one.
+        ConstraintError: if an axis is not in the mesh, or two plans use the same one.
     """
     claimed: dict[str, tuple[Constraint, Parallelism]] = {}
     for constraint in constraints:
@@ -131,24 +133,27 @@ def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Para
 
 
 # --------------------------------------------------------------------------------------------------
-# Constraints of a plan on a mesh of other axes, which are the same where they have the same name.
+# Constraints on a mesh with other axes. Axes of the same name correspond to each other.
 #
-# An axis that is not there has size 1 there, so nothing is asked of it. Of an axis that is new
-# plans by name ask nothing, layouts that nothing is split over it. So what the constraints ask on
-# the one mesh is there on the other, if all is whole over axes that are new.
+# An axis that the other mesh does not have counts as one of size 1, so that nothing is required of
+# it. On an axis that only the other mesh has, named plans require nothing, and layouts require that
+# nothing is split. So the constraints on both meshes are met alike if all tensors are whole over
+# new axes.
 
 
 def elsewhere(
     constraints: Iterable[Constraint], before: Mesh, there: Mesh, stages: str
 ) -> tuple[Constraint, ...]:
-    """The constraints for another mesh, as a user would write them there: with axes named.
+    """Return the constraints as a user would write them for another mesh, with the names of axes.
 
     Args:
-        before, there: without the axis along which there are stages; stages: its name, ``""`` for
-            none.
+        constraints: the constraints.
+        before: the mesh that they are for, without the axis of stages.
+        there: the other mesh, without the axis of stages.
+        stages: name of the axis of stages of the other mesh; ``""`` if there is none.
 
     Raises:
-        ConstraintError: of a grid of tensor parallelism without one of its sides.
+        ConstraintError: if a side of a grid of tensor parallelism is missing in the other mesh.
     """
     return tuple(
         moved
@@ -158,8 +163,16 @@ def elsewhere(
 
 
 def held_to(constraints: Iterable[Constraint], before: Mesh, there: Mesh) -> tuple[Constraint, ...]:
-    """What they ask of layouts on another mesh, over the axes that they were for alone;
-    arguments and errors as of `elsewhere`."""
+    """Return constraints that require the same layouts on another mesh, over the common axes only.
+
+    Args:
+        constraints: the constraints.
+        before: the mesh that they are for, without the axis of stages.
+        there: the other mesh, without the axis of stages.
+
+    Raises:
+        ConstraintError: if a side of a grid of tensor parallelism is missing in the other mesh.
+    """
     constraints = tuple(constraints)
     layouts = (
         _remap_constraint(c, before, there, "")
@@ -172,8 +185,9 @@ def held_to(constraints: Iterable[Constraint], before: Mesh, there: Mesh) -> tup
 
 
 def axes_from(before: Mesh, there: Mesh) -> tuple[int | None, ...]:
-    """Per axis of a mesh the one of that name in another; None where that has none, or either
-    has size 1: nothing is split over it."""
+    """Return, for each axis of the mesh `there`, the index of the axis of the same name in
+    `before`; None if there is none, or if one of both has size 1, so that nothing is split over
+    it."""
     old = {axis.name: index for index, axis in enumerate(before.axes) if axis.size > 1}
     return tuple(old.get(axis.name) if axis.size > 1 else None for axis in there.axes)
 

@@ -1,4 +1,4 @@
-"""Constraints as their user writes them."""
+"""Constraints as text for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from autopar.constraints import Constraint, LayoutConstraint, Pipelined
 
 
 def in_words(constraint: Constraint) -> str:
-    """As the user writes it."""
+    """Write a constraint as in the user's call."""
     if isinstance(constraint, Pipelined) and constraint.axis == "":
         return f"num_microbatches={constraint.microbatches}"
     if not isinstance(constraint, LayoutConstraint):

@@ -1,4 +1,4 @@
-"""What torch does around the caller: the autocast that ops are under."""
+"""The state of `torch.autocast` around the caller, and a context without it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ KINDS = ("cpu", "cuda")  # of devices: where programs run
 
 
 def autocast_around(device_type: str) -> str:
-    """The `torch.autocast` that the caller is under, in words: capture follows that of any kind
-    of device, not of this type alone."""
+    """Describe the active `torch.autocast` in words, for all kinds of devices: capture follows that
+    of any kind, not of `device_type` alone.
+
+    Args:
+        device_type: kind of device that the words need not name.
+    """
     found = [
         f"autocast to {torch.get_autocast_dtype(k)}" + f" of {k}" * (k != device_type)
         for k in KINDS
@@ -23,8 +27,8 @@ def autocast_around(device_type: str) -> str:
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Nodes of a graph compute what they say: no gradients are recorded, and no autocast of the
-    caller's casts what they read, since all casts of a graph are nodes of it."""
+    """Run nodes of a graph without recording gradients and without the caller's autocast: all casts
+    of a graph are nodes of it."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for kind in KINDS:

@@ -20,10 +20,10 @@ its algorithm for short messages and the bandwidth of that for long ones):
     fetch, store    α + b/β                            of the link to the host, which each device
                                                        has for itself
 
-Where the profile has measured points of the kind for n ranks, they are interpolated instead. From
-points for other ranks, m the nearest, t(n, b) = max(formula(n, b), points(m, b · w(n)/w(m)) + (s(n)
-− s(m)) α), with s the number of steps and w the share of b on the wire. Either way come the local
-copies that `autopar.kernels.collectives` makes where a dim is not leading.
+If the profile has measured points of the kind for n ranks, they are interpolated instead. From
+points for other numbers of ranks, with m the nearest, t(n, b) = max(formula(n, b), points(m, b ·
+w(n)/w(m)) + (s(n) − s(m)) α), with s the number of steps and w the share of b on the wire. In both
+cases the local copies are added that `autopar.kernels.collectives` makes if a dim is not leading.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class Collective:
     Attributes:
         kind: ``slice`` is the local step Replicate → Shard; it moves nothing between ranks.
             ``fetch`` and ``store`` move a device's part from its host's memory, and there.
-        axis: index of the mesh axis; −1 of what moves along none (`HOST_KINDS`).
-        dim: the tensor dim gathered (all_gather), scattered (reduce_scatter, slice), extended
-            (halo), of which halves change places (swap), or, for all_to_all, the dim that is
+        axis: index of the mesh axis; −1 for `HOST_KINDS`, which move along none.
+        dim: the tensor dim that is gathered (all_gather), scattered (reduce_scatter, slice),
+            extended (halo), or whose halves are exchanged (swap); for all_to_all the dim that is
             sharded before. -1 for all_reduce, fetch and store.
         to_dim: for all_to_all the dim that is sharded afterwards, else -1.
         reduce_op: ``sum``, ``max``, ``min`` or ``product`` for the reducing kinds, else empty.
         dtype: element type as text without ``torch.``, for example ``bfloat16``.
         bytes: bytes of the local input of one rank.
-        halo_bytes: for halo what a rank between two others sends them, which is as much as it gets
-            from them.
+        halo_bytes: for halo the bytes that a rank sends to both its neighbours together, and
+            receives from them.
     """
 
     kind: Kind
@@ -90,11 +90,11 @@ class Collective:
     halo_bytes: int = 0
 
     def size_in(self, mesh_shape: Sequence[int]) -> int:
-        """How many devices it joins on a mesh; 1 where it moves along no axis."""
+        """Return the number of devices that it connects on a mesh; 1 if it moves along no axis."""
         return mesh_shape[self.axis] if self.axis >= 0 else 1
 
     def output_bytes(self, size: int) -> int:
-        """Bytes of the local output of one rank, on an axis of `size` devices."""
+        """Return the bytes of the local output of one rank, on an axis of `size` devices."""
         if self.kind == "all_gather":
             return self.bytes * size
         if self.kind in ("reduce_scatter", "slice"):
@@ -102,17 +102,23 @@ class Collective:
         return self.bytes + self.halo_bytes
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields as data of JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def collective_time(
     collective: Collective, axis_size: int, link: str, profile: HardwareProfile
 ) -> float:
-    """Seconds that `collective` takes on an axis of `axis_size` devices joined by `link`
-    (``"intra"`` or ``"inter"``).
+    """Return the seconds that a collective takes by itself.
+
+    Args:
+        collective: the collective.
+        axis_size: devices on its mesh axis.
+        link: the link of the axis, ``"intra"`` or ``"inter"``.
+        profile: the hardware.
 
     Raises:
-        HardwareError: where the profile has no such link.
+        HardwareError: if the profile has no such link.
     """
     if profile.parts:
         return max(collective_time(collective, axis_size, link, part) for part in profile.parts)
@@ -180,11 +186,17 @@ def bucket_time(
     profile: HardwareProfile,
     members: Iterable[int],
 ) -> float:
-    """Seconds of one collective on a bucket, with the two passes around it. Arguments and errors as
-    of `collective_time`.
+    """Return the seconds of one collective on a bucket, with the copies into and out of it.
 
     Args:
-        members: bytes that one rank puts in of each.
+        collective: the collective of the whole bucket.
+        axis_size: devices on its mesh axis.
+        link: the link of the axis, ``"intra"`` or ``"inter"``.
+        profile: the hardware.
+        members: per tensor of the bucket the bytes that one rank puts in.
+
+    Raises:
+        HardwareError: if the profile has no such link.
     """
     if profile.parts:
         members = tuple(members)
@@ -202,9 +214,9 @@ def bucket_time(
 
 
 def _passes_s(collective: Collective, axis_size: int, profile: HardwareProfile) -> float:
-    """Of `pack`, which reads and writes what goes in of a tensor, and of `unpack`, for what comes
-    out: a row per rank whose part there is, and of each at least a stripe; with what it costs the
-    host that there is one tensor more."""
+    """Seconds of `pack`, which reads and writes one tensor's input, and of `unpack`, which reads
+    and writes its output. Each copies one row per rank, and at least a stripe per row. The share of
+    a launch is the host's time for one more tensor."""
     least, rows = STRIPE * BUCKET_DTYPES[collective.dtype], {collective.kind: axis_size}
     put_in = max(collective.bytes, least * rows.get("reduce_scatter", 1))
     taken = max(collective.output_bytes(axis_size), least * rows.get("all_gather", 1))
@@ -219,12 +231,18 @@ def share_of_bucket(
     profile: HardwareProfile,
     per_byte_s: float | None = None,
 ) -> float:
-    """Seconds that a collective takes at least as part of a bucket, whichever others share it: its
-    passes, and of the collective and the launches what its bytes take in a bucket of the size that
-    is best for that. Arguments and errors as of `collective_time`.
+    """Return the least seconds that a collective takes as a part of any bucket: those of its
+    copies, and those of its bytes in a bucket of the best size.
 
     Args:
-        per_byte_s: `least_per_byte`, where it is known.
+        collective: the collective of one tensor.
+        axis_size: devices on its mesh axis.
+        link: the link of the axis, ``"intra"`` or ``"inter"``.
+        profile: the hardware.
+        per_byte_s: `least_per_byte`, if it is known already.
+
+    Raises:
+        HardwareError: if the profile has no such link.
     """
     if profile.parts:
         return max(share_of_bucket(collective, axis_size, link, part) for part in profile.parts)
@@ -234,8 +252,18 @@ def share_of_bucket(
 
 
 def least_per_byte(kind: Kind, axis_size: int, link: str, profile: HardwareProfile) -> float:
-    """Seconds per byte that one rank puts into a bucket, without passes, of the size that is
-    best for that."""
+    """Return the least seconds per byte that one rank puts into a bucket, without copies, over all
+    sizes of buckets.
+
+    Args:
+        kind: kind of the collective.
+        axis_size: devices on its mesh axis.
+        link: the link of the axis, ``"intra"`` or ``"inter"``.
+        profile: the hardware.
+
+    Raises:
+        HardwareError: if the profile has no such link.
+    """
     whole = Collective(kind, 0, -1 if kind == "all_reduce" else 0, -1, "", "", 0)
     most = most_put_in(kind, axis_size)
     totals = (max(most >> n, 1) for n in range(_NUM_TOTALS))
@@ -248,13 +276,13 @@ def least_per_byte(kind: Kind, axis_size: int, link: str, profile: HardwareProfi
 
 
 def most_put_in(kind: Kind, axis_size: int) -> int:
-    """Bytes that one rank may put into a bucket."""
+    """Return the most bytes that one rank may put into a bucket."""
     return BUCKET_BYTES // axis_size if kind == "all_gather" else BUCKET_BYTES
 
 
 def faster(link: Link, share: float) -> Link:
-    """The link with a bandwidth that is larger by `share`: (1 + share) · n bytes take the time
-    that n took, its latency stays."""
+    """Return the link with a bandwidth that is larger by `share`: (1 + share) · n bytes take the
+    time that n bytes took. Its latency stays."""
     curves: Mapping[str, Mapping[int, Curve]] = {
         kind: {
             num: Curve(tuple(size * (1 + share) for size in c.sizes), c.times)
@@ -268,8 +296,13 @@ def faster(link: Link, share: float) -> Link:
 
 
 def with_faster(profile: HardwareProfile, link: str, share: float) -> HardwareProfile:
-    """The profile with one link that is `faster`; of the slowest of several profiles, that of
-    each."""
+    """Return the profile with a larger bandwidth of one link; all its `parts` change alike.
+
+    Args:
+        profile: the hardware.
+        link: name of the link, ``"intra"`` or ``"inter"``.
+        share: by how much the bandwidth grows, as in `faster`.
+    """
     parts = tuple(with_faster(part, link, share) for part in profile.parts)
     return replace(
         profile, links={**profile.links, link: faster(profile.links[link], share)}, parts=parts
@@ -277,9 +310,9 @@ def with_faster(profile: HardwareProfile, link: str, share: float) -> HardwarePr
 
 
 def _copied_bytes(collective: Collective, axis_size: int) -> int:
-    """Bytes copied locally: ranks' parts lie one after another, so only a leading dim goes without;
-    a slice is always a copy, and so are halves that are put together; those that are sent lie apart
-    where the dim is not leading."""
+    """Bytes copied locally. Ranks' parts are contiguous in a collective's buffer, so that a dim
+    that is not leading needs a copy. A slice is always copied. So are the halves of a swap when
+    they are joined, and, if the dim is not leading, the half that is sent."""
     if collective.kind == "all_gather" and collective.dim > 0:
         return collective.bytes * axis_size
     if collective.kind == "reduce_scatter" and collective.dim > 0:
@@ -305,8 +338,8 @@ def _wire_time(kind: Kind, n: int, size: float, link: Link, launch_s: float) -> 
     if curves and n in curves:
         return curves[n].time_s(size)
     if not curves and kind in ("all_gather", "reduce_scatter") and link.curves.get("all_reduce"):
-        # a ring all_reduce is a reduce_scatter and an all_gather; apart, the second is launched on
-        # its own
+        # a ring all_reduce is a reduce_scatter and an all_gather; as two collectives, each has a
+        # launch of its own
         return _wire_time("all_reduce", n, size, link, launch_s) / 2 + launch_s
     bandwidth = link.bandwidth_bytes_per_s * (
         link.all_to_all_efficiency if kind == "all_to_all" else 1.0

@@ -1,5 +1,5 @@
-"""JSON from files that anyone may have written: read only where it is no deeper and no larger
-than what autopar writes."""
+"""JSON from untrusted files: limits of depth and size while it is read, and checks that the data
+have the types of their annotations."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def read_json(text: str, *, without: re.Pattern[str] | None = None) -> Any:
-    """Read JSON of a file that is not to be trusted.
+    """Read JSON from an untrusted file.
 
     Args:
-        text: what the file holds.
-        without: characters that no text or key may hold, as `autopar.errors.CONTROL` where
-            terminals and pictures show them.
+        text: contents of the file.
+        without: characters that no text or key may contain, for example `autopar.errors.CONTROL`
+            for data that terminals and pictures show.
 
     Returns:
-        What the text says, as `json.loads` gives it.
+        The data, as `json.loads` returns them.
 
     Raises:
-        ValueError: where it is no JSON, is nested more than `MOST_LEVELS` deep, names a key of an
-            object twice, or holds a number that is infinite, none, or an integer of more than 64
-            bits, or a text with one of these characters.
+        ValueError: if it is no JSON, is nested more than `MOST_LEVELS` deep, repeats a key of an
+            object, or contains a number that is not finite, an integer of more than 64 bits, or a
+            text with one of the characters `without`.
     """
     _check_depth(text)
     data = json.loads(
@@ -156,16 +156,16 @@ def _refuse_constant(name: str) -> Any:
 
 
 def unread(said: Any, read: Any, path: str = "") -> str:
-    """Find what a reader left out or changed.
+    """Find data that a reader ignored or changed.
 
     Args:
-        said: data as `read_json` gives it.
-        read: the data that would be written of what was made of it; it may have further keys.
-        path: of both, in messages.
+        said: the data of a file, as `read_json` returns them.
+        read: the data that would be written for the object that was made from `said`; they may have
+            further keys.
+        path: path of both, for the message.
 
     Returns:
-        The first place where `said` holds something else than `read`, in words; empty where there
-        is none.
+        The first difference of `said` and `read` in words; empty if there is none.
     """
     if isinstance(said, dict) and isinstance(read, dict):
         unknown = next((key for key in said if key not in read), None)
@@ -180,53 +180,55 @@ def unread(said: Any, read: Any, path: str = "") -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether a value has the type that its annotation names, all the way down: what was read from a
-# file is not to be trusted.
+# Types of untrusted data: whether a value and all its parts have the types of their annotations.
 
 _hints = cache(get_type_hints)
 
 
 def mismatch(value: Any, hint: Any, trusted: tuple[type, ...] = (), path: str = "") -> str:
-    """Where and how `value` differs from the annotation `hint`, as in ``entries[3].time_s is 'x',
-    not float``; else empty.
+    """Find where and how a value differs from its annotation.
 
     Args:
+        value: the value.
+        hint: the annotation.
         trusted: classes whose instances are not looked into.
+        path: path of the value, for the message.
+
+    Returns:
+        The first difference in words, as ``entries[3].time_s is 'x', not float``; empty if there is
+        none.
     """
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         found = [mismatch(value, arg, trusted, path) for arg in args]
         return "" if "" in found else found[0]
     kind = {None: hint, Literal: object}.get(origin, origin)
-    # A bool is an int to Python and an int no float, but not to those who write files.
-    fits = (
-        value in args
-        if origin is Literal
-        else kind is Any or isinstance(value, (int, float) if kind is float else kind)
-    )
-    if not fits or (isinstance(value, bool) and kind in (int, float)):
-        name = (
-            "nothing"
-            if kind is NoneType
-            else " or ".join(map(repr, args))
-            if origin is Literal
-            else kind.__name__
-        )
-        return f"{path.lstrip('.')} is {value!r:.60}, not {name}"
+    if not (value in args if origin is Literal else _is_instance(value, kind)):
+        return f"{path.lstrip('.')} is {value!r:.60}, not {_type_name(kind, origin, args)}"
     if isinstance(value, float) and math.isnan(value):
         return f"{path.lstrip('.')} is no number"
     if kind is Any or isinstance(value, trusted):
         return ""
-    return next(
-        filter(
-            None,
-            (
-                mismatch(part, inner, trusted, path + step)
-                for part, inner, step in _parts(value, args)
-            ),
-        ),
-        "",
-    )
+    parts = _parts(value, args)
+    differences = (mismatch(part, inner, trusted, path + step) for part, inner, step in parts)
+    return next(filter(None, differences), "")
+
+
+def _is_instance(value: Any, kind: Any) -> bool:
+    """As `isinstance`. But in Python a bool is an int, and an int is no float; in files it is the
+    other way round."""
+    if kind is Any:
+        return True
+    if isinstance(value, bool) and kind in (int, float):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _type_name(kind: Any, origin: Any, args: tuple[Any, ...]) -> str:
+    """An annotation in the words of messages."""
+    if kind is NoneType:
+        return "nothing"
+    return " or ".join(map(repr, args)) if origin is Literal else kind.__name__
 
 
 def _parts(value: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, Any, str]]:

@@ -1,5 +1,5 @@
-"""Arguments by name: one that is misspelt or left out is refused in the words of the project,
-with the nearest name that there is."""
+"""Errors for wrong arguments of public functions: a misspelt or missing argument raises
+`ArgumentError`, which suggests the closest known name."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ _UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def close_to(name: str, known: Iterable[str]) -> list[str]:
-    """The names that are most like one that is not known, the closest first; at most three."""
+    """Return up to three known names that are spelt most like `name`, the closest first."""
     return difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
 
 
 def named(name: str, page: str) -> Callable[[F], F]:
-    """A function that users call as `name` refuses arguments that it does not take, and says what
-    is missing.
+    """Decorate a public function so that unknown and missing arguments raise `ArgumentError`.
 
     Args:
-        page: of the documentation that lists the arguments.
+        name: what users call the function, for errors.
+        page: page of the documentation that lists the arguments.
     """
 
     def decorate(function: F) -> F:
+        """Wrap `function` in a check of its arguments."""
         signature = inspect.signature(function)
 
         @wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            """Call `function` if its signature takes the arguments."""
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise _refusal(name, page, signature, args, kwargs, str(error)) from None
             return function(*args, **kwargs)
 
-        return checked  # type: ignore[return-value]
+        return wrapper  # type: ignore[return-value]
 
     return decorate
 

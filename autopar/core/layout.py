@@ -1,5 +1,5 @@
-"""Layouts: how one tensor lies over the mesh, as text, part by part, and what an op asks of its
-operands."""
+"""Layouts: how one tensor is distributed over the mesh, with its text form, the local part of each
+device, and the layouts of an op's operands and results (`Strategy`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from autopar.errors import LayoutError
 # ``"S(0) R"`` is `Shard(0)` on the first axis, `Replicate()` on the second. Where a dim is split by
 # several axes out of mesh order, each of its splitters carries its rank: ``"S(0)#1 S(0)#0"`` splits
 # dim 0 first by the second axis. ``"S(2)~1~2"`` is a shard with 1 element of the part before it and
-# 2 of the one behind it (`autopar.core.placements`), ``"S(2)~mirrored"`` one of two halves from
-# either end of the dim (`autopar.core.placements`). ``"P S(0) uncast"`` is a layout of a cast's
-# result that is not made: what is cast lies so, and who reads the result reads that. ``"S(0) R
-# host"`` is a part in the memory of the device's host (offload).
+# 2 of the part after it; ``"S(2)~mirrored"`` is a shard of two halves, one from either end of the
+# dim (both in `autopar.core.placements`). ``"P S(0) uncast"`` is a layout of a cast's result that
+# is not computed: the cast's operand has this layout, and readers of the result read the operand.
+# ``"S(0) R host"`` is a part in the memory of the device's host (offload).
 
 _UNCAST, _HOST = " uncast", " host"
 _TOKEN = re.compile(
@@ -34,7 +34,14 @@ _TOKEN = re.compile(
 def write(
     placements: Sequence[Placement], order: Sequence[int], *, uncast: bool, host: bool
 ) -> str:
-    """The text of a layout, arguments as of `Layout`."""
+    """Write a layout as text; the inverse of `read_layout`.
+
+    Args:
+        placements: one per mesh axis.
+        order: the axes, outermost splitter first.
+        uncast: as for `Layout`.
+        host: as for `Layout`.
+    """
     tokens = [_placement_token(placements, order, axis) for axis in range(len(placements))]
     return " ".join(tokens) + _UNCAST * uncast + _HOST * host
 
@@ -55,11 +62,14 @@ def _placement_token(placements: Sequence[Placement], order: Sequence[int], axis
 
 
 def read_layout(text: str) -> tuple[list[Placement], list[int], bool, bool]:
-    """Placements, order, whether uncast, and whether on hosts, of the layout that `text` is of.
+    """Read the text of a layout.
+
+    Returns:
+        Its placements, order, `uncast` and `host`, as `Layout` takes them.
 
     Raises:
-        LayoutError: where a token cannot be read, or the splitters of a dim are not numbered 0, 1,
-            … all of them.
+        LayoutError: if a token cannot be read, or the splitters of a dim are not numbered 0, 1, …
+            without gaps.
     """
     placements: list[Placement] = []
     ranks: list[int] = []
@@ -68,16 +78,8 @@ def read_layout(text: str) -> tuple[list[Placement], list[int], bool, bool]:
         if match is None:
             remedy = 'write one of R, S(0), P, P(max) per mesh axis, as in "S(0) R"'
             raise LayoutError(f"cannot read {token!r} in layout {text!r}", remedy=remedy)
-        replicate, reduce_op, dim, rank, before, after, lowest, mirrored = match.groups()
-        if replicate:
-            placements.append(REPLICATE)
-        elif before is not None:
-            placements.append(Halo(int(dim), int(before), int(after), lowest is not None))
-        elif dim is not None:
-            placements.append(Mirrored(int(dim)) if mirrored else Shard(int(dim)))
-        else:
-            placements.append(Partial(reduce_op or "sum"))
-        ranks.append(int(rank) if rank is not None else -1)
+        placements.append(_read_placement(match))
+        ranks.append(int(match[4]) if match[4] is not None else -1)
     for dim in {p.dim for p in placements if isinstance(p, Shard)}:
         numbered = sorted(
             rank
@@ -93,13 +95,25 @@ def read_layout(text: str) -> tuple[list[Placement], list[int], bool, bool]:
     return placements, order, text.removesuffix(_HOST).endswith(_UNCAST), text.endswith(_HOST)
 
 
+def _read_placement(token: re.Match[str]) -> Placement:
+    """The placement that a match of `_TOKEN` describes, without its rank."""
+    replicate, reduce_op, dim, _, before, after, lowest, mirrored = token.groups()
+    if replicate:
+        return REPLICATE
+    if before is not None:
+        return Halo(int(dim), int(before), int(after), lowest is not None)
+    if dim is not None:
+        return Mirrored(int(dim)) if mirrored else Shard(int(dim))
+    return Partial(reduce_op or "sum")
+
+
 # --------------------------------------------------------------------------------------------------
-# Layouts: how one tensor lies over the mesh.
+# Layouts and strategies.
 #
 # A layout has one placement per mesh axis (torch's `Shard(d)`, `Replicate()`, `Partial(op)`).
-# Where several axes split one dim, the order in which they do matters: `order` lists all mesh
-# axes from the outermost splitter to the innermost, and is kept canonical (mesh order) wherever
-# it makes no difference, so equal layouts compare equal.
+# If several axes split one dim, their order matters: `order` lists all mesh axes from the
+# outermost splitter to the innermost. It is canonical (mesh order) wherever the order makes no
+# difference, so that equal layouts compare equal.
 #
 # Only the innermost splitter of a dim can be gathered without moving other data.
 
@@ -111,10 +125,10 @@ class Layout:
     Args:
         placements: one per mesh axis.
         order: a permutation of the axes, outermost splitter first; made canonical.
-        uncast: whether what is cast to the tensor stands for it; nothing leads from there to
-            another layout, nor there.
-        host: whether each device's part lies in its host's memory; only the same parts in the
-            device's own lead there.
+        uncast: whether the tensor is the result of a cast that is not computed, and readers read
+            the cast's operand. No collective leads to or from such a layout.
+        host: whether each device's part is in its host's memory. Only a copy of the same part in
+            the device's own memory leads to such a layout.
     """
 
     placements: tuple[Placement, ...]
@@ -124,7 +138,7 @@ class Layout:
     _hash: int = field(compare=False, repr=False)
     _dims: tuple[int, ...] = field(
         compare=False, repr=False
-    )  # per axis the dim that it splits, or −1: asked for all the time
+    )  # per axis the dim that it splits, or −1; stored because it is read very often
     _special: tuple[Special, ...] = field(compare=False, repr=False)
 
     def __init__(
@@ -157,22 +171,27 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """Read the text that `autopar.core.layout` has of it, the inverse of ``str``.
+        """Make a layout from its text, the inverse of ``str``.
 
         Raises:
-            LayoutError: where a token cannot be read, or the splitters of a dim are not numbered 0,
-                1, … all of them.
+            LayoutError: if a token cannot be read, or the splitters of a dim are not numbered 0, 1,
+                … without gaps.
         """
         placements, order, uncast, host = read_layout(text)
         return Layout(placements, order, uncast=uncast, host=host)
 
     @staticmethod
     def replicated(num_axes: int) -> Layout:
+        """Make the layout in which every device of `num_axes` mesh axes has the whole tensor."""
         return Layout((REPLICATE,) * num_axes)
 
     def over(self, axes: Sequence[int | None]) -> Layout:
-        """The layout over other axes: each is one of this layout's, or one over which all is
-        replicated (None)."""
+        """Return the layout over other mesh axes.
+
+        Args:
+            axes: for each new axis the axis of this layout that it stands for, or None if the
+                tensor is replicated over it.
+        """
         outermost_first = sorted(
             range(len(axes)),
             key=lambda new: -1 if (old := axes[new]) is None else self.order.index(old),
@@ -181,41 +200,45 @@ class Layout:
         return Layout(placements, outermost_first, uncast=self.uncast, host=self.host)
 
     def left_uncast(self) -> Layout:
-        """The same of what is cast, standing for the tensor."""
+        """Return the same layout with `uncast` set."""
         return Layout(self.placements, self.order, uncast=True)
 
     @property
     def plain(self) -> Layout:
-        """How the tensor, or what is cast to it, lies."""
+        """The same layout with `uncast` cleared: that of the tensor itself or of the cast's
+        operand."""
         return Layout(self.placements, self.order, host=self.host) if self.uncast else self
 
     def on_host(self) -> Layout:
-        """The same parts in the hosts' memory."""
+        """Return the layout of the same parts in the hosts' memory."""
         return Layout(self.placements, self.order, uncast=self.uncast, host=True)
 
     def on_device(self) -> Layout:
-        """The same parts in the devices' own memory."""
+        """Return the layout of the same parts in the devices' own memory."""
         return Layout(self.placements, self.order, uncast=self.uncast) if self.host else self
 
     @property
     def is_replicated(self) -> bool:
+        """Whether every device has the whole tensor."""
         return all(isinstance(p, Replicate) for p in self.placements)
 
     @property
     def has_partial(self) -> bool:
+        """Whether an axis holds the terms of a pending reduction."""
         return any(isinstance(p, Partial) for p in self.placements)
 
     @property
     def has_halo(self) -> bool:
+        """Whether a dim is split with a halo."""
         return any(isinstance(p, Halo) for p in self._special)
 
     @property
     def special(self) -> tuple[Special, ...]:
-        """Placements in which tensors lie only for the ops that ask for them."""
+        """The placements that only the ops that require them use: `Halo` and `Mirrored`."""
         return self._special
 
     def splitters(self, dim: int) -> tuple[int, ...]:
-        """The axes that split `dim`, outermost first."""
+        """Return the axes that split `dim`, outermost first."""
         dims = self._dims
         return tuple([axis for axis in self.order if dims[axis] == dim])
 
@@ -225,20 +248,20 @@ class Layout:
         return dim >= 0 and self.splitters(dim)[-1] == axis
 
     def with_placement(self, axis: int, placement: Placement) -> Layout:
-        """The layout with another placement on one axis; where that is a shard, the axis becomes
-        the innermost splitter."""
+        """Return the layout with another placement on one axis; if that is a shard, the axis
+        becomes the innermost splitter of its dim."""
         return _with_placement(self, axis, placement)
 
     def splits_like(self, other: Layout) -> bool:
-        """Whether a rank's part has the same place in the tensor as in `other`, be they sums'
-        parts or whole."""
+        """Whether every rank's part covers the same elements as in `other`, regardless of partial
+        sums."""
         alike = self._dims == other._dims and all(
             self.splitters(dim) == other.splitters(dim) for dim in self.split
         )
         return alike and self.special == other.special and not self.has_halo
 
     def num_shards(self, dim: int, mesh_shape: Sequence[int]) -> int:
-        """Into how many parts `dim` is split."""
+        """Return into how many parts `dim` is split on a mesh of `mesh_shape`."""
         num = 1
         for d, n in zip(self._dims, mesh_shape, strict=True):
             if d == dim:
@@ -255,8 +278,9 @@ class Layout:
         """Whether every dim exists and is split evenly, or by a single axis such that only its last
         part is shorter.
 
-        With a halo it is split by a single axis, and every part has what its neighbours take of it.
-        Mirrored it is split by a single axis, into parts of an even length.
+        A dim with a halo must be split by a single axis, into parts that are not shorter than the
+        halo that their neighbours read. A mirrored dim must be split by a single axis, into parts
+        of an even length.
         """
         return self._has_dims_of(shape) and all(
             [self._fits_dim(dim, shape[dim], mesh_shape) for dim in self.split]
@@ -283,11 +307,11 @@ class Layout:
             return alone and size % (2 * num_shards) == 0
         last = size - -(-size // num_shards) * (
             num_shards - 1
-        )  # the shortest part; neighbours must have what a halo takes
+        )  # the shortest part; it must be at least as long as the halo that neighbours read
         return alone and last >= (max(halo.before, halo.after, 1) if halo else 1)
 
     def halo(self, dim: int) -> Halo | None:
-        """The halo with which `dim` is split, if any."""
+        """Return the halo with which `dim` is split, if any."""
         return (
             next((p for p in self._special if isinstance(p, Halo) and p.dim == dim), None)
             if self._special
@@ -301,7 +325,7 @@ class Layout:
         )
 
 
-@lru_cache(maxsize=2**16)  # few layouts are written down many times
+@lru_cache(maxsize=2**16)  # few layouts are written as text many times
 def _text(layout: Layout) -> str:
     return write(layout.placements, layout.order, uncast=layout.uncast, host=layout.host)
 
@@ -313,7 +337,7 @@ def _with_placement(layout: Layout, axis: int, placement: Placement) -> Layout:
 
 
 def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -> tuple[int, ...]:
-    """Mesh order, except that the splitters of one dim keep the order asked for."""
+    """Mesh order, except that the splitters of one dim keep their order in `order`."""
     natural = tuple(range(len(placements)))
     if order is None or tuple(order) == natural:
         return natural
@@ -336,16 +360,15 @@ def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One choice for one op: the layouts that its tensor operands must have, and those its
-    results then have."""
+    """One choice for one op: the layouts that its tensor operands must have, and the layouts that
+    its results then have."""
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
 
     @property
     def plain(self) -> Strategy:
-        """How operands and results lie, be results made or what is cast to them (see
-        `Layout.plain`)."""
+        """The strategy with `Layout.plain` layouts of its results."""
         return (
             Strategy(self.inputs, tuple(at.plain for at in self.outputs))
             if any(at.uncast for at in self.outputs)
@@ -357,15 +380,20 @@ class Strategy:
 
 
 # --------------------------------------------------------------------------------------------------
-# The part of a tensor that lies at a place of the mesh.
+# The local part of a tensor on one device.
 
 
 def part_range(size: int, counts: Sequence[int], coordinates: Sequence[int]) -> tuple[int, int]:
-    """Start and length of a part: `size` cut into as many parts as the first count says, the part
-    there cut again, and so on.
+    """Return start and length of a part of a dim that is split several times.
 
     Uneven sizes follow torch's rule (`torch.chunk`): every part has ``ceil(size / n)`` elements
     until none is left.
+
+    Args:
+        size: length of the dim.
+        counts: number of parts of each split, the outermost first; each splits a part of the one
+            before.
+        coordinates: index of the part in each split.
     """
     start, length = 0, size
     for count, coordinate in zip(counts, coordinates, strict=True):
@@ -378,8 +406,16 @@ def part_range(size: int, counts: Sequence[int], coordinates: Sequence[int]) -> 
 def local_range(
     size: int, layout: Layout, dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, int]:
-    """Start and length of the part of a dim of `size` that lies at `coordinate` (see `part_range`),
-    without a halo; of a mirrored one the start is its first half's."""
+    """Return start and length of a device's part of one dim (see `part_range`), without a halo. The
+    start of a mirrored part is that of its first half.
+
+    Args:
+        size: length of the dim.
+        layout: layout of the tensor.
+        dim: the dim.
+        mesh_shape: devices on each axis of the mesh.
+        coordinate: the device's position on each axis.
+    """
     splitters = layout.splitters(dim)
     return part_range(
         size, [mesh_shape[axis] for axis in splitters], [coordinate[axis] for axis in splitters]
@@ -392,8 +428,15 @@ def local_shape(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Shape of the local tensor at `coordinate` (by default at the origin, which has the largest
-    part)."""
+    """Return the shape of a device's local tensor.
+
+    Args:
+        shape: shape of the whole tensor.
+        layout: its layout.
+        mesh_shape: devices on each axis of the mesh.
+        coordinate: the device's position on each axis; by default the origin, which has the largest
+            part.
+    """
     coordinate = coordinate if coordinate is not None else (0,) * len(mesh_shape)
     lengths = list(shape)
     for dim in layout.split:

@@ -8,10 +8,10 @@ them, each on one mesh axis:
     S(d) → S(e)  all_to_all      only of the innermost splitter of d; the axis becomes the innermost
                                  splitter of e
     R    → S(d)  slice           local; the axis becomes the innermost splitter of d
-    S(d) → S(d)~a~b  halo        where the axis alone splits d; nothing leads on from there
-    S(d) ↔ S(d)~mirrored  swap   where the axis alone splits d into parts of an even length
+    S(d) → S(d)~a~b  halo        if no other axis splits d; no arc starts there
+    S(d) ↔ S(d)~mirrored  swap   if no other axis splits d, and its parts have an even length
 
-or a copy between the devices' memory and their hosts', `store` and `fetch`, where a layout on the
+or a copy between the memory of devices and of their hosts, `store` and `fetch`, if a layout on the
 host is produced or wanted.
 """
 
@@ -39,8 +39,9 @@ class Arc:
     """One collective from layout `src` to layout `dst` (indices into `LayoutGraph.layouts`).
 
     Attributes:
-        time_s: what it takes by itself. share_s: what it takes at least as a share of a bucket, no
-            more than that; None of what may be in none.
+        time_s: seconds of the collective by itself.
+        share_s: least seconds that it takes as a part of a bucket, at most `time_s`; None if it
+            cannot be in a bucket.
     """
 
     src: int
@@ -50,7 +51,7 @@ class Arc:
     share_s: float | None = None
 
     def seconds(self, *, shares: bool) -> float:
-        """By itself, or, where it `shares` a bucket if it may, what it takes of that."""
+        """Return `share_s` if the arc `shares` a bucket and may be in one, else `time_s`."""
         return self.time_s if self.share_s is None or not shares else self.share_s
 
 
@@ -59,9 +60,10 @@ class LayoutGraph:
     """Layouts of one tensor and the single collectives between them.
 
     Attributes:
-        layouts: the nodes. bytes: of a device's memory in each, of what is there for another's sake
-            0. arcs: the collectives.
-        index: layout → node.
+        layouts: the nodes.
+        bytes: bytes of a device's memory per node; 0 for uncast layouts and those on the host.
+        arcs: the collectives.
+        index: layout → index of its node.
     """
 
     layouts: tuple[Layout, ...]
@@ -69,8 +71,8 @@ class LayoutGraph:
     arcs: tuple[Arc, ...]
     index: dict[Layout, int] = field(compare=False, repr=False)
 
-    def outgoing(self) -> list[list[Arc]]:
-        """Arcs by their source."""
+    def arcs_by_source(self) -> list[list[Arc]]:
+        """Return, for each node, the arcs that start there."""
         result: list[list[Arc]] = [[] for _ in self.layouts]
         for arc in self.arcs:
             result[arc.src].append(arc)
@@ -80,7 +82,14 @@ class LayoutGraph:
 def local_bytes(
     shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int]
 ) -> int:
-    """Bytes of the (largest) local tensor."""
+    """Return the bytes of the largest local tensor.
+
+    Args:
+        shape: shape of the whole tensor.
+        dtype: its dtype.
+        layout: its layout.
+        mesh_shape: devices on each axis of the mesh.
+    """
     return math.prod(local_shape(shape, layout, mesh_shape)) * dtype.itemsize
 
 
@@ -94,11 +103,17 @@ def neighbours(
     allowed: Sequence[Collection[Placement]] | None = None,
     stored: Collection[Layout] = (),
 ) -> list[tuple[Collective, Layout]]:
-    """Every layout that one collective leads to and that fits; reductions run in `reduce_dtype` (by
-    default `dtype`).
+    """Return every layout that fits and to which one collective leads, with the collective.
 
-    Of the many possible halos and mirrored parts, those that are asked for; of the placements on
-    each axis, those that are allowed; to the hosts, if it is among those that may be `stored`.
+    Args:
+        shape: shape of the whole tensor.
+        dtype: its dtype.
+        layout: the layout to start from.
+        mesh_shape: devices on each axis of the mesh.
+        reduce_dtype: dtype of reductions; by default `dtype`.
+        special: the halos and mirrored placements to consider.
+        allowed: per axis the placements to consider; None means all.
+        stored: layouts that may be copied to the hosts.
     """
     if layout.uncast:
         return []
@@ -106,37 +121,50 @@ def neighbours(
         return [(host_copy("fetch", shape, dtype, layout, mesh_shape), layout.on_device())]
     found: list[tuple[Collective, Layout]] = []
     sizes: dict[torch.dtype, int] = {}
-    for axis, placement in enumerate(layout.placements):
-        if mesh_shape[axis] == 1:
-            continue
-        if splits(placement) and not layout.is_innermost(axis):
-            continue
+    for axis in _movable_axes(layout, mesh_shape):
+        placement = layout.placements[axis]
+        moved = (reduce_dtype or dtype) if adds_up(placement) else dtype
+        name = str(moved).removeprefix("torch.")
         for target in _axis_targets(placement, len(shape), special):
             if allowed is not None and target not in allowed[axis]:
                 continue
             after = layout.with_placement(axis, target)
-            if after.fits(shape, mesh_shape):
-                moved = (reduce_dtype or dtype) if adds_up(placement) else dtype
-                if moved not in sizes:
-                    sizes[moved] = local_bytes(shape, moved, layout, mesh_shape)
-                size = sizes[moved]
-                collective = _collective(
-                    axis, placement, target, str(moved).removeprefix("torch."), size
-                )
-                if collective.kind == "halo":
-                    collective = replace(
-                        collective, halo_bytes=local_bytes(shape, moved, after, mesh_shape) - size
-                    )
-                found.append((collective, after))
+            if not after.fits(shape, mesh_shape):
+                continue
+            if moved not in sizes:
+                sizes[moved] = local_bytes(shape, moved, layout, mesh_shape)
+            collective = _collective(axis, placement, target, name, sizes[moved])
+            if collective.kind == "halo":
+                halo_bytes = local_bytes(shape, moved, after, mesh_shape) - sizes[moved]
+                collective = replace(collective, halo_bytes=halo_bytes)
+            found.append((collective, after))
     if layout in stored:
         found.append((host_copy("store", shape, dtype, layout, mesh_shape), layout.on_host()))
     return found
 
 
+def _movable_axes(layout: Layout, mesh_shape: Sequence[int]) -> list[int]:
+    """Axes with several devices whose placement one collective can change (see the module
+    docstring)."""
+    return [
+        axis
+        for axis, placement in enumerate(layout.placements)
+        if mesh_shape[axis] > 1 and (not splits(placement) or layout.is_innermost(axis))
+    ]
+
+
 def host_copy(
     kind: Kind, shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int]
 ) -> Collective:
-    """A ``store`` of what lies in a layout, or a ``fetch``."""
+    """Return the copy of a tensor to the hosts or back.
+
+    Args:
+        kind: ``store`` or ``fetch``.
+        shape: shape of the whole tensor.
+        dtype: its dtype.
+        layout: its layout.
+        mesh_shape: devices on each axis of the mesh.
+    """
     return Collective(
         kind,
         -1,
@@ -192,25 +220,26 @@ def layout_graph(
     reduces: bool = True,
     share: Price | None = None,
 ) -> LayoutGraph:
-    """The layout graph between the layouts `produced` and `wanted`; reductions run in
-    `reduce_dtype` (by default `dtype`), or, without `reduces`, not at all. What may be in a bucket
-    has its `share` of it (by default none is).
+    """Build the layout graph between the layouts `produced` and `wanted`.
 
-    Its nodes are these and whatever lies between them: on every axis the placements that occur
-    there, `Replicate()`, and, where partial sums are produced on an axis, shards of the dims that
-    occur on any axis (for hierarchical reductions).
+    Its nodes are these layouts and the layouts between them. On every axis these have the
+    placements that occur there, `Replicate()`, and, if partial sums are produced on the axis,
+    shards of the dims that are split on any axis (for hierarchical reductions).
+
+    Args:
+        shape: shape of the whole tensor.
+        dtype: its dtype.
+        mesh_shape: devices on each axis of the mesh.
+        produced: layouts in which the tensor is made.
+        wanted: layouts in which it is read.
+        price: seconds of a collective by itself.
+        reduce_dtype: dtype of reductions; by default `dtype`.
+        reduces: whether there are arcs that reduce.
+        share: seconds of a collective as a part of a bucket; None if there are no buckets.
     """
     produced, wanted = list(dict.fromkeys(produced)), list(dict.fromkeys(wanted))
     ends = list(dict.fromkeys([*produced, *wanted]))
-    lie = [layout for layout in ends if not layout.uncast]
-    dims = sorted({p.dim for layout in lie for p in layout.placements if isinstance(p, Shard)})
-    allowed: list[set[Placement]] = []
-    for axis in range(len(mesh_shape)):
-        here = {layout.placements[axis] for layout in lie} | {REPLICATE}
-        here |= {Shard(p.dim) for p in here if isinstance(p, Special)}
-        if any(adds_up(p) for p in here):
-            here |= {Shard(dim) for dim in dims}
-        allowed.append(here)
+    allowed = _placements_between([e for e in ends if not e.uncast], len(mesh_shape))
     special = tuple(dict.fromkeys(p for layout in wanted for p in layout.special))
     stored = {layout.on_device() for layout in wanted if layout.host}
     index: dict[Layout, int] = {}
@@ -221,7 +250,7 @@ def layout_graph(
         index[layout] = len(layouts)
         layouts.append(layout)
         queue.append(layout)
-    for layout in queue:  # grows while it is walked
+    for layout in queue:  # the loop appends to it
         for collective, after in neighbours(
             shape, dtype, layout, mesh_shape, reduce_dtype, special, allowed, stored
         ):
@@ -234,18 +263,45 @@ def layout_graph(
             shares = share is not None and may_share(collective, shape, layout, after, mesh_shape)
             share_s = share(collective) if share is not None and shares else None
             arcs.append(Arc(index[layout], index[after], collective, price(collective), share_s))
-    sizes = tuple(
-        0 if layout.uncast or layout.host else local_bytes(shape, dtype, layout, mesh_shape)
-        for layout in layouts
-    )
-    return LayoutGraph(tuple(layouts), sizes, tuple(arcs), index)
+    sizes = (_device_bytes(shape, dtype, layout, mesh_shape) for layout in layouts)
+    return LayoutGraph(tuple(layouts), tuple(sizes), tuple(arcs), index)
+
+
+def _device_bytes(
+    shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int]
+) -> int:
+    """Bytes of a device's memory that a tensor takes in a layout (see `LayoutGraph.bytes`)."""
+    if layout.uncast or layout.host:
+        return 0
+    return local_bytes(shape, dtype, layout, mesh_shape)
+
+
+def _placements_between(ends: Sequence[Layout], num_axes: int) -> list[set[Placement]]:
+    """Per mesh axis the placements of layouts between `ends` (see `layout_graph`)."""
+    dims = sorted({p.dim for layout in ends for p in layout.placements if isinstance(p, Shard)})
+    allowed: list[set[Placement]] = []
+    for axis in range(num_axes):
+        here = {layout.placements[axis] for layout in ends} | {REPLICATE}
+        here |= {Shard(p.dim) for p in here if isinstance(p, Special)}
+        if any(adds_up(p) for p in here):
+            here |= {Shard(dim) for dim in dims}
+        allowed.append(here)
+    return allowed
 
 
 def may_share(
     c: Collective, shape: Sequence[int], before: Layout, after: Layout, mesh_shape: Sequence[int]
 ) -> bool:
-    """Whether a collective of a tensor can be in a bucket: of a floating tensor of which all
-    ranks have equal parts."""
+    """Whether a collective can be in a bucket: its tensor is floating, and all ranks have parts of
+    equal size.
+
+    Args:
+        c: the collective.
+        shape: shape of the whole tensor.
+        before: its layout before the collective.
+        after: its layout after it.
+        mesh_shape: devices on each axis of the mesh.
+    """
     return (
         c.kind in BUCKETED
         and c.dtype in BUCKET_DTYPES
@@ -255,8 +311,8 @@ def may_share(
 
 
 def all_layouts(shape: Sequence[int], mesh_shape: Sequence[int]) -> tuple[Layout, ...]:
-    """Every layout without partial sums that fits `shape` (see `Layout.fits`); axes of size 1
-    stay replicated."""
+    """Return every layout without partial sums that fits `shape` (see `Layout.fits`); axes of size
+    1 stay replicated."""
     num_axes = len(mesh_shape)
     dims = [dim for dim, size in enumerate(shape) if size > 1]
     options = [

@@ -1,5 +1,5 @@
-"""Packages whose names are imported when they are first asked for (PEP 562): what needs no torch
-does not wait for it."""
+"""Lazy imports of packages (PEP 562): a name is imported when it is first accessed, so that code
+that needs no torch does not wait for it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 
 def imported_apart(name: str) -> ModuleType:
-    """The module of that name, imported in a thread of its own where it is not imported yet.
+    """Import a module in a thread of its own, unless it is imported already.
 
-    Libraries keep exceptions that they catch while they are imported (pulp one per solver that is
-    not installed). An exception holds the frames below which it was raised, and each frame those
-    that called it: in the caller's thread the user's model among their variables, for ever.
+    Some libraries keep exceptions that they catch while they are imported (pulp keeps one per
+    solver that is not installed). An exception holds the frames of its traceback, and each frame
+    its callers. In the caller's thread these frames would keep the user's model alive forever.
 
     Args:
         name: full name of the module.
@@ -27,7 +27,7 @@ def imported_apart(name: str) -> ModuleType:
         The module.
 
     Raises:
-        Exception: as the import does.
+        Exception: whatever the import raises.
     """
     if name in sys.modules:
         return importlib.import_module(name)  # waits where another thread imports it
@@ -42,15 +42,17 @@ def imported_apart(name: str) -> ModuleType:
 def lazily(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package. `dir` shows `__all__` and all that is imported so;
-    other modules are names of it, too.
+    """Return `__getattr__` and `__dir__` for a package whose names are imported lazily.
+
+    Submodules can be accessed as attributes, too, but `dir` does not list them.
 
     Args:
-        package: its full name.
-        modules: name → full name of the module that it is taken from.
+        package: full name of the package.
+        modules: name → full name of the module that defines it.
     """
 
     def get(name: str) -> Any:
+        """Import `name`, or the submodule of that name."""
         if name in modules:
             return getattr(imported_apart(modules[name]), name)
         if not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
@@ -58,6 +60,7 @@ def lazily(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
+        """List `__all__`, the lazy names and the special attributes."""
         here = sys.modules[package]
         own = (name for name in vars(here) if name.startswith("__"))
         return sorted({*own, *here.__all__, *modules})

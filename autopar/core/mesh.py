@@ -35,8 +35,8 @@ class Mesh:
         axes: ``{"node": 4, "gpu": 8}``, a sequence of `MeshAxis`, or a device count (one axis,
             ``"gpu"``).
         devices_per_node: how many consecutive ranks share a node; by default the size of the last
-            axis where there are several axes, else all devices up to 8.
-        links: names the link of an axis where it does not follow from the stride, ``{"gpu":
+            axis if there are several axes, else all devices up to 8.
+        links: the link of each axis whose link does not follow from the stride, ``{"gpu":
             "inter"}``.
 
     Raises:
@@ -76,23 +76,26 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the axes."""
         return tuple(axis.name for axis in self.axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Number of devices on each axis."""
         return tuple([axis.size for axis in self.axes])
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of the whole mesh."""
         return math.prod(self.shape)
 
     def stride(self, axis: int) -> int:
-        """Distance in ranks between neighbours on `axis`."""
+        """Return the distance in ranks between neighbours on `axis`."""
         return math.prod(self.shape[axis + 1 :])
 
     def link(self, axis: int) -> str:
-        """``"intra"`` where the whole axis lies within one node, else ``"inter"`` (or as named
-        by the user)."""
+        """Return the link of an axis: ``"intra"`` if the whole axis lies within one node, else
+        ``"inter"``, unless the user named it in `links`."""
         named = dict(self.links).get(self.axes[axis].name)
         if named is not None:
             return named
@@ -100,26 +103,26 @@ class Mesh:
         return "intra" if self.devices_per_node % span == 0 else "inter"
 
     def shares_memory(self, axis: int) -> bool:
-        """Whether ranks along `axis` reach each other's memory, as those of one node do."""
+        """Whether ranks along `axis` can access each other's memory, as those of one node can."""
         return self.link(axis) == "intra"
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """The rank's position on every axis."""
+        """Return the rank's position on every axis."""
         return tuple(rank // self.stride(a) % self.axes[a].size for a in range(len(self.axes)))
 
     def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks that communicate along `axis`, one tuple per group, ordered by position on
-        the axis."""
+        """Return the ranks that communicate along `axis`, one tuple per group, ordered by position
+        on the axis."""
         stride, size = self.stride(axis), self.axes[axis].size
         starts = [rank for rank in range(self.num_devices) if self.coordinate(rank)[axis] == 0]
         return tuple(tuple(start + k * stride for k in range(size)) for start in starts)
 
     def without(self, name: str) -> Mesh:
-        """The mesh of the other axes, whose links are what they were; of one device where there is
-        no other.
+        """Return the mesh without one axis; the other axes keep their links. Without its only axis
+        it is a mesh of one device.
 
         Raises:
-            MeshError: where there is no axis of that name.
+            MeshError: if there is no axis of that name.
         """
         if name not in self.names:
             raise MeshError(
@@ -132,6 +135,7 @@ class Mesh:
         return Mesh(left or {"device": 1}, devices_per_node=self.devices_per_node, links=links)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the mesh as data of JSON, the inverse of `from_json`."""
         return {
             "axes": [[a.name, a.size] for a in self.axes],
             "devices_per_node": self.devices_per_node,
@@ -140,9 +144,14 @@ class Mesh:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Mesh:
+        """Make a mesh from the data that `to_json` returns.
+
+        Raises:
+            MeshError: if an axis or a link is not valid.
+        """
         axes = [
             MeshAxis(name, size) for name, size in data["axes"]
-        ]  # a list: JSON objects are sorted, axes are ordered
+        ]  # a list, because axes are ordered and JSON objects are sorted when they are written
         return Mesh(axes, devices_per_node=data["devices_per_node"], links=data.get("links"))
 
     @staticmethod
@@ -169,7 +178,7 @@ class Mesh:
 
 
 def nodes_in(text: str) -> tuple[int, int] | None:
-    """Nodes and devices per node of ``"4x8"``; None where the text is of another kind."""
+    """Read nodes and devices per node from ``"4x8"``; None if the text has another form."""
     nodes, x, devices = text.partition("x")
     return (
         (int(nodes), int(devices))
@@ -190,7 +199,7 @@ def _check_axes(axes: tuple[MeshAxis, ...], links: Mapping[str, str]) -> None:
             f"mesh axis names repeat: {names}", remedy="give each axis a name of its own"
         )
     for axis in axes:
-        if not axis.name or set(axis.name) & set(",= "):  # the text of a mesh has to read back
+        if not axis.name or set(axis.name) & set(",= "):  # `Mesh.parse` must read str(mesh)
             what = (
                 f"mesh axis name {axis.name!r} holds a comma, an equals sign or a space"
                 if axis.name
@@ -211,8 +220,8 @@ def _check_axes(axes: tuple[MeshAxis, ...], links: Mapping[str, str]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What users say of devices: a mesh or what is to be one, and the hardware of it. Nothing here
-# needs torch: what is mistyped does not wait for it.
+# The arguments mesh= and hardware= as users pass them. Nothing here needs torch, so that typing
+# errors are reported before torch is imported.
 
 Unshaped: TypeAlias = int | tuple[int, int]  # a device count; nodes × devices per node
 ProfileLike: TypeAlias = str | Path | HardwareProfile
@@ -224,14 +233,15 @@ _FORM = (
 
 
 def read_mesh(text: str, devices_per_node: int | None = None) -> Mesh | Unshaped:
-    """A mesh as the command line has it: axes, or what the planner is to shape, a device count or
-    nodes × devices per node as 4x8.
+    """Read a mesh of the command line.
 
     Args:
-        devices_per_node: where the text does not say it; of axes by default as `Mesh` has it.
+        text: axes as for `Mesh.parse`, or devices whose mesh the planner shapes: a device count, or
+            nodes × devices per node as 4x8.
+        devices_per_node: if the text does not say it; by default that of `Mesh`.
 
     Raises:
-        MeshError: where it is none of these, or its nodes are not of so many devices.
+        MeshError: if the text has none of these forms, or contradicts `devices_per_node`.
     """
     found = int(text) if text.isdecimal() else nodes_in(text) or Mesh.parse(text)
     if devices_per_node is None:
@@ -252,18 +262,21 @@ def read_mesh(text: str, devices_per_node: int | None = None) -> Mesh | Unshaped
 
 
 def is_unshaped(mesh: object) -> TypeGuard[Unshaped]:
-    """Whether a mesh is a device count, or nodes × devices per node, whose shape is the
-    planner's choice."""
+    """Whether `mesh` is a device count or nodes × devices per node, for which the planner chooses
+    the axes."""
     sizes = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (mesh,)
     return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
 
 
 def read_hardware(hardware: HardwareLike) -> Hardware:
-    """A profile, its name or path, or a mapping from an axis to one per index along it; as text
-    ``stage=h100-sxm,a100-sxm-80gb``.
+    """Load the hardware that a user names.
+
+    Args:
+        hardware: a profile, its name or path, or a mapping from an axis to one profile per index
+            along it; as text ``stage=h100-sxm,a100-sxm-80gb``.
 
     Raises:
-        HardwareError: where a profile is not there.
+        HardwareError: if it has none of these forms, or a profile does not exist.
     """
     if isinstance(hardware, HardwareProfile | Mixed):
         return hardware
@@ -274,10 +287,11 @@ def read_hardware(hardware: HardwareLike) -> Hardware:
 
 
 def hardware_of(hardware: HardwareLike, mesh: Mesh | Unshaped) -> Hardware:
-    """As `read_hardware`, for a mesh.
+    """Load the hardware that a user names, as `read_hardware`, and check that it fits the mesh.
 
     Raises:
-        HardwareError: also where the mesh has no such axis, or not so many devices along it.
+        HardwareError: as `read_hardware`; also if profiles are named along an axis that the mesh
+            does not have, or not one per device along it.
     """
     found = read_hardware(hardware)
     if isinstance(found, HardwareProfile):
@@ -327,9 +341,7 @@ def _mixed_hardware(hardware: object) -> Mixed:
 
 
 def _on(mixed: Mixed, mesh: Mesh) -> Mixed:
-    """Raises:
-    HardwareError: where the mesh has no such axis, or not so many devices along it.
-    """
+    """Check that the mesh has the axis of `mixed`, with one device per profile."""
     if mixed.axis not in mesh.names:
         what = f"hardware= names profiles along {mixed.axis!r}, which mesh {mesh} does not have"
         raise HardwareError(what, remedy=f"its axes are {', '.join(mesh.names)}")
@@ -346,8 +358,8 @@ def _on(mixed: Mixed, mesh: Mesh) -> Mixed:
 
 
 def _parse_hardware(text: str) -> tuple[str, list[str]]:
-    """The axis and its profiles of ``stage=h100-sxm,a100-sxm-80gb``; no axis where the text is a
-    name or a path."""
+    """The axis and its profiles in ``stage=h100-sxm,a100-sxm-80gb``; no axis if the text is a name
+    or a path."""
     axis, equals, along = text.partition("=")
     if not equals or os.sep in axis or os.path.exists(text):
         return "", []

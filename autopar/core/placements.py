@@ -1,12 +1,5 @@
-"""The halo placement: a shard of a dim with some elements of its neighbours on either side.
-
-An op over windows of a dim (convolution, pooling) that is split along this dim needs it: part ``i``
-of n holds its own elements, the last `before` of part ``i − 1`` and the first `after` of part ``i +
-1``. Beyond the ends of the dim stand zeros, or the dtype's lowest value, as the op would pad it.
-
-Only operands lie so, for the op that asks for it: one ``halo`` collective leads there from the
-plain shard.
-"""
+"""Placements on one mesh axis: torch's, and two special ones, `Halo` and `Mirrored`, which only the
+operands and results of ops that require them have."""
 
 from __future__ import annotations
 
@@ -18,13 +11,24 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+# --------------------------------------------------------------------------------------------------
+# The halo placement: a shard of a dim with some elements of its neighbours on either side.
+#
+# An op over windows of a dim (convolution, pooling) that is split along this dim needs it. Part
+# ``i`` of n holds its own elements, the last `before` elements of part ``i − 1`` and the first
+# `after` elements of part ``i + 1``. The ends of the dim are padded with zeros or with the dtype's
+# lowest value, as the op would pad them.
+#
+# Only operands of such ops have this placement. One ``halo`` collective leads there from the plain
+# shard.
+
 
 class Halo(Shard):
-    """A shard of `dim` with `before` elements of the part before it and `after` of the one behind
-    it.
+    """A shard of `dim` with `before` elements of the part before it and `after` elements of the
+    part after it.
 
     Attributes:
-        lowest: what lies beyond the ends: the dtype's lowest value (for a maximum) instead of
+        lowest: whether the ends are padded with the dtype's lowest value (for a maximum) instead of
             zeros.
     """
 
@@ -41,7 +45,7 @@ class Halo(Shard):
 
     @property
     def length(self) -> int:
-        """How many elements a part has more than the plain shard."""
+        """Number of elements that a part has more than the plain shard."""
         return self.before + self.after
 
     def _settings(self) -> tuple[int, int, int, bool]:
@@ -63,18 +67,31 @@ class Halo(Shard):
 
 
 def beyond(x: Tensor, halo: Halo, length: int) -> Tensor:
-    """What stands beyond the ends of the dim for `length` elements."""
+    """Return the padding at one end of the dim.
+
+    Args:
+        x: a tensor with the other dims and the dtype.
+        halo: the dim and the kind of padding.
+        length: elements along the dim.
+    """
     shape = (*x.shape[: halo.dim], length, *x.shape[halo.dim + 1 :])
     return x.new_full(shape, lowest_of(x.dtype)) if halo.lowest else x.new_zeros(shape)
 
 
 def lowest_of(dtype: torch.dtype) -> float | int:
-    """The value that no maximum is below."""
+    """Return the lowest value of a dtype, the neutral element of a maximum."""
     return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def window(whole: Tensor, halo: Halo, start: int, length: int) -> Tensor:
-    """The part of the whole tensor that begins at `start` and has `length` elements of its own."""
+    """Return a part of a tensor with its halo.
+
+    Args:
+        whole: the whole tensor.
+        halo: the dim and the halo.
+        start: first element of the part, without the halo.
+        length: elements of the part, without the halo.
+    """
     padded = torch.cat(
         [beyond(whole, halo, halo.before), whole, beyond(whole, halo, halo.after)], dim=halo.dim
     )
@@ -82,8 +99,8 @@ def window(whole: Tensor, halo: Halo, start: int, length: int) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# The mirrored placement: two halves of a dim's parts, one from either end, such that causal
-# attention's work is the same for all ranks.
+# The mirrored placement: two halves of a dim's parts, one from either end, which balances the work
+# of causal attention over the ranks.
 #
 # A dim is split over n ranks into equal parts of an even length. Rank ``i`` holds the first half
 # of its own part and the second half of part ``n − 1 − i``. With the halves of all parts numbered
@@ -93,21 +110,21 @@ def window(whole: Tensor, halo: Halo, start: int, length: int) -> Tensor:
 #
 # h² (2i + ½) + h² (2(n − 1 − i) + 1 + ½) = h² · 2n
 #
-# pairs, whichever it is: the n-th part of the whole, of (2nh)²/2. Split plainly, the last rank
-# computes half of its square, and all before it: (2h)² (n − 1) + (2h)²/2 = h² (4n − 2), nearly
-# twice as much, and the others wait for it.
+# pairs for every i: the n-th part of all (2nh)²/2 pairs. With plain shards the last rank computes
+# half of its own square and all pairs before it: (2h)² (n − 1) + (2h)²/2 = h² (4n − 2), nearly
+# twice as many, and the other ranks wait for it.
 #
-# One ``swap`` leads there from the plain shard, and the same one back: each rank sends its second
-# half to rank ``n − 1 − i`` and has that one's. So lie causal attention's queries, what is made
-# of them and its gradient, for attention alone; whatever else reads or makes them has the plain
-# shard. (Of 2n chunks, the context parallelism of Grattafiori et al., "The Llama 3 Herd of
-# Models", 2024, section 3.3.2, gives rank i chunks i and 2n − 1 − i all through the model. Here
-# parts stay plain, and one of a rank's two halves need not move.)
+# One ``swap`` leads there from the plain shard, and the same one back: rank i exchanges its second
+# half with rank ``n − 1 − i``. Only causal attention reads and makes tensors with this placement:
+# its queries, its result and their gradients; all other ops have the plain shard. (The context
+# parallelism of Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3.2, gives rank
+# i the chunks i and 2n − 1 − i of 2n in the whole model. Here parts stay plain, and one of a
+# rank's two halves need not move.)
 
 
 class Mirrored(Shard):
-    """A part of `dim` that is the first half of the rank's own part and the second half of its
-    mirror image's."""
+    """A part of `dim` that consists of the first half of the rank's own part and the second half of
+    the part of its mirror image, rank n − 1 − i."""
 
     def __new__(cls, dim: int) -> Mirrored:
         return super().__new__(cls, dim)
@@ -128,20 +145,25 @@ class Mirrored(Shard):
 
 
 def second_start(size: int, length: int, start: int) -> int:
-    """Where the second half of a mirrored part of a dim of `size` begins: that of a part of
-    `length` whose first half begins at `start`."""
+    """Return where the second half of a mirrored part begins.
+
+    Args:
+        size: length of the dim.
+        length: length of the part.
+        start: where its first half begins.
+    """
     return size - start - length // 2
 
 
 def swap_parts(parts: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """The parts along `dim`, by rank, after a swap: plain ones mirrored, mirrored ones plain."""
+    """Return the parts along `dim`, by rank, after a swap: plain parts become mirrored, mirrored
+    parts plain."""
     halves = [part.tensor_split(2, dim) for part in parts]
     return [torch.cat([first, halves[-1 - i][1]], dim=dim) for i, (first, _) in enumerate(halves)]
 
 
 # --------------------------------------------------------------------------------------------------
-# Placements on one mesh axis: torch's, and those in which tensors lie only for the ops that ask
-# for them.
+# Predicates of all placements.
 
 Special = Halo | Mirrored
 REPLICATE = Replicate()
@@ -149,11 +171,11 @@ PARTIAL = Partial("sum")
 
 
 def splits(placement: Placement) -> bool:
-    """Whether it is a shard. torch's placements have an ``isinstance`` of their own, which takes
-    long where they are not."""
+    """Whether a placement is a shard. torch's placements override ``isinstance``, which is slow for
+    instances of other classes."""
     return issubclass(type(placement), Shard)
 
 
 def adds_up(placement: Placement) -> bool:
-    """Whether it is a partial sum, or another reduction's part; as quickly as `splits`."""
+    """Whether a placement is `Partial`, of a sum or another reduction; as fast as `splits`."""
     return issubclass(type(placement), Partial)

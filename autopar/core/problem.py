@@ -48,14 +48,14 @@ class Value:
             between them.
         resident: layouts' bytes are counted elsewhere (a parameter rests in its storage layout), so
             keeping the produced layout until backward is free.
-        keepable: layouts in which it may be kept until backward; None is any that forward has it
-            in. Where forward has it in none of these, backward makes it again.
-        copied: it is a parameter's copy in a narrower dtype, made when the step begins, and held
-            like what forward makes.
-        dtype: of the tensor, as text.
-        away_s: per layout the seconds of storing it on the host, and of fetching it from there, if
-            it may wait there for backward; infinite where it may not in that layout; empty where it
-            may in none.
+        keepable: layouts in which it may be kept until backward; None means any that it has in
+            forward. If forward has it in none of these, backward computes it again.
+        copied: whether it is a copy of a parameter in a narrower dtype, made when the step begins
+            and held like a result of forward.
+        dtype: dtype of the tensor, as text.
+        away_s: per layout the seconds of storing it on the host and of fetching it from there;
+            infinite for layouts in which it may not wait there for backward; empty if it may in
+            none.
     """
 
     key: str
@@ -70,29 +70,30 @@ class Value:
     away_s: tuple[float, ...] = ()
 
     @property
-    def given(self) -> bool:
-        """Whether it is there when the step begins, in the layout in which it is produced."""
+    def is_given(self) -> bool:
+        """Whether it exists when the step begins, in the layout in which it is produced."""
         return self.resident or self.copied
 
     @property
     def num_versions(self) -> int:
-        """In how many layouts it may be kept until backward, at most."""
+        """Number of layouts in which it may be kept until backward, at most."""
         return len(self.graph.layouts if self.keepable is None else self.keepable)
 
     def away(self, layout: int) -> float:
-        """Seconds of storing it, and of fetching it; infinite where it may not be."""
+        """Return the seconds of storing it on the host in a layout and of fetching it from there;
+        infinite if it may not be stored there."""
         return self.away_s[layout] if self.away_s else math.inf
 
-    def stored(self, layout: int) -> int:
-        """The version on the hosts, of a layout."""
+    def stored_version(self, layout: int) -> int:
+        """Return the version with the parts of a layout on the hosts."""
         return layout + len(self.graph.layouts)
 
     def on_host(self, version: int) -> bool:
-        """Whether a version is one that is stored."""
+        """Whether a version is on the hosts."""
         return version >= len(self.graph.layouts)
 
     def layout(self, version: int) -> Layout:
-        """Of a version."""
+        """Return the layout of a version."""
         num = len(self.graph.layouts)
         return (
             self.graph.layouts[version - num].on_host()
@@ -101,17 +102,22 @@ class Value:
         )
 
     def version(self, layout: Layout) -> int:
-        """Of a layout. Raises `KeyError` where it has no such version."""
+        """Return the version with a layout.
+
+        Raises:
+            KeyError: if there is none.
+        """
         if layout.host and layout not in self.graph.index:
-            return self.stored(self.graph.index[layout.on_device()])
+            return self.stored_version(self.graph.index[layout.on_device()])
         return self.graph.index[layout]
 
     def bytes(self, version: int) -> int:
-        """Of a device's memory, of a version."""
+        """Return the bytes of a device's memory that a version takes; 0 if it is on the hosts."""
         return 0 if self.on_host(version) else self.graph.bytes[version]
 
     def host_bytes(self, version: int) -> int:
-        """Of the host's memory, of a version that is stored."""
+        """Return the bytes of the host's memory, per device, that a version takes; 0 if it is on
+        the devices."""
         return self.graph.bytes[version - len(self.graph.layouts)] if self.on_host(version) else 0
 
 
@@ -142,17 +148,18 @@ class OpStrategy:
 
     Attributes:
         layouts: the layouts its operands must have and its results then have.
-        time_s: time of one instance. communication_s: what of it is communication, for which
-            everything waits: collectives of the op's own (`autopar.rules.dispatch`), what crosses
-            between stages, what a parameter moves once per step.
+        time_s: time of one instance.
+        communication_s: the part of `time_s` that is communication for which everything waits:
+            collectives inside the op (`autopar.rules.dispatch`), transfers between stages, and the
+            collectives of a parameter that run once per step.
         static_bytes: bytes that rest for the whole step (parameters with their optimizer state,
             copies that are held).
         gradient_bytes: bytes of the gradient as the parameter reads it, or of the sum that it is
             added to (parameters only).
         storage: where a parameter rests between steps, if microbatches read it, or add up its
             gradient, in another layout.
-        host_bytes: of the host's memory: of parameters that rest there, with their optimizer state
-            and gradients.
+        host_bytes: bytes of the host's memory: of parameters that rest there, with their optimizer
+            state and gradients.
     """
 
     layouts: Strategy
@@ -186,16 +193,17 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point of the step, and what is certainly live then beside what rests for the whole step.
+    """A point of the step, and what is certainly live then in addition to what rests for the whole
+    step.
 
     Attributes:
         key: the node that runs, in the user's words.
         held: (variant, number of its instances whose kept versions are live).
         live: (op, bytes per strategy of it): results that are there and still read, gradients.
-        again: (op, bytes per strategy with which backward runs it again): such results.
-        fetched: (variant, number of its instances that would be back from the hosts, were they
-            stored there).
-        reserve_bytes: what else was seen to be live then, as a constant.
+        again: (op, bytes per strategy) of the results of ops that backward runs again.
+        fetched: (variant, number of its instances that would already be fetched from the hosts if
+            they had been stored there).
+        reserve_bytes: a constant for everything else that was measured to be live then.
     """
 
     key: str
@@ -208,13 +216,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What a kernel saves where it does its product and collective `arc` (of the tensor's layout
-    graph) at once, in chunks.
+    """The saving of a kernel that runs its product and collective `arc` (of the tensor's layout
+    graph) concurrently, in chunks.
 
     Attributes:
-        saved_s: of one instance. num_chunks: pieces of each rank's part.
-        region: which of the problem's `regions` it reaches its peers through; None where it needs
-            none.
+        saved_s: seconds saved by one instance.
+        num_chunks: number of pieces of each rank's part.
+        region: index of the problem's region (`Problem.regions`) through which it reaches its
+            peers; None if it needs none.
     """
 
     arc: int
@@ -225,17 +234,18 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A collective-overlap kernel on offer: a matrix product that waits for what is gathered, or
-    whose partial sums are scattered.
+    """A collective-overlap kernel that may be chosen: a matrix product that reads a gathered
+    operand, or whose partial sums are scattered.
 
     Attributes:
-        op: whose product it is, or that adds others to its partial sums. again: as backward runs it
-            again. strategies: with any of which.
-        hides: the collectives of one tensor, one of which it can do.
-        added: where `op` adds, the op whose product is the last addend, and with which strategies;
-            None where the product is its own.
-        also: ops that read what is scattered and that the kernel does as well, each with which
-            strategies: a sum, and norms of it.
+        op: the op that computes the product, or that adds other tensors to its partial sums.
+        again: whether this is the run of the op in backward, by recomputation.
+        strategies: strategies of `op` with which the kernel can be used.
+        hides: the collectives of one tensor of which the kernel can run one.
+        added: if `op` adds, the op whose product is the last addend, and the strategies of it with
+            which the kernel can be used; None if the product is that of `op`.
+        also: further ops that the kernel computes (a sum, and norms of it), which read the
+            scattered tensor; each with the strategies for which it can.
     """
 
     op: int
@@ -247,18 +257,19 @@ class Kernel:
 
     @property
     def product(self) -> tuple[int, tuple[int, ...]]:
-        """The op whose product it is, and with which of its strategies."""
+        """The op that computes the product, and the strategies with which the kernel can be
+        used."""
         return self.added or (self.op, self.strategies)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Another way for rows that an op sends by itself: straight into the memory of those that they
-    go to.
+    """An alternative for the rows that an op sends itself: it writes them directly into the memory
+    of their receivers.
 
     Attributes:
-        saved_s: of one instance, each time it runs. regions: which of the problem's `regions` it
-            takes, all of them.
+        saved_s: seconds saved by one instance, each time it runs.
+        regions: indices of all the problem's regions (`Problem.regions`) that it uses.
     """
 
     saved_s: float
@@ -266,7 +277,7 @@ class Route:
 
 
 Kernels = Mapping[tuple[int, bool], tuple[Kernel, ...]]
-"""By variant, and whether in backward of what forward made."""
+"""(variant, whether it is moved in backward though forward made it) → the kernels on offer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,16 +290,18 @@ class Problem:
     moments with their reserves.
 
     Attributes:
-        num_in_flight: how many microbatches' kept values are held at once where there are several
-            (`accumulates`): beside the one that is running, the others' at every moment.
+        num_in_flight: number of microbatches whose kept values are held at once, if there are
+            several (`accumulates`): those of the running one, and at every moment all of the
+            others'.
         accumulates: whether gradients are added to sums that are held through the step.
-        overlap_slowdown: what a second of communication beside compute costs compute; 1 where
+        overlap_slowdown: seconds by which a second of concurrent communication delays compute; 1 if
             nothing is hidden.
         kernels: the collective-overlap kernels on offer (`autopar.cost.kernels`).
-        routes: those on offer (`autopar.cost.expert_routes`), by op and strategy.
-        regions: bytes of what both share with their peers (`autopar.kernels.chunked`): there for
-            the whole step, once for all that use it.
-        host_budget_bytes: of the host's memory, per device.
+        routes: (op, strategy) → the route on offer (`autopar.cost.expert_routes`).
+        regions: bytes of each region that kernels and routes share with their peers
+            (`autopar.kernels.chunked`); each is allocated for the whole step, once for all its
+            users.
+        host_budget_bytes: bytes of the host's memory, per device.
     """
 
     ops: tuple[Op, ...]
@@ -306,8 +319,8 @@ class Problem:
 
     @property
     def computing_s(self) -> float:
-        """Seconds that a step computes at least, whatever its layouts are: every op with the
-        strategy that computes for the shortest."""
+        """Least seconds that a step computes, for any choice of layouts: every op with the strategy
+        that has the least compute."""
         return sum(
             op.count * min((s.time_s - s.communication_s for s in op.strategies), default=0.0)
             for op in self.ops
@@ -335,16 +348,16 @@ def is_early(problem: Problem, v: int, *, late: bool) -> bool:
     variant = problem.variants[v]
     value = problem.values[variant.value]
     made_by = problem.ops[value.op]
-    if value.given or late:
-        return value.given or (made_by.kind == "compute" and not made_by.recomputable)
+    if value.is_given or late:
+        return value.is_given or (made_by.kind == "compute" and not made_by.recomputable)
     return all(
         problem.ops[use.op].kind == "parameter" for use in variant.uses if use.phase == value.phase
     )
 
 
 def at_best(problem: Problem) -> Problem:
-    """Every op with the best route that it could have, for nothing: what is proven of that holds
-    for the problem."""
+    """Return a relaxation of the problem in which every op with a route saves its seconds without
+    the route's memory. A lower bound of the relaxation is one of the problem."""
     if not problem.routes:
         return problem
     ops = list(problem.ops)

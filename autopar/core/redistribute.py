@@ -31,7 +31,7 @@ _EXACT_TARGETS = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One emitted redistribution step; its seconds as of `Arc`."""
+    """One emitted redistribution step; `time_s` and `share_s` as for `Arc`."""
 
     source: Layout
     target: Layout
@@ -39,8 +39,8 @@ class Step:
     time_s: float
     share_s: float | None = None
 
-    def divided(self, num: int) -> Step:
-        """Its seconds shared among so many microbatches."""
+    def divide(self, num: int) -> Step:
+        """Return the step with its seconds divided by `num` microbatches."""
         return replace(
             self,
             time_s=self.time_s / num,
@@ -49,7 +49,7 @@ class Step:
 
     @property
     def counted_s(self) -> float:
-        """As a share of a bucket, where it may be in one."""
+        """Seconds that are counted: the share of a bucket if it may be in one, else `time_s`."""
         return self.time_s if self.share_s is None else self.share_s
 
 
@@ -63,16 +63,19 @@ def cheapest_tree(
     targets: Iterable[int],
     cost: Callable[[Arc], float] = _duration,
 ) -> tuple[Arc, ...]:
-    """The cheapest set of arcs that makes all `targets` from any of `sources`.
+    """Return the cheapest set of arcs that leads from any of `sources` to all `targets`.
+
+    It is exact by Dreyfus and Wagner (1971), "The Steiner problem in graphs", on directed arcs, for
+    up to five targets. For more it is the union of cheapest paths.
 
     Args:
-        cost: what an arc costs; by default its time.
-
-    Exact by Dreyfus and Wagner (1971), "The Steiner problem in graphs", on directed arcs, for up to
-    five wanted layouts; beyond that the union of cheapest paths.
+        graph: the layout graph.
+        sources: indices of the layouts that exist.
+        targets: indices of the layouts to make.
+        cost: cost of an arc; by default its seconds.
 
     Raises:
-        LayoutError: where a wanted layout cannot be reached.
+        LayoutError: if a target cannot be reached.
     """
     have = sorted(set(sources))
     want = sorted(set(targets) - set(have))
@@ -92,8 +95,8 @@ def cheapest_tree(
 def _chain(
     graph: LayoutGraph, have: list[int], target: int, cost: Callable[[Arc], float]
 ) -> set[Arc]:
-    """Dijkstra against the arcs, as far as the nearest layout that is at hand: what `_steiner`
-    gives for one target."""
+    """Dijkstra against the arcs, up to the nearest existing layout: the result of `_steiner` for
+    one target."""
     root, incoming = have[0], _arcs_by_end(graph, have)
     far, how, heap = [math.inf] * len(graph.layouts), dict[int, Arc](), [(0.0, target)]
     far[target] = 0.0

@@ -1,4 +1,4 @@
-"""Names of pipeline schedules, as torch.distributed.pipelining has them, and of leaving the
+"""Names of pipeline schedules, as in torch.distributed.pipelining, and the name that leaves the
 choice to the planner."""
 
 from __future__ import annotations

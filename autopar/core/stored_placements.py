@@ -31,10 +31,14 @@ from autopar.errors import LayoutError
 
 
 def stored_dims(shape: Sequence[int], view: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """For each stored dim the view dims it is seen as.
+    """Return, for each stored dim, the view dims that it is split into.
+
+    Args:
+        shape: the stored shape.
+        view: the shape as which it is viewed.
 
     Raises:
-        LayoutError: where `view` does not split the dims of `shape` one by one.
+        LayoutError: if `view` does not split the dims of `shape` one by one.
     """
     remaining = list(range(len(view)))
     groups: list[tuple[int, ...]] = []
@@ -56,7 +60,7 @@ def stored_dims(shape: Sequence[int], view: Sequence[int]) -> tuple[tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """How torch is told where a tensor lies.
+    """The arguments of a DTensor: its mesh dims and placements.
 
     Attributes:
         axes: for each dim of the DTensor's mesh the mesh axes that it stands for, the outermost
@@ -68,13 +72,19 @@ class Resting:
     placements: tuple[Placement, ...]
 
 
-def resting(
+def stored_placements(
     shape: Sequence[int], view: Sequence[int], layout: Layout, mesh_shape: Sequence[int]
 ) -> Resting:
-    """torch's placements over the dims of `shape`; axes of size 1 replicate.
+    """Return torch's placements over the dims of `shape`; axes of size 1 replicate.
+
+    Args:
+        shape: the stored shape.
+        view: the shape over which `layout` is.
+        layout: the layout of the tensor viewed as `view`.
+        mesh_shape: devices on each axis of the mesh.
 
     Raises:
-        LayoutError: where torch has no placements for the layout; see `storable`.
+        LayoutError: if torch has no placements for the layout; see `storable`.
     """
     groups = stored_dims(shape, view)
     sizes, result = list(view), dict[tuple[int, ...], Placement]()
@@ -116,8 +126,8 @@ def resting(
 def _joined_axes(
     groups: Sequence[Sequence[int]], view: Sequence[int], layout: Layout, mesh_shape: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Mesh axis → the axes that split one inner part of a stored dim, the outermost first; of
-    axes that do so together in mesh order."""
+    """Mesh axis → all axes that split the same inner part of a stored dim, the outermost first, if
+    that is mesh order."""
     joined: dict[int, tuple[int, ...]] = {}
     for group in groups:
         split = {d: tuple(a for a in layout.splitters(d) if mesh_shape[a] > 1) for d in group}
@@ -149,9 +159,10 @@ def _check_interleaved(result: Sequence[Placement], layout: Layout) -> None:
 def storable(
     shape: Sequence[int], view: Sequence[int], layout: Layout, mesh_shape: Sequence[int]
 ) -> bool:
-    """Whether a parameter can rest in this layout as a DTensor."""
+    """Whether a parameter can rest in this layout as a DTensor; arguments as for
+    `stored_placements`."""
     try:
-        resting(shape, view, layout, mesh_shape)
+        stored_placements(shape, view, layout, mesh_shape)
     except LayoutError:
         return False
     return True

@@ -25,9 +25,9 @@ class Load:
     """Seconds of a step's work, per device.
 
     Attributes:
-        serial_s: all of it, one piece after the other. compute_s, early_s: in forward and in
-            backward what of it is compute, beside which communication may run, and what is early
-            communication.
+        serial_s: all work, one piece after the other.
+        compute_s: compute of forward and of backward, with which communication may overlap.
+        early_s: early communication of forward and of backward.
     """
 
     serial_s: float = 0.0
@@ -39,30 +39,34 @@ class Load:
         (e, f), (g, h) = self.early_s, other.early_s
         return Load(self.serial_s + other.serial_s, (a + c, b + d), (e + g, f + h))
 
-    def scaled(self, factor: float) -> Load:
-        """So much of it; a negative factor takes it away from another load."""
+    def scale(self, factor: float) -> Load:
+        """Return the load times `factor`; adding a load scaled by −1 subtracts it."""
         (a, b), (c, d) = self.compute_s, self.early_s
         return Load(factor * self.serial_s, (factor * a, factor * b), (factor * c, factor * d))
 
     def saved_s(self, slowdown: float) -> float:
-        """C + P − max(C + s·P, P), summed over both phases: the most that is hidden."""
+        """Return the most seconds that overlap can hide: C + P − max(C + s·P, P), summed over both
+        phases."""
         return sum(
             min((1.0 - slowdown) * p, c) for c, p in zip(self.compute_s, self.early_s, strict=True)
         )
 
     def least_s(self, slowdown: float) -> float:
-        """The step takes no less: max(C + s·P, P) + K per phase, and what belongs to neither."""
+        """Return the least seconds that the step takes: max(C + s·P, P) + K per phase, and the
+        work that belongs to neither phase."""
         return self.serial_s - self.saved_s(slowdown)
 
     def priced_s(self, slowdown: float, balance: Balance) -> float:
-        """λ(C + s·P) + (1 − λ)P + K: no more than `least_s`, and a sum over all pieces of work."""
+        """Return λ(C + s·P) + (1 − λ)P + K seconds, a lower bound of `least_s` that is a sum over
+        all pieces of work."""
         phases = zip(self.compute_s, self.early_s, balance, strict=True)
         return self.serial_s - sum(
             share * (1.0 - slowdown) * p + (1.0 - share) * c for c, p, share in phases
         )
 
-    def unbalanced(self, slowdown: float) -> tuple[bool, bool]:
-        """Whether a phase has more early communication than its compute can hide."""
+    def outlasts_compute(self, slowdown: float) -> tuple[bool, bool]:
+        """Return, for forward and for backward, whether the phase has more early communication than
+        its compute can hide."""
         forward, backward = (
             (1.0 - slowdown) * p > c for c, p in zip(self.compute_s, self.early_s, strict=True)
         )
@@ -70,13 +74,17 @@ class Load:
 
 
 def work(phase: str, time_s: float, *, compute: bool = False, early: bool = False) -> Load:
-    """The load of one piece of work."""
-    at = PHASES.index(phase)
+    """Return the load of one piece of work.
 
-    def here(counts: bool) -> tuple[float, float]:
-        return (0.0 if at or not counts else time_s, time_s if at and counts else 0.0)
-
-    return Load(time_s, here(compute), here(early))
+    Args:
+        phase: one of `PHASES`.
+        time_s: its seconds.
+        compute: whether it is compute, with which communication may overlap.
+        early: whether it is early communication.
+    """
+    at, neither = PHASES.index(phase), (0.0, 0.0)
+    own = (0.0, time_s) if at else (time_s, 0.0)
+    return Load(time_s, own if compute else neither, own if early else neither)
 
 
 @dataclass
@@ -84,10 +92,12 @@ class Streams:
     """The clock of both streams.
 
     Attributes:
-        slowdown: s. now_s: the time. hidden_s: how long both streams ran so far. waited_s: how long
-            compute waited for early steps.
-        done_s: early step → when it was done. ran: early steps and from when to when each ran,
-            piece by piece.
+        slowdown: s.
+        now_s: the current time.
+        hidden_s: seconds for which both streams ran so far.
+        waited_s: seconds for which compute waited for early steps.
+        done_s: early step → the time at which it was done.
+        ran: (early step, begin, end) of each uninterrupted piece.
     """
 
     slowdown: float
@@ -98,19 +108,19 @@ class Streams:
     ran: list[tuple[Hashable, float, float]] = field(default_factory=list)
     _queue: deque[tuple[Hashable, float]] = field(
         default_factory=deque
-    )  # step, seconds that are left of it
+    )  # step, its remaining seconds
 
     @property
     def backlog_s(self) -> float:
-        """Seconds of early communication that are left."""
+        """Remaining seconds of early communication."""
         return sum(left for _, left in self._queue)
 
     def start(self, step: Hashable, time_s: float) -> None:
-        """Start an early step."""
+        """Start an early step that takes `time_s` seconds."""
         self._queue.append((step, time_s))
 
     def compute(self, time_s: float) -> None:
-        """Compute for so long, as it takes alone."""
+        """Run compute that takes `time_s` seconds if nothing overlaps with it."""
         while self._queue and time_s > 0.0:
             step, left = self._queue[0]
             goes_on = time_s < left * (1.0 - self.slowdown)
@@ -121,7 +131,7 @@ class Streams:
         self.now_s += time_s
 
     def block(self, time_s: float) -> None:
-        """Communicate for so long while compute waits."""
+        """Communicate for `time_s` seconds while compute waits."""
         self.now_s += time_s
 
     def finish(self, step: Hashable) -> None:
@@ -132,7 +142,7 @@ class Streams:
             self._advance(first, left, left)
 
     def _advance(self, step: Hashable, left_s: float, time_s: float) -> None:
-        """The first early step runs for so long of what is left of it."""
+        """Run the first early step for `time_s` of its `left_s` remaining seconds."""
         self.ran.append((step, self.now_s, self.now_s + time_s))
         self.now_s += time_s
         if time_s < left_s:

@@ -1,5 +1,4 @@
-"""What the command line reads and writes on a terminal: sizes as users write them, lines,
-tables, and what is going on."""
+"""Input and output of the command line: sizes as users write them, lines, tables and progress."""
 
 from __future__ import annotations
 
@@ -42,10 +41,10 @@ PHASES = {
 
 
 def parse_size(text: str | None) -> int | None:
-    """Bytes of ``72GiB``, ``80 GB``, ``500MiB`` or a plain number; None stays None.
+    """Read bytes from ``72GiB``, ``80 GB``, ``500MiB`` or a plain number; None stays None.
 
     Raises:
-        AutoparError: where the text is none of these.
+        AutoparError: if the text has none of these forms.
     """
     if text is None:
         return None
@@ -60,10 +59,13 @@ def parse_size(text: str | None) -> int | None:
 
 
 def check_writable(path: Path | None) -> None:
-    """That a file can be written there, before what is to be written is made; None is nowhere.
+    """Check that a file can be written, before its contents are computed.
+
+    Args:
+        path: the file; None if nothing is to be written.
 
     Raises:
-        AutoparError: where its folder is not there, or nothing can be written to it.
+        AutoparError: if its folder does not exist or cannot be written to, or `path` is a folder.
     """
     if path is None:
         return
@@ -84,17 +86,18 @@ def check_writable(path: Path | None) -> None:
 
 
 def say(line: str) -> None:
-    """To a terminal wrapped, into a file or pipe as it is."""
+    """Write a line to standard output, wrapped if that is a terminal."""
     out.print(Text(line), soft_wrap=not out.is_terminal)
 
 
 def complain(line: str) -> None:
-    """The same where errors go."""
+    """Write a line to standard error, wrapped if that is a terminal."""
     err.print(Text(line), soft_wrap=not err.is_terminal)
 
 
 def show(readable: Any) -> None:
-    """To a terminal in its width; into a file or pipe in a fixed one, so that tables stay whole."""
+    """Write a table or text to standard output, in the width of the terminal; for a file or pipe in
+    a fixed width, so that tables are not wrapped."""
     if out.is_terminal:
         out.print(readable)
     else:
@@ -103,8 +106,8 @@ def show(readable: Any) -> None:
 
 @contextmanager
 def progress_of_long(first: str, after_s: float = 2.0) -> Iterator[Callable[[str], None]]:
-    """As `progress`, of what may be done before that long: then nothing is said. Where there is
-    no terminal the log says it."""
+    """Show progress as `progress` does, but only of work that takes longer than `after_s` seconds.
+    Without a terminal the progress is logged."""
     if not err.is_terminal:
         with _in_log(first, after_s) as tell:
             yield tell
@@ -112,6 +115,7 @@ def progress_of_long(first: str, after_s: float = 2.0) -> Iterator[Callable[[str
     status = err.status(f"{first} …")
 
     def start() -> None:
+        """Show the status line."""
         with suppress(LiveError):  # the caller shows something of their own
             status.start()
 
@@ -128,7 +132,7 @@ def progress_of_long(first: str, after_s: float = 2.0) -> Iterator[Callable[[str
 
 @contextmanager
 def _in_log(first: str, after_s: float) -> Iterator[Callable[[str], None]]:
-    """What is going on after that long, and again from time to time, as INFO."""
+    """Log the progress with level INFO after `after_s` seconds, and then at intervals."""
     if not log.isEnabledFor(logging.INFO):
         yield lambda _: None
         return
@@ -140,10 +144,11 @@ def _in_log(first: str, after_s: float) -> Iterator[Callable[[str], None]]:
 def _again_and_again(
     first: str, after_s: float, every_s: float, write: Callable[[str], None]
 ) -> Iterator[Callable[[str], None]]:
-    """Write a line about what is going on after `after_s` seconds, and then every so many."""
+    """Write the progress after `after_s` seconds, and then every `every_s` seconds."""
     now, begin, done = [first], time.monotonic(), threading.Event()
 
     def watch() -> None:
+        """Write until the work is done."""
         wait_s = after_s
         while not done.wait(wait_s):
             write(f"{now[0]} … ({time.monotonic() - begin:.0f} s so far)")
@@ -160,8 +165,14 @@ def _again_and_again(
 
 @contextmanager
 def progress(first: str) -> Iterator[Callable[[str], None]]:
-    """Say on the terminal what is going on; into a file or pipe a line from time to time, of
-    what takes long."""
+    """Show progress in a line of the terminal; in a file or pipe, write a line at intervals.
+
+    Args:
+        first: what is done first.
+
+    Yields:
+        A function that replaces the text.
+    """
     if not err.is_terminal:
         with _again_and_again(first, _EVERY_LINE_S, _EVERY_LINE_S, complain) as tell:
             yield tell

@@ -124,7 +124,7 @@ def widened_bytes(problem: Problem, value: Value) -> list[int]:
 
 def _fewest(graph: LayoutGraph, made: int) -> int:
     """Over the reductions that may come first; 0 where they are in the dtype of the tensor."""
-    outgoing, queue, both = graph.outgoing(), [made], []
+    outgoing, queue, both = graph.arcs_by_source(), [made], []
     for layout in queue:  # grows while it is walked
         for arc in outgoing[layout]:
             if arc.collective.reduce_op:

@@ -199,7 +199,7 @@ class StepMoves:
                 shape, dtype, self.mesh_shape, source, target, self.price, self.price.share
             )
             num = self.num_microbatches
-            self._known[key] = tuple(step.divided(num) for step in steps)
+            self._known[key] = tuple(step.divide(num) for step in steps)
         return self._known[key]
 
 

@@ -1,5 +1,5 @@
-"""Models by name: a Hugging Face configuration, a known size or a function of the user's, each with
-a batch that fits it.
+"""Models by name: a Hugging Face configuration, a known size or a function of the user, each with a
+batch that fits it.
 
 A *spec* is ``TYPE:JSON`` (``llama:{"hidden_size": 64}``), ``TYPE/AutoClass:JSON`` for another head
 than the causal LM's, or one of the names in `KNOWN`. Nothing is downloaded: a model is built from

@@ -1,5 +1,5 @@
-"""A batch that fits a transformers model: its inputs by what it reads first, its labels by its
-head."""
+"""Random batches that fit a transformers model: the inputs follow from its main input, the labels
+from its head."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from torch.utils._pytree import tree_leaves
 from autopar.errors import AutoparError
 
 # --------------------------------------------------------------------------------------------------
-# How a model that reads texts and images takes its images: it is asked with one image and no
-# values.
+# The form in which a model that reads texts and images takes its images. It is found by calling the
+# model with one image, on the meta device and, if that fails, on its own device.
 
 Form = Mapping[str, Any]
-"""Argument → shape of a sample, or, of `image_sizes`, the plain numbers of a sample."""
+"""Argument → shape of a sample; for `image_sizes` the numbers of a sample."""
 
 
 def forms(model: Any, channels: int, sides: Sequence[int]) -> Iterator[Form]:
-    """What models take, the most common first: an image, one of several images, or an image with
-    its size; of an image that is cut into tiles, the whole of it comes before the tiles."""
+    """Yield the forms in which a model may take images, the most common first: an image, one of
+    several images, or an image with its size. For models that cut an image into tiles, the whole
+    image precedes its tiles.
+
+    Args:
+        model: the model.
+        channels: channels of an image.
+        sides: its height and width.
+    """
     image = (channels, *sides)
     if "image_sizes" in inspect.signature(model.get_image_features).parameters:
         for shape in (image, (2, *image)):
@@ -36,7 +43,13 @@ def forms(model: Any, channels: int, sides: Sequence[int]) -> Iterator[Form]:
 
 
 def build_batch(form: Form, batch: int, dtype: torch.dtype) -> dict[str, Any]:
-    """`batch` samples of a form, on the device of the context."""
+    """Make random images of a form on the device of the context.
+
+    Args:
+        form: the form.
+        batch: number of samples.
+        dtype: dtype of the images.
+    """
     return {
         name: (
             torch.randn(batch, *sample).to(dtype)
@@ -50,19 +63,26 @@ def build_batch(form: Form, batch: int, dtype: torch.dtype) -> dict[str, Any]:
 def form_and_tokens(
     model: Any, dtype: torch.dtype, channels: int, sides: Sequence[int], width: int
 ) -> tuple[Form, int]:
-    """The form that a model takes, and the number of a text's tokens that an image stands for: one
-    for each feature made of it.
+    """Find the form in which a model takes images.
 
     Args:
-        width: of a token.
+        model: the model.
+        dtype: dtype of the images.
+        channels: channels of an image.
+        sides: its height and width.
+        width: features of a token.
+
+    Returns:
+        The form, and the number of tokens of the text that stand for an image: one per vector of
+        image features.
 
     Raises:
-        AutoparError: it takes none of those known.
+        AutoparError: if the model takes none of the known forms.
     """
     refusals = []
     for device in ("meta", str(next(model.parameters()).device)):
         with torch.device(device), torch.no_grad():
-            # On meta a twin is free; some models look at values, which the model itself has.
+            # A copy on meta costs nothing; models that read values need the model itself.
             asked = type(model)(model.config).to(dtype).eval() if device == "meta" else model
             for form in forms(model, channels, sides):
                 try:
@@ -89,7 +109,7 @@ def form_and_tokens(
 
 
 def not_known(what: str) -> AutoparError:
-    """The error of a model of which it is not known what its batches hold."""
+    """Return the error for a model whose batches are not known."""
     return AutoparError(
         what,
         remedy="pass --module FILE.py:FUNCTION, a function of yours that returns (model, batch)",
@@ -129,8 +149,8 @@ _WIDTHS = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bi
 
 
 def unlabelled(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch of a call without labels, of which the model would compute its loss; a decoder that
-    reads them shifted reads them as they are."""
+    """Return the batch without labels, from which the model would compute its loss. A decoder that
+    would read the labels, shifted, gets them as its input ids."""
     left = {name: x for name, x in batch.items() if name != LABELS}
     if LABELS in batch and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         left.setdefault("decoder_input_ids", batch[LABELS].clamp(min=0))
@@ -138,8 +158,8 @@ def unlabelled(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Sizes:
-    """What a batch is made from: the model, its configuration and that of its text part, and the
-    sizes asked for."""
+    """The sizes of a batch, from the model, its configuration, that of its text part, and the
+    requested sizes."""
 
     def __init__(
         self, model: Any, dtype: torch.dtype, batch: int, seq: int | None, image: int
@@ -150,7 +170,7 @@ class _Sizes:
         self.reads_images = getattr(self.config, "vision_config", None) is not None
 
     def length(self) -> int:
-        """Tokens of a sample; beside a raw sound those of its transcript."""
+        """Return the number of tokens of a sample; for raw sound those of its transcript."""
         if self.model.main_input_name == "input_values":
             return max(1, (self.seq or _SAMPLES) // _SAMPLES_PER_TOKEN)
         name = next(
@@ -176,30 +196,31 @@ class _Sizes:
         return self.seq or min(512, most or 512)
 
     def vocabulary(self) -> int:
-        """Number of tokens; without a vocabulary a model reads characters, of which these are
-        ASCII."""
+        """Return the number of different tokens; a model without a vocabulary reads characters, and
+        gets ASCII."""
         return getattr(self.text, "vocab_size", None) or 128
 
     def sides(self) -> tuple[int, ...]:
-        """Height and width of an image."""
+        """Return height and width of an image."""
         config = self.config.vision_config if self.reads_images else self.config
         return _pair(
             getattr(config, "image_size", None) or getattr(config, "crop_size", None) or self.image
         )
 
     def frames(self) -> tuple[int, ...]:
-        """How many images a film has, of a model that reads films; else nothing."""
+        """Return the number of images of a video, for a model that reads videos; else nothing."""
         config = self.config.vision_config if self.reads_images else self.config
         found = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
         return (found,) if found else ()
 
     def channels(self) -> int:
+        """Return the number of channels of an image."""
         config = self.config.vision_config if self.reads_images else self.config
         return getattr(config, "num_channels", 3)
 
     def images(self) -> tuple[Form, int]:
-        """What the model takes of an image beside a text, and the number of the text's tokens
-        that it stands for."""
+        """Return the form in which the model takes an image with a text, and the number of the
+        text's tokens that stand for the image."""
         if not hasattr(self.model, "get_image_features"):
             patches = _pair(self.config.vision_config.patch_size)
             num_tokens = math.prod(
@@ -218,10 +239,18 @@ def _pair(sizes: int | Sequence[int]) -> tuple[int, ...]:
 def make_batch(
     model: Any, head: str, dtype: torch.dtype, batch: int, seq: int | None, image: int
 ) -> dict[str, Any]:
-    """Inputs and labels on the device of the context.
+    """Make random inputs and labels on the device of the context.
+
+    Args:
+        model: the model.
+        head: name of its auto class, which determines the labels.
+        dtype: dtype of floating inputs.
+        batch: number of samples.
+        seq: length of a sample; None for the model's default.
+        image: height and width of images if the configuration does not state them.
 
     Raises:
-        AutoparError: for a model or a head that nothing is known of.
+        AutoparError: if the batches of the model, or the labels of the head, are not known.
     """
     sizes = _Sizes(model, dtype, batch, seq, image)
     make = _INPUTS.get(model.main_input_name)
@@ -236,8 +265,8 @@ def make_batch(
 
 
 def _tokens(sizes: _Sizes) -> dict[str, Any]:
-    """Token ids; of a model that reads images, the first are the image's own, which comes with
-    them."""
+    """Token ids. For a model that reads images, the first tokens stand for an image, which is part
+    of the batch."""
     ids = torch.randint(0, sizes.vocabulary(), (sizes.batch, sizes.length()))
     mark = getattr(sizes.config, "image_token_id", None)
     if mark is None or not sizes.reads_images:
@@ -266,8 +295,8 @@ def _film(sizes: _Sizes) -> dict[str, Tensor]:
 
 
 def _spectrum(sizes: _Sizes) -> dict[str, Tensor]:
-    """Frames of a sound: of the length that the configuration asks for, channels first, or of
-    any length."""
+    """Spectra of sounds: of the length that the configuration requires, channels first, or of any
+    length."""
     config = sizes.config
     inside = getattr(config, "encoder_config", None)
     if inside is not None and not any(hasattr(config, name) for name in _WIDTHS):
@@ -289,7 +318,7 @@ def _spectrum(sizes: _Sizes) -> dict[str, Tensor]:
 
 
 def _sound(sizes: _Sizes) -> dict[str, Tensor]:
-    """Samples, or of a model that names them, frames of a spectrum."""
+    """Raw sound, or, for a model whose configuration has them, frames of a spectrum."""
     config = sizes.config
     framed = hasattr(config, "max_length") and hasattr(config, "num_mel_bins")
     shape = (config.max_length, config.num_mel_bins) if framed else (sizes.seq or _SAMPLES,)
@@ -297,8 +326,8 @@ def _sound(sizes: _Sizes) -> dict[str, Tensor]:
 
 
 def _series(sizes: _Sizes) -> dict[str, Tensor]:
-    """Values that came before, and, as forward asks for them, what goes with them and what comes
-    next."""
+    """Past values of time series, and the further arguments that forward has: features of time,
+    future values and masks."""
     config, names = sizes.config, inspect.signature(sizes.model.forward).parameters
     past = config.context_length + max(getattr(config, "lags_sequence", None) or [0])
     channels = getattr(config, "num_input_channels", None) or getattr(config, "input_size", 1)
@@ -335,7 +364,7 @@ _INPUTS: Mapping[str, Callable[[_Sizes], dict[str, Any]]] = MappingProxyType(
 
 
 def _targets(sizes: _Sizes, head: str) -> dict[str, Any]:
-    """Labels, or what else makes the model compute its loss."""
+    """Labels, or the argument that makes the model compute its loss."""
     shape, num_labels = (sizes.batch,), sizes.config.num_labels
     if head.endswith("TokenClassification"):
         return {"labels": torch.randint(0, num_labels, (*shape, sizes.length()))}

@@ -19,7 +19,7 @@ from autopar.hf.specs import parse
 
 Built = tuple[nn.Module, dict[str, Any]]
 
-# The first of these that the type has.
+# The default head is the first of these that the model type has.
 _HEADS = (
     "AutoModelForCausalLM",
     "AutoModelForImageClassification",
@@ -34,7 +34,7 @@ _READ_ELSEWHERE = (
     "attn_implementation",
     "experts_implementation",
     "decoder_start_token_id",
-)  # known, though no type lists them
+)  # settings that transformers reads, although no configuration lists them
 
 
 def build(
@@ -48,39 +48,43 @@ def build(
     dropout: float | None = 0.0,
     seed: int = 0,
 ) -> Built:
-    """The model of `spec`, in training mode, and a batch with labels: keyword arguments of its
-    forward.
-
-    Weights and batch are drawn from `seed`, or hold nothing on meta.
+    """Build a model from a spec, and a batch that fits it.
 
     Args:
+        spec: ``TYPE:JSON``, ``TYPE/AutoClass:JSON`` or one of `KNOWN`.
+        dtype: dtype of the parameters and of floating inputs.
+        device: device of model and batch; tensors on meta have no values.
         batch: samples in the global batch.
-        seq: tokens of a sample; by default 512 or the most that the model has positions for. Images
-            have no length; of a raw sound it is the number of samples.
-        image: side of the images of a type whose configuration names no size.
-        dropout: every dropout that the spec does not set; None for the type's defaults. Whole
-            layers are never dropped.
+        seq: tokens of a sample; by default 512, or the number of positions of the model if that is
+            smaller. Images have no length; for raw sound it is the number of samples.
+        image: height and width of the images of a type whose configuration names no size.
+        dropout: probability of every dropout that the spec does not set; None for the defaults of
+            the type. Whole layers are never dropped.
+        seed: seed of weights and batch.
+
+    Returns:
+        The model in training mode, and the batch with labels as keyword arguments of its forward.
 
     Raises:
-        AutoparError: where the spec cannot be read, or names a type, a head or a setting that
+        AutoparError: if the spec cannot be read, or names a type, a head or a setting that
             transformers does not know.
     """
     kind, head, settings = parse(spec)
     config = _config(kind, settings)
     _zero_dropout(config, settings, dropout)
     if config.is_encoder_decoder and getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = 0  # labels are shifted, and what is ignored becomes padding
+        config.pad_token_id = 0  # labels are shifted, and ignored ones become padding
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = (
             config.pad_token_id or 0
-        )  # T5's own, which its configuration leaves to checkpoints
+        )  # that of T5, whose configuration leaves it to checkpoints
     config.architectures = (
         config.architectures or []
-    )  # where a head has several classes, transformers looks for names in it
+    )  # transformers searches it for names if a head has several classes
     builder = _head(kind, head, config)
     gpu = (
         [torch.cuda.current_device()] if torch.device(device).type == "cuda" else []
-    )  # no other is touched, nor draws from the seed
+    )  # other GPUs are not used
     with torch.random.fork_rng(gpu), torch.device(device):
         for generator in (
             torch.default_generator,

@@ -1,4 +1,4 @@
-"""How models are named: ``TYPE:JSON`` or a known size."""
+"""Names of models: ``TYPE:JSON`` or a known size."""
 
 from __future__ import annotations
 
@@ -87,10 +87,13 @@ KNOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 
 
 def parse(spec: str) -> tuple[str, str, dict[str, Any]]:
-    """(model type, auto class or ``""``, settings) of a spec.
+    """Read the spec of a model.
+
+    Returns:
+        Model type, auto class or ``""``, and settings of the configuration.
 
     Raises:
-        AutoparError: where it is neither a known name nor ``TYPE:JSON`` or ``TYPE/AutoClass:JSON``.
+        AutoparError: if it is neither a known name nor ``TYPE:JSON`` or ``TYPE/AutoClass:JSON``.
     """
     if spec in KNOWN:
         kind, known = KNOWN[spec]

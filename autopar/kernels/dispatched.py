@@ -188,7 +188,7 @@ class InGroup:
         leaving, coming = torch.stack((mine, theirs)).tolist()
         return [Traffic(tuple(map(sum, leaving)), tuple(map(tuple, coming)))]
 
-    def there(
+    def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
         return [
@@ -200,7 +200,7 @@ class InGroup:
             )
         ]
 
-    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+    def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
         return [
             bound_ops.exchange_rows(
                 rows.pop(), list(traffic[0].by_sender), list(traffic[0].leaving), self.name
@@ -236,12 +236,12 @@ class BetweenPeers:
             )
         return found
 
-    def there(
+    def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
         return self._sent(what, tensors, index, [sum(each.by_sender) for each in traffic])
 
-    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+    def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
         return self._sent(
             BACK + what, rows, [None for _ in traffic], [sum(each.leaving) for each in traffic]
         )
@@ -276,13 +276,13 @@ class Fake:
         evenly = _evenly(num_pairs[0], self.size)
         return [Traffic(evenly, tuple(_evenly(num, counts[0].shape[1]) for num in evenly))]
 
-    def there(
+    def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
         sent = tensors.pop()[index[0]]
         return [sent.new_empty(sum(traffic[0].by_sender), *sent.shape[1:])]
 
-    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+    def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
         sent = rows.pop()
         return [sent.new_empty(sum(traffic[0].leaving), *sent.shape[1:])]
 
@@ -306,12 +306,12 @@ class FakePeers:
         self.tables.append(counts[0].new_empty(self.size, counts[0].numel()))
         return Fake(self.size).count(counts, num_pairs)
 
-    def there(
+    def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
         return [self._shared(tensors.pop(), sum(traffic[0].by_sender))]
 
-    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+    def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
         return [self._shared(rows.pop(), sum(traffic[0].leaving))]
 
     def _shared(self, sent: Tensor, length: int) -> Tensor:

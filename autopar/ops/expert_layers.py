@@ -1,16 +1,17 @@
-"""A layer of experts as one op, on a part of the tokens or of the experts.
+"""A layer of experts as one op, on a part of the tokens or of the experts, and with tokens
+dispatched between ranks.
 
-Terms. A token *picks* p of the e experts, each with a *gate*, a number with which what the expert
-makes of it counts. An expert is a linear up, an activation, a linear down; a *gated* one has two
-linears up, and multiplies the activation of the first's result with the second's.
+Terms. A token *picks* p of the e experts, each with a *gate*, the weight of the expert's result. An
+expert is a linear up, an activation and a linear down. A *gated* expert has two linears up, and
+multiplies the activation of the first's result with the result of the second.
 
-The rows of an expert's picks are brought together and go through its linears; picks of experts that
-are not here cost nothing, nor does a copy of weights for each pick. What lies between the linears
-is not kept: backward computes it again from the tokens. So a part of the experts adds its part to
-every token's result, and parts add up, though what lies between is not linear. How many rows an
-expert has depends on the numbers, so these are opaque ops of torch's, not calls of ATen; torch
-differentiates `experts` by `experts_backward`. The rows of one expert at a time, which they hold
-meanwhile, are a kernel's scratch, which no prediction of memory counts.
+The rows of an expert's picks are gathered and go through its linears. Picks of experts that are not
+on the rank cost nothing, and weights are not copied per pick. Values between the linears are not
+kept: backward computes them again from the tokens. A part of the experts adds its part to every
+token's result, so that the parts add up, although the activation is not linear. The number of rows
+of an expert depends on the values, so these are opaque custom ops of torch, not calls of ATen;
+torch differentiates `experts` by `experts_backward`. They hold the rows of one expert at a time.
+These are scratch memory of a kernel, which no prediction of memory counts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ACTS: Mapping[str, Act] = {
     "relu": (aten.relu.default, lambda g, x: aten.threshold_backward.default(g, x, 0)),
     "relu2": (lambda x: aten.relu.default(x).square(), lambda g, x: 2 * g * aten.relu.default(x)),
 }
-"""Activations by name, each with its gradient given that of its result and its operand."""
+"""Name → activation, and its gradient given that of its result and its operand."""
 
 
 @torch.library.custom_op("autopar::experts", mutates_args=())
@@ -102,8 +103,18 @@ def _experts_backward(
 def forward_of(
     rows: Tensor, up: Tensor, down: Tensor, act: str, out: Tensor | None = None
 ) -> Tensor:
-    """What one expert, up [g, f, h] and down [d, f], makes of rows [r, h]: [r, d], in `out`
-    where this is given."""
+    """Compute one expert.
+
+    Args:
+        rows: [r, h].
+        up: [g, f, h], where g is 2 for gated experts, else 1.
+        down: [d, f].
+        act: a name of `ACTS`.
+        out: tensor for the result, or None.
+
+    Returns:
+        [r, d].
+    """
     return torch.mm(_activate_hidden(_up(rows, up), act), down.t(), out=out)
 
 
@@ -116,10 +127,17 @@ def backward_of(
     act: str,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One expert's gradients of rows [r, h], gates [r], up and down, given those of what tokens
-    get, `grad` [r, d], and `gate` [r, 1].
+    """Compute the gradients of one expert.
 
-    Those of rows are in `out` where this is given.
+    Args:
+        grad: gradients of the tokens' results [r, d], not yet multiplied by gates.
+        rows: [r, h].
+        gate: [r, 1].
+        up, down, act: as for `forward_of`.
+        out: tensor for the gradient of `rows`, or None.
+
+    Returns:
+        The gradients of rows [r, h], gates [r], up and down.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     hidden = _up(rows, up)
@@ -235,61 +253,68 @@ experts_backward = torch.ops.autopar.experts_backward.default
 # are a kernel's scratch.
 
 Operands = tuple[Any, ...]
-"""Of one rank, those of `experts` or of its gradient, with the starts of all ranks, in their
-order, instead of its own."""
+"""The operands of `experts` or of its gradient on one rank, with the starts of all ranks, in their
+order, in place of its own start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """How many rows leave a rank, by home, and come to it, by sender and then by expert."""
+    """Numbers of rows that a rank sends and receives.
+
+    Attributes:
+        leaving: rows sent to each home.
+        coming: rows received from each sender, for each expert.
+    """
 
     leaving: tuple[int, ...]
     coming: tuple[tuple[int, ...], ...]
 
     @property
     def by_sender(self) -> tuple[int, ...]:
+        """Number of rows that come from each sender."""
         return tuple(sum(counts) for counts in self.coming)
 
 
 What = Literal["rows", "gates"]
-"""Each goes there once, and back once, after each count."""
+"""Kinds of data; after each count, each is sent once and sent back once."""
 
 
 class Exchange(Protocol):
-    """How ranks hand each other rows; each list has an item for each of the ranks that are
-    worked for."""
+    """The exchange of rows between ranks. Each list has one item per rank that this process runs:
+    one, or all."""
 
     @property
     def by_expert(self) -> bool:
-        """Whether the rows that come lie by expert, then by sender; else by sender, then by
+        """Whether received rows are sorted by expert, then by sender; else by sender, then by
         expert."""
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
-        """From how many pairs [homes, experts of each] a rank has; `num_pairs` are all of them,
-        which those that are not real expect."""
+        """Exchange the numbers of each rank's pairs, `counts` [homes, experts of each].
+        Implementations without real tensors estimate the traffic from `num_pairs`, all of them."""
 
-    def there(
+    def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """The rows `index` of a rank's tensor, which are its pairs', sorted by home and expert →
-        those that come. `tensors` is emptied.
+        """Send the rows `index` of each rank's tensor, which are those of its pairs sorted by home
+        and expert, to their homes, and return the received rows. `tensors` is emptied.
 
-        They may lie in memory that is written anew when the ranks next count; so may those of
-        `back`.
+        The result may be in memory that is overwritten after the next count; so may that of
+        `send_back`.
         """
 
-    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        """What experts made of the rows that came → of those that went, in the order in which
-        they did. `rows` is emptied."""
+    def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        """Send the results of received rows back, and return those of the rows that each rank sent,
+        in the order in which it sent them. `rows` is emptied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """All ranks in one process."""
+    """An `Exchange` of all ranks in one process."""
 
     by_expert: bool = False
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
+        """See `Exchange.count`."""
         table = [c.tolist() for c in counts]
         return [
             Traffic(
@@ -299,14 +324,16 @@ class Together:
             for rank in range(len(table))
         ]
 
-    def there(
+    def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
+        """See `Exchange.send`."""
         return self._rows(
             [tensors.pop(0)[rows] for rows in index], [each.leaving for each in traffic]
         )
 
-    def back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+    def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
+        """See `Exchange.send_back`."""
         return self._rows(rows, [each.by_sender for each in traffic])
 
     def _rows(self, rows: list[Tensor], leaving: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -317,7 +344,7 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Of one rank: its pairs [r] in the order in which they go, the token of each, and the
+    """The pairs of one rank [r] in the order in which they are sent, the token of each, and the
     traffic."""
 
     order: Tensor
@@ -326,16 +353,23 @@ class _Way:
 
 
 def dispatched_experts(ranks: Sequence[Operands], exchange: Exchange) -> list[Tensor]:
-    """Of each rank the results of its tokens [t, d]; operands (x, ids, gates, up, down, act,
-    size, starts)."""
+    """Compute a layer of experts on several ranks with dispatched tokens.
+
+    Args:
+        ranks: operands of each rank: x, ids, gates, up, down, act, size, starts (see `Operands`).
+        exchange: the exchange of rows between the ranks.
+
+    Returns:
+        The result of each rank's tokens [t, d].
+    """
     ways = _ways([(ids, up, starts) for _, ids, _, up, _, _, _, starts in ranks], exchange)
     traffic = [way.traffic for way in ways]
-    come = exchange.there("rows", [x for x, *_ in ranks], [way.tokens for way in ways], traffic)
+    come = exchange.send("rows", [x for x, *_ in ranks], [way.tokens for way in ways], traffic)
     made = [
         experts_of_rows(come.pop(0), _places_of(way, exchange), up, down, act)
         for (_, _, _, up, down, act, *_), way in zip(ranks, ways, strict=True)
     ]
-    back = exchange.back("rows", made, traffic)
+    back = exchange.send_back("rows", made, traffic)
     return [
         add_up(back.pop(0), way.order, *ids.shape, gates)
         for (_, ids, gates, *_), way in zip(ranks, ways, strict=True)
@@ -345,21 +379,26 @@ def dispatched_experts(ranks: Sequence[Operands], exchange: Exchange) -> list[Te
 def dispatched_experts_backward(
     ranks: Sequence[Operands], exchange: Exchange
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Of each rank the gradients of its x, gates, up and down; operands (grad, x, ids, gates, up,
-    down, act, size, starts).
+    """Compute the gradients of `dispatched_experts`. Those of a rank's experts are complete: all
+    ranks whose tokens picked them sent their rows.
 
-    Those of its experts are whole: all that picked them sent their rows.
+    Args:
+        ranks: operands of each rank: grad, x, ids, gates, up, down, act, size, starts.
+        exchange: the exchange of rows between the ranks.
+
+    Returns:
+        The gradients of each rank's x, gates, up and down.
     """
     ways = _ways([(ids, up, starts) for _, _, ids, _, up, _, _, _, starts in ranks], exchange)
     pairs = list(zip(ranks, ways, strict=True))
     traffic = [way.traffic for way in ways]
-    come = exchange.there(
+    come = exchange.send(
         "rows",
         [torch.cat((grad, x), 1) for grad, x, *_ in ranks],
         [way.tokens for way in ways],
         traffic,
     )
-    weights = exchange.there(
+    weights = exchange.send(
         "gates",
         [gates.reshape(-1, 1) for _, _, _, gates, *_ in ranks],
         [way.order for way in ways],
@@ -374,8 +413,8 @@ def dispatched_experts_backward(
     d_rows, d_weights, d_ups, d_downs = (list(results) for results in zip(*made, strict=True))
     made.clear()
     rows, gates_back = (
-        exchange.back("rows", d_rows, traffic),
-        exchange.back("gates", d_weights, traffic),
+        exchange.send_back("rows", d_rows, traffic),
+        exchange.send_back("gates", d_weights, traffic),
     )
     found = []
     for (_, _, ids, gates, *_), way in pairs:
@@ -387,9 +426,9 @@ def dispatched_experts_backward(
 
 
 DISPATCHED: tuple[Callable[..., list[Any]], ...] = (dispatched_experts, dispatched_experts_backward)
-"""The functions of this kind: local arguments name them, with three more: the most pairs of any
-rank, the ranks' mesh axis, and whether rows are written into peers' memory, on which no number
-hangs."""
+"""The functions that ranks call together. Local calls of them have three further arguments: the
+most pairs of any rank, the mesh axis of the ranks, and whether rows are written into the memory of
+peers, which does not change any number."""
 
 
 def _ways(ranks: Sequence[tuple[Tensor, Tensor, Sequence[int]]], exchange: Exchange) -> list[_Way]:

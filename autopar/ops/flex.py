@@ -199,6 +199,7 @@ def _score_block(block: _Block, how: Scoring) -> Callable[..., Tensor]:
 
 def _of_wanted(block: _Block, how: Scoring, wanted: Sequence[int]) -> Callable[..., Tensor]:
     def function(products: Tensor, *given: Tensor) -> Tensor:
+        """Scores of products and the wanted captured tensors."""
         captured = list(how.captured)
         for number, tensor in zip(wanted, given, strict=True):
             captured[number] = tensor
@@ -247,9 +248,11 @@ def _by_torch(
     b_start, h_start, q_start = how.starts
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """The score function, with coordinates in the whole tensor."""
         return score(s, b + b_start, h + h_start, i + q_start, j, b, h, i, *captured)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """The mask function, with coordinates in the whole tensor."""
         return mask(b + b_start, h + h_start, i + q_start, j, b, h, i, *captured)
 
     block_mask = None

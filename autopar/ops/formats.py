@@ -25,6 +25,7 @@ def _of_contiguous(op: Any) -> Callable[..., Any]:
     """`op`, of contiguous copies of the operands that are not contiguous."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Call `op` on contiguous operands."""
         return op(
             *map(_contiguous, args), **{name: _contiguous(value) for name, value in kwargs.items()}
         )

@@ -1,4 +1,5 @@
-"""The root-mean-square norm as one operator, and in pieces whose sums may be partial.
+"""Norms in pieces whose sums may be partial: the root-mean-square norm, also as one operator, and
+batch normalization.
 
     rstd = 1/√(Σ x²/n + ε)        y = x · rstd · weight                      over the last dim, n
                                   elements long
@@ -6,13 +7,13 @@
                                   · rstd     given g, the gradient of y
 
 (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467, equation 4).
-Written out, as models have it, the norm and its gradient take twenty passes over memory. `normed`
-stands for both where a capture finds one (`autopar.capture.formulas`); torch differentiates it. In
-the normal form it becomes the pieces, so that rows can be split, and what is normed as well.
+Written out, as in models, the norm and its gradient take twenty passes over memory. Capture
+replaces a norm that it finds (`autopar.capture.formulas`) by `normed`, which torch differentiates.
+In normal form it becomes the pieces, so that rows and also the normalized dim can be split.
 
-Where models round. They square in a dtype of their own (`dtype`), may round what is normed before
-the weight (`rounded`), and the result (`out`). `rms_norm` rounds in the same places. Sums, and
-gradients, are taken in at least float32, and rounded once.
+Rounding. Models square in some dtype (`dtype`), and may round the normalized values before they
+apply the weight (`rounded`), and the result (`out`). `rms_norm` rounds at the same points. Sums and
+gradients are computed in at least float32 and rounded once.
 
 Shapes: x, gradients and results [..., n], or the same part of each row; squares and products [...];
 weight [n]. Each piece is a few calls of ATen, on some rows at a time; `autopar.analysis.fusable`
@@ -31,7 +32,15 @@ from autopar.ops.blocks import row_blocks, wide_dtype
 
 
 def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Σ x² of each row, where the model squares in `dtype`; those of parts of the rows add up."""
+    """Return Σ x² of each row; the sums of parts of a row add up.
+
+    Args:
+        x: [..., n].
+        dtype: the dtype in which the model squares.
+
+    Returns:
+        [...] in at least float32.
+    """
     wide = wide_dtype(dtype)
     return torch.linalg.vector_norm(_in(wide, x), dim=-1, dtype=wide).square_()
 
@@ -46,17 +55,39 @@ def rms_norm(
     rounded: torch.dtype,
     out: torch.dtype,
 ) -> Tensor:
-    """``x · rstd · weight`` in `out`, from x's `square_sum` over all `n` elements of a row."""
+    """Return ``x · rstd · weight``.
 
-    def made(x: Tensor, scale: Tensor) -> Tensor:
+    Args:
+        x: [..., n], or the same part of each row.
+        squares: `square_sum` of the whole rows [...].
+        weight: [n], or the same part of it; None stands for ones.
+        n: number of elements of a whole row.
+        eps: ε.
+        dtype: the dtype in which the model squares.
+        rounded: dtype to which the model rounds before it applies the weight.
+        out: dtype of the result.
+    """
+
+    def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
+        """Normalize rows [r, n] by `scale` [r, 1], then apply the weight."""
         normed = _in(scale.dtype, x).mul(scale).to(rounded)
         return (normed if weight is None else normed * weight).to(out)
 
-    return _by_rows(made, out, x, _rstd(squares, n, eps))
+    return _by_rows(scale_rows, out, x, _rstd(squares, n, eps))
 
 
 def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Σ (grad · weight) · x of each row; those of parts of the rows add up."""
+    """Return Σ (grad · weight) · x of each row; the sums of parts of a row add up.
+
+    Args:
+        grad: gradient of the result of `rms_norm` [..., n].
+        x: [..., n].
+        weight: [n]; None stands for ones.
+        dtype: the dtype in which the model squares.
+
+    Returns:
+        [...] in at least float32.
+    """
     gradients, rows, wide, parts = _flat(grad), _flat(x), wide_dtype(dtype), []
     for here in row_blocks(x):
         products = _product(gradients[here], rows[here], wide)
@@ -74,22 +105,35 @@ def rms_norm_backward(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of `rms_norm`'s x, given that of its result and their `rms_product`."""
+    """Return the gradient of `x` of `rms_norm`.
+
+    Args:
+        grad: gradient of the result [..., n], or the same part of each row.
+        product: `rms_product` of the whole rows [...].
+        x, squares, weight, n, eps, dtype: as for `rms_norm`.
+    """
     scale = _rstd(squares, n, eps)
 
-    def made(grad: Tensor, x: Tensor, scale: Tensor, slope: Tensor) -> Tensor:
+    def differentiate_rows(grad: Tensor, x: Tensor, scale: Tensor, slope: Tensor) -> Tensor:
+        """Return grad · weight · scale + x · slope of rows [r, n], with scale and slope [r, 1]."""
         total = _in(scale.dtype, grad).mul(scale)
         total = total if weight is None else total.mul_(weight)
         return total.addcmul_(_in(scale.dtype, x), slope).to(x.dtype)
 
-    return _by_rows(made, x.dtype, grad, x, scale, scale.pow(3).mul_(product).div_(-n))
+    slope = scale.pow(3).mul_(product).div_(-n)
+    return _by_rows(differentiate_rows, x.dtype, grad, x, scale, slope)
 
 
 def rms_weight_gradient(
     grad: Tensor, x: Tensor, squares: Tensor, n: int, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient of `rms_norm`'s weight, in at least float32; those of some of the rows each add
-    up."""
+    """Return the gradient [n] of the weight of `rms_norm`, in at least float32; the gradients of
+    parts of the rows add up.
+
+    Args:
+        grad: gradient of the result [..., n].
+        x, squares, n, eps, dtype: as for `rms_norm`.
+    """
     gradients, rows, scale = _flat(grad), _flat(x), _rstd(squares, n, eps).reshape(-1, 1)
     parts = [
         _product(gradients[here], rows[here], scale.dtype).mul_(scale[here]).sum(0)
@@ -101,19 +145,22 @@ def rms_weight_gradient(
     return total
 
 
-def _by_rows(made: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, *others: Tensor) -> Tensor:
-    """What is made of some rows at a time, of `x` and others like it, or with one element a row."""
+def _by_rows(
+    function: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, *others: Tensor
+) -> Tensor:
+    """Apply a function to some rows at a time. `others` have the shape of `x` [..., n] or one
+    element per row [...]; the result has dtype `dtype`."""
     blocks = row_blocks(x)
     operands = [x, *(each if each.dim() == x.dim() else each.unsqueeze(-1) for each in others)]
     if len(blocks) == 1:
-        return made(*operands).contiguous()  # as `normed` is said to be
+        return function(*operands).contiguous()  # the fake of `normed` is contiguous, too
     result, flat = (
         torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format),
         [_flat(each) for each in operands],
     )
     rows = _flat(result)
     for here in blocks:
-        rows[here] = made(*(each[here] for each in flat))
+        rows[here] = function(*(each[here] for each in flat))
     return result
 
 
@@ -126,12 +173,12 @@ def _rstd(squares: Tensor, n: int, eps: float) -> Tensor:
 
 
 def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
-    """x itself where an op with a tensor of this dtype computes in it, else x cast."""
+    """x itself if an op of it and a tensor of `dtype` computes in `dtype`, else x cast."""
     return x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a · b, a new tensor, computed in a dtype."""
+    """a · b, computed in `dtype`, as a new tensor."""
     return a * b.to(dtype) if a.dtype == dtype else a.to(dtype).mul_(b)
 
 
@@ -209,25 +256,37 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def channel_sum(x: Tensor) -> Tensor:
-    """Σ x over all dims but the channels'."""
+    """Return Σ x over all dims but dim 1 (the channels)."""
     return x.sum(_others(x), dtype=torch.float32 if x.dtype in _HALF else None)
 
 
 def squared_deviation(x: Tensor, mean: Tensor) -> Tensor:
-    """Σ (x − mean)² over all dims but the channels'."""
+    """Return Σ (x − mean)² over all dims but dim 1 (the channels)."""
     return _minus(x, mean).square_().sum(_others(x))
 
 
 def scaled_product(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """Σ grad · (x − mean) · rstd over all dims but the channels': the gradient of the norm's
-    weight."""
+    """Return Σ grad · (x − mean) · rstd over all dims but dim 1 (the channels): the gradient of the
+    weight.
+
+    Args:
+        grad: gradient of the result of `normalize` [n, c, ...].
+        x: [n, c, ...].
+        mean, rstd: statistics [c].
+    """
     return _minus(x, mean).mul_(grad).sum(_others(x)).mul_(rstd)
 
 
 def normalize(
     x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """``(x − mean) · rstd · weight + bias`` in the dtype of `x`."""
+    """Return ``(x − mean) · rstd · weight + bias`` in the dtype of `x`.
+
+    Args:
+        x: [n, c, ...].
+        mean, rstd: statistics [c].
+        weight, bias: [c], or None.
+    """
     scale = rstd if weight is None else rstd * weight
     result = _minus(x, mean).mul_(_view_channels(scale, x))
     return (result if bias is None else result.add_(_view_channels(bias, x))).to(x.dtype)

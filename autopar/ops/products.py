@@ -24,7 +24,7 @@ class _Dot:
     """An equation as one matrix product of `first` by `second`: permutations to [batch, rows,
     inner] and [batch, inner, columns].
 
-    `swapped` says that the left operand is the second factor, as where its own dims come last in
+    `swapped` means that the left operand is the second factor, because its own dims come last in
     the result.
     """
 
@@ -74,16 +74,18 @@ def _dot_plan(equation: str) -> _Dot:
 def dot(
     equation: str, a: Tensor, b: Tensor, bias: Tensor | None = None, starts: Sequence[int] = ()
 ) -> Tensor:
-    """Product of two tensors by Einstein's convention, ``dot("bsk,nk->bsn", x, weight)``;
-    contiguous in the output's order.
+    """Multiply two tensors by Einstein's convention, ``dot("bsk,nk->bsn", x, weight)``. The result
+    is contiguous.
 
-    Each letter is in two of the three terms or in all of them. One `mm` or `bmm`, with a bias
-    `addmm` or `baddbmm`; contiguous operands are not copied.
+    It is computed by one `mm` or `bmm`, with a bias by `addmm` or `baddbmm`. Contiguous operands
+    are not copied.
 
     Args:
-        bias: is added; its dims are the last of the result's.
-        starts: where this part of what is summed over begins, along each dim of it that is split;
-            the bias is added where that is 0 in all.
+        equation: the equation; each letter is in two of the three terms or in all of them.
+        a, b: the operands.
+        bias: is added; its dims are the last dims of the result.
+        starts: if dims that are summed over are split, the first index of this part along each of
+            them; the bias is added by the part whose starts are all 0.
     """
     # a compiler traces through the cache's own function: it folds the equation into constants
     plan = _dot_plan.__wrapped__(equation) if torch.compiler.is_compiling() else _dot_plan(equation)
@@ -123,6 +125,6 @@ def dot(
 
 
 def bias_term(equation: str, num_dims: int) -> str:
-    """The letters of a bias of so many dims."""
+    """Return the letters of a bias with `num_dims` dims."""
     result = equation.partition("->")[2].strip()
     return result[len(result) - num_dims :]

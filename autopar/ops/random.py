@@ -1,9 +1,9 @@
-"""Random numbers by position: each element's number follows from (state, draw, its index in the
-whole tensor) alone.
+"""Random numbers by position: the number of an element depends only on the state, the number of the
+draw and the element's index in the whole tensor.
 
-So a draw is the same under every layout, on any number of ranks, and when backward runs it again.
-The functions stand in normal-form graphs in place of torch's random ops, whose numbers depend on
-how a tensor is cut.
+Therefore a draw is the same for every layout and number of ranks, and when backward runs it again.
+In normal-form graphs these functions replace torch's random ops, whose numbers depend on how a
+tensor is split.
 
 A graph that draws has one more buffer, `STATE`: a 64-bit counter that every step raises by one;
 `draw` numbers the draws of a step. The bits of an element are two finalizers of a counter. The
@@ -29,11 +29,11 @@ LARGEST_RANGE = 2**31  # of `randint`
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8}  # more would round up to the range's end
 LEAST_EXPONENTIAL = (
     2.0**-25
-)  # half a step of `uniform`: 0 is drawn by no exponential distribution, though by `uniform`
-GAMMA_TRIES = 12  # all are refused less often than once in 10¹⁵
-_INNER = 2**31  # inner dims together have at most as many elements
-# What one element costs in eager mode: passes over 32-bit numbers, each of which reads and writes
-# four bytes.
+)  # half a step of `uniform`; exponential distributions never draw 0, while `uniform` does
+GAMMA_TRIES = 12  # the probability that all are rejected is below 10⁻¹⁵
+_INNER = 2**31  # most elements of the inner dims together
+# Cost of one element in eager mode: passes over 32-bit numbers, each of which reads and writes four
+# bytes.
 NUM_PASSES = 25
 _ATEN = torch.ops.aten
 WITHOUT_GENERATOR: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
@@ -45,11 +45,12 @@ WITHOUT_GENERATOR: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProx
         _ATEN.randperm.generator: _ATEN.randperm.default,
     }
 )
-"""torch's ops of a generator → what they are where it is None."""
+"""torch's ops with a generator → the same ops without one."""
 
 
 def initial_state(seed: int) -> Tensor:
-    """The state before the first step: a scalar of int64. Different seeds begin far apart."""
+    """Return the state before the first step: a scalar of int64. States of different seeds are far
+    apart."""
     return _mix64(
         torch.tensor(_to_signed(seed + _GOLDEN, 64), dtype=torch.int64)
     )  # 0 would stay 0, and so would the first bits
@@ -63,12 +64,15 @@ def keep_mask(
     starts: Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Boolean mask of `shape`, each element False with probability `p` (to within 2⁻³²).
+    """Draw a boolean mask whose elements are False with probability `p` (to within 2⁻³²).
 
     Args:
-        state: scalar int64. draw: the draw's number within the step.
-        starts, sizes: where the mask is a part: the index of its first element in the whole, and
-            the whole's shape.
+        state: scalar int64.
+        shape: shape of the mask, or of the part.
+        p: the probability.
+        draw: number of the draw within the step.
+        starts: for a part the index of its first element in the whole, per dim.
+        sizes: for a part the shape of the whole.
     """
     threshold = round(p * 2**32) - 2**31
     if threshold >= 2**31:
@@ -86,10 +90,14 @@ def uniform(
     starts: Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Numbers from [`low`, `high`), in steps of 2⁻²⁴ of the range, wider where `dtype` has fewer
-    digits; arguments as in `keep_mask`.
+    """Draw uniform numbers from [`low`, `high`), in steps of 2⁻²⁴ of the range, or larger steps if
+    `dtype` has fewer digits. In [0, 1) the end is never drawn; in other ranges it may be, by
+    rounding.
 
-    Of [0, 1) the end is never drawn; of another range it may be, by rounding.
+    Args:
+        low, high: the range.
+        dtype: dtype of the result.
+        state, shape, draw, starts, sizes: as for `keep_mask`.
     """
     unit = _unit(_bits(state, shape, draw, starts, sizes), _DIGITS.get(dtype, 24))
     return unit.mul_(high - low).add_(low).to(dtype)
@@ -105,8 +113,14 @@ def normal(
     starts: Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Normal numbers (Box and Muller, "A Note on the Generation of Random Normal Deviates",
-    1958); arguments as in `keep_mask`."""
+    """Draw normal numbers (Box and Muller, "A Note on the Generation of Random Normal Deviates",
+    1958).
+
+    Args:
+        mean, std: mean and standard deviation.
+        dtype: dtype of the result.
+        state, shape, draw, starts, sizes: as for `keep_mask`.
+    """
     radius = (
         _unit(_bits(state, shape, draw, starts, sizes)).neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
     )
@@ -124,30 +138,32 @@ def randint(
     starts: Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Integers from `low` to `high` − 1, at most `LARGEST_RANGE` of them, each with its probability
-    to within 2⁻³².
+    """Draw integers from `low` to `high` − 1 with equal probabilities (to within 2⁻³²).
 
-    Arguments as in `keep_mask`.
+    Args:
+        low, high: the range, of at most `LARGEST_RANGE` integers.
+        dtype: dtype of the result.
+        state, shape, draw, starts, sizes: as for `keep_mask`.
     """
     bits = _bits(state, shape, draw, starts, sizes).to(torch.int64).add_(2**31)
     return bits.mul_(high - low).bitwise_right_shift_(32).add_(low).to(dtype)
 
 
 def masked_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """``x · mask · scale``: dropout's forward and, of its gradient, backward."""
+    """Return ``x · mask · scale``: dropout of `x`, or of a gradient in backward."""
     return (x * mask).mul_(scale)
 
 
 def gamma(alpha: Tensor, normals: Tensor, uniforms: Tensor, last: Tensor) -> Tensor:
-    """Gamma numbers of shape parameter `alpha` and rate 1 (Marsaglia and Tsang, "A Simple Method
-    for Generating Gamma Variables", 2000).
-
-    The first of `GAMMA_TRIES` tries that is accepted is taken; each is with probability 0.95 and
-    more.
+    """Make gamma numbers of rate 1 (Marsaglia and Tsang, "A Simple Method for Generating Gamma
+    Variables", 2000). The first of `GAMMA_TRIES` tries that is accepted is taken; each is accepted
+    with a probability of at least 0.95.
 
     Args:
-        alpha: [...], above 0. normals, uniforms: [..., `GAMMA_TRIES`], normal, and from [0, 1).
-            last: [...], from [0, 1), of which numbers below 1 for `alpha` are made.
+        alpha: shape parameters [...], above 0.
+        normals: normal numbers [..., `GAMMA_TRIES`].
+        uniforms: numbers from [0, 1) [..., `GAMMA_TRIES`].
+        last: numbers from [0, 1) [...], which are used for `alpha` below 1.
     """
     d = (torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3).unsqueeze(-1)
     cubed = (1 + normals * (9 * d).rsqrt()) ** 3

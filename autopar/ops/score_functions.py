@@ -378,7 +378,8 @@ def _free(function: Function, indexed: Mapping[int, tuple[str | None, ...]]) -> 
     coordinates read nothing by themselves.
     """
 
-    def named(reference: Any) -> Iterator[str]:
+    def coordinates_in(reference: Any) -> Iterator[str]:
+        """The coordinates that a reference names, also by a cast."""
         for kind, name in references(reference):
             if kind == "c" and name in COORDINATES:
                 yield name
@@ -394,11 +395,11 @@ def _free(function: Function, indexed: Mapping[int, tuple[str | None, ...]]) -> 
                 found
                 for dim, index in enumerate(args[1])
                 if dims[dim] is None
-                for found in named(index)
+                for found in coordinates_in(index)
             )
         else:
-            yield from named((*args, *kwargs.values()))
-    yield from named(function.gives)
+            yield from coordinates_in((*args, *kwargs.values()))
+    yield from coordinates_in(function.gives)
 
 
 def captures(text: str) -> bool:

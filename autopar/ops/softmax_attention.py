@@ -8,8 +8,8 @@ from torch import Tensor
 from autopar.core.placements import second_start
 
 # --------------------------------------------------------------------------------------------------
-# Softmax attention by the kernel that fits: of the cpu; of a GPU cuDNN's, FlashAttention's or the
-# memory-efficient one; or products.
+# Softmax attention by the kernel that fits: torch's kernel for the CPU; on a GPU that of cuDNN,
+# FlashAttention or the memory-efficient one; else matrix products.
 
 aten = torch.ops.aten
 
@@ -17,7 +17,14 @@ aten = torch.ops.aten
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `autopar.ops.attention` of all queries and of their heads."""
+    """Compute `autopar.ops.attention` of whole queries and heads.
+
+    Args:
+        q, k, v, mask, is_causal, scale: as for `attention`.
+
+    Returns:
+        The result [b, h, s, d] and the log of the softmax's sum [b, h, s].
+    """
     q, k, v = _contiguous_rows(q, k, v)
     bias = _bias(mask, q.dtype)
     if q.device.type == "cpu":
@@ -59,8 +66,14 @@ def attend_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. `out` and `lse` may be of more keys than these, of which q, k and
-    v then have their share."""
+    """Return the gradients of q, k and v.
+
+    Args:
+        grad: gradient of the result [b, h, s, d].
+        out, lse: the results of `attend`. They may be of more keys than `k`; the gradients are then
+            the share of these keys.
+        q, k, v, mask, is_causal, scale: as for `attention`.
+    """
     grad, q, k, v, out = _contiguous_rows(grad, q, k, v, out)
     lse = lse.contiguous()
     bias = _bias(mask, q.dtype)
@@ -284,8 +297,15 @@ def _plain_backward(
 def attend_placed(
     q: Tensor, k: Tensor, v: Tensor, scale: float, start: int, mirrored_in: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of the queries `q`, the first of which is at `start`; tensors and
-    `mirrored_in` as of `autopar.ops.attention`."""
+    """Compute causal attention of a part of the queries.
+
+    Args:
+        start: place of the first query among all.
+        q, k, v, scale, mirrored_in: as for `attention`.
+
+    Returns:
+        The result [b, h, s, d] and the log of the softmax's sum [b, h, s].
+    """
     found = [
         _attend_range(q[:, :, rows], k, v, scale, first)
         for rows, first in _runs(q, start, mirrored_in)
@@ -299,7 +319,7 @@ def attend_placed(
 def _attend_range(
     q: Tensor, k: Tensor, v: Tensor, scale: float, start: int
 ) -> tuple[Tensor, Tensor]:
-    """Of queries that lie one after another."""
+    """`attend_placed` of consecutive queries."""
     before, beside = _ranges(q.shape[2], k, start)
     if not _length(beside):
         return attend(q, k[:, :, before], v[:, :, before], None, False, scale)
@@ -320,7 +340,13 @@ def attend_placed_backward(
     start: int,
     mirrored_in: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, and of all of k and v."""
+    """Return the gradients of q, and of all keys and values.
+
+    Args:
+        grad: gradient of the result [b, h, s, d].
+        out, lse: the results of `attend_placed`.
+        q, k, v, scale, start, mirrored_in: as for `attend_placed`.
+    """
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, first in _runs(q, start, mirrored_in):
         own = [x[:, :, rows] for x in (grad, q, out, lse)]
@@ -345,7 +371,7 @@ def _add_gradients(
     scale: float,
     is_causal: bool,
 ) -> None:
-    """Add what queries that lie one after another have for one range of keys."""
+    """Add the gradients of consecutive queries and one range of keys."""
     grad, q, out, lse = rows
     for sums, found in zip(
         into, attend_backward(grad, q, k, v, out, lse, None, is_causal, scale), strict=True
@@ -354,7 +380,7 @@ def _add_gradients(
 
 
 def _runs(q: Tensor, start: int, mirrored_in: int | None) -> list[tuple[slice, int]]:
-    """Queries that lie one after another, and where the first of them is."""
+    """Ranges of consecutive queries, and the place of the first query of each."""
     length = q.shape[2]
     if mirrored_in is None:
         return [(slice(0, length), start)]

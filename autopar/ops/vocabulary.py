@@ -1,4 +1,4 @@
-"""Look-ups and losses on a part of the vocabulary."""
+"""Lookups and losses on a part of the vocabulary, and the CTC loss."""
 
 from __future__ import annotations
 
@@ -19,15 +19,21 @@ RowLosses = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 def embedding(
     weight: Tensor, ids: Tensor, start: int | None = None, size: int | None = None
 ) -> Tensor:
-    """Rows of `weight` [v, d] for `ids` [...] → [..., d].
+    """Return the rows of a table for ids.
 
-    With `start`, `weight` is the part of a table of `size` rows whose first row is `start`, and
-    rows outside of it are
-    zeros: the parts add up to the whole result.
+    Args:
+        weight: the table [v, d], or a part of its rows.
+        ids: [...].
+        start: if `weight` is a part, its first row. Results of ids outside of it are zeros, so that
+            the parts add up to the whole result.
+        size: if `weight` is a part, the number of rows of the whole table.
+
+    Returns:
+        [..., d].
 
     Raises:
-        IndexError, RuntimeError: where an id is no row of the table (on a GPU, as ever, a
-            device-side assertion).
+        IndexError, RuntimeError: if an id is no row of the table (on a GPU a device-side
+            assertion).
     """
     if start is None:
         return aten.embedding.default(weight, ids)
@@ -44,10 +50,14 @@ def embedding(
 def embedding_backward(
     grad: Tensor, ids: Tensor, num_rows: int, start: int | None = None, padding_idx: int = -1
 ) -> Tensor:
-    """Gradient [num_rows, d] of `embedding`'s weight, given that of its result, `grad` [..., d].
+    """Return the gradient [num_rows, d] of the weight of `embedding`.
 
-    With `start`, that of the part of `num_rows` rows that begins there. The row `padding_idx` of
-    the table gets none.
+    Args:
+        grad: gradient of the result [..., d].
+        ids: [...].
+        num_rows: number of rows of the table, or of the part.
+        start: for a part of the table its first row.
+        padding_idx: the row of the table that gets no gradient.
     """
     if start is None:
         return aten.embedding_dense_backward.default(grad, ids, num_rows, padding_idx, False)
@@ -141,7 +151,14 @@ def cross_entropy_backward_scratch(shape: Sequence[int], dtype: torch.dtype) -> 
 def cross_entropy_backward_(
     x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0
 ) -> Tensor:
-    """`cross_entropy_backward`, which see, written into the logits; returns `x`."""
+    """Compute `cross_entropy_backward` in place of the logits.
+
+    Args:
+        x, m, s, index, scale, start: as for `cross_entropy_backward`.
+
+    Returns:
+        `x`.
+    """
     if not x.is_contiguous():
         return x.copy_(cross_entropy_backward(x, m, s, index, scale, start))
     flat = x.view(-1, x.shape[-1])
@@ -206,8 +223,13 @@ def linear_cross_entropy_by(
     rows: int,
     gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear_cross_entropy`, given what makes losses of some rows' logits, which it uses up,
-    and their gradient."""
+    """Compute `linear_cross_entropy` with another function for the loss of some rows.
+
+    Args:
+        row_losses: takes logits [n, v], classes [n] and `ignored`, and returns the losses [n] and
+            the gradient of their sum [n, v]. It may overwrite the logits.
+        x, weight, index, ignored, rows, gradients: as for `linear_cross_entropy`.
+    """
     flat, classes = x.reshape(-1, x.shape[-1]), index.reshape(-1)
     wide = wide_dtype(x.dtype)
     losses = flat.new_empty(flat.shape[0], dtype=wide)
@@ -275,11 +297,11 @@ def _exp_minus(x: Tensor, m: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# The CTC loss of each sample as one op, which gives its gradient with it.
+# The CTC loss of each sample as one op, which also returns the gradient.
 #
-# torch's own (`aten._ctc_loss`) has a result whose shape depends on the values of the lengths, so
-# these are opaque ops of torch's, which call it. What it holds meanwhile, a number for each frame
-# and place of a target, is a kernel's scratch, which no prediction of memory counts.
+# torch's op (`aten._ctc_loss`) has a result whose shape depends on the values of the lengths, so
+# these are opaque custom ops that call it. It holds one number per frame and place of a target,
+# which is scratch memory of a kernel and not counted by predictions of memory.
 
 
 @torch.library.custom_op("autopar::ctc", mutates_args=())
@@ -338,7 +360,8 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """What ``F.ctc_loss`` computes, by these ops; of one sample without a batch dim, too."""
+    """Compute ``F.ctc_loss`` by these ops; arguments and result as there, also for one sample
+    without a batch dim."""
     alone = log_probs.dim() == 2
     if alone:
         log_probs, targets = log_probs.unsqueeze(1), targets.reshape(1, -1)

@@ -18,8 +18,13 @@ Sizes = Sequence[int]
 
 
 class Edges(NamedTuple):
-    """Of one spatial dim that is split: how many elements of a gradient of results, and of an
-    operand, are the neighbours', and how many the whole op pads before the dim."""
+    """Halos of one spatial dim that is split.
+
+    Attributes:
+        grad_before, grad_after: elements of the results' gradients that belong to the neighbours.
+        before, after: elements of the operand that belong to the neighbours.
+        padding: elements that the whole op pads before the dim.
+    """
 
     grad_before: int
     grad_after: int
@@ -34,7 +39,12 @@ def _named(edges: Sequence[Sequence[int] | None]) -> list[Edges | None]:
 
 
 def own(x: Tensor, before: Sizes, after: Sizes) -> Tensor:
-    """`x` without the halos of its last dims."""
+    """Return a tensor without the halos of its last dims.
+
+    Args:
+        x: the tensor.
+        before, after: per dim the elements of the halo at its beginning and at its end.
+    """
     for dim, (first, last) in enumerate(zip(before, after, strict=True), x.dim() - len(before)):
         x = x.narrow(dim, first, x.shape[dim] - first - last)
     return x

@@ -154,7 +154,7 @@ def beside_compute(evaluation: Evaluation) -> tuple[str, ...]:
         return ("compute and communication do not overlap",)
     outlasting = [
         phase
-        for phase, said in zip(PHASES, evaluation.load.unbalanced(slowdown), strict=True)
+        for phase, said in zip(PHASES, evaluation.load.outlasts_compute(slowdown), strict=True)
         if said
     ]
     return (

@@ -125,7 +125,7 @@ def local_load(
 
 def _longer(step: Load, now: Load, other: Load, slowdown: float) -> float:
     """By how much a step is longer with one part of it in another's place."""
-    change = other + now.scaled(-1.0)
+    change = other + now.scale(-1.0)
     return change.serial_s - ((step + change).saved_s(slowdown) - step.saved_s(slowdown))
 
 
@@ -209,7 +209,7 @@ def flips(
     choices = Choices(strategies, again, {}, 0.0, 0.0)
     links = dict.fromkeys(mesh.link(axis) for axis, size in enumerate(mesh.shape) if size > 1)
     touching = variants_by_op(priced.problem)
-    forward, backward = load_of(plan).unbalanced(profile.overlap_slowdown)
+    forward, backward = load_of(plan).outlasts_compute(profile.overlap_slowdown)
     balance = (float(not forward), float(not backward))
     parameters = {p.name: p for p in trace.parameters}
     found: list[Flip] = []

@@ -1,5 +1,5 @@
-"""What a file that reads as a plan says, and no plan can: it was changed by hand, or comes from
-elsewhere."""
+"""Checks of plans that were read from files: contradictions that no plan has, unless its file was
+changed by hand or written by another program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# The options that a plan records: their names, and the words and numbers that each may hold.
+# The options that a plan records: their names and types.
 
 OPTIONS: Mapping[str, Any] = {
     "memory_bytes": int,
@@ -35,18 +35,18 @@ OPTIONS: Mapping[str, Any] = {
     "batch": Literal["global", "local"],
     "outputs": Literal["full", "local", "dtensor", "loss", "auto"],
 }
-"""Name → annotation, of what `autopar.planner.PlanOptions` writes into a plan."""
+"""Name → annotation of the options that `autopar.planner.PlanOptions` writes into a plan."""
 
 
 def misfit_of_options(options: Mapping[str, Any]) -> str:
-    """What is wrong with the options of a plan.
+    """Check the options of a plan.
 
     Args:
-        options: as the file has them.
+        options: the options, as in the file.
 
     Returns:
-        The first option that is unknown or holds something else than it may; ``""`` where none
-        does.
+        The first option that is unknown or has a value of another type, in words; ``""`` if there
+        is none.
     """
     for name, value in options.items():
         if name not in OPTIONS:
@@ -61,8 +61,12 @@ _FIELD = re.compile(r"\{(\d+)\}")  # the index of a layer in a pattern
 
 
 def misfit(plan: Plan) -> str:
-    """What in a plan of the right types cannot be: layouts or axes of another mesh, decisions
-    about nothing; ``""`` where all can."""
+    """Find a contradiction in a plan whose fields have the right types, such as layouts of another
+    mesh or decisions about no nodes.
+
+    Returns:
+        The first one in words; ``""`` if there is none.
+    """
     mark, sizes = plan.fingerprint, {axis.name: axis.size for axis in plan.mesh.axes} | {"": 0}
     if sizes.get(mark.axis) != len(mark.profiles):
         return f"it names {len(mark.profiles)} profiles along {mark.axis!r} of mesh {plan.mesh}"
@@ -72,13 +76,9 @@ def misfit(plan: Plan) -> str:
         return f"its proof's balance is {plan.proof.balance}"
     if plan.pipeline is not None:
         return _of_stages(plan, plan.pipeline)
-    if (
-        wrong := _of_mesh(plan)
-        or _of_decisions(plan)
-        or _of_instances(plan)
-        or _of_phases(plan)
-        or plan.overlap.misfit()
-    ):
+    checks = (_of_mesh, _of_decisions, _of_instances, _of_phases)
+    wrong = next(filter(None, (check(plan) for check in checks)), "") or plan.overlap.misfit()
+    if wrong:
         return wrong
     if plan.loss_rows < 0:
         return f"its loss has {plan.loss_rows} rows at a time"
@@ -88,7 +88,7 @@ def misfit(plan: Plan) -> str:
 
 
 def _of_mesh(plan: Plan) -> str:
-    """Layouts and axes that its mesh does not have."""
+    """The first layout, axis or dtype that does not fit its mesh or does not exist."""
     num_axes = len(plan.mesh.axes)
     layouts = [x for c in _choices(plan) for x in (*c.strategy.inputs, *c.strategy.outputs)]
     layouts += [x for k in plan.kept for x in k.layouts] + [
@@ -123,7 +123,7 @@ def _of_mesh(plan: Plan) -> str:
 
 
 def _of_decisions(plan: Plan) -> str:
-    """Keys of no node, decisions about nothing."""
+    """The first key that is not of a node, or decision about nothing."""
     priced = [key for p in plan.proof.potentials for key in (p.node, p.reader)]
     for key in (
         *(c.node for c in _choices(plan)),
@@ -146,7 +146,7 @@ def _of_decisions(plan: Plan) -> str:
 
 
 def _of_instances(plan: Plan) -> str:
-    """Instances with more or fewer indices than the patterns of their nodes have."""
+    """The first instance with more or fewer indices than the patterns of its nodes have."""
     said = [([c.node for c in (*e.nodes, *e.recompute)], e.instances) for e in plan.entries]
     said += [([kept.node], kept.instances) for kept in plan.kept]
     said += [([move.node], move.instances) for move in plan.communications]
@@ -159,7 +159,7 @@ def _of_instances(plan: Plan) -> str:
 
 
 def _of_phases(plan: Plan) -> str:
-    """Phases that a step does not have."""
+    """The first phase that a step does not have."""
     said = [(entry.key, entry.phase) for entry in plan.entries]
     moved = [(move.node, move.phase) for move in plan.communications] + [
         ("a bucket", bucket.phase) for bucket in plan.buckets
@@ -174,7 +174,18 @@ def _choices(plan: Plan) -> list[NodeChoice]:
 
 
 def _of_stages(plan: Plan, pipeline: Pipeline) -> str:
-    """Stages, cuts and budgets that do not go with each other or with its mesh."""
+    """The first contradiction of stages, cuts and budgets with each other or with the mesh."""
+    return (
+        _of_cuts(plan, pipeline)
+        or _of_ranks(plan, pipeline)
+        or _of_stage_plans(plan, pipeline)
+        or _of_whole(plan)
+    )
+
+
+def _of_cuts(plan: Plan, pipeline: Pipeline) -> str:
+    """The first contradiction of the numbers of stages, cuts and microbatches, or in the
+    schedule."""
     num = len(pipeline.stages)
     sizes = {axis.name: axis.size for axis in plan.mesh.axes} | {"": 1}
     if pipeline.axis not in sizes or not num or num % sizes[pipeline.axis]:
@@ -184,7 +195,13 @@ def _of_stages(plan: Plan, pipeline: Pipeline) -> str:
     per_cut = {len(pipeline.positions), len(pipeline.modules), len(pipeline.crossings)}
     if per_cut != {num - 1} or len(pipeline.num_in_flight) != num or pipeline.num_microbatches < 1:
         return "its pipeline's cuts are not one less than its stages"
-    ranks = sizes[pipeline.axis]
+    return ""
+
+
+def _of_ranks(plan: Plan, pipeline: Pipeline) -> str:
+    """The first contradiction in the bytes and budgets of the ranks of the axis."""
+    num = len(pipeline.stages)
+    ranks = plan.mesh.shape[plan.mesh.names.index(pipeline.axis)] if pipeline.axis else 1
     if (len(pipeline.rank_bytes), len(pipeline.budgets)) != (
         (ranks, num) if num > ranks else (0, 0)
     ):
@@ -198,6 +215,12 @@ def _of_stages(plan: Plan, pipeline: Pipeline) -> str:
         len(pipeline.rank_budgets) != ranks or min(pipeline.rank_budgets) <= 0
     ):
         return f"the budgets of its {ranks} ranks are {pipeline.rank_budgets}"
+    return ""
+
+
+def _of_stage_plans(plan: Plan, pipeline: Pipeline) -> str:
+    """The first contradiction in the plans of the stages, or in the values that cross between
+    them."""
     mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
     for crossed in (c for cut in pipeline.crossings for c in cut):
         if len(crossed.layout.placements) != len(mesh.axes):
@@ -216,6 +239,11 @@ def _of_stages(plan: Plan, pipeline: Pipeline) -> str:
         wrong = misfit(stage)
         if wrong:
             return wrong
+    return ""
+
+
+def _of_whole(plan: Plan) -> str:
+    """Decisions of a plan with stages that are not in the plans of its stages."""
     beside = (
         plan.entries,
         plan.kept,

@@ -1,5 +1,5 @@
-"""What the two streams of a step have to do under a plan (`autopar.core.streams.Load`), from
-what the plan says of each piece of work."""
+"""The load of the two streams of a step under a plan (`autopar.core.streams.Load`), from the times
+that the plan records for each piece of work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.plans.plan import Plan
 
 
 def load_of(plan: Plan) -> Load:
-    """Of a step, or of a stage's microbatch."""
+    """Return the load of a step, or of one microbatch for the plan of a stage."""
     entries = sum(
         (
             _entry_load(e, e.time_s * len(e.instances), e.again_s * len(e.instances))
@@ -28,7 +28,8 @@ def load_of(plan: Plan) -> Load:
 
 
 def forward_load(plan: Plan) -> Load:
-    """Of a step's forward, or of a stage's microbatch."""
+    """Return the load of the forward phase of a step, or of one microbatch for the plan of a
+    stage."""
     entries = (e for e in plan.entries if e.phase == "forward" and e.kind in ("compute", "input"))
     found = sum((_entry_load(e, e.time_s * len(e.instances), 0.0) for e in entries), Load())
     moves = (c for c in plan.communications if c.phase == "forward")
@@ -36,14 +37,20 @@ def forward_load(plan: Plan) -> Load:
 
 
 def beyond_shares_s(moves: Iterable[Communication]) -> float:
-    """What collectives take by themselves, beyond the shares of buckets that the objective
-    counts."""
+    """Return the seconds by which collectives by themselves take longer than the shares of buckets
+    that the objective counts."""
     return sum(len(c.instances) * (c.by_itself_s - c.time_s) for c in moves)
 
 
 def counted_time(c: Communication, axis_size: int, link: str, profile: HardwareProfile) -> float:
-    """Seconds of one instance of a collective elsewhere, counted as in the plan; arguments as of
-    `collective_time`."""
+    """Return the seconds of one instance of a collective on other hardware, counted as in the plan.
+
+    Args:
+        c: the communication.
+        axis_size: devices on the mesh axis there.
+        link: the link of the axis there, ``"intra"`` or ``"inter"``.
+        profile: the other hardware.
+    """
     moved = c.collective
     alone_s = collective_time(moved, axis_size, link, profile)
     if c.alone_s is None or axis_size == 1:
@@ -52,8 +59,8 @@ def counted_time(c: Communication, axis_size: int, link: str, profile: HardwareP
 
 
 def _entry_load(entry: Entry, time_s: float, again_s: float) -> Load:
-    """All instances of an entry, for so many seconds, and so many when backward runs it again."""
-    if entry.kind != "compute":  # beside what parameters, inputs and what crosses take nothing runs
+    """Load of an entry that takes `time_s`, and `again_s` when backward runs it again."""
+    if entry.kind != "compute":  # nothing overlaps with parameters, inputs and transfers of stages
         return Load(time_s + again_s)
     return work(entry.phase, time_s, compute=True) + work("backward", again_s, compute=True)
 
@@ -63,9 +70,14 @@ def _saved_s(c: Communication) -> float:
 
 
 def moved_load(c: Communication, time_s: float, saved_s: float = 0.0) -> Load:
-    """All instances of a collective, for so many seconds, of which and of its product kernels
-    save so many."""
+    """Return the load of all instances of a communication.
+
+    Args:
+        c: the communication.
+        time_s: seconds of all its instances.
+        saved_s: seconds of these and of the products beside them that kernels save.
+    """
     if c.phase == "step":
         return Load(time_s)
     found = work(c.phase, time_s, compute=c.collective.kind == "slice", early=c.beside)
-    return found + work(c.phase, saved_s, compute=True).scaled(-1.0) if saved_s else found
+    return found + work(c.phase, saved_s, compute=True).scale(-1.0) if saved_s else found

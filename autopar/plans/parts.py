@@ -1,5 +1,5 @@
-"""What a plan is made of: decisions, what is kept and moved, prediction and fingerprint; and the
-reading of each from JSON."""
+"""The parts of a plan: decisions, kept values, communications and their buckets, overlap,
+prediction and fingerprint, and functions that read them from JSON."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class NodeChoice:
 
 @dataclass(frozen=True, slots=True)
 class RunnerUp:
-    """The best other choice for an entry, all else fixed, and how much longer the step would
-    take."""
+    """The best other strategy of an entry if all else is fixed, and by how many seconds the step
+    would be longer with it."""
 
     strategy: str
     delta_s: float
@@ -41,13 +41,15 @@ class Entry:
         kind: ``compute``, ``parameter``, ``buffer``, ``input`` or ``output``.
         instances: the indices that the patterns take, one tuple per instance.
         nodes: the nodes that share the decision, with their layouts.
-        recompute: the strategies with which backward runs the nodes again, empty where it does not.
-        time_s: compute time of one instance; what is done once per step is shared among its
-            microbatches.
-        again_s: where backward runs it again, of that.
-        replicated: whether a tensor op runs replicated for want of a rule (reported with its cost).
-        source: the user's own line.
-        discovered: the ops among the nodes whose rule was found by experiment.
+        recompute: the strategies with which backward runs the nodes again; empty if it does not.
+        time_s: seconds of compute of one instance; work that is done once per step is divided by
+            the number of microbatches.
+        runner_up: the best other strategy, if there is one.
+        replicated: whether a tensor op runs replicated because it has no rule (reported with its
+            cost).
+        source: the line of the user's model.
+        discovered: the ops among the nodes whose rule was found by experiments.
+        again_s: seconds of compute of one instance when backward runs it again.
     """
 
     key: str
@@ -68,7 +70,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A value kept for backward, in which layouts."""
+    """A value that is kept for backward, and the layouts in which it is kept."""
 
     node: str
     result: int
@@ -79,17 +81,18 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class InKernel:
-    """The collective-overlap kernel that does a collective beside a matrix product
+    """The collective-overlap kernel that runs a collective concurrently with a matrix product
     (`autopar.cost.kernels`).
 
     Attributes:
         name: ``all_gather_matmul``, ``matmul_reduce_scatter``, or ``matmul_reduce_add_rmsnorm``,
-            which adds up what it scattered with a residual and norms it. again: as backward runs it
-            again.
-        node: pattern of the product: the first that reads what is gathered, the one that makes what
-            is scattered.
-        num_chunks: in which each rank's part goes. saved_s: against one after the other, of one
-            instance.
+            which also adds a residual to the scattered sums and normalizes them.
+        node: node pattern of the product: the first that reads the gathered tensor, or the one that
+            makes the scattered sums.
+        again: whether the product is run in backward, by recomputation.
+        num_chunks: number of pieces in which each rank's part is moved.
+        saved_s: seconds that one instance saves against the collective and the product one after
+            the other.
     """
 
     name: str
@@ -105,27 +108,29 @@ class InKernel:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """One collective, done for result `result` of every instance of node pattern `node`, or by the
-    node itself.
+    """One collective of result `result` of every instance of node pattern `node`, or one that the
+    node runs itself.
 
     Attributes:
-        phase: the phase it runs in; ``step`` at the begin (of a parameter) or the end (result 1, of
-            the sum of its gradients) of a step of several microbatches. module: module pattern of
-            the node.
+        module: module pattern of the node.
+        phase: the phase in which it runs; ``step`` if it runs once per step of several
+            microbatches, at its beginning (a parameter) or at its end (result 1, the sum of the
+            parameter's gradients).
         source, target: layouts before and after.
-        time_s: of one instance, per microbatch, as the objective counts it: of what may share a
-            bucket, and counts as running beside compute or as done once per step, its share of a
-            bucket at best. alone_s: of such, by itself; None of all else.
-        slack: ``critical``, or ``prefetchable`` or ``deferrable`` where it may run beside compute
+        time_s: seconds of one instance per microbatch, as the objective counts them. If the
+            collective may be in a bucket, and counts as overlapped or runs once per step, this is
+            the least share of a bucket.
+        slack: ``critical``; ``prefetchable`` or ``deferrable`` if it may overlap with compute
             (`autopar.solve.moves`).
-        beside: whether it counts as running beside compute in the objective: it has slack whatever
-            is chosen (`autopar.solve.prices`).
-        kernel: what does it together with a product, if anything does. why: else, where a product
-            stands at its end, why none does; or, where a norm follows, why the kernel does not do
-            that, too.
-        own: whether the node does it by itself (`autopar.rules.dispatch`), in backward of a node of
-            forward where it runs again; source and target are then the layouts of its first operand
-            and of its first result.
+        beside: whether the objective counts it as overlapped with compute, because it has slack for
+            all choices (`autopar.solve.prices`).
+        kernel: the kernel that runs it together with a product, if any.
+        why: the reason why no kernel does, if a product reads or makes the tensor; or why the
+            kernel does not include the norm that follows.
+        own: whether the node runs it itself (`autopar.rules.dispatch`); `source` and `target` are
+            then the layouts of the first operand and of the first result. It is also in backward
+            if a node of forward runs again there.
+        alone_s: seconds of one instance by itself if `time_s` is the share of a bucket; else None.
     """
 
     node: str
@@ -146,40 +151,42 @@ class Communication:
 
     @property
     def by_itself_s(self) -> float:
-        """Seconds of one instance, in no bucket."""
+        """Seconds of one instance by itself, not in a bucket."""
         return self.time_s if self.alone_s is None else self.alone_s
 
 
 KERNELS_BUFFERS = "kernels' buffers"
 RESTING = ("parameters", "optimizer", "copies", "buffers", "inputs", KERNELS_BUFFERS)
-"""Kinds of memory that are there during the whole step."""
+"""Kinds of memory that is occupied during the whole step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step will take, per device.
+    """Predicted time and memory of a step, per device.
 
     Attributes:
-        memory_bytes: kind (``parameters``, ``gradients``, ``optimizer``, ``buffers``, ``inputs``,
-            ``activations``, ``transient``; ``copies``: of parameters, gathered or in the dtype in
-            which they are read; ``kernels' buffers``: what collective-overlap kernels share with
-            their peers and keep from one use to the next) → bytes at the peak.
-        host_bytes: kind (``parameters``, ``optimizer``, ``gradients``, ``copies``, ``activations``)
-            → bytes of the host's memory, all at once at most; empty where nothing is offloaded.
+        step_s: the objective: seconds of compute and communication, less the overlap that is
+            possible if memory is ample (`autopar.core.streams`).
+        compute_s: seconds of compute.
+        communication_s: seconds of communication, as the objective counts it.
         peak_bytes: peak of live tensor bytes from the start of forward to the end of backward.
+        memory_bytes: kind → bytes at the peak. Kinds are ``parameters``, ``gradients``,
+            ``optimizer``, ``buffers``, ``inputs``, ``activations``, ``transient``, ``copies`` (of
+            parameters, gathered or in the dtype in which they are read) and ``kernels' buffers``
+            (which collective-overlap kernels share with their peers and keep between uses).
         timeline: (label, phase, kind ``compute`` or ``communication``, start_s, duration_s), in
             order, per module.
-        step_s: the objective: compute and communication, less what may be hidden of them where
-            memory is ample (`autopar.core.streams`).
-        simulated_s: of the emitted program, with communication beside compute
-            (`autopar.emit.simulation`), as far as memory allows.
-        hidden_s: how long both run at once. in_kernels_s: what collective-overlap kernels save of
-            both.
-        beyond_shares_s: what collectives take by themselves, beyond their share of a bucket at
-            best, which is all that `step_s` and `communication_s` count of those that may share
-            one. in_buckets_s: what of that, and of others, the plan's buckets save; the rest is in
-            `simulated_s`.
-        exposed_s: communication that nothing runs beside.
+        hidden_s: seconds for which compute and communication run at once.
+        simulated_s: seconds of the emitted program, with communication overlapped with compute
+            (`autopar.emit.simulation`) as far as memory allows.
+        in_kernels_s: seconds of both that collective-overlap kernels save.
+        in_buckets_s: seconds that the plan's buckets save of `beyond_shares_s` and of other
+            collectives; the rest is contained in `simulated_s`.
+        beyond_shares_s: seconds by which collectives by themselves take longer than their least
+            share of a bucket. `step_s` and `communication_s` count only that share for collectives
+            that may be in a bucket.
+        host_bytes: kind (``parameters``, ``optimizer``, ``gradients``, ``copies``, ``activations``)
+            → most bytes of the host's memory at once; empty if nothing is offloaded.
     """
 
     step_s: float
@@ -197,17 +204,18 @@ class Prediction:
 
     @property
     def beside_bytes(self) -> int:
-        """What rests beside the tensors of the emitted program: the optimizer's state, and
-        kernels' buffers."""
+        """Bytes that are occupied in addition to the tensors of the emitted program: the
+        optimizer's state and kernels' buffers."""
         return self.memory_bytes["optimizer"] + self.memory_bytes.get(KERNELS_BUFFERS, 0)
 
     @property
     def serial_s(self) -> float:
-        """Compute and communication one after the other."""
+        """Seconds of compute and communication one after the other."""
         return self.compute_s + self.communication_s
 
     @property
     def exposed_s(self) -> float:
+        """Seconds of communication that does not overlap with compute."""
         return (
             self.communication_s
             + self.beyond_shares_s
@@ -219,13 +227,19 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What the plan was made for.
+    """The model, batch, hardware and versions for which a plan was made.
 
     Attributes:
-        axis, profiles: where devices differ along a mesh axis, that axis, and (name, hash) of the
-            profile at each index along it; `profile` and `profile_hash` are then of all together.
-        inputs: (path, dtype and shape) of each tensor of the batch; none in plans that did not
-            record them yet.
+        model: fingerprint of the model.
+        model_name: its name, for people.
+        profile: name of the hardware profile.
+        profile_hash: its hash.
+        autopar, torch: the versions.
+        axis: the mesh axis along which devices differ; empty if they do not.
+        profiles: (name, hash) of the profile at each index along `axis`; `profile` and
+            `profile_hash` are then those of all together.
+        inputs: (path, dtype and shape) of each tensor of the batch; empty in plans of versions that
+            did not record them.
     """
 
     model: str
@@ -239,8 +253,15 @@ class Fingerprint:
     inputs: tuple[tuple[str, str], ...] = ()
 
     def other_batch(self, inputs: Sequence[tuple[str, str]]) -> str:
-        """How a batch with these inputs differs from the plan's, in words; nothing where it does
-        not, or that is not known."""
+        """Describe how a batch differs from that of the plan.
+
+        Args:
+            inputs: (path, dtype and shape) of each tensor of the batch.
+
+        Returns:
+            The difference in words; empty if there is none, or if the plan does not record its
+            batch.
+        """
         here, planned = dict(inputs), dict(self.inputs)
         if not planned or here == planned:
             return ""
@@ -262,11 +283,13 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Crossed:
-    """A value that goes from one stage to the next, in which layout.
+    """A value that is sent from one stage to the next.
 
     Attributes:
-        node: its key. bytes: that a device sends per microbatch. returns: whether its gradient
-            comes back, in the same layout.
+        node: key of the node that makes it.
+        layout: the layout in which it is sent.
+        bytes: bytes that a device sends per microbatch.
+        returns: whether its gradient is sent back, in the same layout.
     """
 
     node: str
@@ -286,10 +309,12 @@ def _choices(data: list[Mapping[str, Any]]) -> tuple[NodeChoice, ...]:
 
 
 def read_instances(data: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    """Make instances from the data of their JSON."""
     return tuple(tuple(i) for i in data)
 
 
 def read_entry(data: Mapping[str, Any]) -> Entry:
+    """Make an entry from the data of its JSON."""
     runner_up = RunnerUp(**data["runner_up"]) if data["runner_up"] else None
     changed = {
         "instances": read_instances(data["instances"]),
@@ -307,6 +332,7 @@ def read_entry(data: Mapping[str, Any]) -> Entry:
 
 
 def read_communication(data: Mapping[str, Any]) -> Communication:
+    """Make a communication from the data of its JSON."""
     changed: dict[str, Any] = {
         "source": Layout.parse(data["source"]),
         "target": Layout.parse(data["target"]),
@@ -321,12 +347,13 @@ def read_communication(data: Mapping[str, Any]) -> Communication:
 
 
 def read_fingerprint(data: Mapping[str, Any]) -> Fingerprint:
+    """Make a fingerprint from the data of its JSON."""
     pairs = {name: tuple(map(tuple, data.get(name, ()))) for name in ("profiles", "inputs")}
     return Fingerprint(**{**data, **pairs})
 
 
 # --------------------------------------------------------------------------------------------------
-# Communications that a plan does together: one collective on one bucket of many small tensors.
+# Buckets: communications of many small tensors that a plan does as one collective.
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,14 +368,17 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Communications of one kind, axis, dtype and reduction that are one collective
+    """Communications of one kind, axis, dtype and reduction that are done as one collective
     (`autopar.emit.buckets`).
 
     Attributes:
-        phase: of all of them. members: in the order in which they lie in the bucket.
-        collective: on the bucket, padding included; along dim 0, or -1 for all_reduce.
-        time_s: of it, packing and unpacking included; per microbatch, as of `Communication`.
-            saved_s: against each of them alone.
+        phase: the phase in which it runs.
+        members: the communications, in their order in the bucket.
+        collective: the collective on the bucket, including padding; along dim 0, or -1 for
+            all_reduce.
+        time_s: seconds of it, including packing and unpacking; per microbatch, as
+            `Communication.time_s`.
+        saved_s: seconds that it saves against all members by themselves.
     """
 
     phase: str
@@ -359,30 +389,29 @@ class Bucket:
 
 
 def read_bucket(data: Mapping[str, Any]) -> Bucket:
-    """From JSON."""
+    """Make a bucket from the data of its JSON."""
     members = tuple(Member(**{**m, "target": Layout.parse(m["target"])}) for m in data["members"])
     return Bucket(**{**data, "members": members, "collective": Collective(**data["collective"])})
 
 
 # --------------------------------------------------------------------------------------------------
-# How far an emitted step's communication runs beside its compute.
+# Overlap of an emitted step's communication with its compute.
 
 Piece = tuple[int, int]
-"""From the so-many-th node on, so many bytes."""
+"""A place in a phase, as a number of nodes, and the bytes that are free from there on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How far communication that has slack runs beside compute (`autopar.emit.overlap`).
+    """Limits of the overlap of compute and communication that has slack (`autopar.emit.overlap`).
 
     Attributes:
-        slowdown: what a hidden second costs compute, from the hardware profile; with 1 nothing is
-            started early.
-        forward_bytes, backward_bytes: the most that started steps, and what they wait for, may hold
-            at once in each phase.
-        forward_room, backward_room: what they may hold at most from a place in the phase on, where
-            that is less than elsewhere because the step holds so much there itself. Places count
-            nodes other than such steps' (`autopar.emit.overlap`).
+        slowdown: seconds by which a hidden second of communication delays compute, from the
+            hardware profile; with 1 no communication is started early.
+        forward_bytes, backward_bytes: most bytes that steps which were started early, and their
+            operands, may hold at once in each phase.
+        forward_room, backward_room: lower limits from places of the phase on, because the step
+            itself holds more there. Places count the nodes other than those of such steps.
     """
 
     slowdown: float = 1.0
@@ -392,7 +421,7 @@ class Overlap:
     backward_room: tuple[Piece, ...] = ()
 
     def misfit(self) -> str:
-        """What is wrong with it, ``""`` where nothing is."""
+        """Return what is wrong with the limits in words; ``""`` if nothing is."""
         if not 0.0 <= self.slowdown <= 1.0 or min(self.forward_bytes, self.backward_bytes) < 0:
             return f"its overlap is {self}"
         for pieces in (self.forward_room, self.backward_room):
@@ -406,7 +435,7 @@ class Overlap:
 
 
 def read_overlap(data: Mapping[str, Any]) -> Overlap:
-    """From JSON."""
+    """Make an overlap from the data of its JSON."""
     pieces = {
         name: tuple(map(tuple, data[name]))
         for name in ("forward_room", "backward_room")

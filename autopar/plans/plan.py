@@ -1,10 +1,10 @@
-"""The plan: everything needed to emit, with its prediction and its proof. Versioned JSON, never
-pickle.
+"""The plan: everything that is needed to emit a program, with its prediction and its proof. It is
+stored as versioned JSON, never as a pickle.
 
-A plan speaks the user's words. Its entries are keyed by patterns of node keys (``module path / op /
+A plan uses the user's names. Its entries are keyed by patterns of node keys (``module path / op /
 phase / ordinal``) in which the indices of repeated layers are written ``{0}``, ``{1}`` …;
-`instances` lists the indices they take. So a plan of 80 equal layers is as long as a plan of one.
-The file is the same, byte for byte, for the same plan.
+`instances` lists the indices that they take. Therefore a plan of 80 equal layers is as long as a
+plan of one. Equal plans have the same file, byte for byte.
 """
 
 from __future__ import annotations
@@ -50,34 +50,40 @@ _SHOWN: list[Callable[[Plan], str]] = []
 
 
 def shown_by(card: Callable[[Plan], str]) -> None:
-    """Let notebooks show plans by this HTML, which is made on a floor above."""
+    """Register the function that makes the HTML of plans for notebooks.
+
+    It is registered because `autopar.report`, which defines it, imports this module.
+    """
     _SHOWN[:] = [card]
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """How a plan works through microbatches, in stages.
+    """The stages and microbatches of a plan.
 
     Attributes:
-        axis: name of the mesh axis along which the stages lie, ``""`` where one stage on the whole
-            mesh runs once per microbatch.
-        positions: the cuts, as positions among the forward nodes. modules: the part of the model
-            with which each later stage begins.
-        schedule: its name in torch.distributed.pipelining. num_in_flight: per stage, microbatches
-            whose kept values it holds.
+        axis: name of the mesh axis of the stages; ``""`` if there is one stage on the whole mesh,
+            which runs once per microbatch.
+        positions: the cuts, as positions among the forward nodes.
+        modules: the part of the model with which each later stage begins.
+        num_microbatches: number of microbatches of a step.
+        schedule: name of the schedule in torch.distributed.pipelining.
+        num_in_flight: per stage the number of microbatches whose kept values it holds.
         independent: whether the user promised that samples do not depend on each other.
+        stages: one plan per stage, over the mesh without `axis`; its prediction is that of one
+            microbatch, with the peak of the stage.
+        crossings: per cut the values that go from the stage before it to the stage after it.
         accumulates: whether gradients are added to sums, and parameters may be held gathered,
             through a step.
-        stages: one plan per stage, over the mesh without the axis; its prediction is that of one
-            microbatch, with the stage's peak.
-        crossings: per cut, what goes from the stage before it to the one behind.
-        rank_bytes, budgets: where a device holds several stages, the peak of each rank of the axis,
-            and the share of memory within which each stage was planned; a stage's own peak is then
-            as if it were alone.
-        rank_budgets: where devices along the axis have budgets of their own, that of each rank;
-            else the plan's option holds for all.
-        handed_bytes: of outputs, the loss apart, that go from the stages that make them to all
-            others, once a step, in `handed_s`.
+        rank_bytes: if a device holds several stages, the peak in bytes of each rank of the axis. A
+            stage's own peak is then computed as if it were alone.
+        budgets: if a device holds several stages, the bytes of memory within which each stage was
+            planned.
+        rank_budgets: budget in bytes of each rank of the axis, if devices along it have different
+            budgets; empty if the plan's option holds for all.
+        handed_bytes: bytes of the outputs, other than the loss, that are sent from the stages that
+            make them to all others, once a step.
+        handed_s: seconds of these transfers.
     """
 
     axis: str
@@ -103,12 +109,12 @@ class Pipeline:
 
     @property
     def num_ranks(self) -> int:
-        """Devices along the axis; 1 where there is none."""
+        """Devices along the axis; 1 if there is no axis."""
         return len(self.stages) // self.num_chunks
 
     def where(self, rank: int) -> str:
-        """Which devices a rank's are, of unequal ones: ``stage 1 (a100-sxm-80gb)``, or ``rank``
-        where it holds several stages."""
+        """Describe the devices of a rank, for unequal devices: ``stage 1 (a100-sxm-80gb)``, or
+        ``rank 1 (…)`` if it holds several stages."""
         return (
             f"{'rank' if self.rank_bytes else 'stage'} {rank}"
             f" ({self.stages[rank].fingerprint.profile})"
@@ -116,13 +122,13 @@ class Pipeline:
 
     @property
     def peaks(self) -> tuple[int, ...]:
-        """Bytes at the peak of each rank's devices."""
+        """Peak bytes of a device of each rank."""
         return self.rank_bytes or tuple(stage.prediction.peak_bytes for stage in self.stages)
 
     @property
     def host_bytes(self) -> Mapping[str, int]:
-        """Kind → bytes that the device with most on its host has there; what several of its
-        stages read is counted for each."""
+        """Kind → bytes on the host, of the device with the most bytes there. Tensors that several
+        of its stages read are counted for each of them."""
         num_ranks = self.num_ranks
         ranks: list[Counter[str]] = [Counter() for _ in range(num_ranks)]
         for number, stage in enumerate(self.stages):
@@ -132,14 +138,27 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer: see the module docstring. `capture` says how repeated layers were captured, or
-    why in full; `overlap` how far communication runs beside compute; `loss_rows` how many rows of
-    logits the loss has at a time on a device, 0 for all; `starts`, per list of layers whose layers
-    do not all decide alike, where its second and later groups begin; `buckets` which communications
-    are one collective; `alone_s`, where unequal devices run in lockstep, the seconds of the plan's
-    step if all were like those at each index along their axis.
+    """The result of planning (see the module docstring). A plan with a `pipeline` has its decisions
+    in the plans of its stages.
 
-    A plan with a `pipeline` has its decisions in the plans of its stages.
+    Attributes:
+        mesh: the mesh that it is for.
+        fingerprint: the model, the batch and the hardware that it is for.
+        options: the options of planning that are recorded (`autopar.plans.OPTIONS`).
+        entries: the decisions.
+        kept: the values that are kept for backward.
+        communications: the collectives.
+        prediction: predicted time and memory of a step.
+        proof: the proven bound.
+        capture: whether repeated layers were captured once, or why all layers were captured.
+        pipeline: stages and microbatches; None if there is one stage and one microbatch.
+        overlap: how far communication overlaps with compute.
+        loss_rows: number of rows of logits that the loss has at a time on a device; 0 for all.
+        starts: list of layers → the indices where its second and later groups begin, if the layers
+            do not all have the same decisions.
+        buckets: the communications that are done as one collective.
+        alone_s: if unequal devices run in lockstep, the seconds of the plan's step if all devices
+            were like those at each index along their axis.
     """
 
     mesh: Mesh
@@ -159,25 +178,27 @@ class Plan:
     alone_s: tuple[float, ...] = ()
 
     def node_choices(self) -> dict[str, Strategy]:
-        """Strategy per node key, all instances expanded."""
+        """Return the strategy of every node, by node key, with all instances expanded."""
         return dict(_expand(self.entries, "nodes"))
 
     def recomputed_choices(self) -> dict[str, Strategy]:
-        """Strategy per node key that backward runs again, all instances expanded."""
+        """Return the strategy of every node that backward runs again, by node key, with all
+        instances expanded."""
         return dict(_expand(self.entries, "recompute"))
 
     def kept_layouts(self) -> dict[tuple[str, int], tuple[Layout, ...]]:
-        """(node key, result) → layouts kept for backward, all instances expanded."""
+        """Return (node key, result) → layouts kept for backward, with all instances expanded."""
         return {(k.node.format(*i), k.result): k.layouts for k in self.kept for i in k.instances}
 
     def steps(self) -> tuple[tuple[str, Communication], ...]:
-        """(node key, collective), all instances expanded."""
+        """Return (node key, communication) pairs, with all instances expanded."""
         return tuple(
             (c.node.format(*indices), c) for c in self.communications for indices in c.instances
         )
 
     def issued(self) -> tuple[tuple[str, Collective], ...]:
-        """(phase, collective) as the program runs them: those that share a bucket are one."""
+        """Return (phase, collective) pairs as the program runs them: the communications of a bucket
+        are one collective."""
         shared = {
             (bucket.phase, m.node, m.result, m.target)
             for bucket in self.buckets
@@ -191,15 +212,15 @@ class Plan:
         return (*alone, *((bucket.phase, bucket.collective) for bucket in self.buckets))
 
     def budget_of(self, stage: int) -> int:
-        """Bytes of a device of one stage that the plan may use; of a plan without stages, of
-        each; 0 where it does not say."""
+        """Return the bytes that the plan may use on a device of one stage, or on any device if it
+        has no stages; 0 if they are not recorded."""
         pipeline = self.pipeline
         if pipeline is not None and pipeline.rank_budgets:
             return pipeline.rank_budgets[stage % pipeline.num_ranks]
         return int(self.options.get("memory_bytes", 0))
 
     def __repr__(self) -> str:
-        """One line; `autopar.explain` tells all."""
+        """Summarize the plan in one line; `autopar.explain` has the details."""
         parts = self.pipeline
         staged = f", {len(parts.stages)} stages" if parts and len(parts.stages) > 1 else ""
         stages = (
@@ -214,17 +235,17 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: `autopar.report.card`, where that is imported, as it is by all
-        that makes plans."""
+        """Return the HTML that notebooks show: that of `autopar.report.card` if it is imported,
+        which all functions that make plans do."""
         return _SHOWN[0](self) if _SHOWN else f"<pre>{html.escape(repr(self))}</pre>"
 
     @property
     def hash(self) -> str:
-        """Hash of the file's text; all ranks must agree on it."""
+        """Hash of the text of the file; all ranks must have the same."""
         return hashlib.sha256(self.dumps().encode()).hexdigest()[:16]
 
     def dumps(self) -> str:
-        """The file's text: sorted keys, one fact a line."""
+        """Return the text of the file: JSON with sorted keys and one value per line."""
         return (
             json.dumps(
                 {"format": FORMAT, "version": VERSION, **_encode(self)}, indent=1, sort_keys=True
@@ -238,8 +259,11 @@ class Plan:
 
     @staticmethod
     def of(plan: Plan | str | Path) -> Plan:
-        """A plan as it is, or the one in a file. Raises PlanError where it is neither, and as
-        `load`."""
+        """Return `plan` itself, or load it if it is a path.
+
+        Raises:
+            PlanError: if it is neither a plan nor a path; also as `load`.
+        """
         if isinstance(plan, str | Path):
             return Plan.load(plan)
         if not isinstance(plan, Plan):
@@ -255,7 +279,7 @@ class Plan:
         """Read a plan.
 
         Raises:
-            PlanError: where the file is missing, no JSON, no plan, or of another version.
+            PlanError: if the file is missing, is no JSON or no plan, or has another version.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -269,7 +293,15 @@ class Plan:
 
     @staticmethod
     def loads(text: str, where: str = "") -> Plan:
-        """Read a plan from text; `where` names it in errors."""
+        """Read a plan from the text of its file.
+
+        Args:
+            text: the text.
+            where: name of the file, for errors.
+
+        Raises:
+            PlanError: if it is no JSON or no plan, or has another version.
+        """
         try:
             data = read_json(text, without=CONTROL)
         except ValueError as error:

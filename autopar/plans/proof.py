@@ -1,4 +1,4 @@
-"""The proof of a plan: the bound, and the multipliers by which it is derived anew without a
+"""The proof of a plan: the bound, and the multipliers from which it can be derived again without a
 solver."""
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from autopar.core.streams import ON_COMPUTE, Balance
 
 @dataclass(frozen=True, slots=True)
 class Potential:
-    """What the layouts of a tensor are worth to one of its readers, for all tensors that have the
-    same readers: multipliers of the proof (`autopar.certificate.bound`).
+    """Multipliers of the proof (`autopar.certificate.bound`) for one reader of a tensor: the value
+    of each layout to the reader. They hold for all tensors with the same readers.
 
     Attributes:
-        node, result: the first of these tensors. reader, operand: its reader in the first of the
-            reader's instances.
-        phase: ``backward`` too where backward runs a forward reader again. values_s: layout →
-            seconds, where it is worth any.
+        node, result: the first of these tensors.
+        reader, operand: the first instance of the reader, and the operand as which it reads the
+            tensor.
+        phase: phase of the reader; also ``backward`` if backward runs a forward reader again.
+        values_s: layout → seconds, without those that are 0.
     """
 
     node: str
@@ -32,14 +33,17 @@ class Potential:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What it is worth that a tensor is made, or arrives, in a layout, to those who keep it until
-    backward, for all tensors that have the same readers: multipliers of the proof
-    (`autopar.certificate.bound`, of a pipeline's `autopar.certificate.over_cuts`).
+    """Multipliers of the proof (`autopar.certificate.bound`, for pipelines
+    `autopar.certificate.over_cuts`) for keeping a tensor until backward: the value, to those that
+    keep it, of making it or receiving it in a layout. They hold for all tensors with the same
+    readers. All mappings are layout → seconds, without those that are 0.
 
     Attributes:
-        node, result: the first of these tensors. values_s: layout → seconds, where it is worth any.
-        copies_s: of what rests in a layout anyway, what it is worth to them that forward reads it;
-            likewise. once_s: that none is kept twice. A pipeline's proof has neither.
+        node, result: the first of these tensors.
+        values_s: value of making or receiving the tensor in a layout.
+        copies_s: for tensors that rest in a layout, the value of forward reading that layout; empty
+            in the proof of a pipeline.
+        once_s: value of not keeping a version twice; empty in the proof of a pipeline.
     """
 
     node: str
@@ -51,9 +55,11 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class OnProfile:
-    """Multipliers of a pipeline's proof at the prices of a further kind of device:
-    `Proof.potentials` and `Proof.versions` are at those of the first stage's, these at those of
-    each other kind, in the order in which stages have them."""
+    """Multipliers of a pipeline's proof at the prices of a further kind of device.
+
+    `Proof.potentials` and `Proof.versions` are multipliers at the prices of the first stage's
+    devices. There is one object of this class for each other kind, in the order of the stages.
+    """
 
     profile: str
     potentials: tuple[Potential, ...]
@@ -62,20 +68,29 @@ class OnProfile:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Incumbent, bound, and what the bound covers.
+    """Objective and bound of a plan, and what the bound covers.
 
     Attributes:
-        bound_s: the larger of what a search proved and what the multipliers prove. gap: relative
-            distance of the two above.
-        certified_bound_s: what the multipliers prove by arithmetic alone (`autopar.check`).
-        searched_bound_s: what the search proved, of which there is its word alone; 0 where none
-            did, in a pipeline whose multipliers prove what was asked for.
-        balance: λ of forward and backward at whose prices the multipliers hold
+        objective_s: seconds of the plan's step, as the objective counts them.
+        bound_s: the proven lower bound of the objective in seconds: the larger of
+            `certified_bound_s` and `searched_bound_s`.
+        gap: relative distance of objective and bound.
+        num_variables: number of variables of the integer program.
+        num_constraints: number of its constraints.
+        solver: name of the solver.
+        memory_price_s_per_gib: seconds that a step would be faster per GiB of further memory.
+        covers: the parts of the search space that the bound covers, and exceptions, in words.
+        certified_bound_s: the bound that the multipliers prove by arithmetic alone
+            (`autopar.check`).
+        searched_bound_s: the bound that the search of the solver reports, without a certificate; 0
+            if there was no search, in a pipeline whose multipliers prove the requested gap.
+        potentials: multipliers of tensors.
+        memory_s: point of the step (``start of backward``, ``end of backward``, or a node while it
+            runs) → multiplier of the whole budget there, in seconds.
+        balance: λ of forward and backward for whose prices the multipliers hold
             (`autopar.core.streams`).
-        potentials: multipliers of tensors. memory_s: what the whole budget is worth at a point of
-            the step: ``start of backward``, ``end of backward``, or while a node runs.
-        versions: further multipliers of tensors. on_profiles: those at the prices of further kinds
-            of devices.
+        versions: further multipliers of tensors.
+        on_profiles: multipliers at the prices of further kinds of devices.
     """
 
     objective_s: float
@@ -96,7 +111,7 @@ class Proof:
 
     @property
     def certified_gap(self) -> float:
-        """Relative distance of objective and certified bound."""
+        """Relative distance of the objective and `certified_bound_s`."""
         return (
             max(self.objective_s - self.certified_bound_s, 0.0) / self.objective_s
             if self.objective_s
@@ -105,6 +120,7 @@ class Proof:
 
 
 def read_proof(data: Mapping[str, Any]) -> Proof:
+    """Make a proof from the data of its JSON."""
     lists: dict[str, Any] = {
         "covers": tuple(data["covers"]),
         "balance": tuple(data["balance"]),

@@ -1,5 +1,5 @@
-"""At which change of the hardware a choice of a plan turns, as people read it;
-`autopar.planner.sensitivity` finds it."""
+"""The changes of the hardware at which choices of a plan change, as text for people
+(`autopar.planner.sensitivity` finds them), and the mesh axes that a plan does not use."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ NO_FLIP = (
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A choice and what would turn it.
+    """A choice, and the change of the hardware at which its runner-up becomes as fast.
 
     Attributes:
-        key: of the entry. strategy: the runner-up. delta_s: by how much a step, or in a stage a
-            microbatch, is longer with it now.
-        what: ``compute``, or the name of a link. factor: by which its speed has to change for the
-            two to cost the same.
-        stage: whose choice it is, in a plan with stages.
+        key: key of the entry.
+        strategy: the runner-up.
+        delta_s: seconds by which a step, or a microbatch of a stage, is longer with the runner-up
+            on the hardware as it is.
+        what: ``compute``, or the name of a link.
+        factor: factor of its speed at which both cost the same.
+        stage: the stage of the entry, in a plan with stages.
     """
 
     key: str
@@ -40,7 +42,7 @@ class Flip:
 
     @property
     def change(self) -> str:
-        """Of the hardware: ``2.1 times the bandwidth of link inter``."""
+        """The change of the hardware in words: ``2.1 times the bandwidth of link inter``."""
         what = (
             "the speed of compute" if self.what == COMPUTE else f"the bandwidth of link {self.what}"
         )
@@ -55,7 +57,11 @@ class Flip:
 
 
 class Flips(tuple[Flip, ...]):
-    """Those that were found, the least change first; where there are none, `why`."""
+    """The flips that were found, the least change first.
+
+    Attributes:
+        why: the reason if there are none.
+    """
 
     why: str
 
@@ -65,7 +71,7 @@ class Flips(tuple[Flip, ...]):
         return made
 
     def __str__(self) -> str:
-        """One line each, or why there is none."""
+        """One line per flip, or the reason why there is none."""
         return "\n".join(map(str, self)) or self.why
 
     def __repr__(self) -> str:
@@ -73,11 +79,12 @@ class Flips(tuple[Flip, ...]):
 
 
 # --------------------------------------------------------------------------------------------------
-# Axes of a mesh along which a plan shares nothing: every device there does the same work.
+# Mesh axes that a plan does not use: all devices along them do the same work.
 
 
 def idle_axes(plan: Plan) -> tuple[str, ...]:
-    """The names of those with several devices, in the mesh's order."""
+    """Return the names of the axes with several devices along which the plan splits nothing, in the
+    order of the mesh."""
     stages = plan.pipeline.stages if plan.pipeline else (plan,)
     shared = {plan.pipeline.axis} if plan.pipeline else set[str]()
     for stage in stages:

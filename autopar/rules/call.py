@@ -66,8 +66,8 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """What rules depend on: equal calls of repeated layers have equal keys.
 
-        Which numbers are drawn (`draw`, see `autopar.ops.random`) differs from layer to layer and
-        bears on no decision.
+        The number of a random draw (`draw`, see `autopar.ops.random`) is left out: it differs from
+        layer to layer and affects no decision.
         """
         settings = tuple(sorted(item for item in self.kwargs.items() if item[0] != "draw"))
         return self.target, self.args, settings, self.inputs, self.outputs
@@ -114,7 +114,16 @@ def _infos(result: Any) -> tuple[TensorInfo, ...]:
 def call_on(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[Call, list[torch.Tensor]]:
-    """The call of `target` on real tensors that gave `result`, and its operands."""
+    """Describe a call that was made on real tensors.
+
+    Args:
+        target: the op.
+        args, kwargs: its arguments.
+        result: its result.
+
+    Returns:
+        The call, and its operands in order.
+    """
     found: list[torch.Tensor] = []
     new_args = tuple(_collect(a, lambda v: isinstance(v, torch.Tensor), found) for a in args)
     new_kwargs = {
@@ -130,8 +139,8 @@ def _is_tensor_node(value: Any) -> bool:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The operand nodes of `node`, in the order of `Call.inputs`. For a getitem: the op with
-    several results."""
+    """Return the operand nodes of `node`, in the order of `Call.inputs`. The operand of a getitem
+    is the op with several results."""
     found: list[fx.Node] = []
     for value in (*node.args, *node.kwargs.values()):
         _collect(value, _is_tensor_node, found)
@@ -139,7 +148,7 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def op_name(target: Any) -> str:
-    """The op as users read it: ``aten.mm.default``, ``ops.dot``."""
+    """Return the name of an op for people: ``aten.mm.default``, ``ops.dot``."""
     target = torchs_own(target)
     if getattr(target, "_schema", None) is not None or not hasattr(target, "__name__"):
         return str(target)
@@ -148,12 +157,12 @@ def op_name(target: Any) -> str:
 
 
 def where_of(node: fx.Node) -> Where:
-    """The node's op, module and source line, as an error states them."""
+    """Return the node's op, module and source line for errors."""
     return Where(op_name(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
 
 
 def call_of(node: fx.Node) -> Call:
-    """The call that `node` makes. A getitem has one operand, the result that it takes.
+    """Describe the call of a node. A getitem has one operand: the result that it selects.
 
     Args:
         node: a call; it and its operands have their values in ``meta["val"]``.
@@ -191,7 +200,13 @@ def _parameters(target: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
 
 
 def argument(call: Call, name: str, default: Any = None) -> Any:
-    """The value passed for the parameter `name`, or `default`."""
+    """Return an argument of a call by the name of its parameter.
+
+    Args:
+        call: the call.
+        name: name of the parameter.
+        default: the value if the argument was not passed.
+    """
     for position, (parameter, _) in enumerate(_parameters(call.target)):
         if parameter == name and position < len(call.args):
             return call.args[position]
@@ -199,7 +214,7 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
 
 
 def slots(call: Call) -> tuple[int | None, ...]:
-    """Operand number per slot; None where the slot holds no tensor."""
+    """Return the operand number of each slot; None for slots without a tensor."""
     values = [
         argument(call, name) for name, takes_tensor in _parameters(call.target) if takes_tensor
     ]
@@ -209,7 +224,7 @@ def slots(call: Call) -> tuple[int | None, ...]:
 def replace_arguments(
     call: Call, changes: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """args and kwargs with the named parameters set to other values."""
+    """Return args and kwargs with other values for the named parameters."""
     names = [name for name, _ in _parameters(call.target)]
     args, kwargs = list(call.args), dict(call.kwargs)
     for name, value in changes.items():

@@ -1,23 +1,23 @@
-"""Tokens and experts split over one axis (`autopar.ops.experts`): the option, what it asks for,
-what it moves, what a rank calls.
+"""Dispatch of tokens to experts that are split over the same axis (`autopar.ops.experts`): the axis
+option, its requirements, its collectives and the local call.
 
 On an axis of n ranks that splits tokens, picks and gates by tokens and both weights by experts,
-each of the T tokens' k picks goes to the rank of its expert, and what that makes comes back
-(GShard's, Switch's and DeepSpeed-MoE's expert parallelism). A rank has T/n tokens of h features, of
-which experts make d. It puts in, and sends (n−1)/n of it to others where all experts are picked
-alike,
+the row of each of the T tokens' k picks is sent to the rank of its expert, and the expert's result
+is sent back (the expert parallelism of GShard, Switch and DeepSpeed-MoE). A rank has T/n tokens of
+h features, from which experts make d features. The local inputs of the all-to-alls, of which a rank
+sends (n−1)/n to others if all experts are picked equally often, are
 
     forward     counts; rows of tokens T/n·k·h; what experts made of them T/n·k·d
     backward    counts; rows of results' gradients and of tokens T/n·k·(d + h), gates T/n·k;
                 gradients of tokens T/n·k·h, of gates T/n·k
 
-each by an all-to-all. How many rows go where hangs on the numbers: these are the ones expected of
-balanced picks, for which the collectives are priced. With picks that are not, all wait for the rank
-whose experts are picked most, here as where tokens are gathered.
+The number of rows that go to each rank depends on the values. These are the expected numbers for
+balanced picks, for which the collectives are priced. With unbalanced picks all ranks wait for the
+one whose experts are picked most, as they do when tokens are gathered.
 
-At most one axis of a strategy dispatches. Experts are then split evenly; tokens may be uneven. On
-the other axes all that the rule offers goes beside it. Where one of these splits experts too, a
-rank sends to those of its own column, and parts add up.
+At most one axis of a strategy dispatches. Experts are then split evenly; tokens may be split
+unevenly. The other axes may use all other options of the rule. If one of them splits experts too, a
+rank sends to the ranks of its own column, and the parts add up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from autopar.rules.notation import AxisOption
 from autopar.rules.site import Local, Site, Starts
 
 TOKENS: Mapping[Callable[..., Any], int] = {ops.experts: 0, ops.experts_backward: 1}
-"""By op, the operand that is the tokens; picks, gates, up's and down's weights follow."""
+"""Op → the operand that is the tokens; picks, gates and the weights up and down follow it."""
 EXCHANGES: Mapping[Callable[..., Any], tuple[tuple[str, bool], ...]] = {
     ops.experts: (("moe_dispatch", False), ("moe_dispatch", True), ("moe_combine", True)),
     ops.experts_backward: (
@@ -48,15 +48,14 @@ EXCHANGES: Mapping[Callable[..., Any], tuple[tuple[str, bool], ...]] = {
         ("moe_combine", False),
     ),
 }
-"""By op, of each of its collectives in their order: the kernel that can move the same between
-peers, and whether an all-to-all takes one more pass over what it moves, which brings it together or
-puts it in order."""
+"""Op → for each of its collectives, in order: the kernel that can do the same between peers, and
+whether an all-to-all needs one more pass over its data, which gathers or sorts rows."""
 _ROWS = Shard(0)
 
 
 def dispatch_options(call: Call) -> tuple[AxisOption, ...]:
-    """The option of the op on one axis, where tokens and experts can both be split: every
-    operand and result by its dim 0."""
+    """Return the option that splits dim 0 of every operand and result on one axis, if tokens and
+    experts can both be split."""
     at = TOKENS[call.target]
     x, up = call.inputs[at], call.inputs[at + 3]
     if x.shape[0] < 2 or up.shape[0] < 2:
@@ -65,7 +64,7 @@ def dispatch_options(call: Call) -> tuple[AxisOption, ...]:
 
 
 def dispatch_axes(call: Call, inputs: Sequence[Layout]) -> tuple[int, ...]:
-    """The axes over which a call with operands in these layouts dispatches."""
+    """Return the axes over which a call with operands in these layouts dispatches."""
     at = TOKENS.get(call.target)
     if at is None:
         return ()
@@ -74,12 +73,25 @@ def dispatch_axes(call: Call, inputs: Sequence[Layout]) -> tuple[int, ...]:
 
 
 def num_senders(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> int:
-    """Of how many ranks the rows come with which one computes; 1 where nothing is dispatched."""
+    """Return the number of ranks whose rows a rank computes with; 1 if nothing is dispatched.
+
+    Args:
+        call: the call.
+        strategy: its strategy.
+        mesh_shape: devices on each axis of the mesh.
+    """
     return math.prod(mesh_shape[axis] for axis in dispatch_axes(call, strategy.inputs))
 
 
 def is_even(call: Call, strategy: Strategy, axes: Sequence[int], mesh_shape: Sequence[int]) -> bool:
-    """Whether a call can dispatch over these axes."""
+    """Whether a call can dispatch: over at most one axis, with evenly split experts.
+
+    Args:
+        call: the call.
+        strategy: its strategy.
+        axes: the axes over which it dispatches.
+        mesh_shape: devices on each axis of the mesh.
+    """
     experts = TOKENS[call.target] + 3
     return len(axes) <= 1 and strategy.inputs[experts].divides(
         call.inputs[experts].shape, mesh_shape
@@ -87,15 +99,22 @@ def is_even(call: Call, strategy: Strategy, axes: Sequence[int], mesh_shape: Seq
 
 
 def of_tokens(call: Call, strategy: Strategy) -> list[tuple[Layout, TensorInfo]]:
-    """Layouts and shapes of what has tokens as its dim 0: all but the weights and their
-    gradients."""
+    """Return the layouts and shapes of operands and results whose dim 0 is tokens: all but the
+    weights and their gradients."""
     at = TOKENS[call.target]
     inputs = list(zip(strategy.inputs, call.inputs, strict=True))[: at + 3]
     return inputs + list(zip(strategy.outputs, call.outputs, strict=True))[: 1 + at]
 
 
 def moves(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Collective, ...]:
-    """Its own collectives."""
+    """Return the collectives that a dispatching call runs itself, in their order; empty if it does
+    not dispatch.
+
+    Args:
+        call: the call.
+        strategy: its strategy.
+        mesh_shape: devices on each axis of the mesh.
+    """
     axes = dispatch_axes(call, strategy.inputs)
     if not axes:
         return ()
@@ -108,6 +127,7 @@ def moves(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Co
     pairs, tokens, gates = math.prod(ids), call.inputs[at].dtype, call.inputs[at + 2].dtype
 
     def exchange(width: int, info_dtype: Any, rows: int = pairs) -> Collective:
+        """Return the all-to-all of local rows of `width` elements."""
         return Collective(
             "all_to_all",
             axis,
@@ -131,7 +151,8 @@ def moves(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Co
 
 
 def local(site: Site) -> Local:
-    """What a rank calls: experts from its own first one, or with all ranks of the axis together."""
+    """Return the call of a rank: on its own experts, or, if it dispatches, together with all ranks
+    of the axis."""
     call, strategy = site.call, site.strategy
     up = TOKENS[call.target] + 3
     num, layout = call.inputs[up].shape[0], strategy.inputs[up]
@@ -151,13 +172,12 @@ def local(site: Site) -> Local:
 
 
 # --------------------------------------------------------------------------------------------------
-# What an op moves between ranks by itself, beside what brings its operands to the layouts that it
-# reads.
+# Own collectives: those that an op runs itself, in addition to the ones that bring its operands to
+# the layouts that it reads.
 #
-# Most ops move nothing: a rank computes with what it has. An op that does (`OWN`) has *own
-# collectives*, which follow from its strategy alone and run inside of it, one after another, so
-# that nothing runs beside them. The tuple of them is the one source of their price and of what an
-# emitted node says that it moves.
+# Most ops have none. Those of an op in `OWN` follow from its strategy alone. They run inside the
+# op, one after another, so that nothing overlaps with them. Their tuple is the single source of
+# their price and of the metadata of emitted nodes.
 
 OWN: Mapping[
     Callable[..., Any], Callable[[Call, Strategy, Sequence[int]], tuple[Collective, ...]]
@@ -165,6 +185,12 @@ OWN: Mapping[
 
 
 def own_moves(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Collective, ...]:
-    """The own collectives of a call at a strategy, in their order."""
+    """Return the own collectives of a call, in their order.
+
+    Args:
+        call: the call.
+        strategy: its strategy.
+        mesh_shape: devices on each axis of the mesh.
+    """
     found = OWN.get(call.target)
     return found(call, strategy, mesh_shape) if found else ()

@@ -33,11 +33,15 @@ _OF_HEADS = frozenset(
 def expand(
     call: Call, every: Sequence[AxisOption], mesh_shape: Sequence[int]
 ) -> tuple[Strategy, ...]:
-    """The product over the axes of the options `every` of a call, of which the first replicates
-    everything.
+    """Return all strategies of a call on a mesh: the product of its options over the axes.
 
-    Every operand and result fits its layout (`Layout.fits`), and splits of different dims belong
-    together (`cuts_alike`).
+    Every operand and result fits its layout (`Layout.fits`), and splits of different dims match
+    (`cuts_alike`).
+
+    Args:
+        call: the call.
+        every: its options on one axis; the first replicates everything.
+        mesh_shape: devices on each axis of the mesh.
     """
     infos = (*call.inputs, *call.outputs)
     per_axis = [
@@ -60,7 +64,7 @@ def expand(
 def _fits(
     combination: Sequence[AxisOption], infos: Sequence[TensorInfo], mesh_shape: Sequence[int]
 ) -> bool:
-    """Whether every tensor fits its layout, whatever the order of the axes."""
+    """Whether every tensor fits its layout, for any order of the axes."""
     every = zip(*((*option.inputs, *option.outputs) for option in combination), strict=True)
     return all(
         _layout(p).fits(info.shape, mesh_shape) for p, info in zip(every, infos, strict=True)
@@ -68,9 +72,15 @@ def _fits(
 
 
 def cuts_alike(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-    """Whether parts of different dims belong together: on each axis that splits some dim unevenly,
-    all dims that it splits have one size, and attention finds its heads. Where tokens are
-    dispatched to experts, these are split evenly, whatever tokens are."""
+    """Whether the parts of different dims match: all dims that an axis splits have one size if it
+    splits one of them unevenly, and attention has the heads that its queries read. If tokens are
+    dispatched, experts are split evenly, while tokens need not be.
+
+    Args:
+        call: the call.
+        strategy: its strategy.
+        mesh_shape: devices on each axis of the mesh.
+    """
     if call.target in _OF_HEADS and not heads_nest(call, strategy):
         return False
     tensors = list(
@@ -111,7 +121,14 @@ def _distinct(placements: tuple[Placement, ...]) -> bool:
 def is_expansion(
     call: Call, every: Sequence[AxisOption], strategy: Strategy, mesh_shape: Sequence[int]
 ) -> bool:
-    """Whether `expand` gives this strategy, without listing them all."""
+    """Whether `expand` returns a strategy, without listing all of them.
+
+    Args:
+        call: the call.
+        every: its options on one axis; the first replicates everything.
+        strategy: the strategy.
+        mesh_shape: devices on each axis of the mesh.
+    """
     layouts, num_axes = (*strategy.inputs, *strategy.outputs), len(mesh_shape)
     if (len(strategy.inputs), len(strategy.outputs)) != (len(call.inputs), len(call.outputs)):
         return False

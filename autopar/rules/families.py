@@ -17,7 +17,7 @@ Family = Callable[[Call], Factors]
 
 
 def also(rule: Family, further: Callable[[Call], tuple[AxisOption, ...]]) -> Family:
-    """The rule, with options that no letter says."""
+    """Return the rule with further options, which no letter of its notation describes."""
     return lambda call: replace(rule(call), further=further(call))
 
 
@@ -64,8 +64,13 @@ def dot(call: Call) -> Factors:
 
 
 def reduction(reduce_op: str = "sum", linear: bool = False, whole: bool = False) -> Family:
-    """Reductions over ``dim``: reduced dims give partial results, or stay whole where those
-    would be wrong."""
+    """Return the rule of reductions over ``dim``.
+
+    Args:
+        reduce_op: reduction of the partial results that split dims give.
+        linear: whether a partial operand gives a partial result.
+        whole: whether reduced dims stay whole, because partial results would be wrong.
+    """
 
     def rule(call: Call) -> Factors:
         rank = len(call.inputs[0].shape)
@@ -109,8 +114,8 @@ def along(linear: tuple[tuple[int, ...], ...] = (), dim: int | tuple[int, ...] =
 
 
 def view(call: Call) -> Factors:
-    """Any reshape: dims are grouped so that each group has as many elements before as after; the
-    leading dim of a group stays sharded through it."""
+    """Any reshape: dims are grouped so that each group has as many elements before as after. A
+    shard of the leading dim of a group is kept."""
     source, target = call.inputs[0].shape, call.outputs[0].shape
     before, after = [WHOLE] * len(source), [WHOLE] * len(target)
     for number, (a, b) in enumerate(_groups(source, target)):
@@ -152,7 +157,7 @@ def permutation(call: Call) -> Factors:
 
 
 def select(call: Call) -> Factors:
-    """select.int and unbind: the dim stays whole and goes away."""
+    """select.int and unbind: the dim stays whole and is removed."""
     rank = len(call.inputs[0].shape)
     term = _whole(_letters(rank), [argument(call, "dim", 0) % rank])
     return Factors(
@@ -161,21 +166,21 @@ def select(call: Call) -> Factors:
 
 
 def select_backward(call: Call) -> Factors:
-    """The dim comes back whole."""
+    """select_backward: the selected dim is restored whole."""
     rank = len(call.outputs[0].shape)
     term = _whole(_letters(rank), [argument(call, "dim") % rank])
     return Factors((tuple(x for x in term if x != WHOLE),), (term,), linear=((0,),))
 
 
 def select_scatter(call: Call) -> Factors:
-    """Into a tensor, another with one dim less."""
+    """select_scatter: a tensor is written into another one that has one more dim."""
     rank = len(call.outputs[0].shape)
     term = _whole(_letters(rank), [argument(call, "dim") % rank])
     return Factors((term, tuple(x for x in term if x != WHOLE)), (term,), linear=((0, 1),))
 
 
 def stack(call: Call) -> Factors:
-    """A new whole dim; all operands alike."""
+    """stack: all operands have the same placement, and the new dim is whole."""
     rank = len(call.outputs[0].shape)
     term = _whole(_letters(rank), [argument(call, "dim", 0) % rank])
     return Factors(
@@ -308,7 +313,7 @@ def scatter(linear: bool) -> Family:
 
 
 def factory(call: Call) -> Factors:
-    """No operands: every rank makes the whole."""
+    """Factory functions have no operands: every rank makes the whole tensor."""
     return Factors((), tuple((WHOLE,) * len(info.shape) for info in call.outputs))
 
 

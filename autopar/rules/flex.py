@@ -71,27 +71,28 @@ def _terms(call: Call) -> dict[int, Term]:
 def _query_heads(
     call: Call, inputs: tuple[Term, ...], outputs: tuple[Term, ...]
 ) -> tuple[AxisOption, ...]:
-    """Split what has a dim for the query's heads; keys and values are whole, and a rank reads the
-    heads that it needs.
+    """Split the tensors with a dim for the query's heads. Keys and values are whole, and a rank
+    reads the heads that it needs.
     """
     heads, shared = (call.inputs[i].shape[1] for i in (0, 1))
     if heads == shared:
         return ()
 
-    def placed(term: Term, missing: Placement) -> Placement:
+    def place_heads(term: Term, missing: Placement) -> Placement:
+        """Split the dim of the query's heads; `missing` is the placement of tensors without it."""
         return Shard(term.index("h")) if "h" in term and term is not _KEYS else missing
 
     return (
         AxisOption(
-            tuple(placed(term, REPLICATE) for term in inputs),
-            tuple(placed(term, PARTIAL) for term in outputs),
+            tuple(place_heads(term, REPLICATE) for term in inputs),
+            tuple(place_heads(term, PARTIAL) for term in outputs),
         ),
     )
 
 
 def _local(site: Site) -> Local:
-    """Parts know where they begin, where a function asks for more than the elements of parts; heads
-    that are split without key and value's know which of these they read.
+    """Add the starts of parts if a function reads more than the elements of parts. If heads are
+    split without those of key and value, add which of these they read.
     """
     call, (q, k) = site.call, site.strategy.inputs[:2]
     shape, shared = call.inputs[0].shape, call.inputs[1].shape

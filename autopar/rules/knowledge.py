@@ -1,4 +1,5 @@
-"""What is known of a call: its options on one mesh axis, its strategies on a mesh."""
+"""Options of a call on one mesh axis and its strategies on a mesh, from its rule or from
+discovery."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from autopar.rules.table import rule_of
 
 
 def is_fallback(call: Call) -> bool:
-    """Whether the op has no rule, and none was discovered that splits it: every rank does all of
-    it."""
+    """Whether the op has no rule, and no way to split it was discovered, so that every rank
+    computes all of it."""
     return rule_of(call.target) is None and not is_discovered(call)
 
 
@@ -25,17 +26,17 @@ def is_discovered(call: Call) -> bool:
 
 
 def why_replicated(call: Call) -> str:
-    """Why a call that `is_fallback` cannot be split."""
+    """Return the reason why a call that `is_fallback` cannot be split."""
     return discover(call).reason
 
 
 def axis_options(call: Call) -> tuple[AxisOption, ...]:
-    """All options of a call on one mesh axis, replicate-everything first; sizes are not looked at,
-    but dims of size 1 are never sharded. Those of an op without a rule are discovered, if there are
-    any.
+    """Return all options of a call on one mesh axis; the first replicates everything. Sizes are
+    ignored, except that dims of size 1 are never sharded. The options of an op without a rule are
+    discovered.
 
     Raises:
-        RuleError: where the op's rule does not fit the call.
+        RuleError: if the op's rule does not fit the call.
     """
     return _cached_options(KeyedCall(call))
 
@@ -47,15 +48,15 @@ def _cached_options(keyed: KeyedCall) -> tuple[AxisOption, ...]:
 
 
 def forget() -> None:
-    """Ask again for what is known: a rule was added or changed."""
+    """Clear the caches, because a rule was added or changed."""
     _cached_options.cache_clear()
     _strategies.cache_clear()
     _is_strategy.cache_clear()
 
 
 def strategies(call: Call, mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
-    """All strategies of a call on a mesh, replicate-everything first, in a fixed order (see
-    `expansion`)."""
+    """Return all strategies of a call on a mesh in a fixed order (see `expansion`); the first
+    replicates everything."""
     return _strategies(KeyedCall(call), tuple(mesh_shape))
 
 
@@ -65,10 +66,16 @@ def _strategies(keyed: KeyedCall, mesh_shape: tuple[int, ...]) -> tuple[Strategy
 
 
 def is_strategy(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-    """Whether `strategies` offers this one, without listing them all."""
+    """Whether `strategies` returns a strategy, without listing all of them.
+
+    Args:
+        call: the call.
+        strategy: the strategy.
+        mesh_shape: devices on each axis of the mesh.
+    """
     return _is_strategy(KeyedCall(call), strategy, tuple(mesh_shape))
 
 
-@lru_cache(maxsize=65536)  # equal layers ask alike
+@lru_cache(maxsize=65536)  # equal layers make equal calls
 def _is_strategy(keyed: KeyedCall, strategy: Strategy, mesh_shape: tuple[int, ...]) -> bool:
     return is_expansion(keyed.call, _cached_options(keyed), strategy, mesh_shape)

@@ -1,5 +1,5 @@
-"""The law that every rule must pass: split → run → join equals run (`trial`), for every strategy
-that is offered."""
+"""The law of rules: for every strategy that a rule offers, split → run → join equals run
+(`trial`)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,36 @@ __all__ = ["check_option", "check_options", "check_strategies", "check_strategy"
 
 
 def check_options(call: Call, make_inputs: Callable[[], Sequence[torch.Tensor]], n: int) -> int:
-    """Check every option of `call` that splits evenly on an axis of size `n`; gives how many there
-    were.
+    """Check every option of a call that splits evenly on one axis.
+
+    Args:
+        call: the call.
+        make_inputs: makes its operands.
+        n: devices on the axis.
+
+    Returns:
+        The number of options that were checked.
 
     Raises:
-        RuleError: where an option does not reproduce the whole op.
+        RuleError: if an option does not reproduce the whole op.
     """
     return check_strategies(call, make_inputs(), (n,))
 
 
 def check_strategies(call: Call, inputs: Sequence[torch.Tensor], mesh_shape: Sequence[int]) -> int:
-    """As `check_options`, for every strategy on a mesh."""
+    """Check every strategy of a call on a mesh.
+
+    Args:
+        call: the call.
+        inputs: its operands.
+        mesh_shape: devices on each axis of the mesh.
+
+    Returns:
+        The number of strategies that were checked.
+
+    Raises:
+        RuleError: if a strategy does not reproduce the whole op.
+    """
     found = strategies(call, mesh_shape)
     for strategy in found:
         check_strategy(call, inputs, strategy, mesh_shape)

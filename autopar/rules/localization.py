@@ -1,8 +1,8 @@
-"""Local arguments: what one rank calls, given the strategy.
+"""Local calls: the call that one rank makes, given the strategy.
 
-Most ops take the same arguments on shards as on the whole. The rows here are those whose arguments
-hold sizes, which become local; positions, which become `Start` tokens; or whose result on a shard
-is not simply the op's (a mean).
+Most ops have the same arguments on shards as on whole tensors. The ops in `LOCALIZERS` have sizes
+as arguments, which become local; or positions, which become `Start` tokens; or they need another
+function on a shard (a mean).
 """
 
 from __future__ import annotations
@@ -40,31 +40,37 @@ aten = torch.ops.aten
 def mean_part(
     x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A rank's share of a mean over `dims` that are split: its sum over the global number of
-    elements, `count`.
+    """Return a rank's share of a mean over dims that are split: its sum divided by the global
+    number of elements. Half types are summed in float32, because sums may exceed their range.
 
-    Half types are summed in float32, whose range their sums may need.
+    Args:
+        x: the rank's part.
+        dims: the dims of the mean.
+        keepdim: whether they are kept with size 1.
+        count: number of elements of the whole tensor per element of the mean.
+        dtype: dtype of the result.
     """
     wide = torch.promote_types(dtype, torch.float32)
     return torch.sum(x, dim=tuple(dims), keepdim=keepdim, dtype=wide).div_(count).to(dtype)
 
 
 def _reshape(site: Site) -> Local:
-    """Local operands may have other strides than the whole had, so what was a view may have to
-    copy."""
+    """Use a reshape: local operands may have other strides than whole ones, so that a view may have
+    to copy."""
     return Local(aten.reshape.default, (site.call.args[0], site.output_shape()), {})
 
 
 def _size(name: str) -> Callable[[Site], Local]:
-    """The argument `name` is the shape of the result."""
+    """Set the argument `name` to the local shape of the result."""
     return lambda site: site.change(**{name: site.output_shape()})
 
 
 def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[Site], Local]:
-    """`start` is the first index of a dim of an operand, and `size`, where the op takes it, the
-    dim's global size."""
+    """Set `start` to the first index of a dim of an operand and, if the op is `sized`, `size` to
+    the dim's global size."""
 
     def local(site: Site) -> Local:
+        """Set the arguments if the dim is split."""
         shape, layout = site.call.inputs[operand].shape, site.strategy.inputs[operand]
         at = dim % len(shape)
         if not layout.splitters(at):
@@ -77,7 +83,7 @@ def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[Site], L
 
 
 def _drawn(site: Site) -> Local:
-    """A part of the draw knows where it begins and how large the whole is."""
+    """Set the starts of the part and the sizes of the whole."""
     layout, shape = site.strategy.outputs[0], site.call.outputs[0].shape
     if not any(isinstance(p, Shard) for p in layout.placements):
         return same(site)
@@ -86,10 +92,11 @@ def _drawn(site: Site) -> Local:
 
 
 def _attention(query: int) -> Callable[[Site], Local]:
-    """Parts of the queries know their places; heads that are split without key and value's know
-    which of these they read."""
+    """Set the place of a part of the queries. If heads are split without those of key and value,
+    set which of these they read."""
 
     def local(site: Site) -> Local:
+        """Set the arguments that the layout of the queries requires."""
         (q, k), (shape, shared) = (
             site.strategy.inputs[query : query + 2],
             (site.call.inputs[i].shape for i in (query, query + 1)),
@@ -119,8 +126,8 @@ def _embedding_backward(site: Site) -> Local:
 
 
 def _dot(site: Site) -> Local:
-    """Parts of what is summed over know where they begin, where there is a bias: the first of
-    them adds it."""
+    """Set the starts of the parts of the dims that are summed over if there is a bias: the first
+    part adds it."""
     if len(site.call.inputs) == 2:
         return same(site)
     factors, _, result = site.call.args[0].partition("->")
@@ -151,10 +158,11 @@ def _mean(site: Site) -> Local:
 
 
 def _mean_loss(operand: int) -> Callable[[Site], Local]:
-    """Of a mean over all elements of the loss of `operand` and the next one, a rank has its
-    share."""
+    """Compute a rank's share of a mean over all elements of the loss of `operand` and the next
+    one."""
 
     def local(site: Site) -> Local:
+        """Use `mean_loss_part` if an operand is split."""
         call = site.call
         split = any(
             isinstance(p, Shard) for layout in site.strategy.inputs for p in layout.placements
@@ -177,9 +185,10 @@ def _mean_loss(operand: int) -> Callable[[Site], Local]:
 
 
 def _group_norm(operand: int) -> Callable[[Site], Local]:
-    """Its sizes are arguments; groups are split with their channels."""
+    """Set the local sizes; groups are split with their channels."""
 
     def local(site: Site) -> Local:
+        """Set the arguments from the local shape of `operand`."""
         batch, channels = site.input_shape(operand)[:2]
         return site.change(N=batch, C=channels, group=groups_of(site, operand, "group"))
 
@@ -223,10 +232,15 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
 
 
 def localize(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> Local:
-    """Target, args and kwargs that a rank calls on its shards.
+    """Return the call that a rank makes on its shards.
 
-    Sizes are those of the rank's shard; `Start` tokens stand for its first index, `Length` tokens
-    for sizes that differ.
+    Sizes are those of the rank's shard. `Start` tokens stand for its first index, `Length` tokens
+    for sizes that differ from rank to rank.
+
+    Args:
+        call: the whole call.
+        strategy: its strategy.
+        mesh_shape: devices on each axis of the mesh.
     """
     site = Site(call, strategy, mesh_shape)
     return LOCALIZERS.get(torchs_own(call.target), same)(site)

@@ -103,13 +103,14 @@ def attention_backward(call: Call) -> Factors:
 
 
 def _query_heads(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
-    """Split what has the query's number of heads, and repeat what has the key's; a rank reads
-    the heads that it needs."""
+    """Split the tensors with the query's number of heads, and replicate those with the key's
+    number. A rank reads the heads that it needs."""
     heads, shared = (call.inputs[i].shape[1] for i in (query, key))
     if heads == shared:
         return ()
 
     def split(number: int, info: TensorInfo) -> Placement:
+        """Split dim 1 of operand `number` if it has the query's heads."""
         own = number not in (key, key + 1) and len(info.shape) > 2 and info.shape[1] == heads
         return Shard(1) if own else REPLICATE
 

@@ -1,5 +1,5 @@
-"""What a rule's local arguments are made of: a call at a strategy on a mesh, and the tokens that
-stand for a rank's own numbers."""
+"""Local arguments of calls: a call with its strategy and mesh, and the tokens that stand for
+numbers that differ from rank to rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from autopar.rules.call import Call, argument, replace_arguments
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Stands in local arguments for this rank's first global index along a dim of global size
-    `dim_size`, less `before`, which lie in its halo."""
+    """Token for this rank's first global index along a dim of global size `dim_size`, less the
+    `before` elements of its halo."""
 
     dim_size: int
     layout: Layout
@@ -22,7 +22,7 @@ class Start:
     before: int = 0
 
     def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
-        """The index at a rank's coordinate."""
+        """Return the index at a rank's coordinate."""
         return (
             local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[0]
             - self.before
@@ -31,23 +31,22 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Stands in local arguments for the length of this rank's part of a dim of global size
-    `dim_size` that is split unevenly."""
+    """Token for the length of this rank's part of a dim of global size `dim_size` that is split
+    unevenly."""
 
     dim_size: int
     layout: Layout
     dim: int
 
     def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
-        """The length at a rank's coordinate."""
+        """Return the length at a rank's coordinate."""
         return local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """Stands in local arguments for the first global indices of the parts of a dim of which each is
-    at another rank of this rank's group along `axis`, a splitter of the dim, in the order of these
-    ranks."""
+    """Token for the first global indices of the parts of a dim on all ranks of this rank's group
+    along `axis`, in the order of these ranks. The axis is a splitter of the dim."""
 
     dim_size: int
     layout: Layout
@@ -55,7 +54,7 @@ class Starts:
     axis: int
 
     def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
-        """The indices at a rank's coordinate."""
+        """Return the indices at a rank's coordinate."""
         around = (
             (*coordinate[: self.axis], place, *coordinate[self.axis + 1 :])
             for place in range(mesh_shape[self.axis])
@@ -68,7 +67,7 @@ class Starts:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What a rank calls; tensors are `Operand`s as in the call."""
+    """The call of a rank; tensors are `Operand`s as in the whole call."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -76,19 +75,27 @@ class Local:
 
 
 class Site:
-    """A call at a strategy on a mesh."""
+    """A call with a strategy on a mesh.
+
+    Args:
+        call: the whole call.
+        strategy: layouts of its operands and results.
+        mesh_shape: devices on each axis of the mesh.
+    """
 
     def __init__(self, call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> None:
         self.call, self.strategy, self.mesh_shape = call, strategy, mesh_shape
 
     def input_shape(self, number: int) -> tuple[int | Length, ...]:
+        """Return the local shape of operand `number`."""
         return self._shape(self.call.inputs[number].shape, self.strategy.inputs[number])
 
     def output_shape(self, number: int = 0) -> tuple[int | Length, ...]:
+        """Return the local shape of result `number`."""
         return self._shape(self.call.outputs[number].shape, self.strategy.outputs[number])
 
     def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int | Length, ...]:
-        """Numbers where all ranks have the same, tokens elsewhere."""
+        """Numbers for sizes that are equal on all ranks, else tokens."""
         largest = local_shape(shape, layout, self.mesh_shape)
         even = [
             size % layout.num_shards(dim, self.mesh_shape) == 0 for dim, size in enumerate(shape)
@@ -99,15 +106,29 @@ class Site:
         )
 
     def change(self, **changes: Any) -> Local:
+        """Return the call with other arguments, given by the names of the op's parameters."""
         return Local(self.call.target, *replace_arguments(self.call, changes))
 
     def start(self, layout: Layout, size: int, dim: int) -> Start | int:
-        """The token, or 0 where the dim is not sharded."""
+        """Return the token for a rank's first index along a dim, or 0 if it is not split.
+
+        Args:
+            layout: layout of the tensor.
+            size: global size of the dim.
+            dim: the dim.
+        """
         return Start(size, layout, dim) if layout.splitters(dim) else 0
 
 
 def groups_of(site: Site, operand: int, name: str = "groups") -> int | Length:
-    """Groups are split with their channels, unevenly only where each has one channel."""
+    """Return the local number of groups of a grouped op. Groups are split together with their
+    channels, and unevenly only if each has one channel.
+
+    Args:
+        site: the call.
+        operand: the operand whose dim 1 is the channels.
+        name: parameter of the op with the number of groups.
+    """
     groups, channels = argument(site.call, name), site.call.inputs[operand].shape[1]
     here = site.input_shape(operand)[1]
     if groups in (1, channels):
@@ -117,5 +138,5 @@ def groups_of(site: Site, operand: int, name: str = "groups") -> int | Length:
 
 
 def same(site: Site) -> Local:
-    """The call as it is."""
+    """Return the call unchanged."""
     return Local(site.call.target, site.call.args, site.call.kwargs)

@@ -27,8 +27,13 @@ _RARE = 8  # of as many, one is not zero
 
 
 def tensors_for(infos: Sequence[TensorInfo], recipe: str, bound: int = 2**31) -> list[torch.Tensor]:
-    """Tensors of these shapes and dtypes on the CPU; the same ones each time. Integers are below
-    `bound`."""
+    """Make tensors on the CPU; the same arguments give the same tensors.
+
+    Args:
+        infos: their shapes and dtypes.
+        recipe: kind of their numbers, one of `RECIPES`.
+        bound: limit of integers, exclusive.
+    """
     random = torch.Generator().manual_seed(_SEED + RECIPES.index(recipe))
     high = min((size for info in infos for size in info.shape if size > 1), default=2)
     high = min(high, bound)
@@ -193,6 +198,7 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 def in_double(infos: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
+    """Return shapes and dtypes with float64 for every floating dtype."""
     return tuple(replace(i, dtype=torch.float64) if i.dtype.is_floating_point else i for i in infos)
 
 

@@ -1,8 +1,8 @@
-"""Split → run → join: one strategy of a call, tried on numbers.
+"""Split → run → join: the check of one strategy of a call on numbers.
 
-The operands are split as a strategy says (a partial sum into random addends), every rank runs the
-localized call on its parts, the results are joined as the strategy says (replicated results must
-agree) and compared with the whole op.
+The operands are split as the strategy states (a partial sum into random addends). Every rank runs
+the localized call on its parts. The results are joined as the strategy states (replicated results
+must agree) and compared with those of the whole op.
 """
 
 from __future__ import annotations
@@ -35,7 +35,17 @@ _JOIN: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def check_option(call: Call, inputs: Sequence[torch.Tensor], option: AxisOption, n: int) -> None:
-    """Check one option on an axis of size `n`."""
+    """Check one option on one axis.
+
+    Args:
+        call: the call.
+        inputs: its operands.
+        option: the option.
+        n: devices on the axis.
+
+    Raises:
+        RuleError: as `check_strategy`.
+    """
     strategy = Strategy(
         tuple(Layout((p,)) for p in option.inputs), tuple(Layout((p,)) for p in option.outputs)
     )
@@ -45,11 +55,17 @@ def check_option(call: Call, inputs: Sequence[torch.Tensor], option: AxisOption,
 def check_strategy(
     call: Call, inputs: Sequence[torch.Tensor], strategy: Strategy, mesh_shape: Sequence[int]
 ) -> None:
-    """Check one strategy.
+    """Check one strategy on a mesh.
+
+    Args:
+        call: the call.
+        inputs: its operands.
+        strategy: the strategy.
+        mesh_shape: devices on each axis of the mesh.
 
     Raises:
-        RuleError: where a rank cannot run the op, replicated results differ, or the joined result
-            is not the whole one.
+        RuleError: if a rank cannot run the op, replicated results differ, or the joined result
+            differs from that of the whole op.
     """
     ranks, random = (
         list(itertools.product(*map(range, mesh_shape))),
@@ -98,7 +114,18 @@ def run(
     mesh_shape: Sequence[int],
     rank: Coordinate,
 ) -> tuple[torch.Tensor, ...]:
-    """Run a call on tensors: operands and starts filled in; always gives a tuple of results."""
+    """Run a call on tensors, with its tokens replaced by a rank's numbers.
+
+    Args:
+        target: the op.
+        args, kwargs: its arguments, with `Operand`s for tensors and tokens as in `Local`.
+        tensors: the operands.
+        mesh_shape: devices on each axis of the mesh.
+        rank: the rank's position on each axis.
+
+    Returns:
+        The results, also a single one, as a tuple.
+    """
     if target is operator.getitem:
         return (tensors[0],)
     filled = [_fill_arguments(a, tensors, mesh_shape, rank) for a in args]
@@ -112,8 +139,17 @@ def run(
 def run_together(
     local: Local, operands: Mapping[Coordinate, Sequence[torch.Tensor]], mesh_shape: Sequence[int]
 ) -> dict[Coordinate, tuple[torch.Tensor, ...]]:
-    """Run what ranks do together along a mesh axis, its last argument but one
-    (`autopar.ops.expert_layers`); by rank."""
+    """Run a call that the ranks along a mesh axis make together
+    (`autopar.ops.expert_layers`).
+
+    Args:
+        local: the call; its last argument but one is the axis.
+        operands: rank → its operands.
+        mesh_shape: devices on each axis of the mesh.
+
+    Returns:
+        Rank → its results.
+    """
     *args, _, axis, _ = local.args
     results: dict[Coordinate, tuple[torch.Tensor, ...]] = {}
     for first in (rank for rank in operands if not rank[axis]):
@@ -150,10 +186,13 @@ def _results(result: Any) -> tuple[torch.Tensor, ...]:
 def split(
     x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], random: torch.Generator
 ) -> Parts:
-    """The part of `x` at every coordinate. Partial axes come first, so that ranks which differ only
-    on replicated axes get the same addends.
+    """Split a tensor into the parts of all ranks. Ranks that differ only on replicated axes get the
+    same addends of a partial sum.
 
     Args:
+        x: the whole tensor.
+        layout: its layout.
+        mesh_shape: devices on each axis of the mesh.
         random: a generator on the CPU, from which the addends of a partial sum are drawn. The
             default generator is not used: its numbers belong to the script that compiles a model.
     """
@@ -175,7 +214,7 @@ def split(
 def _part(
     x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], rank: Coordinate
 ) -> torch.Tensor:
-    """What lies at a coordinate, halos included, of mirrored parts both halves."""
+    """The part of a rank, with its halo; of a mirrored part both halves."""
     for dim in range(x.dim()):
         start, length = local_range(x.shape[dim], layout, dim, mesh_shape, rank)
         halo = layout.halo(dim)
@@ -195,7 +234,7 @@ def _part(
 def _indices(
     shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], rank: Coordinate
 ) -> tuple[torch.Tensor, ...]:
-    """Which elements of the whole a part without halos has, per dim, to be indexed with."""
+    """Indices, per dim, of the elements of the whole tensor that a part without halos has."""
     found = []
     for dim, size in enumerate(shape):
         start, length = local_range(size, layout, dim, mesh_shape, rank)
@@ -230,7 +269,18 @@ def _addends(
 def join(
     parts: Parts, whole: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], tolerance: float
 ) -> torch.Tensor | str:
-    """The global tensor, or what is wrong with the parts."""
+    """Join the parts of all ranks.
+
+    Args:
+        parts: rank → its part.
+        whole: a tensor with the shape and dtype of the result.
+        layout: layout of the parts.
+        mesh_shape: devices on each axis of the mesh.
+        tolerance: relative and absolute tolerance to which replicated parts must agree.
+
+    Returns:
+        The whole tensor, or what is wrong with the parts in words.
+    """
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Shard):
             continue
@@ -257,14 +307,19 @@ def join(
 
 
 def tolerance_of(call: Call) -> float:
-    """Single precision rounds; half precision does too, but where a rule holds only up to that,
-    it is refused."""
+    """Return the relative and absolute tolerance of a call's results. It allows for the rounding of
+    float32. That of half types is not allowed for: a rule that holds only up to it is refused."""
     single = any(info.dtype == torch.float32 for info in (*call.inputs, *call.outputs))
     return 1e-5 if single else 1e-9
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    """Whether shapes and values agree, NaNs included."""
+    """Whether shapes and values of two tensors agree; NaNs are equal.
+
+    Args:
+        a, b: the tensors.
+        tolerance: relative and absolute tolerance.
+    """
     if a.shape != b.shape:
         return False
     wide = torch.complex128 if a.is_complex() else torch.float64
@@ -272,7 +327,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 def _difference(number: int, joined: torch.Tensor, whole: torch.Tensor) -> str:
-    """What differs most."""
+    """The largest difference in words."""
     apart = (joined.to(torch.complex128) - whole.to(torch.complex128)).abs().nan_to_num(math.inf)
     at = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
     return (

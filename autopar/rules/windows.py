@@ -1,4 +1,4 @@
-"""Convolution and pooling: ops that see space through windows, and may be split over it.
+"""Convolution and pooling: rules of ops over windows of spatial dims, which may be split.
 
 A dim of H elements has H' results, each of which sees a window of e elements, ``e = dilation ·
 (kernel − 1) + 1``; windows begin every s elements, the first p before the dim. Where ``H = s ·
@@ -48,7 +48,7 @@ class Window:
 
     @property
     def edges(self) -> Edges:
-        """What a part needs of its neighbours (see the module docstring)."""
+        """The elements that a part needs from its neighbours (see the module docstring)."""
         after = max(0, self.extent - self.padding - self.stride)
         grad_before = (self.extent - 1 - self.padding) // self.stride
         return Edges(
@@ -65,7 +65,7 @@ def _shape_of(call: Call, name: str) -> tuple[int, ...]:
 
 
 def each(values: Sequence[int], num: int) -> tuple[int, ...]:
-    """One value per dim, where one may stand for all."""
+    """Return one value per dim; a single value is that of all dims."""
     return tuple(values) * num if len(values) == 1 else tuple(values)
 
 
@@ -84,7 +84,7 @@ def _windows(
 
 
 def convolution_windows(call: Call) -> Windows:
-    """Of a convolution, forward or backward."""
+    """Return the windows of a convolution, forward or backward."""
     backward = call.target is aten.convolution_backward.default
     x, weight = _shape_of(call, "input")[2:], _shape_of(call, "weight")[2:]
     out = (_shape_of(call, "grad_output") if backward else call.outputs[0].shape)[2:]
@@ -107,7 +107,7 @@ def convolution_windows(call: Call) -> Windows:
 
 
 def pooling_windows(call: Call, num: int) -> Windows:
-    """Of a pooling over the last `num` dims, forward or backward."""
+    """Return the windows of a pooling over the last `num` dims, forward or backward."""
     averages = "avg" in call.target.__name__
     kernel = each(argument(call, "kernel_size"), num)
     stride = each(argument(call, "stride", ()) or kernel, num)
@@ -138,20 +138,32 @@ def _place_halo(dim: int, before: int, after: int, lowest: bool = False) -> Shar
 
 
 def place_operand(edges: Edges, dim: int, lowest: bool = False) -> Shard:
-    """How an operand lies whose part's results are wanted."""
+    """Return the placement of an operand from which a part of the results is computed.
+
+    Args:
+        edges: the elements that a part needs from its neighbours.
+        dim: the dim that is split.
+        lowest: whether the ends are padded with the dtype's lowest value instead of zeros.
+    """
     return _place_halo(dim, edges.before, edges.after, lowest)
 
 
 def seen_back(edges: Edges, dim: int) -> Shard:
-    """How what belongs to results lies, where the gradient of a part is wanted."""
+    """Return the placement of results' gradients from which the gradient of a part is computed."""
     return _place_halo(dim, edges.grad_before, edges.grad_after)
 
 
 def over_space(
     call: Call, windows: Windows, place: Callable[[Edges, int], Sequence[Placement]]
 ) -> tuple[AxisOption, ...]:
-    """The options that split one spatial dim. `place` gives the operands' and results' placements,
-    of an operand that is missing and a result that is None none."""
+    """Return the options that split one spatial dim.
+
+    Args:
+        call: the call.
+        windows: the window of each spatial dim.
+        place: returns, for the edges of a window and its dim, the placements of all operands that
+            are passed and of all results that are not None.
+    """
     rank, num = len(call.inputs[0].shape), len(windows)
     found = []
     for i, window in enumerate(windows):
@@ -200,6 +212,7 @@ def convolution_backward(call: Call) -> Factors:
     wants_x, wants_weight = (call.outputs[i] != NO_TENSOR for i in (0, 1))
 
     def place(edges: Edges, dim: int) -> Sequence[Placement]:
+        """Place operands and results, with halos for the gradients that are wanted."""
         grad = seen_back(edges, dim) if wants_x else Shard(dim)
         operand = place_operand(edges, dim) if wants_weight else Shard(dim)
         results = [Shard(dim), PARTIAL, PARTIAL]

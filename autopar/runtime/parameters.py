@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.core.layout import local_shape
-from autopar.core.stored_placements import resting, stored_dims
+from autopar.core.stored_placements import stored_dims, stored_placements
 from autopar.errors import RuntimeStateError
 from autopar.kernels import host
 from autopar.program.program import ProgramTensor
@@ -48,7 +48,7 @@ class Storage:
         stored = tuple(
             math.prod(local[d] for d in group) for group in stored_dims(tensor.shape, tensor.view)
         )
-        at = resting(tensor.shape, tensor.view, tensor.layout, mesh_shape)
+        at = stored_placements(tensor.shape, tensor.view, tensor.layout, mesh_shape)
         return Storage(tensor, devices, joined_axes(devices, at.axes), at.placements, local, stored)
 
     def distribute(self, full: Tensor) -> DTensor:

@@ -54,7 +54,7 @@ def balance_trees(
     """
     slowdown = problem.overlap_slowdown
     tried, loads = [first], [load(first)]
-    outlasted = loads[0].unbalanced(slowdown)
+    outlasted = loads[0].outlasts_compute(slowdown)
     bounds = [(0.0, 1.0) if said else (1.0, 1.0) for said in outlasted]
     open_ = range(len(first))
     for _ in range(1 + _HALVES if any(outlasted) else 0):
@@ -65,7 +65,7 @@ def balance_trees(
         open_ = [v for v in open_ if len(tried) > 2 or found[v] != first[v]]  # type: ignore[assignment]
         bounds = [
             _narrow_bounds(*each)
-            for each in zip(bounds, balance, loads[-1].unbalanced(slowdown), strict=True)
+            for each in zip(bounds, balance, loads[-1].outlasts_compute(slowdown), strict=True)
         ]
         if not open_ or all(low == high for low, high in bounds):
             break
@@ -102,7 +102,7 @@ def _each_its_best(
 
     def after(change: tuple[int, int]) -> Load:
         v, n = change
-        return total + moved[v][n] + moved[v][options[v].index(found[v])].scaled(-1.0)
+        return total + moved[v][n] + moved[v][options[v].index(found[v])].scale(-1.0)
 
     while changes:
         v, n = best_one = min(changes, key=lambda change: after(change).least_s(slowdown))
@@ -223,7 +223,7 @@ def _evaluate(
 
     first = [at(v, ON_COMPUTE) for v in range(len(problem.variants))]
     found = _price_trees(problem, strategies, recomputed, first)
-    if not any(found.load.unbalanced(found.slowdown)):
+    if not any(found.load.outlasts_compute(found.slowdown)):
         return found
     best = balance_trees(
         problem, first, at, lambda moves: _price_trees(problem, strategies, recomputed, moves).load
@@ -280,7 +280,7 @@ def _price_trees(
     ]
     load = sum((op_load(problem, n, s, again=again) for n, s, again in runs), Load())
     moved = ((v, r) for phase in (forward, backward) for v, r in phase.items() if r.arcs)
-    load = sum((r.load.scaled(problem.variants[v].count) for v, r in moved), load)
+    load = sum((r.load.scale(problem.variants[v].count) for v, r in moved), load)
     forward, backward = without_clashes(problem, forward, backward)
     routes = {(n, again): problem.routes[n, s] for n, s, again in runs if (n, s) in problem.routes}
     regions = regions_of(forward, backward).union(*(route.regions for route in routes.values()))

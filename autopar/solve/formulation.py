@@ -255,7 +255,7 @@ class Formulation(KernelRows):
         away_s = value.away(layout)
         if math.isinf(away_s):
             return []
-        self.keep[v, value.stored(layout)] = stored = self._binary(f"h{v}_{layout}")
+        self.keep[v, value.stored_version(layout)] = stored = self._binary(f"h{v}_{layout}")
         self.loads.append((stored, away_load(away_s, variant.count)))
         return [(stored, 1)]
 

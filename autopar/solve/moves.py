@@ -134,7 +134,9 @@ def moves_of(
     stored = {
         n
         for n in versions - allowed
-        if kept is not None and value.stored(n) in kept.get(v, ()) and value.away(n) < math.inf
+        if kept is not None
+        and value.stored_version(n) in kept.get(v, ())
+        and value.away(n) < math.inf
     }
     free = {made} if value.resident else set[int]()
     allowed |= free  # it is kept where it rests, whatever else is
@@ -161,7 +163,9 @@ def moves_of(
             stored - free,
         )
         read = {arc.src for arc in second.arcs} | set(second.wanted)
-        return second, tuple(sorted(n for n in (*allowed, *map(value.stored, stored)) if n in read))
+        return second, tuple(
+            sorted(n for n in (*allowed, *map(value.stored_version, stored)) if n in read)
+        )
 
     second, keep = later_from(allowed, stored)
     if not unseen_layouts(first.arcs, first.taken).intersection(
@@ -226,7 +230,7 @@ def _copy(value: Value, version: int, kind: Kind) -> Arc:
 def moved_load(problem: Problem, v: int, moves: Moves) -> Load:
     """What all instances of a variant move, less what kernels save."""
     first, second, _ = moves
-    moved = (first.load + second.load).scaled(problem.variants[v].count)
+    moved = (first.load + second.load).scale(problem.variants[v].count)
     return sum(
         (saved_by(problem, v, late, r) for late, r in ((False, first), (True, second)) if r.taken),
         moved,
@@ -265,7 +269,9 @@ def _redistribute(
     costs = tree_costs(problem, v, late=late, saved_s=most_saved(graph, kernels), balance=balance)
     tree = cheapest_tree(graph, {*sources, *stored}, wanted, costs)
     begun = {arc.src for arc in tree} | wanted
-    fetches = tuple(_copy(value, value.stored(n), "fetch") for n in sorted(stored) if n in begun)
+    fetches = tuple(
+        _copy(value, value.stored_version(n), "fetch") for n in sorted(stored) if n in begun
+    )
     arcs, early = (*fetches, *tree), is_early(problem, v, late=late)
     time_s = sum(arc.seconds(shares=early) for arc in arcs)
     at_hand = at_hand | {arc.src for arc in fetches}

@@ -146,7 +146,7 @@ def _of_kept(
         if key[0] == KEEP:
             variant = program.problem.variants[key[1]]
             value, at = program.problem.values[variant.value], int(first[i])
-            both = 2 if (key[1], value.stored(key[2])) in program.keep else 1
+            both = 2 if (key[1], value.stored_version(key[2])) in program.keep else 1
             found[i] = reduced[rows.indices[at : at + both]].min()
     return found
 

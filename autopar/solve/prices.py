@@ -50,14 +50,14 @@ def saved_load(problem: Problem, v: int, *, late: bool, saved_s: float) -> Load:
     """What kernels take away where they do a collective of all instances of a variant."""
     variant = problem.variants[v]
     phase: Phase = "backward" if late else problem.values[variant.value].phase
-    return work(phase, variant.count * saved_s, compute=True).scaled(-1.0)
+    return work(phase, variant.count * saved_s, compute=True).scale(-1.0)
 
 
 def routed_load(problem: Problem, n: int, saved_s: float, *, again: bool) -> Load:
     """What a route takes away from all instances of an op."""
     return work(
         "backward" if again else problem.ops[n].phase, problem.ops[n].count * saved_s, compute=True
-    ).scaled(-1.0)
+    ).scale(-1.0)
 
 
 def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Callable[[Arc], Load]:

@@ -76,7 +76,7 @@ class _Grouped(Formulation):
                 for row, again in zip(rows, (False, True), strict=False):
                     each = enumerate(row) if times else ()
                     loads = (
-                        (x, op_load(self.problem, n, s, again=again).scaled(times / op.count))
+                        (x, op_load(self.problem, n, s, again=again).scale(times / op.count))
                         for s, x in each
                     )
                     self.loads += [(x, load) for x, load in loads if load.serial_s]

@@ -51,7 +51,9 @@ def _idle(problem: Problem, recomputed: Mapping[int, int], evaluation: Evaluatio
             layouts = problem.ops[value.op].strategies[recomputed[value.op]].layouts
             made = value.graph.index[layouts.outputs[value.result]]
             read = {arc.src for arc in moves.arcs} | set(moves.wanted)
-            if made in read and not {made, value.stored(made)}.intersection(evaluation.kept[v]):
+            if made in read and not {made, value.stored_version(made)}.intersection(
+                evaluation.kept[v]
+            ):
                 idle.discard(value.op)
     return idle
 

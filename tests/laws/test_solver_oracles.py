@@ -326,7 +326,7 @@ class BruteForce:
             if later
             else []
         )
-        versions += [value.stored(n) for n in versions if value.away(n) < math.inf]
+        versions += [value.stored_version(n) for n in versions if value.away(n) < math.inf]
         free = {made} if value.resident else set[int]()
         if value.op in recomputed:
             free.add(layouts[ops[value.op].strategies[recomputed[value.op]].layouts.outputs[0]])

@@ -265,7 +265,7 @@ def test_the_layout_graph_holds_what_is_made_and_wanted_with_their_local_bytes()
     assert graph.bytes == tuple(
         local_bytes((4, 8), FLOAT, layout, (2, 2)) for layout in graph.layouts
     )
-    outgoing = graph.outgoing()
+    outgoing = graph.arcs_by_source()
     assert sorted(a for arcs in outgoing for a in map(id, arcs)) == sorted(map(id, graph.arcs))
     assert all(arc.src == n for n, arcs in enumerate(outgoing) for arc in arcs)
 

@@ -150,10 +150,10 @@ def test_a_load_takes_what_the_larger_of_its_streams_does_and_no_balance_proves_
     assert max(load.priced_s(slowdown, corner) for corner in corners) == pytest.approx(
         load.least_s(slowdown), abs=1e-9
     )
-    assert any(load.unbalanced(slowdown)) or load.priced_s(slowdown, ON_COMPUTE) == pytest.approx(
-        load.least_s(slowdown), abs=1e-9
-    )
-    twice = (load + load).scaled(0.5)
+    assert any(load.outlasts_compute(slowdown)) or load.priced_s(
+        slowdown, ON_COMPUTE
+    ) == pytest.approx(load.least_s(slowdown), abs=1e-9)
+    twice = (load + load).scale(0.5)
     assert twice.least_s(slowdown) == pytest.approx(load.least_s(slowdown), abs=1e-9)
     if slowdown == 1.0:
         assert load.least_s(slowdown) == load.priced_s(slowdown, ON_COMPUTE) == load.serial_s

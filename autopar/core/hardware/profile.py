@@ -49,13 +49,22 @@ _POINT_SIZE = {
 
 
 class Reader:
-    """Reads and checks the fields of one profile, and gathers its figures by dotted path."""
+    """Reads and checks the fields of one profile, and collects its figures by dotted path.
+
+    In all methods `path` is the dotted path of the object that holds the field, with a trailing
+    dot, and is empty at the top. Every method raises `HardwareError` with the full path of a field
+    that is missing or malformed.
+
+    Args:
+        where: the file of the profile, for errors.
+    """
 
     def __init__(self, where: str) -> None:
         self.where = where
         self.figures: dict[str, Figure] = {}
 
     def error(self, path: str, what: str) -> HardwareError:
+        """Return the error that says `what` is wrong with the field at `path`."""
         return HardwareError(
             f"hardware profile: {path} {what}",
             where=self.where,
@@ -63,6 +72,7 @@ class Reader:
         )
 
     def mapping(self, value: Any, path: str) -> Mapping[str, Any]:
+        """Return `value`, the field at the full `path`, checked to be a JSON object."""
         if not isinstance(value, Mapping):
             raise self.error(
                 path,
@@ -71,17 +81,38 @@ class Reader:
         return value
 
     def no_more(self, data: Mapping[str, Any], known: Iterable[str], path: str) -> None:
+        """Check that an object has no fields but the `known` ones.
+
+        Args:
+            data: the object.
+            known: names of the fields that it may have.
+            path: dotted path of the object.
+        """
         unknown = sorted(set(data) - set(known))
         if unknown:
             raise self.error(f"{path}{unknown[0]:.60}", "is not a known field")
 
     def text(self, data: Mapping[str, Any], name: str, path: str = "") -> str:
+        """Read a field that is a nonempty text.
+
+        Args:
+            data: the object that holds the field.
+            name: name of the field.
+            path: dotted path of the object.
+        """
         value = data.get(name)
         if not isinstance(value, str) or not value:
             raise self.error(path + name, "must be a text that is not empty")
         return value
 
     def one_of(self, data: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
+        """Read a field at the top of the profile whose text is one of several.
+
+        Args:
+            data: the profile.
+            name: name of the field.
+            known: the texts that are allowed.
+        """
         value = self.text(data, name)
         if value not in known:
             raise self.error(name, f"must be one of {', '.join(known)}, not {value!r:.60}")
@@ -90,9 +121,17 @@ class Reader:
     def number(
         self, data: Mapping[str, Any], name: str, path: str = "", *, zero: bool = False
     ) -> float:
+        """Read a field that is a finite positive number.
+
+        Args:
+            data: the object that holds the field.
+            name: name of the field.
+            path: dotted path of the object.
+            zero: whether 0 is allowed, too.
+        """
         value = data.get(name)
-        # Integers of any length can be compared, those that no float is as large as cannot be made
-        # one.
+        # An integer of any length can be compared with a float; one above the largest float cannot
+        # be converted to one.
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(path + name, f"must be a number, not {value!r:.60}")
         if not abs(value) <= sys.float_info.max:
@@ -104,7 +143,16 @@ class Reader:
         return value
 
     def origin(self, data: Mapping[str, Any], path: str, unit: str) -> tuple[str, str]:
-        """Source and date, once the unit is the expected one."""
+        """Read where a figure or a measurement comes from, and check its unit.
+
+        Args:
+            data: the object with the fields ``unit``, ``date`` and ``source``.
+            path: dotted path of the object.
+            unit: the unit that it must have.
+
+        Returns:
+            Source and date (ISO 8601).
+        """
         if self.text(data, "unit", path) != unit:
             raise self.error(f"{path}unit", f"must be {unit!r}, not {data['unit']!r:.60}")
         day = self.text(data, "date", path)
@@ -119,6 +167,18 @@ class Reader:
     def figure(
         self, data: Mapping[str, Any], name: str, unit: str, path: str = "", *, zero: bool = False
     ) -> float:
+        """Read a figure with its unit, source and date, and record it in `figures`.
+
+        Args:
+            data: the object that holds the figure.
+            name: name of the figure.
+            unit: the unit that it must have; a figure of unit ``"1"`` is a share, at most 1.
+            path: dotted path of the object.
+            zero: whether 0 is allowed, too.
+
+        Returns:
+            Its value, in `unit`.
+        """
         figure = self.mapping(data.get(name), path + name)
         inner = f"{path}{name}."
         self.no_more(figure, ("value", "unit", "source", "date"), inner)
@@ -139,6 +199,18 @@ class Reader:
         path: str = "",
         needed: tuple[str, ...] = (),
     ) -> Mapping[str, float]:
+        """Read an object whose fields are all figures of one unit.
+
+        Args:
+            data: the object that holds the group.
+            name: name of the group.
+            unit: the unit of all its figures.
+            path: dotted path of the object that holds the group.
+            needed: figures that the group must have; they come first in the result.
+
+        Returns:
+            Name → value, in `unit`.
+        """
         group = self.mapping(data.get(name), path + name)
         return {
             key: self.figure(group, key, unit, f"{path}{name}.")
@@ -146,7 +218,16 @@ class Reader:
         }
 
     def points(self, data: Mapping[str, Any], kind: str, path: str) -> list[Mapping[str, Any]]:
-        """The points of one measurement, its source, date and unit checked."""
+        """Read the points of a measured curve, and record their number in `figures`.
+
+        Args:
+            data: the object that holds the measurement.
+            kind: name of the measurement.
+            path: dotted path of the object.
+
+        Returns:
+            The points, each a JSON object whose fields are not checked yet.
+        """
         group = self.mapping(data[kind], path + kind)
         inner = f"{path}{kind}."
         self.no_more(group, ("unit", "source", "date", "points"), inner)
@@ -159,7 +240,7 @@ class Reader:
 
 
 def links(reader: Reader, data: Mapping[str, Any]) -> dict[str, Link]:
-    """By name."""
+    """Read the links of a profile, by name (`LINKS`)."""
     named = reader.mapping(data.get("links"), "links")
     reader.no_more(named, LINKS, "links.")
     found = {}
@@ -182,7 +263,7 @@ def links(reader: Reader, data: Mapping[str, Any]) -> dict[str, Link]:
 
 
 def host(reader: Reader, data: Mapping[str, Any]) -> Host | None:
-    """What the file says of the host; None where it says nothing."""
+    """Read the figures of a device's share of its host; None if the file has none."""
     if "host" not in data:
         return None
     known = reader.mapping(data["host"], "host")
@@ -200,7 +281,7 @@ def host(reader: Reader, data: Mapping[str, Any]) -> Host | None:
 
 
 def kernels(reader: Reader, data: Mapping[str, Any]) -> Mapping[str, float]:
-    """What each kernel reaches that the file names."""
+    """Read the share that each overlap kernel reaches; empty if the file names none."""
     if "kernels" not in data:
         return {}
     reader.no_more(reader.mapping(data["kernels"], "kernels"), KERNELS, "kernels.")
@@ -225,7 +306,7 @@ def _collective_curves(
 
 
 def compute_curves(reader: Reader, data: Mapping[str, Any]) -> dict[tuple[str, str], Curve]:
-    """By kind and dtype."""
+    """Read the measured curves of compute, by kind and dtype (see `HardwareProfile.curves`)."""
     measured = reader.mapping(data.get("measured", {}), "measured")
     reader.no_more(measured, _POINT_SIZE, "measured.")
     groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -281,29 +362,28 @@ _FIELDS |= {"host"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HardwareProfile:
-    """One kind of device with its links. Profiles are equal where all their figures are.
+    """One kind of device with its links. Profiles with equal figures are equal.
 
     Attributes:
         peak_flops_per_s: dtype name (``"bfloat16"``) → peak of dense matmul.
         efficiency: kind of `FLOP_KINDS` → dtype name → share of the peak that large sizes reach.
         memory_efficiency: kind of `MEMORY_KINDS` → share of the memory bandwidth.
-        overlap_slowdown: what a second of communication beside compute costs compute, in seconds: 0
-            where it costs nothing, 1 where nothing can be hidden, which holds where the file does
-            not say.
+        overlap_slowdown: seconds by which a second of concurrent communication delays compute: 0 if
+            it costs nothing, 1 if nothing can be hidden. 1 if the file does not say.
         kernels: kind of `KERNELS` → the share that a collective-overlap kernel hides of what its
-            chunks could (`autopar.cost.kernels`), of ``reduce_add_rmsnorm`` that of a copy's
-            bandwidth, of ``moe_route`` that of an all-to-all's; a kernel that the file does not
-            name is not used.
+            chunks could (`autopar.cost.kernels`); for ``reduce_add_rmsnorm`` the share of a copy's
+            bandwidth, for ``moe_route`` that of an all-to-all's. Kernels that the file does not
+            name are not used.
         matmul_half_flops: a matmul of this many flops reaches half of the efficiency of a large
             one.
-        curves: (kind, dtype name) → measured curve; over flops for `FLOP_KINDS`, over bytes, with
-            dtype ``""``, else.
+        curves: (kind, dtype name) → measured curve of seconds; over flops for `FLOP_KINDS`, else
+            over bytes, with dtype ``""``.
         figures: every figure by its dotted path, for reports.
         hash: fingerprint of the whole profile.
-        device_type: kind of device, of `DEVICE_TYPES`; empty where the file does not say.
-        host: what each device has of its host, for offload; None where the file does not say.
-        parts: the profiles of which it is the slowest at each op (`slowest_of`); a profile of one
-            kind of device has none.
+        device_type: one of `DEVICE_TYPES`; empty if the file does not say.
+        host: each device's share of its host, for offload; None if the file does not say.
+        parts: for a profile made by `slowest_of`, the profiles whose slowest time it takes at each
+            op; a profile of one kind of device has none.
     """
 
     name: str
@@ -333,23 +413,27 @@ class HardwareProfile:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the file says that it is one."""
+        """Whether the file says that the device is a GPU."""
         return self.device_type == "cuda"
 
     @property
     def has_row_kernels(self) -> bool:
-        """Whether norms run by kernels (`autopar.kernels.rows`)."""
+        """Whether norms are run by kernels (`autopar.kernels.rows`)."""
         return self.is_gpu
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """The profiles that come with autopar."""
+        """Return the names of the profiles that come with autopar."""
         return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
     @staticmethod
     def of_gpu(device_name: str) -> tuple[str, bool]:
-        """The profile of a GPU that torch calls `device_name`, and whether it is of that GPU: else
-        it is of the same chip on another board, or, where there is none of its kind, of an H100."""
+        """Return the name of the closest profile to the GPU that torch calls `device_name`.
+
+        Returns:
+            The name, and whether the profile describes this GPU. If it does not, it describes the
+            same chip on another board, or, if there is none, an H100.
+        """
         name = device_name.lower()
         own = next((profile for gpu, profile in _CHIPS.items() if gpu in name), None)
         if own is not None and "nvl" not in name:
@@ -358,7 +442,8 @@ class HardwareProfile:
 
     @staticmethod
     def local_path() -> Path:
-        """Where the profile of this machine is kept: ``$AUTOPAR_HOME`` or ``~/.cache/autopar``."""
+        """Return the path of this machine's profile, in ``$AUTOPAR_HOME`` or
+        ``~/.cache/autopar``."""
         return (
             Path(os.environ.get("AUTOPAR_HOME", Path.home() / ".cache" / "autopar")) / "local.json"
         )
@@ -368,15 +453,20 @@ class HardwareProfile:
         """Load a profile: one of `names`, ``"local"``, or the path of a JSON file.
 
         Raises:
-            HardwareError: where there is none of that name or at that path, or it is malformed; the
-                field is named.
+            HardwareError: if there is no such profile, or it is malformed; the field is named.
         """
         return HardwareProfile.from_json(HardwareProfile.read(profile), where=str(_path(profile)))
 
     @staticmethod
     def read(profile: str | os.PathLike[str]) -> Any:
-        """The JSON of a profile that `load` would load, its fields not yet checked. Raises
-        `HardwareError` where there is none."""
+        """Read the JSON of a profile; its fields are not checked.
+
+        Args:
+            profile: as for `load`.
+
+        Raises:
+            HardwareError: if there is no such profile, or it is no JSON.
+        """
         path = _path(profile)
         try:
             return read_json(path.read_text(encoding="utf-8"), without=CONTROL)
@@ -392,8 +482,15 @@ class HardwareProfile:
 
     @staticmethod
     def from_json(data: Any, where: str = "") -> HardwareProfile:
-        """Make a profile of parsed JSON; `where` names it in errors. Raises `HardwareError`
-        naming the bad field."""
+        """Make a profile from parsed JSON.
+
+        Args:
+            data: the parsed JSON.
+            where: name of its file, for errors.
+
+        Raises:
+            HardwareError: if it is malformed; the field is named.
+        """
         reader = Reader(where)
         data = reader.mapping(data, "profile")
         if data.get("format") != FORMAT or data.get("version") != VERSION:
@@ -435,7 +532,7 @@ class HardwareProfile:
 
 
 def _path(profile: str | os.PathLike[str]) -> Path:
-    """Of a name, ``"local"`` or a path."""
+    """The file of a profile, from its name, ``"local"`` or a path."""
     text = os.fspath(profile)
     if text in HardwareProfile.names():
         return _FOLDER / f"{text}.json"

@@ -8,7 +8,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
-from autopar.core.stored_placements import Resting, resting, storable, stored_dims
+from autopar.core.stored_placements import Resting, storable, stored_dims, stored_placements
 from autopar.errors import LayoutError, MeshError
 from autopar.runtime.device_mesh import device_mesh
 
@@ -57,7 +57,9 @@ def test_a_view_that_mixes_stored_dims_is_refused(
 def test_placements_say_where_the_data_lies(
     shape: tuple[int, ...], view: tuple[int, ...], layout: str, expected: tuple[object, ...]
 ) -> None:
-    assert resting(shape, view, Layout.parse(layout), (2, 4)) == Resting(((0,), (1,)), expected)
+    assert stored_placements(shape, view, Layout.parse(layout), (2, 4)) == Resting(
+        ((0,), (1,)), expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,11 +79,13 @@ def test_placements_say_where_the_data_lies(
 def test_axes_that_split_heads_together_are_one_dim_of_the_dtensors_mesh(
     layout: str, axes: tuple[tuple[int, ...], ...], expected: tuple[object, ...]
 ) -> None:
-    assert resting((8, 48), (8, 3, 16), Layout.parse(layout), (2, 2, 2)) == Resting(axes, expected)
+    assert stored_placements((8, 48), (8, 3, 16), Layout.parse(layout), (2, 2, 2)) == Resting(
+        axes, expected
+    )
 
 
 def test_an_axis_of_size_1_replicates() -> None:
-    at = resting((8, 24), (8, 3, 8), Layout.parse("S(2) S(2)"), (1, 2))
+    at = stored_placements((8, 24), (8, 3, 8), Layout.parse("S(2) S(2)"), (1, 2))
     assert at == Resting(((0,), (1,)), (Replicate(), _StridedShard(1, split_factor=3)))
 
 
@@ -89,7 +93,7 @@ def test_an_axis_of_size_1_replicates() -> None:
 def test_a_fused_dim_split_out_of_mesh_order_or_in_two_parts_cannot_be_stored(layout: str) -> None:
     assert not storable((8, 32), (8, 4, 8), Layout.parse(layout), (2, 2))
     with pytest.raises(LayoutError, match="torch has no placements for"):
-        resting((8, 32), (8, 4, 8), Layout.parse(layout), (2, 2))
+        stored_placements((8, 32), (8, 4, 8), Layout.parse(layout), (2, 2))
 
 
 def test_heads_that_the_axes_together_do_not_divide_cannot_be_stored() -> None:
