@@ -1,4 +1,4 @@
-"""A model and a batch in, one joint forward and backward graph in normal form out."""
+"""Capture a model and a batch as one joint forward and backward graph in normal form."""
 
 from __future__ import annotations
 

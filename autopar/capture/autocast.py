@@ -1,13 +1,13 @@
-"""`torch.autocast` as a GPU would see it, on tensors of the CPU: in capture, which has no others,
-and for a plain model on a CPU.
+"""`torch.autocast` as on a GPU, for tensors on the CPU: in a capture, whose tensors are all on the
+CPU, and for a plain model on a CPU.
 
-Capture cannot tell for which kind of device a model's autocast is meant, since its tensors are on
-the CPU whatever the model's are: a model that says ``torch.autocast(x.device.type)`` says ``"cpu"``
-there. So while `gpu_autocast` holds, autocast of ``cuda`` and of ``cpu`` are one state. Which ops
-it casts depends on who is meant. Where autocast of ``cuda`` was entered, around the call or in
-forward, or the model is on a GPU, it is what CUDA's does: `autopar.capture.autocast` has torch's
-own lists, which differ from the CPU's (softmax, norms, losses, powers and sums are fp32 on a GPU
-alone). Else it is what the CPU's does.
+A capture cannot tell which kind of device a model's autocast is meant for, since its tensors are on
+the CPU whatever device the model is on: ``torch.autocast(x.device.type)`` gets ``"cpu"``. So within
+`gpu_autocast`, autocast of ``cuda`` and of ``cpu`` are one state. Which ops it casts depends on the
+device that is meant. If autocast of ``cuda`` was entered, around the call or in forward, or the
+model is on a GPU, it casts what CUDA's autocast does. This module holds torch's lists for CUDA,
+which differ from those for CPUs (softmax, norms, losses, powers and sums are float32 on GPUs only).
+Otherwise it casts what the CPU's autocast does.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from autopar.core.autocast_state import KINDS
 from autopar.errors import CaptureError
 
 # --------------------------------------------------------------------------------------------------
-# The casts of CUDA's autocast, op by op, for tensors of the CPU.
+# The casts of CUDA's autocast, op by op, for tensors on the CPU.
 #
-# torch casts in kernels under a dispatch key per device type. What CUDA's kernels do cannot be
-# had of them, since they cast CUDA tensors only; so kernels that do the same are put under the
-# CPU's key for a while. They are those of the whole process.
+# torch casts in kernels under one dispatch key per device type. CUDA's kernels cast CUDA tensors
+# only, so equivalent kernels are temporarily registered under the CPU's key, for the whole process.
 
 _Kernel = Callable[..., Any]
 
@@ -82,7 +81,7 @@ _RECURRENT = tuple(
 
 @contextmanager
 def casting_as_cuda() -> Iterator[None]:
-    """Let autocast of the CPU cast what that of CUDA casts, to what it casts it."""
+    """Let autocast of the CPU cast the ops that autocast of CUDA casts, to the same dtypes."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -98,8 +97,7 @@ def casting_as_cuda() -> Iterator[None]:
 
 @functools.cache
 def _kernels() -> dict[str, _Kernel]:
-    """By name of the op, what stands in for its kernel under autocast; fallthrough for what is
-    cast on CPUs alone."""
+    """Return the kernel of each op under autocast; ops that only CPUs cast fall through."""
     there, here = (
         set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
         for key in ("AutocastCUDA", "AutocastCPU")
@@ -163,8 +161,8 @@ def _fp32_result(op: Any) -> _Kernel:
 
 
 def _with_fp32_result(op: Any) -> _Kernel:
-    """Of a norm whose form without a dtype is another overload; its missing arguments are those
-    that the schema says."""
+    """Return the kernel of a norm whose form with a dtype is another overload; missing arguments
+    have the schema's defaults."""
     defaults = {"p": 2, "keepdim": False}
     positional = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
 
@@ -192,7 +190,7 @@ def _refusal(name: str) -> _Kernel:
 def _call_outside(
     op: _Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
 ) -> Any:
-    """`op` outside of autocast, on operands in `dtype`."""
+    """Call `op` outside autocast, with operands cast to `dtype`."""
     with torch._C._DisableAutocast():
         if dtype is not None:
             args, kwargs = tree_map(
@@ -220,15 +218,15 @@ log = logging.getLogger("autopar")
 
 @contextmanager
 def gpu_autocast(on_gpu: bool) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Let autocast of ``cuda``, around the caller or inside of it, cast tensors of the CPU (see the
+    """Let autocast of ``cuda``, around the caller or within, cast tensors on the CPU (see the
     module).
 
     Args:
-        on_gpu: whether the tensors stand for some on a GPU.
+        on_gpu: whether the tensors stand for tensors on a GPU.
 
     Yields:
-        Makes a context for backward, which users run outside of autocast; what enters it again
-        there, as checkpoints do, means what forward meant.
+        A function that makes a context for backward, which users run outside autocast. Code that
+        enters autocast again there, as checkpoints do, means the same device as forward.
 
     Raises:
         CaptureError: the caller is under autocast of both kinds of device, to different dtypes.
@@ -251,10 +249,10 @@ def gpu_autocast(on_gpu: bool) -> Iterator[Callable[[], AbstractContextManager[N
                     )
                 )
         if meant == "cuda":
-            stack.enter_context(lists.of_gpu())
-        stack.enter_context(mock.patch.object(own, "__init__", _made_anywhere(own.__init__)))
-        stack.enter_context(mock.patch.object(own, "__enter__", lists.entering(own.__enter__)))
-        stack.enter_context(mock.patch.object(own, "__exit__", lists.leaving(own.__exit__)))
+            stack.enter_context(lists.use_gpu_lists())
+        stack.enter_context(mock.patch.object(own, "__init__", _accept_any_device(own.__init__)))
+        stack.enter_context(mock.patch.object(own, "__enter__", lists.wrap_enter(own.__enter__)))
+        stack.enter_context(mock.patch.object(own, "__exit__", lists.wrap_exit(own.__exit__)))
         stack.enter_context(
             mock.patch.object(autocast_mode, "_cast", _cast_anywhere(autocast_mode._cast))
         )
@@ -276,11 +274,11 @@ def _set(kind: str, enabled: bool, dtype: torch.dtype) -> None:
     torch.set_autocast_dtype(kind, dtype)
 
 
-def _made_anywhere(init: Callable[..., None]) -> Callable[..., None]:
-    """`torch.autocast.__init__` that does not ask which devices are there."""
+def _accept_any_device(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `torch.autocast.__init__` so that it does not check which devices are present."""
 
     @functools.wraps(init)
-    def made(
+    def initialize(
         self: Any,
         device_type: str,
         dtype: torch.dtype | None = None,
@@ -291,12 +289,12 @@ def _made_anywhere(init: Callable[..., None]) -> Callable[..., None]:
         init(self, device_type, dtype, enabled and not elsewhere, cache_enabled)
         self._enabled = enabled if elsewhere else self._enabled
 
-    return made
+    return initialize
 
 
 def tell_of_disabled(graph: fx.Graph) -> None:
-    """Warn where a captured model enters autocast of ``cuda`` to some dtype, and it is disabled,
-    on a machine without a GPU."""
+    """Warn if a captured model enters a disabled autocast of ``cuda`` to some dtype, on a machine
+    without a GPU."""
     entered = [
         node.args
         for node in graph.nodes
@@ -309,15 +307,15 @@ def tell_of_disabled(graph: fx.Graph) -> None:
 
 
 def _cast_anywhere(cast: Callable[..., Any]) -> Callable[..., Any]:
-    """What `torch.amp.custom_fwd` casts operands by, on tensors of the CPU, too, where it is for
-    a GPU."""
+    """Wrap the cast of `torch.amp.custom_fwd` so that it also casts tensors on the CPU for a
+    GPU."""
     return lambda value, device_type, dtype: cast(
         value, "cpu" if device_type == "cuda" else device_type, dtype
     )
 
 
 class _Lists:
-    """Whose lists hold: CUDA's, as long as anything that was entered means a GPU."""
+    """The lists of ops that are cast: CUDA's while any active autocast means a GPU."""
 
     def __init__(self) -> None:
         self._num_meaning_gpu, self._meant_gpu = 0, False
@@ -331,7 +329,8 @@ class _Lists:
         self._held.close()
 
     @contextmanager
-    def of_gpu(self) -> Iterator[None]:
+    def use_gpu_lists(self) -> Iterator[None]:
+        """Use CUDA's lists, until all contexts that ask for them are left."""
         if not self._num_meaning_gpu:
             self._held.enter_context(casting_as_cuda())
         self._num_meaning_gpu, self._meant_gpu = self._num_meaning_gpu + 1, True
@@ -344,35 +343,38 @@ class _Lists:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Outside of autocast; that of either kind, entered again, means what was meant before."""
+        """Disable autocast; autocast of either kind that is entered within means the same device as
+        in forward."""
         with ExitStack() as stack:
             for kind in KINDS:
                 stack.enter_context(_state(kind, False, torch.get_autocast_dtype(kind)))
             if self._meant_gpu:
-                stack.enter_context(self.of_gpu())
+                stack.enter_context(self.use_gpu_lists())
             yield
 
-    def entering(self, enter: Callable[..., Any]) -> Callable[..., Any]:
-        """`torch.autocast.__enter__` that changes the state of both kinds of device."""
+    def wrap_enter(self, enter: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `torch.autocast.__enter__` so that it changes the state of both kinds of device."""
 
-        def entered(context: Any) -> Any:
+        def enter_both(context: Any) -> Any:
             if context.device not in KINDS:
                 return enter(context)
             stack = ExitStack()
             other = next(kind for kind in KINDS if kind != context.device)
             stack.enter_context(_state(other, context._enabled, context.fast_dtype))
             if context.device == "cuda" and context._enabled:
-                stack.enter_context(self.of_gpu())
+                stack.enter_context(self.use_gpu_lists())
             self._entered[id(context)] = (context, stack)
             return enter(context)
 
-        return entered
+        return enter_both
 
-    def leaving(self, leave: Callable[..., Any]) -> Callable[..., Any]:
-        def left(context: Any, *error: Any) -> Any:
+    def wrap_exit(self, leave: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `torch.autocast.__exit__` so that it restores the state of both kinds of device."""
+
+        def exit_both(context: Any, *error: Any) -> Any:
             result = leave(context, *error)
             _, stack = self._entered.pop(id(context), (None, ExitStack()))
             stack.close()
             return result
 
-        return left
+        return exit_both

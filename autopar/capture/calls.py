@@ -1,5 +1,4 @@
-"""Whether forward takes a call at all, by its signature and by what it says of the shapes:
-before anything is said of the model."""
+"""Check whether forward accepts a call, by its signature and by running it on fake tensors."""
 
 from __future__ import annotations
 
@@ -43,12 +42,19 @@ _OF_FAKES = (
 )
 _LINE = re.compile(r"(?P<file>.*?):(?P<line>\d+): ")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def check_call(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise CallError where the arguments do not bind to forward's signature."""
+    """Raise CallError if the arguments do not bind to the signature of forward.
+
+    Args:
+        signature: the signature of forward.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -59,7 +65,13 @@ def check_call(
 def bind_arguments(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by name, those of ``**kwargs`` among them."""
+    """Return the arguments of a call by name, including those of ``**kwargs``.
+
+    Args:
+        signature: the signature of forward.
+        args: positional arguments; the call must bind.
+        kwargs: keyword arguments.
+    """
     found = dict(signature.bind(*args, **kwargs).arguments)
     more = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
     return found | found.pop(more, {})
@@ -68,62 +80,69 @@ def bind_arguments(
 def _unbound(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], otherwise: str
 ) -> tuple[str, str]:
-    parameters = signature.parameters
-    takes = f"call it as {_shown(signature)}"
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = (
-        []
-        if any_name
-        else [
-            name
-            for name in kwargs
-            if name not in parameters or parameters[name].kind not in _BY_NAME
-        ]
-    )
-    needed = [
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    places = [
-        name
-        for name, p in parameters.items()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    """Return what is wrong with a call that does not bind, and the remedy.
+
+    `otherwise` is Python's message, for what nothing here explains.
+    """
+    takes, needed = f"call it as {_shown(signature)}", _required_names(signature)
+    unknown = _unknown_names(signature, kwargs)
+    kinds = [p.kind for p in signature.parameters.values()]
+    places = [name for name, p in signature.parameters.items() if p.kind in _BY_PLACE]
     if not args and kwargs and len(unknown) == len(kwargs) and len(needed) == 1:
-        what = f"forward() has no argument {unknown[0]!r}: it takes {needed[0]!r}"
         return (
-            what,
-            (
-                "a mapping stands for keyword arguments; where the mapping is the one argument,"
-                f" pass ({needed[0]},)"
-            ),
+            f"forward() has no argument {unknown[0]!r}: it takes {needed[0]!r}",
+            "a mapping stands for keyword arguments; where the mapping is the one argument,"
+            f" pass ({needed[0]},)",
         )
     if unknown:
-        close = close_to(unknown[0], [name for name, p in parameters.items() if p.kind in _BY_NAME])
-        meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-        return f"forward() has no argument {unknown[0]!r}", meant + takes
-    if len(args) > len(places) and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-        return (
-            f"forward() takes {len(places)} positional arguments, and {len(args)} were passed",
-            takes,
-        )
+        return f"forward() has no argument {unknown[0]!r}", _similar(signature, unknown[0]) + takes
+    if len(args) > len(places) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        what = f"forward() takes {len(places)} positional arguments, and {len(args)} were passed"
+        return what, takes
     missing = [name for name in needed if name not in kwargs and name not in places[: len(args)]]
-    return (
-        f"forward() misses {', '.join(map(repr, missing))}"
-        if missing
-        else f"forward(): {otherwise}"
-    ), takes
+    if missing:
+        return f"forward() misses {', '.join(map(repr, missing))}", takes
+    return f"forward(): {otherwise}", takes
+
+
+def _similar(signature: inspect.Signature, name: str) -> str:
+    """Return a question with the names of arguments similar to `name`; ``""`` if there are none."""
+    names = [known for known, p in signature.parameters.items() if p.kind in _BY_NAME]
+    close = close_to(name, names)
+    return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+
+
+def _required_names(signature: inspect.Signature) -> list[str]:
+    """Return the names of the arguments without a default."""
+    return [
+        name
+        for name, p in signature.parameters.items()
+        if p.default is p.empty and p.kind in (*_BY_NAME, p.POSITIONAL_ONLY)
+    ]
+
+
+def _unknown_names(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the names in `kwargs` that forward does not accept."""
+    parameters = signature.parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [
+        name for name in kwargs if name not in parameters or parameters[name].kind not in _BY_NAME
+    ]
 
 
 def refused_by_forward(
     model: nn.Module, run: Callable[[nn.Module], object], leaves: Iterable[tuple[str, Any]]
 ) -> CaptureError | None:
-    """The refusal of forward itself, where `run` calls it with tensors that have shapes and no
-    values; None where it does not refuse.
+    """Run a copy of the model on fake tensors, and return the error that forward itself raises;
+    None if it raises none.
 
-    What such tensors alone are refused for is none of the call's. It is run of a copy, whose
-    attributes it may change.
+    Errors that only tensors without data cause do not count.
+
+    Args:
+        model: the model; attributes of its copy may change.
+        run: calls the copy.
+        leaves: (path, value) of the call's arguments.
     """
     copied = _copy_module(model)
     if copied is None:
@@ -156,9 +175,14 @@ def refused_by_forward(
 
 
 def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object]) -> str:
-    """The path of the module in which `run` stops, with tensors that have shapes and no values, in
-    the function that has the line `source`; empty where it does not, or where that is the model
-    itself."""
+    """Return the path of the module in which a run on fake tensors stops; empty if it does not stop
+    there, or stops in the model itself.
+
+    Args:
+        source: the source line of the error; the run must stop in the function that contains it.
+        model: the model; a copy is run.
+        run: calls the copy.
+    """
     copied = _copy_module(model)
     if copied is None:
         return ""
@@ -174,8 +198,8 @@ def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object])
 
 
 def _stopped_in(error: BaseException, source: str) -> bool:
-    """Whether the user's innermost function where `error` was raised has the line: tensors
-    without values may stop earlier in it."""
+    """Whether the user's innermost function that raised `error` contains the source line; tensors
+    without data may stop earlier in it."""
     at, place = (
         _LINE.match(user_line("".join(traceback.format_tb(error.__traceback__)))),
         _LINE.match(source),
@@ -192,7 +216,7 @@ def _stopped_in(error: BaseException, source: str) -> bool:
 
 
 def _copy_module(model: nn.Module) -> nn.Module | None:
-    """A copy over the same tensors; None where an attribute of a module cannot be copied."""
+    """Return a copy that shares all tensors; None if an attribute of a module cannot be copied."""
     attributes = (
         x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)
     )
@@ -205,7 +229,7 @@ def _copy_module(model: nn.Module) -> nn.Module | None:
 
 
 def _raised_by_the_model(error: Exception) -> bool:
-    """Whether a `raise` or `assert` outside of torch raised it, or a name that is nowhere."""
+    """Whether a `raise` or `assert` outside torch raised the error, or an undefined name."""
     inner = error.__traceback__
     while inner is not None and inner.tb_next is not None:
         inner = inner.tb_next
@@ -231,7 +255,7 @@ def _own(error: Exception, shapes: str) -> CallError:
 
 
 def shapes_of(model: nn.Module, leaves: Iterable[tuple[str, Any]]) -> str:
-    """``x (8, 16), y (8,)``: the tensors of a call, by path."""
+    """Return the tensors of a call in words: ``x (8, 16), y (8,)``."""
     return (
         ", ".join(
             f"{argument_of(path, model)} {tuple(x.shape)}"
@@ -245,8 +269,14 @@ def shapes_of(model: nn.Module, leaves: Iterable[tuple[str, Any]]) -> str:
 def find_called(
     model: nn.Module, paths: Collection[str], run: Callable[[nn.Module], object]
 ) -> set[str]:
-    """Which of these modules `run` calls, with tensors that have shapes and no values; all where
-    that cannot be found out."""
+    """Return the modules among `paths` that a run on fake tensors calls; all if that cannot be
+    determined.
+
+    Args:
+        model: the model; a copy is run.
+        paths: paths of modules.
+        run: calls the copy.
+    """
     seen: set[str] = set()
     copied = _copy_module(model)
     if copied is None:
@@ -263,15 +293,11 @@ def find_called(
 
 
 def argument_of(path: str, model: nn.Module) -> str:
-    """An argument's path with its name in place of its number."""
+    """Return an argument's path with its name in place of its number."""
     return argument_name(path, list(inspect.signature(model.forward).parameters))
 
 
 def _shown(signature: inspect.Signature) -> str:
-    """``forward(x, y, …)``: the arguments that it must have."""
-    needed = [
-        name
-        for name, p in signature.parameters.items()
-        if p.default is p.empty and p.kind in (*_BY_NAME, p.POSITIONAL_ONLY)
-    ]
+    """Return the required arguments in words: ``forward(x, y, …)``."""
+    needed = _required_names(signature)
     return f"forward({', '.join((*needed, '…') if len(needed) < len(signature.parameters) else needed)})"  # noqa: E501

@@ -1,4 +1,4 @@
-"""`capture`: a model and a batch in, a `Trace` in normal form out."""
+"""`capture`: trace a model and a batch, and bring the graph into normal form."""
 
 from __future__ import annotations
 
@@ -57,24 +57,27 @@ def capture(
     precision: torch.dtype | None = None,
     inference: bool = False,
 ) -> Trace:
-    """The joint forward and backward graph of `model(*args, **kwargs)`, in normal form; forward
-    alone where nothing has a gradient.
+    """Capture the joint forward and backward graph of `model(*args, **kwargs)` in normal form; the
+    forward alone if nothing has a gradient.
 
-    The model may be on any device, ``meta`` included, and is left as it was. The batch gives shapes
-    and dtypes only.
+    The model may be on any device, ``meta`` included, and is not changed. Only shapes and dtypes of
+    the batch are used, apart from values that decide shapes or branches.
 
     Args:
-        fold: capture equal layers a few at a time, and repeat them in the graph; the result is the
-            same. Where it cannot be done the model is captured in full, and the trace's `folding`
-            says why.
-        precision: what wider floating parameters and inputs are read in
+        model: the model.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        fold: whether to capture equal layers a few at a time and repeat them in the graph; the
+            result is the same. If this is not possible, the model is captured in full, and the
+            trace's `folding` states why.
+        precision: the dtype that wider floating parameters and inputs are read in
             (`autopar.capture.precision`).
-        inference: forward alone, though parameters may require gradients.
+        inference: whether to capture the forward alone, though parameters may require gradients.
 
     Raises:
-        CallError: the model itself does not take the call.
-        CaptureError: the model draws random numbers that no op of autopar draws, or is not one
-            graph; it names the user's line.
+        CallError: the model itself does not accept the call.
+        CaptureError: the model cannot be captured as one graph, or draws random numbers that
+            autopar cannot draw; the error names the user's line.
     """
     refuse_unseen(model)
     signature = inspect.signature(model.forward)
@@ -89,7 +92,7 @@ def capture(
     ):
         _refuse_called(model, call)
         with raises_left_out() as lines, prints_left_out() as printed:
-            trace = _captured_somehow(model, call, fold)
+            trace = _capture_with_branches(model, call, fold)
     tell_of_raises(lines)
     tell_of_prints(printed)
     known = [
@@ -112,43 +115,43 @@ def _refuse_called(model: nn.Module, call: Prepared) -> None:
             raise refusal
 
 
-def _captured_somehow(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """With the branches that a transformers model takes under tracing, or else with those that
-    eager takes, or with those for finite values."""
+def _capture_with_branches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+    """Capture with the branches that a transformers model takes under tracing; if that fails, with
+    those for finite values or those of eager mode."""
     try:
-        return _captured_with_caches(model, call, fold)
+        return _capture_with_caches(model, call, fold)
     except CaptureError as refusal:
         if asks_for_finite(refusal):
             with contextlib.suppress(CaptureError), all_finite(refusal):
-                return _captured_with_caches(model, call, fold)
+                return _capture_with_caches(model, call, fold)
         with branches_of_eager(model) as others:
             if not others:
                 raise
             with contextlib.suppress(CaptureError):
-                return _captured_with_caches(model, call, fold)
+                return _capture_with_caches(model, call, fold)
         raise refusal from refusal.__cause__
 
 
-def _captured_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """Without caches of keys and values, or with empty ones where the result depends on there
-    being one."""
+def _capture_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+    """Capture without caches of keys and values; with empty caches if the result depends on whether
+    there is one."""
     try:
         with without_caches(model):
-            return _captured_knowing(model, call, fold)
+            return _capture_with_known_inputs(model, call, fold)
     except CaptureError as refusal:
         if not asks_for_documents(refusal):
             raise
     with empty_caches(model):
-        return _captured_knowing(model, call, fold)
+        return _capture_with_known_inputs(model, call, fold)
 
 
-def _captured_knowing(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """With what the inputs hold that forward has to read, where these may be known."""
+def _capture_with_known_inputs(model: nn.Module, call: Prepared, fold: bool) -> Trace:
+    """Capture with the values of the inputs that forward reads, if these may be known."""
     while True:
         try:
             return _capture_once(model, call, fold)
         except ReadsInputs as refusal:
-            call = call.knowing(refusal.keys)
+            call = call.with_known(refusal.keys)
 
 
 def _capture_once(model: nn.Module, call: Prepared, fold: bool) -> Trace:
@@ -170,11 +173,12 @@ def _capture_once(model: nn.Module, call: Prepared, fold: bool) -> Trace:
 def _normal_form(
     model: nn.Module, raw: RawJoint, shortened: Shortened | None, call: Prepared
 ) -> Trace:
-    """Raw graph → trace; a shortened model's layers are repeated between the passes and what counts
-    nodes.
+    """Bring a raw graph into normal form and return its trace.
+
+    The layers of a shortened model are repeated after the passes and before nodes are numbered.
 
     Raises:
-        NotFoldable: they cannot be repeated.
+        NotFoldable: the layers cannot be repeated.
     """
     graph = raw.graph
     tell_of_unkept(raw.unkept)
@@ -197,7 +201,7 @@ def _normal_form(
     for _, apply in PASSES:
         apply(graph)
     border.widen()
-    settle_dtypes(graph, border.resting(), call.precision)
+    settle_dtypes(graph, border.state_placeholders(), call.precision)
     propagate(graph)
     runs = shortened.runs if shortened is not None else ()
     border.repeat(runs, model)

@@ -44,11 +44,10 @@ _Entry = TypeVar("_Entry", Parameter, Input)
 
 
 def loss_alone(trace: Trace) -> Trace:
-    """The trace of a call of which only the loss is wanted; None stands where the other outputs
-    were.
+    """Return the trace of a call of which only the loss is used; other outputs become None.
 
     Raises:
-        CaptureError: where the model returns none.
+        CaptureError: the model returns no loss.
     """
     if trace.loss is None:
         found = ", ".join(o.path or "the result" for o in trace.outputs) or "no tensor"
@@ -71,7 +70,7 @@ def loss_alone(trace: Trace) -> Trace:
     end.args = (tuple(end.args[0][position] for position in kept),)
     sweep(graph)
 
-    def moved(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
+    def renumber_gradients(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
         return tuple(
             replace(e, gradient=None if e.gradient is None else place[e.gradient]) for e in entries
         )
@@ -82,27 +81,34 @@ def loss_alone(trace: Trace) -> Trace:
         trace,
         graph=graph,
         outputs=outputs,
-        parameters=moved(trace.parameters),
-        buffers=moved(trace.buffers),
-        inputs=moved(trace.inputs),
+        parameters=renumber_gradients(trace.parameters),
+        buffers=renumber_gradients(trace.buffers),
+        inputs=renumber_gradients(trace.inputs),
         mutated={name: place[position] for name, position in trace.mutated.items()},
         constants={**trace.constants, **nothing},
     )
 
 
 def outputs_whole(trace: Trace) -> Trace:
-    """The trace of a call of which every rank wants all outputs whole, as it does the loss."""
+    """Return the trace of a call of which every rank needs all outputs whole, as it does the
+    loss."""
     return replace(trace, outputs=tuple(replace(o, whole=True) for o in trace.outputs))
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The nodes of a cross entropy of a linear layer's results.
+    """The nodes of a linear layer and the cross entropy of its results.
 
     Attributes:
-        logits: what the layer makes of `hidden` and `weight`. labels, ignored: classes, and the one
-            that stands for none.
-        losses: of each row. scale: the scalar t. d_hidden, d_weight: the gradients.
+        logits: product of `hidden` and `weight`.
+        hidden: input of the layer.
+        weight: weight of the layer.
+        labels: class of each row.
+        ignored: the label that stands for no class.
+        losses: loss of each row.
+        scale: the scalar t.
+        d_hidden: gradient of `hidden`.
+        d_weight: gradient of `weight`.
     """
 
     logits: fx.Node
@@ -117,12 +123,13 @@ class Head:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole logits."""
+        """Number of rows of the whole logits."""
         return int(self.labels.meta["val"].numel())
 
 
 def heads_of(trace: Trace) -> tuple[tuple[Head, ...], tuple[str, ...]]:
-    """The cross entropies that can go by rows; and of each other one why it cannot."""
+    """Return the cross entropies that can be computed by rows, and for each other one why it
+    cannot."""
     found: list[Head] = []
     refusals: list[str] = []
     for gradient in calls(trace.graph, ops.cross_entropy_backward):
@@ -134,11 +141,11 @@ def heads_of(trace: Trace) -> tuple[tuple[Head, ...], tuple[str, ...]]:
 
 
 def loss_by_rows(trace: Trace, rows: int) -> Trace:
-    """The trace whose cross entropies work on at most so many rows of logits at a time, on each
-    device.
+    """Return the trace whose cross entropies work on at most `rows` rows of logits at a time, on
+    each device.
 
     Raises:
-        CaptureError: where the model has none that can.
+        CaptureError: no cross entropy of the model can be computed by rows.
     """
     graph = copy_graph(trace.graph)
     result = replace(trace, graph=graph)
@@ -162,7 +169,7 @@ class _OtherwiseError(Exception):
 
 
 def _head(gradient: fx.Node) -> Head:
-    """The head that a gradient of logits belongs to."""
+    """Match the head to which a gradient of logits belongs; raise _OtherwiseError if it differs."""
     logits, m, s, labels, factor = gradient.args
     at = logits.meta["module"] or "the model"
     _expect(
@@ -245,8 +252,8 @@ def _only_user(node: fx.Node, target: object, at: str) -> fx.Node:
 
 
 def _terms(logits: fx.Node) -> tuple[str, str, str]:
-    """Letters of the rows, of the layer's features and of its results, where it is ``[…rows, d]
-    · [v, d] → […rows, v]``."""
+    """Return the letters of rows, features and results of a product ``[…rows, d] · [v, d] → […rows,
+    v]``."""
     left, right, result = (
         term.strip() for side in str(logits.args[0]).split("->") for term in side.split(",")
     )
@@ -277,7 +284,7 @@ def _makes(node: fx.Node, other: fx.Node, term: str, result: str, of_gradient: s
 
 
 def _past_casts(gradient: fx.Node) -> fx.Node:
-    """The gradient after a cast to a wider dtype and back, which changes nothing."""
+    """Return the gradient after a cast to a wider dtype and back, which changes nothing."""
     users = list(gradient.users)
     if len(users) == 1 and users[0].target is aten._to_copy.default:
         back = list(users[0].users)
@@ -293,7 +300,7 @@ def _past_casts(gradient: fx.Node) -> fx.Node:
 
 
 def _scalar(factor: fx.Node, labels: fx.Node, ignored: int, at: str) -> fx.Node:
-    """t, where the rows' factors are t times whether a row's class is not ignored."""
+    """Return t, if the factor of each row is t, or 0 for an ignored label."""
     _expect(factor.target is aten.mul.Tensor, f"the rows of {at}'s loss have weights of their own")
     valid, scalar = factor.args
     seen = (

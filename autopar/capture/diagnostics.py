@@ -1,4 +1,4 @@
-"""Why a model cannot be captured, in the user's words."""
+"""Explain in the user's words why a model cannot be captured."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ _BEHIND_DYNAMO = (
 
 @functools.lru_cache(maxsize=4096)
 def user_line(stack: str) -> str:
-    """``file.py:12: code`` of the last frame in a printed stack that lies outside torch, or
-    ``""``."""
+    """Return ``file.py:12: code`` of the last frame outside torch and autopar in a printed stack,
+    or ``""``."""
     for match in reversed(list(_FRAME.finditer(stack))):
         if not match["file"].startswith((_TORCH, _HERE)) and not match["file"].startswith("<"):
             return f"{match['file']}:{match['line']}: {match['code'].strip()}"
@@ -139,12 +139,13 @@ def user_line(stack: str) -> str:
 
 
 def is_torchs(file: str) -> bool:
-    """Whether a source file is torch's own."""
+    """Whether a source file belongs to torch."""
     return file.startswith(_TORCH)
 
 
 def as_capture_error(error: BaseException) -> CaptureError:
-    """`error`, raised by torch while it captured, as a CaptureError with the user's line."""
+    """Convert an error that torch raised during a capture to a CaptureError with the user's
+    line."""
     what = next(
         (line for line in str(error).splitlines() if line.strip()), type(error).__name__
     ).strip()
@@ -209,19 +210,20 @@ def as_capture_error(error: BaseException) -> CaptureError:
 
 
 def _marked_remedy(text: str) -> str:
-    """The remedy of the first mark in what torch says."""
+    """Return the remedy of the first known phrase in a message of torch, or ``""``."""
     return next((remedy for mark, remedy in _REMEDIES.items() if mark.lower() in text.lower()), "")
 
 
 def reads_a_value(where: Where) -> CaptureError:
-    """The refusal of a number that is read from a tensor, and decides a shape or what else no
-    tensor can."""
+    """Return the error for a number that is read from a tensor and decides a shape, or anything
+    else that a tensor cannot decide."""
     what = "the model cannot be captured as one graph: forward reads the value of a tensor"
     return CaptureError(what, where=where, remedy=_READS)
 
 
 def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
-    """The same refusal, where it is of values, with the inputs that these follow from."""
+    """Add the inputs from which the values follow to a refusal about values; return any other
+    refusal unchanged."""
     shown = " and ".join(map(repr, names))
     if names and refusal.remedy == _DEFAULT_REMEDY:
         what = f"{refusal.what}; before, it reads what follows from the values of {shown} alone"
@@ -238,8 +240,8 @@ def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
 
 
 class ReadsInputs(CaptureError):
-    """Forward reads values of inputs and buffers that may be known; `keys` are the flat
-    positions and names of those that are not yet."""
+    """Forward reads values of inputs and buffers that may be known; `keys` are their flat positions
+    and names."""
 
     def __init__(self, refusal: CaptureError, keys: frozenset[int | str]) -> None:
         super().__init__(refusal.what, where=refusal.where, remedy=refusal.remedy)
@@ -249,8 +251,14 @@ class ReadsInputs(CaptureError):
 def of_flex_attention(
     why: str, source: str, remedy: str = "", *, op: str = "flex_attention"
 ) -> CaptureError:
-    """The refusal of a call of `op` from torch.nn.attention.flex_attention, which `why` says
-    more of."""
+    """Return the error for a call of torch.nn.attention.flex_attention.
+
+    Args:
+        why: the rest of the sentence after "a call of …".
+        source: the user's line.
+        remedy: what to do; a dense mask is suggested in any case.
+        op: the function that was called.
+    """
     what = f"a call of torch.nn.attention.flex_attention {why}"
     return CaptureError(
         what,
@@ -260,14 +268,14 @@ def of_flex_attention(
 
 
 def of_changing_shapes(where: Where) -> CaptureError:
-    """The refusal of an op whose result has a shape that depends on values."""
+    """Return the error for an op whose result has a shape that depends on values."""
     said = "the shape of a result depends on the values of a tensor, and a program has fixed shapes"
     return CaptureError(said, where=where, remedy=_SHAPES)
 
 
 def _cannot_call(name: str, source: str) -> CaptureError:
-    """The refusal of a call of what is neither torch's nor the model's own Python, by what
-    Dynamo calls it."""
+    """Return the error for a call that Dynamo cannot trace, neither torch's nor the model's
+    Python."""
     if name.startswith(("Random.", "random.")):
         return draws_of_python(name.replace("Random.", "random.", 1), source)
     said = f"forward calls {name}, of which there is no graph"
@@ -275,7 +283,7 @@ def _cannot_call(name: str, source: str) -> CaptureError:
 
 
 def _argument(kind: str) -> CaptureError:
-    """The refusal of an argument that is neither tensor nor plain value."""
+    """Return the error for an argument that is neither a tensor nor a plain value."""
     remedy = (
         "pass it as a tensor: `torch.as_tensor(array)`" if kind == "numpy.ndarray" else _ARGUMENTS
     )
@@ -285,8 +293,7 @@ def _argument(kind: str) -> CaptureError:
 
 
 def _reshapes(name: str, method: str, source: str) -> CaptureError:
-    """The refusal of a view that takes the place of the tensor it is of, where that is the
-    caller's."""
+    """Return the error for a view that replaces the caller's tensor in place."""
     said = (
         f"forward gives its input {name!r} another shape in place ({name}.{method}()): the caller's"
         " tensor, which no program changes"
@@ -302,12 +309,13 @@ def _reshapes(name: str, method: str, source: str) -> CaptureError:
 
 
 def draws_of_python(name: str, source: str = "") -> CaptureError:
-    """The refusal of numbers that Python's generator draws: in a graph they would be constants."""
+    """Return the error for numbers from Python's generator, which would be constants in a graph."""
     return _draws_elsewhere(f"Python's generator ({name})", source)
 
 
 def draws_of_numpy(name: str, source: str) -> CaptureError:
-    """The refusal of numbers that numpy draws: Dynamo would let torch draw others."""
+    """Return the error for numbers from numpy's generator, in whose place Dynamo would let torch
+    draw others."""
     return _draws_elsewhere(f"numpy's (numpy.random.{name})", source)
 
 
@@ -329,9 +337,10 @@ def _frames(error: BaseException) -> Iterable[str]:
 
 
 def rebinding_error(warned: Iterable[str]) -> CaptureError | None:
-    """The refusal where Dynamo warns that forward may bind a buffer or parameter to a new tensor.
+    """Return the error if Dynamo warns that forward may bind a buffer or parameter to a new tensor,
+    else None.
 
-    Changes in place are results of the graph; a new tensor under the old name is a side effect
+    Changes in place are results of the graph. A new tensor under the old name is a side effect
     outside of it, and would be lost.
     """
     for message in warned:

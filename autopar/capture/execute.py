@@ -1,5 +1,5 @@
-"""Walk a normal-form graph: with fake tensors for exact shapes and strides, with real ones for
-reference results."""
+"""Run a normal-form graph: on fake tensors for exact shapes and strides, on real ones for reference
+results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def propagate(graph: fx.Graph) -> None:
     stride and dtype.
 
     Raises:
-        CaptureError: where torch cannot run an op on fake tensors.
+        CaptureError: torch cannot run an op on fake tensors, or the op gives another shape or dtype
+            than when it was captured.
     """
     with new_fake_mode(), as_written(), looks_alone():
         for node in graph.nodes:
@@ -71,7 +72,8 @@ def _fake_call(node: fx.Node) -> Any:
 
 
 def _make_viewable(node: fx.Node) -> None:
-    """Copy what a view reads where its strides do not allow the view; passes think in shapes."""
+    """Copy the operand of a view if its strides do not allow the view; passes only consider
+    shapes."""
     source, shape = node.args
     try:
         torch.ops.aten.view.default(source.meta["val"], shape)  # type: ignore[union-attr]
@@ -94,21 +96,23 @@ def execute(
     dtype: torch.dtype | None = None,
     observe: Callable[[fx.Node, Any], None] | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Run the traced forward and backward as they stand.
+    """Run the traced forward and backward node by node.
 
     Args:
-        parameters, buffers: values by name, in the model's own shapes; further names are ignored.
-        inputs: in the order of `trace.inputs`.
-        tangent: scalar by which the loss, or what stands for one (`tangent_of`), is multiplied; 1
-            by default.
-        dtype: compute in this dtype instead: floating tensors and the graph's own casts are changed
-            to it, casts to complex numbers to those of its parts.
+        trace: the trace.
+        parameters: values by name, in the model's own shapes; further names are ignored.
+        buffers: values by name, in the model's own shapes; further names are ignored.
+        inputs: values in the order of `trace.inputs`.
+        tangent: scalar that multiplies the loss, or the tangents that stand for one (`tangent_of`);
+            1 by default.
+        dtype: compute in this dtype instead: floating tensors and casts become `dtype`, complex
+            ones the complex dtype with such parts.
         observe: called with every node but the output, and its value.
 
     Returns:
-        The outputs in the order of `trace.outputs`, the gradients by parameter name in the model's
-        own shapes, those of inputs as `Input.gradient_name` calls them, and the new values of
-        mutated buffers by name.
+        The outputs in the order of `trace.outputs`; the gradients by parameter name in the model's
+        own shapes, and those of inputs by `Input.gradient_name`; the new values of mutated buffers
+        by name.
     """
     scale = 1.0 if tangent is None else float(tangent)
     seeds = [
@@ -188,27 +192,27 @@ def _call(
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Where a graph on these tensors runs."""
+    """Return the device of the first tensor, the CPU if there is none."""
     return next((x.device for x in tensors), torch.device("cpu"))
 
 
 def place_on_device(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Of an op that makes a tensor: on `device`. Graphs are captured on the CPU, which theirs
-    name."""
+    """Return the arguments of a factory op with `device` in place of the CPU, on which graphs are
+    captured."""
     return {**kwargs, "device": device} if kwargs.get("device") is not None else dict(kwargs)
 
 
 def promote(value: Any, dtype: torch.dtype | None) -> Any:
-    """A floating tensor in `dtype`, a complex one with parts in it; any other value, and any
-    where no dtype is asked for, as it is."""
+    """Return a floating tensor in `dtype` and a complex one with parts in `dtype`; any other value,
+    or without a dtype, unchanged."""
     return (
         value.to(promoted_dtype(value.dtype, dtype)) if isinstance(value, torch.Tensor) else value
     )
 
 
 def promoted_dtype(argument: Any, dtype: torch.dtype | None) -> Any:
-    """`dtype` in place of a floating one, its complex counterpart in place of a complex one, in
-    functions of scores, too; anything else as it is."""
+    """Return `dtype` for a floating dtype and its complex counterpart for a complex one, also
+    within the text of score functions; anything else unchanged."""
     if dtype is not None and isinstance(argument, str):
         return promoted_text(argument, dtype)
     if (

@@ -1,8 +1,8 @@
-"""What nodes of a graph of torch functions compute, as the model calls them, before there is a
-backward.
+"""Find formulas that a model writes out, before there is a backward, and replace them with the ops
+that compute them: activations and root-mean-square norms.
 
-One thing has many spellings there: a function, an operator or a method. `name_of` gives each the
-same name.
+One op has several forms in a graph of torch functions: a function, an operator or a method.
+`name_of` gives each the same name.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _FUNCTIONS = {
 
 
 def name_of(node: fx.Node) -> str:
-    """Of what a node computes, be it written as a function, an operator or a method; empty for
-    all else."""
+    """Return the name of the op of a node, whether it is called as a function, an operator or a
+    method; empty for other nodes."""
     if node.op == "call_method":
         return _ALSO_CALLED.get(str(node.target), str(node.target))
     name = (
@@ -70,19 +70,19 @@ def name_of(node: fx.Node) -> str:
 
 
 def float_dtype(node: Any) -> torch.dtype | None:
-    """Of a tensor of floating numbers; None of all else."""
+    """Return the dtype of a floating tensor; None for anything else."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
 
 
 def shape_given(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a tensor."""
+    """Return the shape of a node's tensor."""
     return tuple(node.meta["example_value"].shape)
 
 
 class Places:
-    """Where nodes stand in a graph, and which of them change what others compute: by writing into a
-    tensor, or by switching gradients or autocast. Nothing is joined across these."""
+    """Positions of nodes in a graph, and the nodes that affect what others compute by writing into
+    a tensor or by switching gradients or autocast. Formulas are not joined across these."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._places = {node: place for place, node in enumerate(graph.nodes)}
@@ -93,18 +93,23 @@ class Places:
         ]
 
     def any_change(self, first: fx.Node, last: fx.Node) -> bool:
-        """Whether one stands between two nodes."""
+        """Whether such a node lies between two nodes."""
         return any(self._places[first] < place < self._places[last] for place in self._changes)
 
     def put(self, node: fx.Node, instead_of: fx.Node) -> None:
-        """A new node takes another's place."""
+        """Give a new node the position, metadata and users of another."""
         node.meta, self._places[node] = dict(instead_of.meta), self._places[instead_of]
         instead_of.replace_all_uses_with(node)
 
 
 def erase(graph: fx.Graph, node: fx.Node, names: Container[str]) -> None:
-    """A node that nobody reads, and what was computed for it alone by what has one of these
-    names."""
+    """Erase a node that no other reads, and the operands that only it read.
+
+    Args:
+        graph: the graph.
+        node: the node to erase.
+        names: operands are erased only if their op has one of these names.
+    """
     waiting = [node]
     while waiting:
         here = waiting.pop()
@@ -141,16 +146,16 @@ def _is_augmented(target: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Activations that a model writes out as formulas become the ops that they are.
+# Activations that a model writes out as formulas.
 #
-# gelu(x) = x/2 (1 + erf(x/√2)) ≈ x/2 (1 + tanh(√(2/π) (x + 0.044715 x³))) (Hendrycks and Gimpel
-# 2016, arXiv:1606.08415, section 2) silu(x) = x σ(x) (the same, section 4)
+#     gelu(x) = x/2 (1 + erf(x/√2)) ≈ x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))
+#     silu(x) = x σ(x)
 #
-# Written out, the second form takes eight passes over memory and its gradient eleven; as one op
-# they take one each. They are looked for before there is a backward, in the graph of torch
-# functions as the model calls them. However a formula is written, with products, powers and
-# constants in this order or that one, its tensors are polynomials of x and of t, which is the
-# erf, tanh or σ of a polynomial of x.
+# (Hendrycks and Gimpel 2016, arXiv:1606.08415, sections 2 and 4.) Written out, the second form of
+# gelu takes eight passes over memory and its gradient eleven; as one op they take one each. The
+# formulas are matched before there is a backward, in the graph of torch functions. In whatever
+# order a formula has its products, powers and constants, its tensors are polynomials of x and of t,
+# where t is the erf, tanh or σ of a polynomial of x.
 
 Polynomial = Mapping[tuple[int, int], float]  # powers of x and of t → coefficient
 
@@ -160,7 +165,8 @@ _MOST_TERMS, _MOST_POWER, _MOST_SOURCES = 8, 4, 32
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """What t is a function of, what the result is of x and t, and the op that gives the same."""
+    """An activation: what t is a function of, the result as a polynomial of x and t, and the op
+    that computes it."""
 
     inner: Polynomial
     whole: Polynomial
@@ -186,8 +192,8 @@ _ACTIVATIONS: Mapping[str, _Activation] = {
 def join_activations(graph: fx.Graph) -> None:
     """Replace each activation that is written out in a graph of torch functions.
 
-    One stays as it is where anything between its operand and its result writes into a tensor, or
-    switches gradients or autocast.
+    An activation is left as it is if a node between its operand and its result writes into a
+    tensor, or switches gradients or autocast.
     """
     places = Places(graph)
     for t in [node for node in graph.nodes if name_of(node) in _ACTIVATIONS]:
@@ -204,19 +210,19 @@ def join_activations(graph: fx.Graph) -> None:
 
 @dataclass
 class _Terms:
-    """Nodes as polynomials of two of them, `x` and, where it is given, `t`."""
+    """Nodes as polynomials of `x` and, if it is given, `t`."""
 
     x: fx.Node
     t: fx.Node | None = None
     _known: dict[fx.Node, Polynomial | None] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> Polynomial | None:
-        """None for what is none, as where another tensor is read beside x."""
+        """Return the polynomial of a node; None if it is not a polynomial of x and t."""
         if node not in self._known:
-            self._known[node] = self._computed(node)
+            self._known[node] = self._compute(node)
         return self._known[node]
 
-    def _computed(self, node: fx.Node) -> Polynomial | None:
+    def _compute(self, node: fx.Node) -> Polynomial | None:
         if node is self.t:
             return {(0, 1): 1.0}
         if node is self.x:
@@ -239,7 +245,7 @@ class _Terms:
 
 
 def _ends(t: fx.Node, activation: _Activation) -> tuple[fx.Node, fx.Node] | None:
-    """What the activation that `t` stands in reads, and its result."""
+    """Return the operand and the result of the activation that `t` belongs to."""
     argument = t.args[0] if len(t.args) == 1 and not t.kwargs else None
     if not isinstance(argument, fx.Node):
         return None
@@ -255,7 +261,7 @@ def _ends(t: fx.Node, activation: _Activation) -> tuple[fx.Node, fx.Node] | None
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """A node and what it may be a polynomial of, the nearest first."""
+    """Yield a node and the nodes that it may be a polynomial of, nearest first."""
     seen, waiting = {node}, [node]
     while waiting and len(seen) <= _MOST_SOURCES:
         here = waiting.pop(0)
@@ -268,7 +274,7 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _users_of_users(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a node, or what polynomials of it read."""
+    """Yield the users of a node, and the users of polynomials of it."""
     seen, waiting = {node}, [node]
     while waiting:
         for user in waiting.pop(0).users:
@@ -335,16 +341,14 @@ _WRITTEN_WITH = frozenset({*_RULES, *_ACTIVATIONS})
 
 
 # --------------------------------------------------------------------------------------------------
-# Root-mean-square norms that a model writes out as formulas become one operator,
-# `autopar.ops.normed`.
+# Root-mean-square norms that a model writes out as formulas become `autopar.ops.normed`.
 #
-# u = x.to(W); r = 1/√(mean(u², −1, keepdim) + ε); n = (u · r).to(D); y = (n · weight).to(O)
+#     u = x.to(W);  r = 1/√(mean(u², −1, keepdim) + ε);  n = (u · r).to(D);  y = (n · weight).to(O)
 #
-# The casts, and the weight, may be missing. They are looked for before there is a backward, in
-# the graph of torch functions, from r on, and stay as they are where anything between x and the
-# result writes into a tensor or switches gradients or autocast. Where anything else reads what
-# lies between, the norm ends before that. ``torch.nn.functional.rms_norm`` over the last dim is
-# the same, with all casts.
+# The casts and the weight may be missing. The norms are matched from r on, before there is a
+# backward, and stay as they are if a node between x and the result writes into a tensor or switches
+# gradients or autocast. If another node reads a value in between, the norm ends before that value.
+# ``torch.nn.functional.rms_norm`` over the last dim is the same with all casts.
 
 _CASTS = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16"))
 _NORMS_WRITTEN_WITH = frozenset(
@@ -355,8 +359,8 @@ _RMS_NORM = ("input", "normalized_shape", "weight", "eps")
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    """One that was found: its operands, its settings (`autopar.ops.norms`), those of its nodes that
-    read x, and the one that gives the result."""
+    """A norm that was found: operands, settings (`autopar.ops.norms`), the nodes that read x, and
+    the node of the result."""
 
     x: fx.Node
     readers: tuple[fx.Node, ...]
@@ -369,11 +373,12 @@ class _Norm:
 
     @property
     def args(self) -> tuple[Any, ...]:
+        """Arguments of `autopar.ops.normed`."""
         return self.x, self.weight, self.eps, self.dtype, self.rounded, self.out
 
 
 def join_norms(graph: fx.Graph) -> None:
-    """Replace each such norm in a graph of torch functions."""
+    """Replace each root-mean-square norm in a graph of torch functions."""
     places = Places(graph)
     for node in list(graph.nodes):
         found = _match_call(node) if name_of(node) == "rms_norm" else _written_out(node)
@@ -411,7 +416,7 @@ def _match_call(node: fx.Node) -> _Norm | None:
 
 
 def _written_out(root: fx.Node) -> _Norm | None:
-    """The norm whose 1/√(…), or √(…), a node is."""
+    """Match the norm whose 1/√(…) or √(…) is `root`."""
     summed = _under_root(root)
     mean, eps = _split(summed, "add") if summed is not None else (None, None)
     squares = _mean_of(mean) if mean is not None and isinstance(eps, int | float) else None
@@ -443,9 +448,11 @@ def _written_out(root: fx.Node) -> _Norm | None:
 
 
 def _to_its_end(norm: _Norm) -> _Norm:
-    """The norm with the casts and the weight behind it, as far as nothing else reads what lies
-    between, and nothing is rounded twice before the weight, or behind it: one cast stands for
-    several only where all but the last lose nothing."""
+    """Extend the norm by the casts and the weight that follow it.
+
+    It ends before a node between them that has other readers, and before a second rounding: one
+    cast replaces several only if all but the last are exact.
+    """
     exact = norm.dtype.itemsize > 2  # whether what is there is as it was computed
     while (user := _only_user(norm.result)) is not None:
         if _is_cast(user, norm.result) and exact:
@@ -462,7 +469,7 @@ def _to_its_end(norm: _Norm) -> _Norm:
 
 
 def _under_root(node: fx.Node) -> fx.Node | None:
-    """What the root is taken of."""
+    """Return the operand of a square root; None for other nodes."""
     exponent = node.args[1] if len(node.args) == 2 else None
     is_root = name_of(node) in ("rsqrt", "sqrt") or (
         name_of(node) == "pow" and exponent in (-0.5, 0.5)
@@ -472,7 +479,7 @@ def _under_root(node: fx.Node) -> fx.Node | None:
 
 
 def _match_scaled(node: fx.Node, root: fx.Node) -> fx.Node | None:
-    """What a node multiplies with the root, or divides by it."""
+    """Return the operand that a node multiplies with the inverse root, or divides by the root."""
     inverse = name_of(root) == "rsqrt" or (name_of(root) == "pow" and root.args[1] == -0.5)
     if not inverse:
         top, bottom = (
@@ -486,7 +493,7 @@ def _match_scaled(node: fx.Node, root: fx.Node) -> fx.Node | None:
 
 
 def _split(node: fx.Node, name: str) -> tuple[fx.Node | None, Any]:
-    """The tensor and the number that a node adds or multiplies."""
+    """Return the tensor and the number that a node adds or multiplies."""
     if name_of(node) != name or len(node.args) != 2 or node.kwargs:
         return None, None
     a, b = node.args
@@ -496,7 +503,7 @@ def _split(node: fx.Node, name: str) -> tuple[fx.Node | None, Any]:
 
 
 def _operands(node: fx.Node, name: str) -> Iterator[fx.Node]:
-    """The two tensors that a node adds or multiplies; nothing of any other node."""
+    """Yield the two tensors that a node adds or multiplies; nothing for other nodes."""
     if (
         name_of(node) == name
         and len(node.args) == 2
@@ -507,7 +514,7 @@ def _operands(node: fx.Node, name: str) -> Iterator[fx.Node]:
 
 
 def _mean_of(node: fx.Node) -> fx.Node | None:
-    """What a node is the mean of over the last dim, which stays with one element."""
+    """Return the operand of a mean over the last dim that keeps the dim; None for other nodes."""
     given = dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | dict(node.kwargs)
     x, dim = given.get("input"), given.get("dim")
     dims = [dim] if isinstance(dim, int) else list(dim) if isinstance(dim, list | tuple) else []
@@ -535,7 +542,8 @@ def _match_square(node: fx.Node) -> fx.Node | None:
 
 
 def _weight(node: fx.Node, norm: _Norm) -> fx.Node | None:
-    """What a node multiplies the norm with, if that has one element for each of a row."""
+    """Return the operand that a node multiplies with the norm, if it has one element per element of
+    a row."""
     found = [
         each
         for each in _operands(node, "mul")
@@ -564,13 +572,13 @@ def _is_cast(node: fx.Node, of: fx.Node) -> bool:
 
 
 def _is_cast_of(node: fx.Node, x: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a node is x, as it is or cast, where that in `dtype` is x cast to it."""
+    """Whether `node` is x or a cast of it, and has the values of x cast to `dtype`."""
     exact = torch.promote_types(_dtype(x), dtype) == dtype
     return (node is x and exact) or (_is_cast(node, x) and _dtype(node) == dtype)
 
 
 def _before_cast(node: fx.Node) -> fx.Node:
-    """What a node is a cast of, if it is one."""
+    """Return the operand of a cast, or the node itself."""
     source = node.args[0] if node.op == "call_method" and node.target in _CASTS else None
     return source if isinstance(source, fx.Node) and float_dtype(source) is not None else node
 

@@ -1,8 +1,8 @@
-"""Small tools that the passes share: shapes of nodes, new nodes with their metadata, and removal of
-what is unused.
+"""Helpers that the passes share: shapes of nodes, new nodes with their metadata, and removal of
+unused nodes.
 
-While passes run, ``val`` of a new node is an empty fake tensor of the right shape and dtype; exact
-strides are filled in once, when all passes are done.
+While passes run, ``val`` of a new node is an empty fake tensor of the right shape and dtype. Exact
+strides are set once, after all passes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ IN_PLACE = "in_place"
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Shape of a node with one tensor result."""
+    """Return the shape of a node with one tensor result."""
     return tuple(node.meta["val"].shape)
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
-    """Dtype of a node with one tensor result."""
+    """Return the dtype of a node with one tensor result."""
     return node.meta["val"].dtype
 
 
@@ -36,7 +36,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def calls(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
-    """The nodes that call one of `targets`, in graph order."""
+    """Return the nodes that call one of `targets`, in graph order."""
     wanted = set(targets)
     return [node for node in graph.nodes if node.op == "call_function" and node.target in wanted]
 
@@ -50,8 +50,20 @@ def emit(
     dtype: torch.dtype | None = None,
     kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
-    """A new node at the graph's insertion point: phase, module and source of `like`; its result
-    has `shape` and `dtype`."""
+    """Insert a call at the graph's insertion point.
+
+    Args:
+        like: the node whose phase, module and source the new node gets.
+        target: the op.
+        args: its positional arguments.
+        shape: shape of the result.
+        dtype: dtype of the result; by default that of `like`, or of the first operand with one
+            tensor result.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The new node.
+    """
     node = like.graph.call_function(target, args, kwargs or {})
     node.meta.update({name: like.meta[name] for name in ("phase", "module", "source")})
     sample = next(
@@ -62,7 +74,13 @@ def emit(
 
 
 def cast(like: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """`node` in another dtype."""
+    """Return `node` in `dtype`: itself, or a new cast.
+
+    Args:
+        like: the node whose phase, module and source a new node gets.
+        node: a node with one tensor result.
+        dtype: the dtype.
+    """
     if dtype_of(node) == dtype:
         return node
     return emit(
@@ -71,7 +89,14 @@ def cast(like: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def view(like: fx.Node, node: fx.Node, shape: Iterable[int]) -> fx.Node:
-    """`node` seen with another shape: itself, what it is a view of, or a new ``aten.view``."""
+    """Return `node` with another shape: itself, a node that it is a view of, or a new
+    ``aten.view``.
+
+    Args:
+        like: the node whose phase, module and source a new node gets.
+        node: a node with one tensor result.
+        shape: the shape, with as many elements.
+    """
     shape = tuple(shape)
     while (
         node.target is aten.view.default
@@ -85,14 +110,15 @@ def view(like: fx.Node, node: fx.Node, shape: Iterable[int]) -> fx.Node:
 
 
 def sweep(graph: fx.Graph) -> None:
-    """Remove every call that nobody reads (the graph is functional: no call has another effect)."""
+    """Remove every call that no node reads; the graph is functional, so no call has another
+    effect."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """The same nodes, under the same names."""
+    """Return a copy of the graph with the same node names."""
     result, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         env[node] = result.node_copy(node, env.__getitem__)
@@ -101,7 +127,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 # --------------------------------------------------------------------------------------------------
-# Graphs as Dynamo and AOTAutograd give them, without what is theirs alone.
+# Graphs of Dynamo and AOTAutograd: in-place ops, assertions and torch's calling convention.
 
 _ATEN = torch.ops.aten
 _CHECKS = frozenset(
@@ -134,15 +160,14 @@ _IN_PLACE = frozenset(
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Whether a node of torch functions writes to its first operand."""
+    """Whether a node of a graph of torch functions writes to its first operand."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     by_name = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")
     return bool(name in _IN_PLACE or by_name or node.kwargs.get("inplace"))
 
 
 def drop_checks(graph: fx.Graph) -> None:
-    """Erase assertions about a tensor's values, and what was computed for them alone: there are
-    no values to look at."""
+    """Erase assertions about values of tensors, and what is computed for them alone."""
     dead = [node for node in graph.nodes if node.target in _CHECKS]
     while dead:
         node = dead.pop()
@@ -153,7 +178,8 @@ def drop_checks(graph: fx.Graph) -> None:
 
 
 def plain_copy(graph: fx.Graph) -> fx.Graph:
-    """The same graph without torch's own calling convention, and without a module that owns it."""
+    """Return a copy of the graph without torch's calling convention and without an owning
+    module."""
     plain = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     results = plain.graph_copy(graph, copied)

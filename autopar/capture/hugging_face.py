@@ -1,27 +1,28 @@
-"""What Hugging Face transformers needs under tracing. Without transformers everything here does
-nothing.
+"""Adaptations of Hugging Face transformers for tracing.
 
-- Caches: see `autopar.capture.hugging_face`.
-- Speech encoders (wav2vec2 and its like) switch `requires_grad` of their input on: off during a
-  capture.
-- Models that record outputs install hooks at their first forward; Dynamo cannot trace the
-  installation, so it is done before. The hooks read a context variable, which it cannot trace
-  either: a plain one takes its place.
-- Numbers of shapes. Dynamo makes a tensor of what numpy computes of plain numbers, and a branch on
-  it cannot be traced.
-- Selected hidden states. A wrapper finds which are wanted by binding a signature, which Dynamo
-  cannot trace once a dict was changed.
-- Experts. What transformers does with a layer of experts depends on a setting: a loop over values,
-  which cannot be traced; a copy of an expert's weights for each token that picks it; or a sort of
-  all picks, after which no sample stands alone. All give the same, so whatever the setting, experts
-  of the common kind (no biases, gated as usual or not at all) are one op, `autopar.ops.experts`.
-  Others stay.
-- Branches. Some models make a mask in eager which under tracing they expect of the caller. Where a
-  model cannot be captured as it is traced, the branches that eager takes are tried.
-- Masks. In eager, a batch without attention mask and position ids is one sequence per row and needs
-  no mask: attention runs with ``is_causal=True``. Under tracing, transformers does not dare to look
-  and builds a ``[batch, 1, seq, seq]`` mask in every layer. A capture knows the values of the
-  positions that a model makes itself, so the mask is left out where they count up by one. A mask
+Without transformers nothing here has an effect.
+
+- Caches of keys and values are left out (see the section below).
+- Speech encoders (wav2vec2 and similar) switch `requires_grad` of their input on. This is disabled
+  during a capture.
+- Models that record outputs install hooks at their first forward. Dynamo cannot trace the
+  installation, so it is done before. The hooks read a context variable, which Dynamo cannot trace
+  either, so a plain variable replaces it.
+- Products of shapes. Dynamo makes a tensor of what numpy computes from plain numbers, and a branch
+  on it cannot be traced.
+- Selected hidden states. A wrapper determines the requested ones by binding a signature, which
+  Dynamo cannot trace after a dict was changed.
+- Experts. A setting of transformers decides how a layer of experts is computed: by a loop over
+  values, which cannot be traced; by a copy of an expert's weights for each token that picks it; or
+  by a sort of all picks, after which samples depend on each other. All give the same result. So for
+  any setting, experts of the common kind (no biases, gated as usual or not at all) are one op,
+  `autopar.ops.experts`. Others stay as they are.
+- Branches. Some models make a mask in eager mode that they expect from the caller under tracing. If
+  a model cannot be captured as it is traced, the branches of eager mode are tried.
+- Masks. In eager mode, a batch without attention mask and position ids is one sequence per row and
+  needs no mask: attention runs with ``is_causal=True``. Under tracing, transformers does not look
+  at values and builds a ``[batch, 1, seq, seq]`` mask in every layer. A capture knows the values of
+  positions that a model makes itself, so it leaves the mask out if they count up by one. A mask
   that the user passes stays data.
 """
 
@@ -45,16 +46,16 @@ from autopar import ops
 from autopar.errors import CaptureError, Where
 
 # --------------------------------------------------------------------------------------------------
-# Caches of keys and values: no part of a capture, without a change to what the model computes.
+# Caches of keys and values are not part of a capture, and what the model computes does not change.
 #
 # Transformers' decoders make an empty cache in each forward, unless told not to. A training graph
-# has no use for it, so `use_cache` is off during a capture. One result depends on it: with a
-# cache (even an empty one) transformers ignores that `position_ids` may describe several
-# documents in a row; only without one it masks the documents from each other. Therefore:
+# does not need one, so `use_cache` is off during a capture. One result depends on it: with a cache
+# (even an empty one) transformers ignores that `position_ids` may describe several documents in a
+# row; only without a cache does it mask the documents from each other. Therefore:
 #
-# - If the positions are known to count up by one there is one document, and no mask in either
-# case. - Otherwise the model is captured with `use_cache` as the user set it. Where the model
-# makes a cache, it gets one that keeps nothing: `EmptyCache` in the place of `DynamicCache`.
+# - If the positions are known to count up by one, there is one document, and no mask.
+# - Otherwise the model is captured with `use_cache` as the user set it. If the model makes a cache,
+#   it gets one that keeps nothing: `EmptyCache` replaces `DynamicCache`.
 
 _MOST_POSITIONS = 1 << 14  # longer sequences are not compared: a capture does not know their values
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
@@ -63,8 +64,7 @@ _FINDER = "find_packed_sequence_indices"  # of transformers.masking_utils
 
 @contextlib.contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
-    """Turn `use_cache` off in every configuration of `model`, and on again at the end where it
-    was."""
+    """Set `use_cache` to False in every configuration of `model`; restore it on exit."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if config is not None}
     on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
@@ -78,8 +78,8 @@ def without_caches(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_caches(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Raise CaptureError at an argument that is a cache of keys and values, by its class, or, in
-    a transformers model, by its name."""
+    """Raise CaptureError at an argument that is a cache of keys and values, by its class or, in a
+    transformers model, by its name."""
     is_theirs = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
     for name, value in arguments.items():
         kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
@@ -110,7 +110,7 @@ def documents_if_known(positions_are_default: bool) -> Iterator[None]:
     A branch on positions that are data stops the capture (`asks_for_documents`).
 
     Args:
-        positions_are_default: whether a transformers model is captured that makes its own
+        positions_are_default: whether the model is a transformers model that makes its own
             positions; sequences too long to be known then count as one document.
     """
     find = _finder()
@@ -131,7 +131,7 @@ def documents_if_known(positions_are_default: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def empty_caches(model: nn.Module) -> Iterator[None]:
-    """Let `model` use caches as the user asks, of a class that keeps nothing, and look for
+    """Let `model` use caches as the user set it, of a class that keeps nothing, and look for
     documents."""
     modules = {type(module).__module__ for module in model.modules()}
     modeling = [sys.modules[name] for name in modules if name.startswith("transformers.")]
@@ -149,21 +149,22 @@ def _masking_utils() -> Any:
 
 @functools.cache
 def _finder() -> Callable[[Tensor], Tensor | None] | None:
-    """Transformers' own function, looked up once, before anything takes its place."""
+    """Return transformers' own function, looked up once, before it is replaced."""
     return getattr(_masking_utils(), _FINDER, None)
 
 
 @functools.cache
 def _empty_cache() -> type:
-    """A `DynamicCache` without contents: what comes back from the model has None in its place."""
+    """Return a `DynamicCache` class without contents; in results of the model None replaces it."""
     from transformers import DynamicCache
 
     class EmptyCache(DynamicCache):  # type: ignore[misc]
-        """A cache that hands on the keys and values of this call alone."""
+        """A cache that returns the keys and values of the present call alone."""
 
         def update(
             self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
         ) -> tuple[Tensor, Tensor]:
+            """Return the keys and values of this call."""
             return key_states, value_states
 
     pytree.register_pytree_node(
@@ -189,7 +190,7 @@ _ACTS = {
 
 
 def model_loggers() -> list[logging.Logger]:
-    """One logger of transformers, which has methods of its own (`warning_once`); empty without
+    """Return a logger of transformers, which has methods of its own (`warning_once`); empty without
     transformers."""
     return [logging.getLogger("transformers")] if "transformers" in sys.modules else []
 
@@ -198,8 +199,15 @@ def model_loggers() -> list[logging.Logger]:
 def transformers_under_capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
-    """The adaptions above, undone on exit (recording hooks stay: a first forward would have
-    installed them too)."""
+    """Apply the adaptations of this module; undo them on exit.
+
+    Hooks that record outputs stay: the first forward would have installed them too.
+
+    Args:
+        model: the model.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_sounds_without_gradient(model))
         if "transformers" in sys.modules:
@@ -214,8 +222,8 @@ def transformers_under_capture(
 
 @contextlib.contextmanager
 def _sounds_without_gradient(model: nn.Module) -> Iterator[None]:
-    """Speech encoders switch `requires_grad` of the sound on, which Dynamo cannot trace and only
-    reentrant checkpointing needs."""
+    """Keep speech encoders from switching `requires_grad` of the sound on, which Dynamo cannot
+    trace and only reentrant checkpointing needs."""
     switched = [
         module for module in model.modules() if getattr(module, "_requires_grad", None) is True
     ]
@@ -230,7 +238,8 @@ def _sounds_without_gradient(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def branches_of_eager(model: nn.Module) -> Iterator[bool]:
-    """The model's own code is not told that it is traced; gives whether it would ask."""
+    """Let the model's own code take the branches of eager mode; yields whether it asks if it is
+    traced."""
     asking = [
         sys.modules[name]
         for name in {type(module).__module__ for module in model.modules()}
@@ -266,25 +275,29 @@ def _install_recording_hooks(model: nn.Module) -> None:
 
 
 class _Variable:
-    """What `contextvars.ContextVar` does, in one thread."""
+    """Replaces `contextvars.ContextVar` in one thread."""
 
     def __init__(self) -> None:
         self.value: Any = None
 
     def get(self) -> Any:
+        """Return the value."""
         return self.value
 
     def set(self, value: Any) -> tuple[Any]:
+        """Set the value; return a token for `reset`."""
         before, self.value = self.value, value
         return (before,)
 
     def reset(self, token: tuple[Any]) -> None:
+        """Restore the value before the `set` that returned `token`."""
         self.value = token[0]
 
 
 @contextlib.contextmanager
 def _recorder_in_a_plain_variable() -> Iterator[None]:
-    """The hooks ask a context variable who records, and Dynamo cannot read one."""
+    """Let the hooks read the recorder from a plain variable; Dynamo cannot read a context
+    variable."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:
@@ -296,7 +309,7 @@ def _recorder_in_a_plain_variable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _products_of_plain_numbers() -> Iterator[None]:
-    """`numpy.prod` of a shape is a number."""
+    """Let `numpy.prod` of a shape be a plain number under Dynamo."""
     import numpy
 
     product = numpy.prod
@@ -316,24 +329,25 @@ def _products_of_plain_numbers() -> Iterator[None]:
 
 
 class _Signature:
-    """What `inspect.Signature.bind` gives for calls that fit, of plain dicts; it is what it
-    gives, too."""
+    """Replaces `inspect.Signature` for calls that fit, with plain dicts; `bind` returns another
+    one, with its `arguments`."""
 
     def __init__(self, names: tuple[str, ...], arguments: dict[str, Any]) -> None:
         self.names, self.arguments = names, arguments
 
     def bind(self, *args: Any, **kwargs: Any) -> _Signature:
+        """Return the bound arguments, over the defaults."""
         return _Signature(
             self.names, {**self.arguments, **dict(zip(self.names, args, strict=False)), **kwargs}
         )
 
     def apply_defaults(self) -> None:
-        """They are there from the first."""
+        """Do nothing: the defaults are present from the start."""
 
 
 @contextlib.contextmanager
 def _signatures_in_plain_dicts(model: nn.Module) -> Iterator[None]:
-    """Wrappers of methods that bind the signature in their closure to a call."""
+    """Replace the signatures in closures of method wrappers, which bind them to calls."""
     kinds = {
         base
         for module in model.modules()
@@ -370,7 +384,8 @@ def _signatures_in_plain_dicts(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _experts_as_one_op(model: nn.Module) -> Iterator[None]:
-    """Classes of which all modules in the model are of the common kind get the op's forward."""
+    """Replace forward of classes of experts whose modules in the model are all of the common
+    kind."""
     try:
         from transformers.integrations.moe import _default_apply_gate
     except ImportError:
@@ -405,8 +420,8 @@ def _is_common_expert(module: Any) -> bool:
 def _experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What transformers' own functions for experts do, by one op: tokens [t, h], picks and their
-    weights [t, p] → [t, h]."""
+    """Compute transformers' experts by one op: tokens ``[t, h]``, picks and their weights ``[t,
+    p]`` → ``[t, h]``."""
     up, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
     if self.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)

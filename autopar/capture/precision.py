@@ -28,14 +28,20 @@ _cast = torch.ops.aten._to_copy.default
 
 
 def narrow_dtype(dtype: torch.dtype, precision: torch.dtype | None) -> torch.dtype:
-    """`precision` in place of a wider floating dtype; any other as it is."""
+    """Return `precision` for a wider floating dtype; any other dtype unchanged."""
     if precision is None or not dtype.is_floating_point or dtype.itemsize <= precision.itemsize:
         return dtype
     return precision
 
 
 def cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
-    """Let a placeholder have its own, wider `dtype`: what read it reads a cast of it."""
+    """Give a placeholder its own, wider dtype; its users read a cast of it.
+
+    Args:
+        graph: the graph.
+        node: the placeholder.
+        dtype: its own dtype.
+    """
     users, narrow = list(node.users), dtype_of(node)
     last = [other for other in graph.nodes if other.op == "placeholder"][-1]
     node.meta["val"] = node.meta["val"].to(dtype)
@@ -46,8 +52,8 @@ def cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
 
 
 def widen_gradient(gradient: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """The gradient of a parameter that rests in `dtype`: of one that is read in several places
-    the terms are cast, and then added up."""
+    """Cast the gradient of a parameter that is stored in `dtype`; terms of a sum are cast before
+    they are added."""
     if dtype_of(gradient) == dtype:
         return gradient
     terms = (
@@ -73,8 +79,8 @@ def widen_gradient(gradient: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def absorb_casts(graph: fx.Graph, parameter: fx.Node) -> None:
-    """Let a placeholder that all its users cast to one narrower floating dtype have that dtype;
-    the casts go."""
+    """Give a placeholder that all users cast to one narrower floating dtype that dtype, and remove
+    the casts."""
     dtypes = {user.kwargs.get("dtype") if _is_cast(user) else None for user in parameter.users}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if (
@@ -90,8 +96,8 @@ def absorb_casts(graph: fx.Graph, parameter: fx.Node) -> None:
 
 
 def before_cast(gradient: fx.Node) -> fx.Node:
-    """What a cast to another floating dtype, which nothing else reads, casts; else the gradient
-    itself."""
+    """Return the operand of a cast between floating dtypes that nothing else reads; else the
+    gradient itself."""
     alone = _is_cast(gradient) and len(gradient.users) == 1
     return gradient.args[0] if alone and dtype_of(gradient.args[0]).is_floating_point else gradient  # type: ignore[arg-type, return-value]
 
@@ -106,13 +112,13 @@ def _says(kwargs: Mapping[str, Any]) -> set[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Calls whose operands have several floating dtypes: what torch's kernels make of them.
+# Calls whose operands have several floating dtypes.
 #
-# Fake tensors promote where kernels refuse, and give some results another dtype than kernels do,
-# as statistics of a norm over 16-bit values with fp32 weights. So each kind of such call is tried
-# on small tensors that hold numbers: with all its operands in the widest of their dtypes, which
-# shows that the small call is one, and then as it is. Of a call that has no small one nothing is
-# known.
+# Fake tensors promote where kernels refuse, and some of their results have another dtype than
+# kernels return, such as the statistics of a norm of 16-bit values with float32 weights. So each
+# kind of such call is run on small real tensors: first with all operands in the widest of their
+# dtypes, to check that the small call is valid, and then as it is. If no small call is valid,
+# nothing is known about the kind.
 
 Dtypes = tuple[torch.dtype | None, ...]  # of a call's results, None for what is no tensor
 Size = Callable[[int], int]
@@ -148,11 +154,16 @@ def is_mixed(arguments: Any) -> bool:
 def try_kernel(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Tried | None:
-    """What the kernel makes of a mixed call; None where nothing is known, as of users' ops, which
-    are not run in vain.
+    """Run the kernel of a mixed call on small tensors.
 
     Args:
-        args, kwargs: with fake tensors. result: fake as well.
+        target: the op; users' ops are not tried.
+        args: positional arguments, with fake tensors.
+        kwargs: keyword arguments, with fake tensors.
+        result: the fake result.
+
+    Returns:
+        The dtypes of the results or the refusal; None if nothing could be determined.
     """
     if isinstance(target, torch._ops.OpOverload) and target.namespace not in _OWN:
         return None
@@ -177,23 +188,27 @@ def as_kernels_give(
     result: Any,
     fake: Callable[[Tensor, torch.device], Tensor],
 ) -> Any:
-    """The fake result of a call, in the dtypes that its kernel gives it.
+    """Return the fake result of a call in the dtypes that its kernel returns.
 
     Args:
+        target: the op.
+        args: positional arguments, with fake tensors.
+        kwargs: keyword arguments, with fake tensors.
+        result: the fake result, in the dtypes of fake tensors' promotion.
         fake: makes a fake tensor from one on meta, on a device.
     """
     found = try_kernel(target, args, kwargs, result) if is_mixed((args, kwargs)) else None
     if found is None or found.refusal or found.dtypes == _dtypes_of(result):
         return result
 
-    def given(x: Any, dtype: torch.dtype | None) -> Any:
+    def with_dtype(x: Any, dtype: torch.dtype | None) -> Any:
         if not isinstance(x, Tensor) or x.dtype == dtype:
             return x
         return fake(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), x.device)
 
     several = isinstance(result, list | tuple)
     made = [
-        given(x, dtype)
+        with_dtype(x, dtype)
         for x, dtype in zip(result if several else (result,), found.dtypes, strict=True)
     ]
     return (made if isinstance(result, list) else tuple(made)) if several else made[0]
@@ -202,16 +217,18 @@ def as_kernels_give(
 def settle_dtypes(
     graph: fx.Graph, resting: Iterable[fx.Node], precision: torch.dtype | None
 ) -> None:
-    """Let no call have operands of dtypes that its kernel refuses together.
+    """Ensure that no call has operands of dtypes that its kernel refuses together.
 
-    Where a precision made parameters narrower, what is computed of parameters and buffers alone, as
-    spectral norms are, is computed in the widest of its operands' dtypes.
+    If a precision made parameters narrower, values computed from parameters and buffers alone, such
+    as spectral norms, are computed in the widest dtype of their operands.
 
     Args:
+        graph: the graph; ``val`` of its nodes is set.
         resting: the placeholders of parameters and buffers.
+        precision: the precision that was asked for.
 
     Raises:
-        CaptureError: naming any other such call.
+        CaptureError: another call has such operands.
     """
     alone = set(resting)
     for node in list(graph.nodes):

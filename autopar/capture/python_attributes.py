@@ -42,8 +42,7 @@ log = logging.getLogger("autopar")
 
 @functools.cache
 def tell_of_unkept(names: tuple[str, ...]) -> None:
-    """Say once, on one rank of a job, that forward writes attributes of these names and a
-    program does not."""
+    """Warn once, on one rank of a job, that forward writes attributes and a program does not."""
     names = tuple(dict.fromkeys(names))
     if names and os.environ.get("RANK", "0") == "0":  # every rank captures
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -57,8 +56,8 @@ def tell_of_unkept(names: tuple[str, ...]) -> None:
 
 
 def tell_of_raises(lines: Sequence[str]) -> None:
-    """Say once, on one rank of a job, at which lines forward raises where values are not as it
-    wants them, and a program does not look."""
+    """Warn, on one rank of a job, that forward raises errors depending on values, and a program
+    does not."""
     if lines and os.environ.get("RANK", "0") == "0":
         more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         log.warning(
@@ -69,7 +68,7 @@ def tell_of_raises(lines: Sequence[str]) -> None:
 
 
 def tell_of_prints(lines: Sequence[str]) -> None:
-    """Say, on one rank of a job, at which lines forward prints, and a program does not."""
+    """Warn, on one rank of a job, that forward prints, and a program does not."""
     if lines and os.environ.get("RANK", "0") == "0":
         more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         log.warning(
@@ -78,8 +77,7 @@ def tell_of_prints(lines: Sequence[str]) -> None:
 
 
 def tell_of_known(paths: Sequence[str]) -> None:
-    """Say, on one rank of a job, of which inputs forward reads values that shapes or branches
-    follow from."""
+    """Log, on one rank of a job, which inputs have values that decide shapes or branches."""
     if paths and os.environ.get("RANK", "0") == "0":
         log.info(
             "forward reads the values of %s: what is planned is for these values, and each other"
@@ -91,10 +89,13 @@ def tell_of_known(paths: Sequence[str]) -> None:
 def settle_attributes(
     first: Notes, again: Callable[[], Notes], like: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[str, ...]:
-    """The names of what forward writes and a program does not keep, since no forward depends on it.
+    """Return the names of attributes that forward writes and a program does not keep, since no
+    forward depends on them.
 
     Args:
-        again: captures the model as it now is. like: a fake tensor as a given one.
+        first: notes of the capture.
+        again: captures the model in its present state.
+        like: makes a fake tensor like a given one.
 
     Raises:
         CaptureError: a later forward may compute something else.
@@ -137,15 +138,15 @@ def settle_attributes(
 
 
 def _goes_on(write: Write) -> bool:
-    """Whether forward leaves it otherwise than the forward before: another constant, another
-    tensor, or not as many of them."""
+    """Whether forward leaves another constant, another tensor or another number of them than it
+    found."""
     return bool(write.attribute and write.nodes) or _outline(write.value) != _outline(
         write.place.found
     )
 
 
 def _outline(value: Any) -> Any:
-    """A value with all tensors of a kind alike."""
+    """Return a value in which tensors of the same shape and dtype are equal."""
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), value.dtype
     if isinstance(value, dict):
@@ -159,7 +160,7 @@ def _outline(value: Any) -> Any:
 def _left_behind(
     writes: Sequence[Write], like: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """The model's attributes as forward leaves them; as they were on exit."""
+    """Set the model's attributes as forward leaves them; restore them on exit."""
     with contextlib.ExitStack() as stack:
         for write in writes:
             now = vars(write.holder) if write.attribute else write.holder
@@ -183,8 +184,8 @@ def _remade(value: Any, like: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _is_read_elsewhere(write: Write, code: Iterable[CodeType]) -> bool:
-    """Whether forward looks at what goes on changing for more than its next value, as
-    ``self.calls += 1`` and `append` do not."""
+    """Whether the code reads the attribute for more than its next value, unlike ``self.calls += 1``
+    and `append`."""
     name = re.findall(r"\w+", write.place.name)[-1]
     surplus: Counter[tuple[CodeType, int | None]] = Counter()
     for each in set(code):
@@ -200,7 +201,7 @@ def _is_read_elsewhere(write: Write, code: Iterable[CodeType]) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a value depends on nothing: neither on what goes in, nor on chance."""
+    """Whether a value depends neither on inputs nor on random numbers."""
     return all(
         each.op in ("call_function", "call_method") and not _RANDOM.search(str(each.target))
         for each in _ancestors(node)
@@ -218,8 +219,8 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def _story(notes: Notes, cached: dict[fx.Node, str]) -> list[str]:
-    """The graph as text: calls in order, what goes in by Dynamo's names; `cached` values as if
-    they went in."""
+    """Return the graph as text: calls in order, placeholders by Dynamo's names; `cached` nodes
+    count as placeholders."""
     making = {each for node in cached for each in _ancestors(node)}
     spare = set(cached)
     for node in reversed(list(notes.graph.nodes)):

@@ -1,4 +1,4 @@
-"""Ops of a captured graph that no program has, refused in the user's words."""
+"""Refuse ops of a captured graph that no program can have."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def refuse_kinds(graph: fx.Graph) -> None:
 
 
 def refuse_miscompiled(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first call that torch's own decomposition computes otherwise
-    than the call itself."""
+    """Raise CaptureError at the first call for which torch's decomposition computes something
+    else."""
     for node in graph.nodes:
         if getattr(node.target, "__name__", "") in _MISCOMPILED:
             raise CaptureError(
@@ -59,11 +59,11 @@ def refuse_miscompiled(graph: fx.Graph) -> None:
 
 
 def refuse_random(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first op that draws random numbers otherwise than by position
+    """Raise CaptureError at the first op that draws random numbers, but not by position
     (`autopar.ops.random`).
 
-    Its numbers would depend on how the tensor is cut, and a distributed run would differ from the
-    plain one silently.
+    Its numbers would depend on how the tensor is sharded, and a distributed run would silently
+    differ from the plain one.
     """
     for node in graph.nodes:
         if (
@@ -83,8 +83,8 @@ def refuse_random(graph: fx.Graph) -> None:
 
 
 def refuse_float8(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first value in a floating dtype of 8 bits: torch promotes none
-    of these, and no rule knows their sums."""
+    """Raise CaptureError at the first value in an 8-bit floating dtype: torch does not promote
+    these, and no rule covers their sums."""
     for node, value in _tensors(graph):
         if value.is_floating_point() and value.dtype.itemsize < 2:
             raise CaptureError(
@@ -95,8 +95,8 @@ def refuse_float8(graph: fx.Graph) -> None:
 
 
 def refuse_sparse(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first sparse value: programs compute with dense tensors, and
-    gradients are parts of such."""
+    """Raise CaptureError at the first sparse value: programs compute with dense tensors, also for
+    gradients."""
     for node, value in _tensors(graph):
         if value.layout is not torch.strided:
             raise CaptureError(
@@ -111,7 +111,7 @@ def refuse_sparse(graph: fx.Graph) -> None:
 
 
 def _of_call(node: fx.Node) -> Where:
-    """In a graph of torch functions."""
+    """Return the place of a node in a graph of torch functions."""
     return Where(
         op=getattr(node.target, "__name__", ""),
         source=user_line(node.meta.get("stack_trace") or ""),
@@ -119,12 +119,12 @@ def _of_call(node: fx.Node) -> Where:
 
 
 def _of_op(node: fx.Node) -> Where:
-    """In a graph of ATen's ops."""
+    """Return the place of a node in a graph of ATen ops."""
     return Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"])
 
 
 def _tensors(graph: fx.Graph) -> Iterator[tuple[fx.Node, torch.Tensor]]:
-    """Every node that gives one, and it."""
+    """Yield every node with one tensor result, and the tensor."""
     for node in graph.nodes:
         if isinstance(value := node.meta.get("val"), torch.Tensor):
             yield node, value

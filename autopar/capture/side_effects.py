@@ -1,5 +1,5 @@
-"""What Dynamo knows of a model's Python values when a capture ends: which forward looked at, and
-which it left otherwise."""
+"""What Dynamo records of a model's Python values during a capture: those that forward reads, and
+those that it changes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from autopar.capture.diagnostics import is_torchs, user_line
 from autopar.capture.trace import Constant, KnownBuffer, ModuleAttribute, OutsideValue, Stamp
 
 # --------------------------------------------------------------------------------------------------
-# What forward looked at outside of the model's modules: global variables, those of closures, and
-# what these hold.
+# Values outside the model's modules that forward reads: global and closure variables, and what
+# these hold.
 #
-# Dynamo's names say where: ``G['name']`` or ``G['__import_a_dot_b'].name`` of a module's globals,
-# ``L['name']`` of a free variable of the model's own forward, ``….__closure__[0].cell_contents``
-# of another function's. Left out is what belongs to torch and the standard library.
+# Dynamo's names state the place: ``G['name']`` or ``G['__import_a_dot_b'].name`` for a module's
+# globals, ``L['name']`` for a free variable of the model's own forward, and
+# ``….__closure__[0].cell_contents`` for one of another function. Values of torch and the standard
+# library are left out.
 
 STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
 PLAIN = (int, float, bool, str, type(None))
@@ -37,10 +38,10 @@ _OTHERS = frozenset(("torch", "autopar", "builtins", *sys.stdlib_module_names)) 
 
 
 def steps_of(text: str) -> tuple[tuple[str, Any], ...]:
-    """``.config.sizes[0]`` as attributes to get and keys to look up.
+    """Parse ``.config.sizes[0]`` into attributes to get and keys to look up.
 
     Raises:
-        ValueError, SyntaxError: where there is more in it.
+        ValueError, SyntaxError: the text contains anything else.
     """
     steps = list(STEP.finditer(text))
     if "".join(step[0] for step in steps) != text:
@@ -49,14 +50,15 @@ def steps_of(text: str) -> tuple[tuple[str, Any], ...]:
 
 
 def follow(found: Any, steps: Iterable[tuple[str, Any]]) -> Any:
-    """What the steps lead to. Raises AttributeError, LookupError or TypeError where they do not."""
+    """Return what the steps lead to; raise AttributeError, LookupError or TypeError if they do not
+    exist."""
     for attribute, key in steps:
         found = getattr(found, attribute) if attribute else found[key]
     return found
 
 
 def value_at(holder: Any, steps: tuple[tuple[str, Any], ...]) -> Any:
-    """Of an `OutsideValue` what is there now; raises as `follow`, also where a variable has no
+    """Return the present value of an `OutsideValue`; raise as `follow`, also if a variable has no
     value."""
     if isinstance(holder, str):
         holder = vars(sys.modules[holder])
@@ -74,12 +76,13 @@ def outside_values(
     local: Mapping[str, Any],
     everywhere: dict[str, Any],
 ) -> Iterator[OutsideValue]:
-    """Those that are plain, or tensors.
+    """Yield the values outside the model that forward read, if they are plain values or tensors.
 
     Args:
-        sources: Dynamo's names of what it looked at. tensors: those of tensors that the graph
-            reads.
-        local, everywhere: the local variables and globals of the frame that it began with.
+        sources: Dynamo's names of the values that it read.
+        tensors: Dynamo's names of the tensors that the graph reads.
+        local: local variables of the frame that Dynamo began with.
+        everywhere: globals of that frame.
     """
     for source in sources:
         try:
@@ -100,7 +103,13 @@ def outside_values(
 
 
 def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, Any]) -> str:
-    """What people call a place outside of the model by Dynamo's name; ``""`` where it is none."""
+    """Return the name of a place outside the model in messages; ``""`` if there is no such place.
+
+    Args:
+        source: Dynamo's name.
+        local: local variables of the frame that Dynamo began with.
+        everywhere: globals of that frame.
+    """
     try:
         found = _locate_value(source, local, everywhere)
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
@@ -111,8 +120,14 @@ def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, An
 def is_as_found(
     source: str, left: Any, local: Mapping[str, Any], everywhere: dict[str, Any]
 ) -> bool:
-    """Whether what forward left at a place outside of the model is the plain value that it found
-    there."""
+    """Whether forward left the plain value that it found at a place outside the model.
+
+    Args:
+        source: Dynamo's name of the place.
+        left: the value that forward left.
+        local: local variables of the frame that Dynamo began with.
+        everywhere: globals of that frame.
+    """
     try:
         found = _locate_value(source, local, everywhere)
         value = None if found is None else value_at(found[1], found[2])
@@ -127,11 +142,12 @@ def is_as_found(
 
 
 def lines_of_draws(output: Any, args: Mapping[str, Any]) -> tuple[str, ...]:
-    """The user's lines where what Python's generator drew is used, ``""`` where that is not known;
-    none where it drew nothing.
+    """Return the source lines that use numbers of Python's generator, ``""`` for an unknown line;
+    empty if none were drawn.
 
     Args:
-        output: Dynamo's graph as it is made. args: placeholder → where what goes in comes from.
+        output: Dynamo's graph while it is built.
+        args: placeholder → the source of its value.
     """
     if not output.random_calls:
         return ()
@@ -147,7 +163,8 @@ def lines_of_draws(output: Any, args: Mapping[str, Any]) -> tuple[str, ...]:
 def _locate_value(
     source: str, local: Mapping[str, Any], everywhere: dict[str, Any]
 ) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
-    """What people call it, its holder and the steps from there; None where it is no such value."""
+    """Return the name of a value in messages, its holder and the steps from there; None if it is
+    not outside the model."""
     if cell := _CELL.fullmatch(source):
         known = {"dict": dict, "list": list, "type": type}
         function = eval(
@@ -181,7 +198,7 @@ def _of_closure(
 def _of_globals(
     everywhere: dict[str, Any], name: str, rest: str
 ) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
-    """Of the innermost module that holds it."""
+    """Locate a global variable in the innermost module that holds it."""
     module, steps, found = (
         everywhere.get("__name__", ""),
         (("", name), *steps_of(rest)),
@@ -245,7 +262,7 @@ class Write:
 
     @property
     def text(self) -> str:
-        """The attribute for people."""
+        """Path of the attribute in messages."""
         return f"{self.place.path}.{self.place.name}".lstrip(".")
 
 
@@ -269,12 +286,12 @@ class Notes:
     draws: tuple[str, ...]
 
     def write(self, source: str) -> Write | None:
-        """The write at a place, by Dynamo's name for it."""
+        """Return the write at a place with this Dynamo name; None if there is none."""
         return next((write for write in self.writes if write.place.source == source), None)
 
 
 def note_before(cleanup: Callable[[Any], None], notes: list[Notes]) -> Callable[[Any], None]:
-    """Dynamo's `OutputGraph.cleanup`, which also takes notes before it forgets."""
+    """Wrap Dynamo's `OutputGraph.cleanup` so that it first takes notes."""
 
     def note(output: Any) -> None:
         notes.append(_notes(output))
@@ -329,7 +346,7 @@ def _name(named: Any) -> str:
 
 
 def _asks(guard: Any) -> bool:
-    """Whether it is about there being an attribute: ``hasattr(self, "cache")``."""
+    """Whether a guard is about the existence of an attribute: ``hasattr(self, "cache")``."""
     return (
         "HASATTR" in str(getattr(guard.create_fn, "func", ""))
         and "attr" in guard.create_fn.keywords
@@ -337,8 +354,8 @@ def _asks(guard: Any) -> bool:
 
 
 def _constants(places: Iterable[Place], tensors: frozenset[str]) -> Iterator[ModuleAttribute]:
-    """Plain values, and tensors among those that the graph reads, but for parameters, buffers
-    and `training`."""
+    """Yield the plain values and the tensors read by the graph, except parameters, buffers and
+    `training`."""
     for place in places:
         if (
             not place.name
@@ -354,8 +371,8 @@ def _constants(places: Iterable[Place], tensors: frozenset[str]) -> Iterator[Mod
 
 
 def _place(source: str, scope: dict[str, Any]) -> Place | None:
-    """Follow Dynamo's name for a value from the local variable where it begins; None where it is
-    none of a module's."""
+    """Follow Dynamo's name for a value from its local variable; None if no module holds the
+    value."""
     root = re.match(r"L\['(\w+)'\]", source)
     if root is None or not isinstance(scope.get(root[1]), nn.Module):
         return None
@@ -382,8 +399,8 @@ def _place(source: str, scope: dict[str, Any]) -> Place | None:
 
 
 def of_the_model(attributes: Iterable[Constant], model: nn.Module) -> tuple[Constant, ...]:
-    """Those of modules with the values that they have in `model`: a capture changes some for a
-    while; layers count themselves."""
+    """Return the attributes with their values in `model`; a capture changes some temporarily, as
+    layers that count themselves."""
     scope = {"model": model}
     found: list[Constant] = []
     for each in attributes:
@@ -408,7 +425,7 @@ def of_the_model(attributes: Iterable[Constant], model: nn.Module) -> tuple[Cons
 
 
 def _where(each: Constant) -> tuple[Any, str]:
-    """Of two closures' variables the names may be the same."""
+    """Return a key of a value's place; variables of two closures may have the same name."""
     if isinstance(each, ModuleAttribute):
         return each.path, each.name
     if isinstance(each, KnownBuffer):
@@ -482,13 +499,14 @@ def _writes(
 
 
 def _of_hook(source: str) -> str:
-    """For people, what a hook holds."""
+    """Return the name in messages of a value that a hook holds."""
     path = ".".join(re.findall(r"_modules\['([^']+)'\]", source.partition(_HOOK)[0]))
     return f"{source.rpartition('.')[2]} of a hook on {path or 'the model'}"
 
 
 def _elsewhere(source: str, name: str, stacks: Iterable[Any], *, read: bool = True) -> Write:
-    """A write to what no module holds: a global variable, an attribute of a class."""
+    """Return a write to a place that no module holds: a global variable, an attribute of a
+    class."""
     return Write(Place(source, None, "", name), None, name, UNKNOWN, {}, read, _line(stacks, name))
 
 
@@ -508,8 +526,8 @@ def _by_torch(stack: Sequence[Any]) -> bool:
 
 
 def _line(stacks: Iterable[Any], name: str) -> str:
-    """The user's line of the last of several writes; of one attribute of several, the line that
-    names it."""
+    """Return the source line of the last of several writes; if one attribute of several is written,
+    the line that names it."""
     lines = [
         line
         for line in (user_line("".join(traceback.format_list(list(stack)))) for stack in stacks)
@@ -525,7 +543,7 @@ def _realize_variable(var: Any) -> Any:
 
 
 def _value(var: Any) -> Any:
-    """What a tracker of Dynamo's stands for."""
+    """Return the value that a Dynamo variable stands for, or `UNKNOWN`."""
     var = _realize_variable(var)
     if type(var).__name__.startswith("Lazy"):
         return var.original_value()
@@ -545,7 +563,7 @@ def _value(var: Any) -> Any:
 
 
 def _items(var: Any) -> list[tuple[Any, Any]] | None:
-    """The trackers in that of a container, by key or position."""
+    """Return the variables in a container's variable, by key or position; None for others."""
     kind = type(var).__name__
     if kind in ("ListVariable", "DequeVariable"):
         return list(enumerate(var.items))
@@ -556,8 +574,7 @@ def _items(var: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _nodes(var: Any, source: str) -> dict[fx.Node, str]:
-    """The nodes of the tensors in a tracker, and the names that Dynamo will have for their
-    places."""
+    """Return the nodes of the tensors in a variable → Dynamo's future names for their places."""
     var = _realize_variable(var)
     if (node := _node(var)) is not None:
         return {node: source}

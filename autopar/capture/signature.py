@@ -1,4 +1,5 @@
-"""The border of a captured graph: what goes in and out, from what torch says of it to a trace's."""
+"""The border of a captured graph: from torch's description of placeholders and results to a
+trace's."""
 
 from __future__ import annotations
 
@@ -23,8 +24,7 @@ from autopar.ops import random
 
 
 class Border:
-    """What goes in and out of the graph; made before the passes, which change nodes but not the
-    border's order.
+    """The placeholders and results of the graph; made before the passes, which keep their order.
 
     A tied tensor has one placeholder and one gradient, under its first name.
     """
@@ -47,8 +47,8 @@ class Border:
         self.results = self._results()
 
     def narrow(self) -> None:
-        """Inputs come in their own dtype; a parameter is read, and its gradient made, in a
-        narrower one where the graph reads no other."""
+        """Give inputs their own dtype, and read parameters in a narrower dtype if the graph reads
+        no other; their gradients are then made in it."""
         for (kind, name), node in self.nodes.items():
             if kind == "input" and self.raw.in_leaves[name][1].dtype != dtype_of(node):
                 cast_input(self.graph, node, self.raw.in_leaves[name][1].dtype)
@@ -67,8 +67,8 @@ class Border:
         self._output.args = (tuple(node for _, node in self.results),)
 
     def widen(self) -> None:
-        """Gradients go out in the dtype in which parameters rest, or inputs come; after the
-        passes, which know what makes a gradient."""
+        """Cast gradients to the stored dtype of their parameters, or the dtype of their inputs;
+        call it after the passes, which match the ops that make gradients."""
         made = list(self._output.args[0])
         for position, ((kind, name), _) in enumerate(self.results):
             if kind == "gradient":
@@ -78,8 +78,8 @@ class Border:
         self._output.args = (tuple(made),)
         sweep(self.graph)
 
-    def resting(self) -> list[fx.Node]:
-        """The placeholders of parameters and buffers."""
+    def state_placeholders(self) -> list[fx.Node]:
+        """Return the placeholders of parameters and buffers."""
         return [node for (kind, _), node in self.nodes.items() if kind in ("parameter", "buffer")]
 
     @property
@@ -87,7 +87,7 @@ class Border:
         return next(iter(reversed(self.graph.nodes)))
 
     def add_random_state(self, state: fx.Node) -> None:
-        """The state is a buffer that every step changes."""
+        """Add the random state as a buffer that every step changes."""
         entry = ("buffer", random.STATE)
         self.nodes[entry], self.aliases[random.STATE] = state, ()
         now = zip(
@@ -95,7 +95,7 @@ class Border:
         )  # a draw's backward may be a gradient itself
         self.results = [*now, (("mutation", random.STATE), next_state(self.graph, state))]
         self._output.args = (tuple(node for _, node in self.results),)
-        resting = [node for node in self.resting() if node is not state]
+        resting = [node for node in self.state_placeholders() if node is not state]
         if resting:
             resting[-1].append(state)
 
@@ -136,7 +136,7 @@ class Border:
         of `model`.
 
         Raises:
-            NotFoldable: where they are not alike.
+            NotFoldable: the layers are not alike.
         """
         results = dict(zip((kind for kind, _ in self.results), self._output.args[0], strict=True))
         named = itertools.chain(model.named_parameters(), model.named_buffers())
@@ -146,14 +146,14 @@ class Border:
         self.results = list(results.items())
 
     def add_tangents_last(self) -> None:
-        """In sums of gradients, where the model returns no loss."""
+        """Add tangents last in sums of gradients, if the model returns no loss."""
         if self.raw.loss is None:
             add_tangents_last(
                 self.graph, [node for (kind, _), node in self.nodes.items() if kind == "tangent"]
             )
 
     def trace(self, model: nn.Module) -> Trace:
-        """The Trace around the finished graph."""
+        """Return the trace of the finished graph."""
         positions = {kind: position for position, (kind, _) in enumerate(self.results)}
         final = self._output.args[0]
         tensors = {
@@ -231,10 +231,10 @@ class Border:
         )
 
     def _known_buffers(self, mutated: Collection[str]) -> Iterator[KnownBuffer]:
-        """Those that forward reads.
+        """Yield the buffers whose values forward reads.
 
         Raises:
-            CaptureError: forward changes one, too.
+            CaptureError: forward also changes one of them.
         """
         for name, value in self.raw.known.items():
             if isinstance(name, int):

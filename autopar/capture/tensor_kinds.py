@@ -44,8 +44,8 @@ class Kind:
 
 
 def unusual_kind(x: Tensor) -> Kind | None:
-    """The kind of `x` if programs do not compute with it; None for dense tensors of torch's
-    class."""
+    """Return the kind of `x` if programs do not compute with it; None for dense tensors of torch's
+    own class."""
     if x.is_nested:
         return Kind("a nested tensor (torch.nested), whose rows have lengths of their own", _NESTED)
     if type(x).__name__ == "MaskedTensor":
@@ -101,7 +101,8 @@ def refuse_state_and_inputs(model: nn.Module, inputs: Iterable[tuple[str, object
 
 
 def _conjugate(x: Tensor) -> Kind | None:
-    """Of a conjugated view a rank would send the values that it is a view of."""
+    """Return a kind for a conjugated or negated view: ranks would send the values that it is a view
+    of."""
     if not (x.is_conj() or x.is_neg()):
         return None
     return Kind(
@@ -118,25 +119,25 @@ def _refuse(name: str, kind: Kind | None, module: str) -> None:
 
 
 def refusal_in_words(text: str, source: str) -> CaptureError | None:
-    """The refusal for an error of torch's that says it cannot make such a tensor without data; None
-    for others.
+    """Return the error if torch failed to make such a tensor without data; None for other messages.
 
     Args:
-        text: of the error. source: the user's line.
+        text: torch's message.
+        source: the user's line.
     """
     kind = next((kind for said, kind in _SAID if said.search(text)), None)
     return None if kind is None else of_forward(kind, Where(source=source))
 
 
 def of_forward(kind: Kind, where: Where) -> CaptureError:
-    """The refusal where forward makes such a tensor, or finds it outside of its arguments."""
+    """Return the error for forward making such a tensor, or reading one that is not an argument."""
     return CaptureError(
         f"forward computes with {kind.name}: {_PROGRAMS}", where=where, remedy=kind.remedy
     )
 
 
 def is_of_kinds(refusal: CaptureError) -> bool:
-    """Whether it is a refusal of a kind of tensor."""
+    """Whether an error refuses a kind of tensor."""
     return refusal.what.endswith(_PROGRAMS)
 
 

@@ -63,7 +63,7 @@ class Parameter:
 
     @property
     def is_narrowed(self) -> bool:
-        """Whether the graph reads it in another dtype than it rests in."""
+        """Whether the graph reads it in another dtype than its stored one."""
         return self.compute_dtype != self.dtype
 
 
@@ -94,12 +94,12 @@ class Input:
 
     @property
     def gradient_name(self) -> str:
-        """What its gradient is called among those of parameters."""
+        """Name of its gradient among the gradients of parameters."""
         return gradient_name(self.path)
 
 
 def gradient_name(path: str) -> str:
-    """What the gradient of an input is called among those of parameters."""
+    """Return the name of an input's gradient among the gradients of parameters."""
     return f"input {path!r}"
 
 
@@ -130,14 +130,14 @@ class Output:
 
     @property
     def is_answered(self) -> bool:
-        """Whether its tangent comes back as it left, from the stage after or from the user's own
-        loss; that of the loss is replicated."""
+        """Whether its tangent comes back in the layout in which the output left, from the next
+        stage or the user's loss; the tangent of the model's loss is replicated."""
         return bool(self.tangent) and not self.is_loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stamp:
-    """Which tensor it was, which is not kept, and how often it had been written."""
+    """Identity and version of a tensor that is not kept alive."""
 
     tensor: TensorWeakRef
     version: int
@@ -147,11 +147,11 @@ class Stamp:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Stamp:
-        """Of a tensor as it is now."""
+        """Return the stamp of a tensor as it is now."""
         return Stamp(TensorWeakRef(tensor), _version(tensor))
 
     def is_of(self, now: object) -> bool:
-        """Whether that is the same tensor, unwritten."""
+        """Whether `now` is the same tensor, not written since."""
         return (
             isinstance(now, torch.Tensor) and self.tensor() is now and self.version == _version(now)
         )
@@ -271,8 +271,8 @@ class Trace:
 
     @property
     def loss(self) -> Output | None:
-        """The loss; None where the model returns none, or this is the trace of a stage before
-        the last."""
+        """The loss; None if the model returns none, or this is the trace of a stage before the
+        last."""
         return next((o for o in self.outputs if o.is_loss), None)
 
     @property
@@ -287,7 +287,7 @@ class Trace:
 
     @property
     def batch_in_words(self) -> tuple[tuple[str, str], ...]:
-        """(path, dtype and shape) of each input of the call, ``("x", "float32 [8, 16]")``."""
+        """(path, dtype and shape) of each input of the call: ``("x", "float32 [8, 16]")``."""
         return tuple(
             (i.path, f"{str(i.dtype).removeprefix('torch.')} {list(i.shape)}")
             for i in self.inputs
@@ -295,7 +295,7 @@ class Trace:
         )
 
     def node(self, name: str) -> fx.Node:
-        """The node of that name."""
+        """Return the node named `name`; raise KeyError if there is none."""
         for node in self.graph.nodes:
             if node.name == name:
                 return node
@@ -317,14 +317,15 @@ def label(
     """Set ``phase``, ``module`` and ``source`` of every node from what Dynamo and AOTAutograd
     recorded.
 
-    Sums of gradients carry no module; they take that of their latest labelled operand, which is the
-    gradient that joined. The backward of a user's autograd function carries no phase; it comes amid
-    the backward, or begins it, with a tangent.
+    Sums of gradients have no recorded module; they get that of their latest labelled operand, the
+    gradient that was added last. The backward of a user's autograd function has no recorded phase;
+    it is in the middle of the backward, or begins it with a tangent.
 
     Args:
-        tangents: placeholders.
-        elsewhere: paths by which forward reaches a module beside that of its registration → that
-            one (`held_elsewhere`).
+        graph: the graph to label.
+        tangents: placeholders of tangents.
+        elsewhere: other paths by which forward reaches a module → the path of its registration
+            (`held_elsewhere`).
     """
     order: dict[fx.Node, int] = {}
     phase = "forward"
@@ -351,15 +352,15 @@ def label(
 
 
 def recorded_module(meta: dict[str, Any]) -> str:
-    """The path of the module that ran a node, by what torch recorded of it; empty of the model
-    itself, or where it did not."""
+    """Return the path of the module that ran a node, as torch recorded it; empty for the model
+    itself, or if torch did not record it."""
     stack = _modules(meta)
     return _path(next(reversed(stack.values()))[0]) if stack else ""
 
 
 def held_elsewhere(model: nn.Module) -> dict[str, str]:
-    """Paths of modules in lists and dicts of Python's (``blocks.0``) → the paths under which
-    they are registered."""
+    """Return paths of modules in Python lists and dicts (``blocks.0``) → the paths of their
+    registration."""
     registered = {id(module): path for path, module in model.named_modules()}
     found: dict[str, str] = {}
 
@@ -389,7 +390,7 @@ def _modules(meta: dict[str, Any]) -> Any:
 
 
 def assign_keys(graph: fx.Graph) -> None:
-    """Set ``key`` of every node: ``module/op/phase/ordinal``, the ordinal counting equals in
+    """Set ``key`` of every node: ``module/op/phase/ordinal``; the ordinal counts equal nodes in
     graph order."""
     seen: Counter[str] = Counter()
     for node in graph.nodes:
@@ -399,8 +400,8 @@ def assign_keys(graph: fx.Graph) -> None:
 
 
 def op_name(node: fx.Node) -> str:
-    """``dot``, ``add.Tensor``, ``silu``, ``placeholder``: the op without its namespace and
-    without ``.default``."""
+    """Return the op without namespace and ``.default``: ``dot``, ``add.Tensor``, ``silu``,
+    ``placeholder``."""
     if node.op != "call_function":
         return node.op
     if hasattr(node.target, "overloadpacket"):
@@ -409,8 +410,8 @@ def op_name(node: fx.Node) -> str:
 
 
 def _path(dynamo_path: str) -> str:
-    """``L['self'].model.layers.0`` or ``L['self']._modules['model']`` as the model's own
-    ``model.layers.0``."""
+    """Return the model's own path for Dynamo's: ``model.layers.0`` for ``L['self'].model.layers.0``
+    or ``L['self']._modules['model'].layers.0``."""
     path = _ROOT.sub("", dynamo_path)
     path = re.sub(r"(?:\._modules)?\['?([^'\]]+)'?\]", r".\1", path)
     return path.lstrip(".")

@@ -1,4 +1,5 @@
-"""Nested structures of tensors, as calls take and return them: their leaves, with paths."""
+"""Nested structures of tensors in calls and results: their leaves with paths, and tensors of a
+model that have several names."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from autopar.errors import CaptureError, Where
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a nested structure, in order."""
+    """Return the leaves of a nested structure, in order."""
     see_into_dataclasses(tree)
     return pytree.tree_leaves(tree)
 
 
 def see_into_dataclasses(tree: Any) -> None:
-    """Register the classes of dataclasses in `tree` that hold tensors with torch
+    """Register the dataclasses in `tree` that hold tensors with torch
     (`torch.export.register_dataclass`), once for the process.
 
     Raises:
-        CaptureError: one cannot be made again from its fields.
+        CaptureError: a class cannot be constructed from its fields alone.
     """
     while unseen := {
         type(leaf)
@@ -59,7 +60,8 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def flatten_with_paths(tree: Any) -> tuple[tuple[tuple[str, Any], ...], Any]:
-    """Leaves of `tree` with their paths (``logits``, ``past.0``), and its spec."""
+    """Return the leaves of `tree` with their paths (``logits``, ``past.0``), and its pytree
+    spec."""
     see_into_dataclasses(tree)
     return tuple(
         (".".join(steps), leaf) for steps, leaf in _with_steps(tree)
@@ -67,7 +69,7 @@ def flatten_with_paths(tree: Any) -> tuple[tuple[tuple[str, Any], ...], Any]:
 
 
 def paths_in(tree: Any) -> list[str]:
-    """The paths of the leaves, in order."""
+    """Return the paths of the leaves, in order."""
     return [path for path, _ in flatten_with_paths(tree)[0]]
 
 
@@ -88,8 +90,8 @@ def _with_steps(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _is_unnamed(value: Any) -> bool:
-    """Whether its class was registered with torch without names of what is in it, as diffusers
-    registers what its models return."""
+    """Whether the class of `value` is registered with torch without names for its contents, as
+    outputs of diffusers' models are."""
     node = pytree.SUPPORTED_NODES.get(type(value))
     return node is not None and node.flatten_with_keys_fn is None
 
@@ -97,15 +99,19 @@ def _is_unnamed(value: Any) -> bool:
 def flatten_call(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[tuple[str, Any], ...], Any]:
-    """Leaves of (args, kwargs) with their paths, and the spec: keyword arguments by name,
-    positional ones by number."""
+    """Return the leaves of (args, kwargs) with their paths, and the spec; the path of a keyword
+    argument starts with its name, that of a positional one with its number."""
     leaves, spec = flatten_with_paths((args, kwargs))
     return tuple((path.split(".", 1)[1], leaf) for path, leaf in leaves), spec
 
 
 def argument_name(path: str, names: Sequence[str]) -> str:
-    """The path of an argument's leaf in a call, with the argument's name in place of its number;
-    `names` are those of the signature."""
+    """Return an argument's path with its name in place of its number.
+
+    Args:
+        path: path of a leaf of the call, as `flatten_call` returns it.
+        names: the names in the signature.
+    """
     first, dot, rest = path.partition(".")
     return (
         (names[int(first)] if first.isdecimal() and int(first) < len(names) else first) + dot + rest
@@ -113,7 +119,7 @@ def argument_name(path: str, names: Sequence[str]) -> str:
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """The tree that `flatten_with_paths` took apart."""
+    """Return the tree that `flatten_with_paths` flattened, with other leaves."""
     return pytree.tree_unflatten(leaves, spec)
 
 
@@ -132,7 +138,7 @@ Aliases = Mapping[str, tuple[str, ...]]
 
 
 def aliases_of(model: nn.Module) -> Aliases:
-    """Of every parameter and buffer."""
+    """Return the first name of every parameter and buffer → its further names."""
     names: dict[int, list[str]] = {}
     for name, tensor in [
         *model.named_parameters(remove_duplicate=False),
@@ -143,10 +149,11 @@ def aliases_of(model: nn.Module) -> Aliases:
 
 
 def refuse_overlaps(model: nn.Module) -> None:
-    """Raise CaptureError where two parameters are two tensors over the same memory: apart, they
-    would no longer be one.
+    """Raise CaptureError if two parameters are different tensors over the same memory: a program
+    would separate them.
 
-    Parts of one storage that do not meet, as the flattened weights of recurrent layers, are no tie.
+    Parts of one storage that do not overlap, such as the flattened weights of recurrent layers, are
+    allowed.
     """
     held: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
@@ -164,7 +171,7 @@ def refuse_overlaps(model: nn.Module) -> None:
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    """First byte and the one behind the last, in its storage."""
+    """Return the first byte and the end of the bytes of `x` in its storage."""
     if not x.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

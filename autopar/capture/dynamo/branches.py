@@ -1,7 +1,8 @@
-"""``if x.max() > 1: raise ValueError(...)``: branches on values that do nothing but raise.
+"""Branches on values of tensors that a capture can take without knowing the values.
 
-A program does not look at values. As with assertions, what only checks them is left out: the plain
-model raises there, and the log says so.
+A branch that only raises (``if x.max() > 1: raise ValueError(...)``) is left out, as assertions
+are: a program does not look at values. The plain model raises there, and the log says so. A branch
+on whether values are finite is taken for finite values.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _Handler = Callable[[Any, Any], None]
 
 @contextlib.contextmanager
 def raises_left_out() -> Iterator[list[str]]:
-    """Dynamo goes on behind such a branch; gives a list of the lines of those that it met."""
+    """Let Dynamo skip branches that only raise; yields the list of their source lines."""
     lines: list[str] = []
     with contextlib.ExitStack() as stack:
         for name in _TORCHS_OWN:
@@ -63,7 +64,8 @@ def _add_handler(table: list[Any], code: int, lines: list[str]) -> Iterator[None
 
 
 def _copy_function(function: Any) -> Any:
-    """The same function as another object: Dynamo reads what it does not know as one of torch's."""
+    """Return the same function as another object: Dynamo does not recognize it as one of torch's,
+    and traces it."""
     copied = FunctionType(
         function.__code__,
         function.__globals__,
@@ -100,7 +102,7 @@ def _leaving_out(handler: _Handler, lines: list[str]) -> _Handler:
 
 
 def _is_of_values(variable: Any) -> bool:
-    """Whether a branch depends on what a tensor holds."""
+    """Whether a branch depends on the values of a tensor."""
     known = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
     if isinstance(known, SymNodeVariable):
         return isinstance(known.sym_num, torch.SymBool | torch.SymInt | torch.SymFloat)
@@ -108,8 +110,8 @@ def _is_of_values(variable: Any) -> bool:
 
 
 def _only_raises(translator: Any, jump: Any) -> bool:
-    """Whether what is jumped over ends by raising, and does nothing before that another line
-    could see."""
+    """Whether the code that the jump skips ends by raising, and has no earlier effect outside its
+    line."""
     here = translator.instruction_pointer
     for instruction in translator.instructions[here:]:
         if instruction is jump.target or any(word in instruction.opname for word in _LEAVING):
@@ -123,19 +125,19 @@ def _only_raises(translator: Any, jump: Any) -> bool:
 
 # --------------------------------------------------------------------------------------------------
 # Branches on whether values are finite: ``if not torch.isfinite(x).all(): x = torch.clamp(x,
-# ...)``, as many detectors have them.
+# ...)``, which many detection models have.
 #
-# A program has one branch. Where nothing but such a question keeps a model from being captured,
-# it is that of finite values, and the log says so: where a value is infinite, the plain model
-# goes on with what its other branch makes of it, the program with the infinite value.
+# A program has one branch. If only such a question prevents a capture, the program gets the branch
+# for finite values, and the log says so. For an infinite value, the plain model takes its other
+# branch, and the program continues with the infinite value.
 
 _log = logging.getLogger("autopar")
 _FINITE, _INFINITE, _NO_NUMBER = torch.isfinite, torch.isinf, torch.isnan
 
 
 class _Answer:
-    """To a question about all elements. It is no number: where a model computes with it, that
-    fails, and the model stays refused."""
+    """The answer to a question about all elements. It is not a number: a model that computes with
+    it fails, and stays refused."""
 
     def __init__(self, answer: bool) -> None:
         self.answer = answer
@@ -150,20 +152,23 @@ class _Answer:
         return _Answer(self.answer and other.answer)
 
     def item(self) -> _Answer:
+        """Return the answer itself."""
         return self
 
 
 class _Everywhere:
-    """One answer for all elements of a tensor. No tensor: whatever else is done with it fails,
+    """The same answer for all elements of a tensor. It is not a tensor: any other use of it fails,
     and the model stays refused."""
 
     def __init__(self, answer: bool) -> None:
         self.answer = answer
 
     def all(self) -> _Answer:
+        """Return the answer for all elements together."""
         return _Answer(self.answer)
 
     def any(self) -> _Answer:
+        """Return the answer for any element."""
         return _Answer(self.answer)
 
     def __invert__(self) -> _Everywhere:
@@ -182,13 +187,13 @@ def _no_number(input: Any) -> Any:
     return _Everywhere(False) if torch.compiler.is_dynamo_compiling() else _NO_NUMBER(input)
 
 
-# What a model's own code is answered, as Dynamo reads it; torch's, which makes tensors without
-# values meanwhile, is answered as ever.
+# Dynamo traces these in the model's own code. torch's code, which meanwhile computes with tensors
+# without values, gets the usual answers.
 _ANSWERS = {"isfinite": _finite, "isinf": _infinite, "isnan": _no_number}
 
 
 def asks_for_finite(refusal: CaptureError) -> bool:
-    """Whether the line that could not be captured asks whether values are finite."""
+    """Whether the source line of `refusal` asks whether values are finite."""
     return any(f"{name}(" in _line(refusal) for name in _ANSWERS)
 
 
@@ -198,7 +203,8 @@ def _line(refusal: CaptureError) -> str:
 
 @contextlib.contextmanager
 def all_finite(refusal: CaptureError) -> Iterator[None]:
-    """Every value counts as finite; once that was enough, the log says where it was asked first."""
+    """Let Dynamo treat every value as finite; if the capture succeeds, log the source line of
+    `refusal`."""
     with contextlib.ExitStack() as stack:
         for name, answer in _ANSWERS.items():
             stack.enter_context(mock.patch.object(torch, name, answer))

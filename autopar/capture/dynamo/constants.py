@@ -1,9 +1,10 @@
-"""Values that forward makes of plain numbers are known: ``torch.tensor(sizes)``,
-``torch.arange(n)``, and what follows from these alone.
+"""Values that a capture knows: those that forward makes from plain numbers, and those of inputs and
+buffers that it may read.
 
-Where forward reads one (`.tolist()`, `.item()`, a mask that picks rows), it gets the number, and
-shapes may follow from it. torch knows single numbers so; here it knows small tensors, too. What is
-written to from elsewhere is known no more.
+Values made from plain numbers (``torch.tensor(sizes)``, ``torch.arange(n)``, and what is computed
+from them alone) are known. If forward reads one (`.tolist()`, `.item()`, a mask that picks rows),
+it gets the number, and shapes may depend on it. torch does this for single numbers; this module
+extends it to small tensors. A tensor that is written to is no longer known.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from autopar.capture.ragged_rows.rows import tensor_of
 from autopar.capture.ragged_rows.rowwise import name_of
 
 # --------------------------------------------------------------------------------------------------
-# Which inputs and buffers the values follow from that forward reads: ``sizes.tolist()``,
-# ``int(n)``, a branch, a mask that picks rows.
+# Which inputs and buffers determine the values that forward reads: ``sizes.tolist()``, ``int(n)``,
+# a branch, a mask that picks rows.
 #
-# An input that describes the structure of a batch may be *known*: forward reads what the batch
-# holds, as it reads plain numbers (`autopar.capture.dynamo.constants`), and the graph is for
-# these values alone. Such inputs are
+# An input that describes the structure of a batch may be *known*: forward reads the batch's values
+# as it reads plain numbers, and the graph is for these values alone. Such inputs are
 #
-# - whole numbers in rows of two to four (sizes of images and films), in two rows (edges of a
-# graph), or in one row (lengths, repeats, the graph of each node), - flags in one row (which
-# nodes are trained), - square masks of flags, or of numbers that are all zero or as good as minus
-# infinity (attention masks).
+# - whole numbers in rows of two to four (sizes of images and videos), in two rows (edges of a
+#   graph), or in one row (lengths, repeats, the graph of each node),
+# - flags in one row (which nodes are trained),
+# - square masks of flags, or of numbers that are all zero or practically minus infinity (attention
+#   masks).
 #
-# Other inputs are data, which differ from batch to batch. A buffer that forward reads may be
-# known, too; tensors that are attributes, global variables or the like are constants anyway, and
-# known where their values are there.
+# Other inputs are data, which differ from batch to batch. A buffer that forward reads may be known
+# too. Tensors that are attributes, global variables and the like are constants in any case, and
+# known if they have values.
 
 Key: TypeAlias = int | str  # an input's flat position in the call, or the name of a buffer
 _ELSEWHERE = -1  # parameters, and inputs and buffers that no capture may know
@@ -72,7 +73,7 @@ def may_be_known(value: Any) -> bool:
 
 
 def buffer_may_be_known(value: torch.Tensor) -> bool:
-    """Whether a buffer has values, and few enough to be compared at each call that finds it
+    """Whether a buffer has values, and few enough to compare them at each call that finds it
     changed."""
     return _has_values(value) and value.numel() <= _MOST_OF_MASKS
 
@@ -106,17 +107,17 @@ def _is_mask(value: torch.Tensor) -> bool:
 
 
 class Origins:
-    """From which inputs and buffers each tensor of a capture was computed, and what was read that
-    is not known.
+    """Records from which inputs and buffers each tensor of a capture was computed, and which
+    unknown values were read.
 
     Attributes:
-        read: in the order of reading, the inputs and buffers that a value followed from. picked:
-            the same of what masks pick.
-        is_reading: whether large constants are computed, too, since forward is known to read one.
+        read: for each read in order, the inputs and buffers from which the value was computed.
+        picked: the same for masks and indices that determine shapes.
+        is_reading: whether large constants are computed too, since forward is known to read one.
 
     Args:
-        sources: flat position → the call's fake tensor, and name → a buffer's. known: of these,
-            what those hold that forward may read.
+        sources: flat position → the call's fake tensor, and name → a buffer's fake tensor.
+        known: the values of those that forward may read.
     """
 
     def __init__(
@@ -135,17 +136,22 @@ class Origins:
             self._of[fake] = frozenset((key,))
 
     def unknown(self) -> list[frozenset[Key]]:
-        """What was read or picked that follows from inputs, buffers and constants, and from
-        nothing that is trained."""
+        """Return the inputs and buffers of each read value that depends on no parameter."""
         return [keys for keys in (*self.read, *self.picked) if _ELSEWHERE not in keys]
 
     def last_read(self) -> frozenset[Key]:
-        """What the value that was read last follows from; nothing where that is not inputs and
-        buffers alone."""
+        """Return the inputs and buffers of the value that was read last; empty if it depends on
+        anything else."""
         return self.read[-1] if self.read and _ELSEWHERE not in self.read[-1] else frozenset()
 
     def note(self, func: Any, operands: Sequence[FakeTensor], result: Any) -> None:
-        """That an op computed `result`."""
+        """Record that an op computed `result`.
+
+        Args:
+            func: the op.
+            operands: its tensors.
+            result: a tensor, or a structure with tensors.
+        """
         positions = frozenset().union(*map(self._positions, operands))
         for made in tree_leaves(result):
             if isinstance(made, FakeTensor):
@@ -157,7 +163,7 @@ class Origins:
             self.picked.append(positions)
 
     def note_read(self, operands: Sequence[FakeTensor]) -> None:
-        """That what these hold decides a number, a shape or a branch."""
+        """Record that the values of `operands` decide a number, a shape or a branch."""
         if any(operand.constant is None for operand in operands):
             self.read.append(frozenset().union(*map(self._positions, operands)))
 
@@ -168,12 +174,15 @@ class Origins:
         return frozenset() if tensor.constant is not None else frozenset((_ELSEWHERE,))
 
     @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
-        """A mode's own tensor for an input or a buffer is that, and holds what is known of it;
-        one for a plain tensor holds its values."""
+    def track(self) -> Iterator[None]:
+        """Follow inputs and buffers into other fake modes.
+
+        A mode's own fake tensor for an input or a buffer has its origins and known values; one for
+        a plain tensor holds that tensor's values.
+        """
         make = FakeTensorMode.from_tensor
 
-        def made(mode: FakeTensorMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+        def make_tracked(mode: FakeTensorMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
             fake = make(mode, tensor, **how)
             positions = self._of.get(tensor)
             if positions is not None:
@@ -190,7 +199,7 @@ class Origins:
 
         before = _FOLLOWED.set(self)
         try:
-            with mock.patch.object(FakeTensorMode, "from_tensor", made):
+            with mock.patch.object(FakeTensorMode, "from_tensor", make_tracked):
                 yield
         finally:
             _FOLLOWED.reset(before)
@@ -200,7 +209,7 @@ _FOLLOWED: ContextVar[Origins | None] = ContextVar("_FOLLOWED", default=None)
 
 
 def note_branch(asked: Any) -> None:
-    """That a branch depends on what a tensor holds, in the capture that is followed."""
+    """Record that a branch depends on the values of `asked`, in the capture that is tracked."""
     origins = _FOLLOWED.get()
     if origins is not None and isinstance(asked, FakeTensor):
         origins.note_read((asked,))
@@ -239,12 +248,12 @@ _FILLED = {_ATEN.full_like.default: 1, _ATEN.new_full.default: 2}  # the positio
 
 @contextlib.contextmanager
 def known_values(origins: Origins) -> Iterator[None]:
-    """Such values are known to every mode that is made meanwhile, Dynamo's among them; what is
-    read of others, `origins` notes."""
+    """Let every fake mode that is made meanwhile, also Dynamo's, know values made from plain
+    numbers; `origins` records reads of other values."""
     dispatch = FakeTensorMode.dispatch
     most, work = (_MOST_READ, _MOST_WORK_READ) if origins.is_reading else (_MOST, _MOST_WORK)
 
-    def dispatched(
+    def dispatch_known(
         mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
@@ -267,13 +276,13 @@ def known_values(origins: Origins) -> Iterator[None]:
     known = mock.patch.object(
         FakeTensorMode, "may_turn_const", partialmethod(_may_be_known, most=most)
     )
-    with mock.patch.object(FakeTensorMode, "dispatch", dispatched), known, origins.followed():
+    with mock.patch.object(FakeTensorMode, "dispatch", dispatch_known), known, origins.track():
         yield
 
 
 def or_its_value(variable: Any) -> Any:
-    """Of a tensor of Dynamo's with one known element whether it is true, which a branch asks;
-    else `variable`."""
+    """Return the truth value of a Dynamo tensor with one known element, for a branch; else
+    `variable`."""
     known = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
     asked = (
         known.as_proxy().node.meta.get("example_value")
@@ -289,7 +298,7 @@ def or_its_value(variable: Any) -> Any:
 
 
 def _value_created(func: Any, args: Any, kwargs: Any, result: FakeTensor) -> torch.Tensor | None:
-    """The value that an op makes of plain numbers; None for other ops."""
+    """Return the value that an op makes from plain numbers; None for other ops."""
     with no_dispatch():
         if func in _MAKING:
             made: torch.Tensor = func(*args, **kwargs)
@@ -330,7 +339,7 @@ def _may_be_known(mode: FakeTensorMode, value: torch.Tensor, *, most: int) -> bo
 def _unknown_where_many(
     operands: list[FakeTensor], func: Any, mode: FakeTensorMode, work: int
 ) -> Iterator[None]:
-    """Nothing large is computed: a mask of a long sequence stays unknown."""
+    """Treat the operands of a large computation as unknown, so that it is not executed."""
     known = [(x, x.constant) for x in operands if x.constant is not None]
     if (
         not isinstance(func, torch._ops.OpOverload)
@@ -357,8 +366,7 @@ def _work_of(func: Any, values: Sequence[torch.Tensor]) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is picked by known values (`autopar.capture.dynamo.constants`) stands in the graph as
-# numbers: its shape follows from them.
+# Results that known values pick are literals in the graph: their shapes follow from the values.
 
 _MOST_KNOWN = 1 << 16  # numbers that a graph holds as a literal
 _PICKING_OPS = frozenset(
@@ -375,8 +383,11 @@ _PICKING_OPS = frozenset(
 
 
 def settle_known(graph: fx.Graph) -> None:
-    """Of ops whose shapes depend on values, those of known values become literals, where nothing
-    writes to the result; a number that is read of known values stands for itself."""
+    """Replace results that known values determine with literals, so that shapes follow from them.
+
+    An op whose shape depends on known values becomes a literal, unless something writes to the
+    result. A number that is read from known values becomes a plain number.
+    """
     written = {_storage(x) for node in graph.nodes if is_in_place(node) for x in node.args[:1]} - {
         None
     }
@@ -406,8 +417,8 @@ def settle_known(graph: fx.Graph) -> None:
 
 
 def _read_by_numbers(node: fx.Node, written: Collection[int | None]) -> None:
-    """Let what known masks pick, or known numbers repeat, be read by the numbers of rows:
-    ``x[mask]``, ``x[mask] = y``, ``masked_select``, ``repeat_interleave``."""
+    """Replace known masks and repeats by indices of rows: ``x[mask]``, ``x[mask] = y``,
+    ``masked_select``, ``repeat_interleave``."""
     name = name_of(node)
     if (
         name in ("getitem", "setitem")
@@ -428,8 +439,7 @@ def _read_by_numbers(node: fx.Node, written: Collection[int | None]) -> None:
 
 
 def _numbers(node: fx.Node, mask: Any, written: Collection[int | None]) -> tuple[Any, ...]:
-    """Of a known mask the numbers along each of its dims of what it picks; else the entry of an
-    index as it is."""
+    """Return the indices along each dim that a known mask picks; any other index unchanged."""
     value = _known(mask)
     if (
         value is None
@@ -479,7 +489,7 @@ def _literal(node: fx.Node, value: torch.Tensor) -> fx.Node:
 
 
 def _picks(node: fx.Node) -> bool:
-    """Whether the shape of what it gives depends on values."""
+    """Whether the shape of the result depends on values."""
     name = name_of(node)
     if name == "getitem" and tensor_of(node.args[0]) is not None:
         return any(
@@ -492,7 +502,7 @@ def _picks(node: fx.Node) -> bool:
 
 
 def _known(node: Any) -> torch.Tensor | None:
-    """The value, where it is known."""
+    """Return the value of a node, if it is known."""
     tensor = tensor_of(node)
     return getattr(tensor, "constant", None)
 

@@ -1,4 +1,4 @@
-"""Tensors that have shapes, strides and dtypes, and no data."""
+"""Fake tensors: shapes, strides and dtypes without data."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FakeMode: TypeAlias = FakeTensorMode
 
 
 def new_fake_mode() -> FakeMode:
-    """A mode in which tensors have no data, and the shapes, strides and dtypes that kernels give
-    them; others become such."""
+    """Return a mode whose tensors have no data, and the shapes, strides and dtypes that kernels
+    return; other tensors are converted."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Not a subclass, which higher-order operators would not know.
     mode.dispatch = partial(_dispatch_fake, mode)  # type: ignore[method-assign]
@@ -38,18 +38,23 @@ def _dispatch_fake(
 
 
 def is_fake(value: Any) -> bool:
-    """Whether `value` is a tensor of such a mode."""
+    """Whether `value` is a fake tensor."""
     return isinstance(value, FakeTensor)
 
 
 def fake_like(sample: torch.Tensor, device: torch.device, mode: FakeMode) -> torch.Tensor:
-    """A new fake tensor on `device`, which looks like `sample`, a plain one on meta, and shares
-    its storage."""
+    """Return a new fake tensor that shares the storage of a meta tensor.
+
+    Args:
+        sample: a plain tensor on ``meta``, whose shape, strides and dtype it gets.
+        device: the device that it reports.
+        mode: its mode.
+    """
     return FakeTensor(mode, sample, device)
 
 
 def give_value(fake: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a fake tensor hold `value`, until it is written to."""
+    """Let a fake tensor hold `value` until it is written to."""
     assert isinstance(fake, FakeTensor), "a tensor of a mode"
     with no_dispatch():
         fake.constant = value.clone()
@@ -57,12 +62,18 @@ def give_value(fake: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def no_modes() -> contextlib.AbstractContextManager[None]:
-    """Plain tensors for a while, whatever modes are on."""
+    """Compute with plain tensors, whatever modes are active."""
     return no_dispatch()
 
 
 def make_fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None) -> torch.Tensor:
-    """A new fake tensor on the cpu like a real one, floating ones no wider than `precision`."""
+    """Return a fake tensor on the CPU with the shape and strides of a real one.
+
+    Args:
+        tensor: the real or fake tensor; a known value is kept.
+        mode: the mode of the result.
+        precision: the widest floating dtype of the result, or None.
+    """
     with mode:
         made = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=narrow_dtype(tensor.dtype, precision), device="cpu"
@@ -74,11 +85,11 @@ def make_fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | Non
 
 
 def views_of_one_mode() -> contextlib.AbstractContextManager[object]:
-    """A real view that a mode makes fake is that mode's: torch (2.13) makes views by ops, which
-    an outer mode would take for its own."""
+    """Let the mode that converts a real view own it: torch 2.13 makes views by ops, which an outer
+    mode would intercept."""
     make = FakeTensorMode.from_tensor
 
-    def made(mode: FakeMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+    def make_in_own_mode(mode: FakeMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
         with (
             _disable_current_modes()
             if tensor._is_view() and not is_fake(tensor)
@@ -86,4 +97,4 @@ def views_of_one_mode() -> contextlib.AbstractContextManager[object]:
         ):
             return make(mode, tensor, **how)
 
-    return mock.patch.object(FakeTensorMode, "from_tensor", made)
+    return mock.patch.object(FakeTensorMode, "from_tensor", make_in_own_mode)

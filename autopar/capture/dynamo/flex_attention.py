@@ -1,11 +1,11 @@
 """Calls of `flex_attention` become one op, `autopar.ops.flex_attention`, whose functions are text.
 
-Dynamo makes of a call a higher-order op with a graph for each function, and of
-``torch.compile(flex_attention)`` the same. These graphs are traced to ATen and written down
-(`autopar.ops.score_functions`). The tensors of a block mask are left out: they say what a kernel
-may skip, of the whole, and what is seen the mask function says. Outside of Dynamo, a model that
-runs on fake tensors runs `flex_attention` as plain calls of ATen: torch would compile it, and the
-compiled code would read memory that does not exist.
+Dynamo turns a call, also of ``torch.compile(flex_attention)``, into a higher-order op with a graph
+for each function. These graphs are traced to ATen and written as text
+(`autopar.ops.score_functions`). The tensors of a block mask are left out: they state which blocks
+of the whole a kernel may skip, and the mask function states the same per element. Outside of
+Dynamo, a model that runs on fake tensors runs `flex_attention` as plain ATen calls: torch would
+compile it, and the compiled code would read memory that does not exist.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ _WITHIN = "call flex_attention in the model's own forward, outside of other high
 
 @contextlib.contextmanager
 def flex_attention_on_cpu() -> Iterator[None]:
-    """Let torch's functions run, and be captured, on a CPU with gradients; pages of a cache are
-    refused.
-    """
+    """Let torch's functions run, and be captured, on a CPU with gradients; paged caches are
+    refused."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torchs, "_validate_device", lambda *_: None))
         stack.enter_context(mock.patch.object(torchs, "_apply_kernel_options", _with_options))
@@ -76,16 +75,15 @@ def flex_attention_on_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def run_uncompiled() -> Iterator[None]:
-    """Run what a model compiles as it is written."""
+    """Run functions that a model compiles without compiling them."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextlib.contextmanager
 def flex_attention_eager() -> Iterator[None]:
-    """Run a model's calls by torch's dense reference as it is written, with the gradients of all
-    that functions capture.
-    """
+    """Run a model's calls by torch's dense reference, with the gradients of all captured
+    tensors."""
     written = {"flex_attention_hop": math_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}
     with flex_attention_on_cpu(), run_uncompiled(), mock.patch.multiple(torchs, **written):
         yield
@@ -116,7 +114,7 @@ def join_flex_attention(graph: fx.Graph) -> None:
     """Replace each call in a graph of torch functions, and in the graphs that it calls.
 
     Raises:
-        CaptureError: where a function has no text, or an option changes what is computed.
+        CaptureError: a function cannot be written as text, or an option changes what is computed.
     """
     owner = graph.owning_module
     assert owner is not None, "Dynamo's graphs have modules"
@@ -131,7 +129,7 @@ def join_flex_attention(graph: fx.Graph) -> None:
 
 
 def refuse_flex_attention(graph: fx.Graph) -> None:
-    """Raise CaptureError where a call is left, within another higher-order op."""
+    """Raise CaptureError at a remaining call, which is within another higher-order op."""
     for node in graph.nodes:
         if getattr(node.target, "__name__", "").startswith("flex_attention") and isinstance(
             node.target, torch._ops.HigherOrderOperator
@@ -216,7 +214,8 @@ def _check(node: fx.Node, options: dict[str, Any]) -> None:
 
 
 def _take(getitem: fx.Node, joined: fx.Node) -> None:
-    """A result of the op in the place of the higher-order op's, whose sums are logs to base 2."""
+    """Replace a result of the higher-order op with one of the joined op; the former's logsumexp is
+    to base 2."""
     assert getitem.target is operator.getitem and getitem.args[1] in (
         0,
         1,
@@ -238,14 +237,17 @@ def _take(getitem: fx.Node, joined: fx.Node) -> None:
 def text_of(
     function: Any, scalars: Sequence[str], dtype: torch.dtype, reads: Mapping[int, torch.Tensor]
 ) -> str:
-    """What a function of scalars and captured tensors does, as text.
+    """Write a function of scalars and captured tensors as text.
 
     Args:
+        function: the function.
         scalars: names of its first arguments; ``score`` is in `dtype`, all others are integers.
-        reads: number → what looks like the captured tensor, for each of the arguments behind them.
+        dtype: dtype of scores.
+        reads: for each argument after the scalars, number of the captured tensor → a tensor like
+            it.
 
     Raises:
-        UnwritableError: where it has no text.
+        UnwritableError: the function cannot be written as text.
     """
     examples = [
         torch.zeros((), dtype=dtype if name == "score" else torch.int32) for name in scalars
@@ -272,9 +274,8 @@ def text_of(
 
 
 def _write_out_numbers(traced: fx.GraphModule) -> None:
-    """Tensors that hold one number each, whatever they are made of, are made by one op, which reads
-    nothing.
-    """
+    """Replace tensors that hold one number each, however they are made, by one op without
+    operands."""
     for node in list(traced.graph.nodes):
         if node.target in _COPIES:
             node.replace_all_uses_with(node.args[0])
@@ -291,7 +292,7 @@ def _write_out_numbers(traced: fx.GraphModule) -> None:
 
 
 def _fill_of(node: fx.Node) -> tuple[Any, torch.dtype, tuple[int, ...]] | None:
-    """What a node fills a tensor with, its dtype and its size."""
+    """Return the value, dtype and size of a tensor that a node fills; None for other ops."""
     position = _FILLING.get(node.target)
     if position is None:
         return None

@@ -1,4 +1,4 @@
-"""The joint graph of a prepared call, as Dynamo and AOTAutograd make it."""
+"""Capture the joint graph of a prepared call with Dynamo and AOTAutograd."""
 
 from __future__ import annotations
 
@@ -76,23 +76,27 @@ _STATIC = {
 
 @dataclass(frozen=True, slots=True)
 class RawJoint:
-    """The joint graph as torch gives it, and what its border means.
+    """The joint graph as torch returns it, and the meaning of its placeholders and results.
 
     Attributes:
         graph: ATen nodes; its output is one flat list.
         constants: tensors that `get_attr` nodes name.
         placeholders: (kind, name or flat index) per placeholder; kind is parameter, buffer, input
-            or tangent (of the result there).
+            or tangent (of the result with that index).
         results: (kind, name or flat index) per result; kind is output, gradient (of a parameter),
             input gradient, mutation or none.
-        loss: flat position of the loss in the returned structure, None where there is none.
-        in_leaves: flat (path, value) of (args, kwargs); out_leaves: of the returned structure,
-            tensors fake.
-        known: flat position of an input, or name of a buffer → what it holds, where the graph is
-            for these values alone.
-        attributes: values of modules that forward looked at. outside: of what no module has.
+        loss: flat position of the loss in the returned structure; None if there is no loss.
+        in_leaves: flat (path, value) of (args, kwargs).
+        known: flat position of an input, or name of a buffer → its values, if the graph is for
+            these values alone.
+        in_spec: pytree spec of (args, kwargs).
+        out_leaves: flat (path, value) of the returned structure; tensors are fake.
+        out_spec: pytree spec of the returned structure.
+        attributes: values of modules that forward looked at.
+        outside: values outside the modules that forward looked at.
         unkept: attributes that forward writes and a program does not.
-        held_elsewhere: paths by which forward may reach a module → that of its registration.
+        held_elsewhere: other paths by which forward may reach a module → the path of its
+            registration.
     """
 
     graph: fx.Graph
@@ -205,7 +209,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
 
 
 def _run_dynamo(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
-    """Dynamo's graph, and what it noted of the model's attributes."""
+    """Return Dynamo's graph, and its notes about the model's attributes."""
     notes: list[Notes] = []
     with (
         computed_attributes(),
@@ -225,8 +229,8 @@ def _captured_again(model: nn.Module, call: Prepared) -> Notes:
 
 
 def _let_go(captured: Any) -> None:
-    """Let Dynamo's graph go of the model, whose weights it would keep: torch (2.13) never lets
-    go of the graph."""
+    """Release the model from Dynamo's graph: torch 2.13 never frees the graph, which would keep the
+    weights."""
     for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten, captured):
         vars(part).clear()
 
@@ -236,8 +240,8 @@ def _call_again(model: nn.Module, call: Prepared) -> Any:
 
 
 def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origins) -> CaptureError:
-    """What is said of an error of torch's, or of a refusal; that of inputs which may be known
-    asks for these."""
+    """Return the error to raise for an error of torch or a refusal; if more inputs may be known, it
+    asks for them."""
     if (keys := call.knowable(origins)) is not None:
         return ReadsInputs(
             error if isinstance(error, CaptureError) else as_capture_error(error), keys
@@ -256,7 +260,7 @@ def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origin
 
 
 def _locate_refusal(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:
-    """The refusal with the module whose line it names: Dynamo knows lines alone."""
+    """Add the module whose source line the refusal names; Dynamo knows only lines."""
     if not isinstance(refusal.where, Where) or refusal.where.module:
         return refusal
     module = module_of(refusal.where.source, model, lambda copied: _call_again(copied, call))
@@ -270,8 +274,8 @@ def _locate_refusal(refusal: CaptureError, model: nn.Module, call: Prepared) -> 
 
 
 def _without_record() -> contextlib.AbstractContextManager[object]:
-    """Before torch 2.13 Dynamo's record of its own settings fails at functions among them, which
-    `logging_functions` puts there."""
+    """Disable Dynamo's record of its settings before torch 2.13, where it fails at the functions
+    that `logging_functions` adds."""
     if torch.__version__ >= (2, 13):
         return contextlib.nullcontext()
     return mock.patch.object(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None)
@@ -296,7 +300,7 @@ def _placeholder_kind(desc: Any) -> tuple[str, Any]:
 
 
 def _results(output: fx.Node) -> tuple[tuple[str, Any], ...]:
-    """What each result of the joint graph is, in the order of its output."""
+    """Return the kind of each result of the joint graph, in order."""
     returned: Any = output.args[0]
     return tuple(
         _result_kind(desc, node) for desc, node in zip(output.meta["desc"], returned, strict=True)

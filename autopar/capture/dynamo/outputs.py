@@ -1,5 +1,5 @@
-"""What Dynamo's graph returns: the leaves of the model's return value, of which backward goes
-through some."""
+"""The results of a captured forward, those that are differentiated, and its other effects: changed
+inputs, inner gradients, checks, logs and prints."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from autopar.capture.trees import argument_name, flatten_with_paths, leaves_of
 from autopar.errors import CaptureError, Where
 
 # --------------------------------------------------------------------------------------------------
-# Which of a model's results are differentiated: its loss, or, where it has none, those from which
-# the user computes one.
+# Which results are differentiated: the loss of the model, or without one all that have gradients.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,9 @@ class Differentiated:
     """Flat positions in a model's return value.
 
     Attributes:
-        loss: of the loss, None where the model returns none.
-        positions: of what is differentiated: the loss alone, or, without one, everything that has a
-            gradient; nothing where nothing has.
+        loss: position of the loss; None if the model returns no loss.
+        positions: what is differentiated: the loss alone, or without one everything that has a
+            gradient; empty if nothing has one.
     """
 
     loss: int | None
@@ -49,15 +48,16 @@ class Differentiated:
 def select_differentiated(
     returned: Any, leaves: tuple[tuple[str, Any], ...], computed: Callable[[torch.Tensor], bool]
 ) -> Differentiated:
-    """What backward goes through.
+    """Select the results that are differentiated.
 
-    The loss is the return value itself where it is a scalar, its ``loss`` entry or attribute, or
-    the first scalar floating tensor of a tuple that parameters and the batch have a part in (the
-    scale of logits, or a penalty on weights, is none), as far as it depends on a parameter that
-    requires a gradient, or nothing does.
+    The loss is the return value itself if it is a scalar; else its ``loss`` entry or attribute;
+    else the first scalar floating tensor of a tuple that depends on parameters and on the batch
+    (not the scale of logits, or a penalty on weights). It must depend on a parameter that requires
+    a gradient, unless nothing does.
 
     Args:
-        returned, leaves: what the model returns, and its (path, value) pairs in flat order.
+        returned: what the model returns.
+        leaves: its (path, value) pairs in flat order.
         computed: whether a tensor depends on a parameter and on the batch.
     """
     tensors = {
@@ -91,8 +91,8 @@ def _candidates(
 
 
 def _knows_builtins(captured: Any) -> None:
-    """Dynamo's bytecode may name builtins (`type`), which before torch 2.13 are not among the
-    globals that it runs with."""
+    """Add builtins (`type`) to the globals of Dynamo's bytecode, which lacks them before torch
+    2.13."""
     for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
         part.f_globals = {**vars(builtins), **part.f_globals}
 
@@ -100,11 +100,21 @@ def _knows_builtins(captured: Any) -> None:
 def others_detached(
     captured: Any, inputs: tuple[Any, ...]
 ) -> tuple[tuple[tuple[str, Any], ...], Any, Differentiated]:
-    """Make the Dynamo graph return the flat leaves of the model's return value, detached but for
-    those that backward goes through.
+    """Make the Dynamo graph return the flat leaves of the model's return value, and detach those
+    that are not differentiated.
 
-    Copies keep AOTAutograd from treating results as views of each other; cleaning removes them, and
-    what detaches.
+    Copies keep AOTAutograd from treating results as views of each other. Cleaning removes them, and
+    the detaching ops.
+
+    Args:
+        captured: Dynamo's graph module.
+        inputs: the call's arguments.
+
+    Returns:
+        (path, value) of each leaf, the pytree spec, and what is differentiated.
+
+    Raises:
+        CaptureError: the model returns a tensor that its forward does not compute.
     """
     graph: fx.Graph = captured.graph
     output = next(iter(reversed(graph.nodes)))
@@ -128,7 +138,7 @@ def others_detached(
     given = {id(leaf) for leaf in leaves_of(inputs)}
     batch = {node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) in given}
 
-    def computed(tensor: torch.Tensor) -> bool:
+    def is_computed(tensor: torch.Tensor) -> bool:
         node = results.get(id(tensor))
         sources = _sources(node) if node is not None else set()
         return not sources.isdisjoint(batch) and any(
@@ -136,7 +146,7 @@ def others_detached(
         )
 
     found = select_differentiated(
-        captured._dynamo_bytecode_unflatten(values, inputs), leaves, computed
+        captured._dynamo_bytecode_unflatten(values, inputs), leaves, is_computed
     )
     returned: list[Any] = []
     with graph.inserting_before(output):
@@ -162,8 +172,11 @@ def others_detached(
 
 
 def _read_arguments(graph: fx.Graph, num: int) -> list[fx.Node]:
-    """The placeholders of so many inputs, without those of tensors that forward found in a list, as
-    an earlier call left them, and did not read: of these Dynamo has no source."""
+    """Return the placeholders of `num` inputs.
+
+    Tensors that an earlier call left in a list, and that forward does not read, have a placeholder
+    without a source; these are erased.
+    """
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     unread = [
         node
@@ -178,7 +191,7 @@ def _read_arguments(graph: fx.Graph, num: int) -> list[fx.Node]:
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
-    """The placeholders that a node depends on."""
+    """Return the placeholders that a node depends on."""
     seen, stack = {node}, [node]
     while stack:
         new = set(stack.pop().all_input_nodes) - seen
@@ -188,14 +201,19 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Inputs that forward changes in place: the caller's tensors, of which a rank has parts or copies.
+# Inputs that forward changes in place: tensors of the caller, of which ranks have parts or copies.
 
 
 def refuse_changed_inputs(
     graph: fx.Graph, leaves: Sequence[tuple[str, Any]], model: nn.Module
 ) -> None:
-    """Raise CaptureError at the first input that forward changes in place; `leaves` are the
-    call's, by path."""
+    """Raise CaptureError at the first input that forward changes in place.
+
+    Args:
+        graph: the joint graph.
+        leaves: (path, value) of the call's arguments.
+        model: the model, whose forward names the arguments.
+    """
     output = next(iter(reversed(graph.nodes)))
     returned: Any = output.args[0]
     for desc, node in zip(output.meta["desc"], returned, strict=True):
@@ -222,8 +240,7 @@ def refuse_changed_inputs(
 
 
 # --------------------------------------------------------------------------------------------------
-# Gradients that forward itself computes: `torch.autograd.grad` is part of the graph, and backward
-# goes through it.
+# Gradients that forward computes: `torch.autograd.grad` is part of the graph, and differentiated.
 
 # Refuses results that follow from a tensor on which forward called requires_grad_(), since
 # torch.compile's own results would lack what that did to them. A program's results have the
@@ -233,8 +250,8 @@ _CHECK = "_check_requires_grad_intermediate_outputs"
 
 @contextlib.contextmanager
 def gradients_within() -> Iterator[None]:
-    """Dynamo takes `torch.autograd.grad` into the graph; of `Tensor.backward`, which writes into
-    parameters, it says that it does not."""
+    """Let Dynamo trace `torch.autograd.grad` into the graph; `Tensor.backward`, which writes into
+    parameters, stays refused."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
         if hasattr(OutputGraph, _CHECK):  # since torch 2.13
@@ -253,8 +270,8 @@ _CALL = TorchInGraphFunctionVariable.call_function
 
 
 def _made_first(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.zeros(4, requires_grad=True)``, which Dynamo refuses, is
-    ``torch.zeros(4).requires_grad_()``, which it takes."""
+    """Trace ``torch.zeros(4, requires_grad=True)``, which Dynamo refuses, as
+    ``torch.zeros(4).requires_grad_()``."""
     asked = kwargs.get("requires_grad")
     if asked is None or not asked.is_python_constant() or asked.as_python_constant() is not True:
         return _CALL(self, tx, args, kwargs)
@@ -270,16 +287,16 @@ def _as_ever(*args: Any, **kwargs: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Ops that check their result while they run, as torch.linalg.inv, cholesky and solve do: a
-# program gives what the unchecked forms give.
+# Ops that check their result while they run, as torch.linalg.inv, cholesky and solve do. A program
+# computes the unchecked forms.
 
 _CHECKED = "aten::_linalg_check_errors"
 
 
 @contextlib.contextmanager
 def checks_in_no_order() -> Iterator[None]:
-    """Since torch 2.13 such a check is an effect, which a graph is given tokens for; here it is
-    a call whose result nothing reads."""
+    """Let checks of results be plain calls that nothing reads; since torch 2.13 they are effects,
+    ordered by tokens."""
     held = getattr(simple_registry.singleton.find(_CHECKED), "effect", None)
     before = getattr(held, "effect", None)
     if held is None or before is None:
@@ -299,8 +316,8 @@ _METHODS = ("debug", "info", "warning", "warning_once", "error", "log", "info_on
 
 
 def logging_functions() -> set[Callable[..., Any]]:
-    """What Dynamo shall skip instead of refusing the graph: loggers' methods, warnings and
-    `print`."""
+    """Return the functions that Dynamo skips instead of refusing the graph: loggers' methods,
+    warnings and `print`."""
     loggers = [logging.getLogger(), *model_loggers()]
     found = {
         getattr(logger, name) for logger in loggers for name in _METHODS if hasattr(logger, name)
@@ -311,15 +328,15 @@ def logging_functions() -> set[Callable[..., Any]]:
 
 @contextlib.contextmanager
 def prints_left_out() -> Iterator[list[str]]:
-    """Gives a list of the lines at which Dynamo meets a `print`."""
+    """Yield a list of the source lines at which Dynamo meets a `print`."""
     lines: list[str] = []
     call = IgnoredFunctionVariable.call_function
 
-    def called(variable: Any, translator: Any, *args: Any) -> Any:
+    def note_print(variable: Any, translator: Any, *args: Any) -> Any:
         line = f"{translator.f_code.co_filename}:{translator.lineno}"
         if variable.value is print and line not in lines:
             lines.append(line)
         return call(variable, translator, *args)
 
-    with mock.patch.object(IgnoredFunctionVariable, "call_function", called):
+    with mock.patch.object(IgnoredFunctionVariable, "call_function", note_print):
         yield lines

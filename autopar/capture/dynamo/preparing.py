@@ -1,4 +1,4 @@
-"""A model and a call of it, made fake for a while."""
+"""Replace a model's weights and a call's arguments with fake tensors for the time of a capture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from autopar.capture.trees import Aliases, aliases_of, flatten_call, unflatten
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A buffer of the model, and the fake tensor in its place."""
+    """A buffer of the model, and the fake tensor that replaces it."""
 
     own: torch.Tensor
     fake: torch.Tensor
@@ -38,18 +38,24 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call that can be captured: its arguments as fake tensors, beside the leaves they were made
-    of.
+    """A call that can be captured: its arguments as fake tensors, and the leaves that they were
+    made from.
 
     Attributes:
-        precision: what wider floating parameters and inputs are read in. stored: such a parameter's
-            name → its own dtype.
-        on_gpu: whether a tensor of the model or the call is on a GPU. inference: whether nothing
-            has a gradient, whatever the model says.
-        buffers: name → the model's own.
+        mode: the mode of the fake tensors.
+        args: fake positional arguments.
+        kwargs: fake keyword arguments.
+        in_leaves: flat (path, value) of the call's own (args, kwargs).
+        in_spec: their pytree spec.
+        aliases: further names of tied tensors, by first name.
+        precision: the dtype that wider floating parameters and inputs are read in.
+        stored: name of each such parameter → its own dtype.
+        on_gpu: whether a tensor of the model or the call is on a GPU.
+        inference: whether nothing has a gradient, whatever the model states.
+        buffers: name → the model's buffer.
         known: flat position or name of a buffer → its values, if the graph is for these values
             alone.
-        is_reading: whether forward reads a value that is not known without more effort (`Origins`).
+        is_reading: whether forward reads a value that is only known with more work (`Origins`).
     """
 
     mode: FakeMode
@@ -67,7 +73,7 @@ class Prepared:
     is_reading: bool = False
 
     def origins(self) -> Origins:
-        """Follows the inputs and buffers of one capture."""
+        """Return a new record of the inputs and buffers of one capture."""
         return Origins(self._fakes(), self.known, is_reading=self.is_reading)
 
     def _fakes(self) -> dict[Key, torch.Tensor]:
@@ -78,8 +84,8 @@ class Prepared:
         return inputs | {name: buffer.fake for name, buffer in self.buffers.items()}
 
     def knowable(self, origins: Origins) -> frozenset[Key] | None:
-        """The inputs and buffers that decide numbers, shapes or branches by themselves, may be
-        known, and are not yet; None where knowing more would not help."""
+        """Return the unknown inputs and buffers that decide numbers, shapes or branches by
+        themselves and may be known; None if knowing more would not help."""
         found = [
             keys - self.known.keys()
             for keys in origins.unknown()
@@ -94,8 +100,8 @@ class Prepared:
             else may_be_known(self.in_leaves[key][1])
         )
 
-    def knowing(self, keys: Iterable[Key]) -> Prepared:
-        """The same call, of which these inputs and buffers are known, too."""
+    def with_known(self, keys: Iterable[Key]) -> Prepared:
+        """Return the same call with the values of these inputs and buffers known too."""
         fakes = self._fakes()
         with no_modes():
             own = {
@@ -108,14 +114,14 @@ class Prepared:
         return replace(self, known={**self.known, **values}, is_reading=True)
 
     def arguments_anew(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Like args and kwargs, for a run of forward, which may change them."""
+        """Return copies of args and kwargs for a run of forward, which may change them."""
         made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
             torch.Tensor, _anew, (self.args, self.kwargs)
         )
         return made
 
     def run(self, model: nn.Module) -> Any:
-        """What `model`, this one or a copy, returns of the call."""
+        """Call `model`, this one or a copy, and return its results."""
         with self.mode, run_uncompiled():
             args, kwargs = self.arguments_anew()
             return model(*args, **kwargs)
@@ -134,11 +140,14 @@ def prepare_call(
     *,
     inference: bool = False,
 ) -> Iterator[Prepared]:
-    """Make `model` and a call of it fake for a while; afterwards the model is as before.
+    """Make `model` and a call of it fake; the model is restored on exit.
 
     Args:
+        model: the model.
+        args: positional arguments.
+        kwargs: keyword arguments.
         precision: the dtype that wider floating parameters and inputs have meanwhile.
-        inference: whether no parameter, nor input, requires a gradient meanwhile.
+        inference: whether no parameter or input requires a gradient meanwhile.
     """
     mode = new_fake_mode()
     in_leaves, in_spec = flatten_call(args, kwargs)
@@ -194,8 +203,8 @@ def _fake_input(
 def _fake_weights(
     model: nn.Module, mode: FakeMode, precision: torch.dtype | None, *, frozen: bool
 ) -> Iterator[None]:
-    """Swap every parameter and buffer for a fake one on the cpu, tied ones for one; put the
-    user's own back at the end."""
+    """Replace every parameter and buffer by a fake one on the CPU (tied ones by one); restore the
+    user's own on exit."""
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     fakes: dict[int, torch.Tensor] = {}
     try:
@@ -219,7 +228,8 @@ def _fake_weights(
 def _fake_weight(
     tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None
 ) -> torch.Tensor:
-    """A parameter in `precision`, where it is wider; buffers stay as they are."""
+    """Return a fake tensor; a parameter wider than `precision` is in `precision`, buffers keep
+    their dtype."""
     dtype = (
         narrow_dtype(tensor.dtype, precision) if isinstance(tensor, nn.Parameter) else tensor.dtype
     )
@@ -232,8 +242,8 @@ def _fake_weight(
 
 @contextlib.contextmanager
 def _ops_of_training() -> Iterator[None]:
-    """Without the fused ops that torch's transformer layers take where nothing has a gradient:
-    they compute what the others do."""
+    """Disable the fused ops that torch's transformer layers use if nothing has a gradient; the
+    other ops compute the same."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -244,8 +254,8 @@ def _ops_of_training() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """Distributions do not look at the values of their parameters, which has no place in a
-    graph: torch.compile leaves it out, too."""
+    """Let distributions skip the check of their parameters' values, which a graph cannot make;
+    torch.compile skips it too."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

@@ -1,9 +1,9 @@
-"""What Dynamo does not take of Python as it is.
+"""Adaptations of Python and torch code that Dynamo cannot trace as it is.
 
-- `functools.cached_property` takes a lock before Python 3.12, which cannot be traced; a capture has
-  one thread, and does without.
-- How operators of tensors are called within a `TorchFunctionMode` is found once, by trying them,
-  and for good: with fake tensors it fails.
+- `functools.cached_property` takes a lock before Python 3.12, which cannot be traced. A capture has
+  one thread, and needs no lock.
+- Dynamo determines once how operators of tensors are called within a `TorchFunctionMode`, by trying
+  them. This fails with fake tensors, so it is done before.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from autopar.ops import ctc_loss
 
 
 def know_operators() -> None:
-    """Has Dynamo find them, before there is a mode."""
+    """Let Dynamo determine how operators are called, before a mode is active."""
     find = getattr(builtin, "populate_builtin_to_tensor_fn_map", None)
     if find is not None:
         find()
 
 
 def unlocked_properties() -> contextlib.AbstractContextManager[object]:
-    """`functools.cached_property` without its lock for a while."""
+    """Use `functools.cached_property` without its lock."""
     if sys.version_info >= (3, 12):
         return contextlib.nullcontext()
     return mock.patch.object(functools.cached_property, "__get__", _get)
@@ -52,20 +52,20 @@ def _get(self: Any, instance: Any, owner: Any = None) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Autograd functions of the user's own that are given one tensor twice, as ``Product.apply(x,
-# x)``, which Dynamo (2.13) refuses.
+# Autograd functions of the user that get one tensor twice, as ``Product.apply(x, x)``, which Dynamo
+# (2.13) refuses.
 
 
 @contextlib.contextmanager
 def tensors_given_twice() -> Iterator[None]:
-    """Each further time it is a view of the tensor, whose gradients add up as the tensor's own
-    do."""
+    """Pass a view of a tensor wherever it is passed again; gradients of views add up as the
+    tensor's own do."""
     call = AutogradFunctionApplyVariable.call_function
 
-    def called(variable: Any, translator: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    def call_with_views(variable: Any, translator: Any, args: Sequence[Any], kwargs: Any) -> Any:
         return call(variable, translator, _views_of_the_second(translator, args), kwargs)
 
-    with mock.patch.object(AutogradFunctionApplyVariable, "call_function", called):
+    with mock.patch.object(AutogradFunctionApplyVariable, "call_function", call_with_views):
         yield
 
 
@@ -81,13 +81,13 @@ def _views_of_the_second(translator: Any, args: Sequence[Any]) -> list[Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions of torch's in whose place Dynamo reads others.
+# Functions of torch that Dynamo traces in another form.
 
 
 @contextlib.contextmanager
 def functions_replaced() -> Iterator[None]:
-    """The CTC loss by an op that has fixed shapes; and cuDNN's flags, which change nothing that
-    is computed, by nothing."""
+    """Replace the CTC loss with an op that has fixed shapes, and cuDNN's flags, which do not affect
+    results, with nothing."""
     # found by name once for the process: later, Dynamo would take what stands there now for torch's
     trace_rules.get_torch_obj_rule_map()
 
@@ -102,12 +102,11 @@ def functions_replaced() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Models that are fx.GraphModules themselves: of torch.fx.symbolic_trace, torch.export or
-# torchvision's feature extractors.
+# Models that are fx.GraphModules: from torch.fx.symbolic_trace, torch.export or torchvision's
+# feature extractors.
 #
-# What Dynamo captures of a module gets all that the module holds, also what the module is one by:
-# its graph. So Dynamo is given a module with the same forward, which is no GraphModule, and holds
-# all but that.
+# The module that Dynamo captures is copied with all that it holds, also with its graph. So Dynamo
+# gets a module with the same forward that is not a GraphModule and holds all but the graph.
 
 _OF_GRAPH_MODULES = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(
     vars(nn.Module())
@@ -115,7 +114,8 @@ _OF_GRAPH_MODULES = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - f
 
 
 def without_graph(model: nn.Module) -> nn.Module:
-    """`model`, or of a GraphModule one that shares its parameters, buffers, modules and hooks."""
+    """Return `model`; for a GraphModule, a plain module that shares its parameters, buffers,
+    modules and hooks."""
     if not isinstance(model, fx.GraphModule):
         return model
     kind = type(type(model).__name__, (nn.Module,), {"forward": type(model).forward})
@@ -127,13 +127,13 @@ def without_graph(model: nn.Module) -> nn.Module:
 
 
 # --------------------------------------------------------------------------------------------------
-# Attributes of tensors that are tensors (`x.T`, `mT`, `H`, `mH`, `real`, `imag`, `data`), as
-# calls of the graph.
+# Attributes of tensors that are tensors (`x.T`, `mT`, `H`, `mH`, `real`, `imag`, `data`), as calls
+# of the graph.
 #
-# Of one of an argument, a parameter or a buffer Dynamo keeps where it was found, as it does of
-# attributes of modules. What is returned as it was found it does not take from the graph, but
-# from there, once more, behind the graph; and nothing says then what the graph is to compute.
-# Without that place it is a value like any other.
+# For such an attribute of an argument, a parameter or a buffer, Dynamo records its source, as it
+# does for attributes of modules. If it is returned unchanged, Dynamo reads it from the source again
+# after the graph, and nothing states what the graph must compute. Without a source it is a value
+# like any other.
 
 _GETS = (
     "tp_getattro_impl",
@@ -142,8 +142,8 @@ _GETS = (
 
 
 def computed_attributes() -> contextlib.AbstractContextManager[object]:
-    """While it is entered, what Dynamo captures computes such attributes in its graph, also
-    where they are returned."""
+    """Let Dynamo compute tensor attributes of tensors (`x.T`, `x.real`) in its graph, also if they
+    are returned."""
     name = next((name for name in _GETS if name in vars(TensorVariable)), None)
     if name is None:  # such attributes are refused where they are returned
         return contextlib.nullcontext()
@@ -151,29 +151,28 @@ def computed_attributes() -> contextlib.AbstractContextManager[object]:
 
 
 def _without_place(get: Callable[..., Any]) -> Callable[..., Any]:
-    def found(self: Any, tx: Any, name: str) -> Any:
+    def get_attribute(self: Any, tx: Any, name: str) -> Any:
         value = get(self, tx, name)
         if isinstance(value, TensorVariable) and value.proxy.node.op != "placeholder":
             value.source = None
         return value
 
-    return found
+    return get_attribute
 
 
 # --------------------------------------------------------------------------------------------------
-# Divergences of torch's distributions: which formula a pair of classes has is looked up before
-# anything is captured.
+# Divergences of torch's distributions: the formula of each pair of classes is looked up before the
+# capture.
 #
-# `torch.distributions.kl_divergence` looks for it among those that are registered, in a way that
-# Dynamo cannot follow, and remembers what it found. A capture must not depend on what the process
-# computed before.
+# `torch.distributions.kl_divergence` searches the registered formulas in a way that Dynamo cannot
+# trace, and caches the result. A capture must not depend on what the process computed before.
 
 _Pair = tuple[type, type]
 
 
 def known_divergences() -> contextlib.AbstractContextManager[object]:
-    """Every pair of classes has its formula for a while, as if `kl_divergence` had been called
-    with each."""
+    """Let every pair of distribution classes have its formula, as if `kl_divergence` had been
+    called with each."""
     return mock.patch.dict(
         kl._KL_MEMOIZE,
         _formulas(frozenset(_kinds(Distribution)), frozenset(kl._KL_REGISTRY.items())),
@@ -191,7 +190,8 @@ def _kinds(kind: type) -> Iterator[type]:
 def _formulas(
     kinds: frozenset[type], registered: frozenset[tuple[_Pair, Any]]
 ) -> Mapping[_Pair, Callable[..., Any]]:
-    """Pair of classes → its formula, of all that have one; `registered` is what torch looks in."""
+    """Return pair of classes → formula for all pairs that have one; `registered` is torch's
+    registry."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of pairs that no model may have
         found = {(p, q): kl._dispatch_kl(p, q) for p in kinds for q in kinds}

@@ -1,4 +1,4 @@
-"""Shorten a model for a while, and leave no trace of it."""
+"""Shorten a model temporarily by removing layers, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ Kept = Mapping[
 
 @contextlib.contextmanager
 def preserve_model(model: nn.Module) -> Iterator[None]:
-    """Whatever happens to the model's modules, their configurations and their lists and dicts is
-    undone on exit.
+    """Restore the model's modules, their configurations and their lists, dicts and sets on exit.
 
-    Tensors keep their identity; what was written into them is not undone (there is nothing in fake
-    ones).
+    Tensors keep their identity. Values written into tensors are not restored: the tensors are fake
+    and hold none.
     """
     holders = [*model.modules(), *configurations(model)]
     saved = [(vars(holder), dict(vars(holder))) for holder in holders]
@@ -75,16 +74,16 @@ def _restore(value: Any, before: list[Any]) -> None:
 class Way(Enum):
     """How a model is shortened.
 
-    ``REMOVED``: the layers are taken out of what holds them. ``COUNTED``: numbers of layers, and
-    the keys, are cut alike (some models index up to them). ``PASSED``: what forward names itself
-    stays in its place, and returns what it is given.
+    ``REMOVED``: the layers are removed from the modules and lists that hold them. ``COUNTED``: in
+    addition, numbers of layers and keys are reduced, since some models index up to them.
+    ``PASSED``: layers that forward names keep their places, and return their first argument.
     """
 
     REMOVED, COUNTED, PASSED = auto(), auto(), auto()
 
 
 class Passing(nn.Module):
-    """In place of a layer: returns its first argument."""
+    """Stands in for a removed layer: returns its first argument."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -94,22 +93,26 @@ class Passing(nn.Module):
         self.training = layer.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Its first argument."""
+        """Return the first argument."""
         return args[0] if args else next(iter(kwargs.values()))
 
 
 def cut_runs(model: nn.Module, runs: Sequence[Run], way: Way) -> Kept:
-    """Remove the interior units of all runs from the model, and from what stands beside them,
-    position by position.
+    """Remove the interior units of all runs from the model and from lists about them.
 
-    Lists and tuples in configurations and outside of the layers that have one element per layer
-    (``layer_types``), or that hold the layers or their names, are cut alike. Call it within
-    `preserved`.
+    Lists and tuples in configurations and in modules outside the layers are shortened in the same
+    way if they have one element per layer (``layer_types``), or hold the layers or their names.
+    Call it within `preserve_model`.
+
+    Args:
+        model: the model to shorten, in place.
+        runs: the runs of equal layers.
+        way: how the layers are taken out.
 
     Returns:
-        For each module whose members have other names now, these names → those in the full model.
+        For each module whose members were renamed: the new names → the names in the full model.
     """
-    removed = {run.layers[position] for run in runs for position in run.removed}
+    removed = {run.layers[position] for run in runs for position in run.removed_positions}
     if way is Way.PASSED:
         for path in removed:
             holder, name = model.get_submodule(_parent(path)), path.rpartition(".")[2]
@@ -139,14 +142,14 @@ def _parent(path: str) -> str:
 def _cut_members(
     model: nn.Module, path: str, removed: Collection[str], runs: Sequence[Run], way: Way
 ) -> Mapping[str, str]:
-    """Take the removed members out of the module at `path`; the names of the others → their
-    names in the full model."""
+    """Remove members from the module at `path`; return the remaining names → their names in the
+    full model."""
     holder, prefix = model.get_submodule(path), f"{path}." if path else ""
     members = holder._modules
     names = list(members)
     stay = [position for position, name in enumerate(names) if prefix + name not in removed]
     here = [run for run in runs if _parent(run.layers[0]) == path]
-    lengths = {run.num_layers: run.num_layers - len(run.removed) for run in here} | {
+    lengths = {run.num_layers: run.num_layers - len(run.removed_positions) for run in here} | {
         len(names): len(stay)
     }
     for other in beside(model, members.values()):
@@ -172,8 +175,8 @@ def _shorten_attributes(
     stay: Sequence[int],
     lengths: Mapping[int, int],
 ) -> None:
-    """Cut what is about the members of a module, whose names these are; numbers of members
-    become what `lengths` says."""
+    """Shorten attributes about the members `names` of a module; numbers of members are replaced as
+    `lengths` states."""
     left, every = {names[position] for position in stay}, set(names)
     for name, value in attributes.items():
         if type(value) in (list, tuple) and len(value) > 1:
@@ -188,7 +191,7 @@ def _shorten_attributes(
 
 
 def _cut_lists(model: nn.Module, removed: Collection[int]) -> None:
-    """Take removed modules (by id) out of lists of Python's."""
+    """Remove modules, given by id, from Python lists and tuples."""
     for module in model.modules():
         for name, value in vars(module).items():
             if type(value) in (list, tuple) and any(id(item) in removed for item in value):

@@ -1,9 +1,8 @@
-"""Repeat the pattern of a run in the joint graph of a shortened model, until it is the full
-model's.
+"""Repeat the pattern of a run in the joint graph of a shortened model until it is the full model's.
 
-The graph's labels and names are the full model's already: of the run it holds the first two and the
-last two units. The copies go between; then unit `two` and the backward of unit `one` read their new
-neighbours.
+The graph has the full model's labels and names already, and holds the first two and the last two
+units of the run. The copies are inserted between them. Then unit `two` and the backward of unit
+`one` read their new neighbours.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from autopar.capture.trace import ModuleAttribute
 
 
 def renumber_path(path: str, kept: Kept) -> str:
-    """A path of the shortened model as the full model's: ``layers.3.mlp`` → ``layers.31.mlp``."""
+    """Return the full model's path for a path of the shortened model: ``layers.3.mlp`` →
+    ``layers.31.mlp``."""
     full = ""
     for name in path.split(".") if kept else ():
         now = kept.get(full, {}).get(name, name)
@@ -30,11 +30,11 @@ def renumber_path(path: str, kept: Kept) -> str:
     return full if kept else path
 
 
-def attributes_repeated(
+def repeat_attributes(
     attributes: Iterable[ModuleAttribute], run: Run
 ) -> tuple[ModuleAttribute, ...]:
-    """Those of the full model: each layer that a shortened one lacks reads what its like, of the
-    first unit, does."""
+    """Return the attributes that the full model reads: each removed layer reads those of its
+    counterpart in the first unit."""
     by_layer: dict[int, list[tuple[ModuleAttribute, str]]] = {}
     stay = []
     for each in attributes:
@@ -42,12 +42,12 @@ def attributes_repeated(
         if found is not None:
             by_layer.setdefault(found[0], []).append((each, found[1]))
         if (
-            found is None or found[0] not in run.removed
+            found is None or found[0] not in run.removed_positions
         ):  # what stands in place of a layer has its path
             stay.append(each)
     added = [
         replace(each, path=f"{run.layers[position]}{inner}")
-        for position in run.removed
+        for position in run.removed_positions
         for each, inner in by_layer.get(run.like(position), ())
     ]
     return (*stay, *added)
@@ -100,7 +100,7 @@ class _Repetition:
         self.own: dict[int, dict[tuple[str, str], fx.Node]] = {}
 
     def run(self) -> tuple[Border, Border]:
-        """Insert everything, and connect it."""
+        """Insert and connect the copies; return the new placeholders and results."""
         for unit in self.inserted:
             self.copies[unit] = {"forward": [], "backward": []}
         self._insert_placeholders()
@@ -125,10 +125,10 @@ class _Repetition:
             }
             for unit in self.inserted
         }
-        results = self._joined(self.results, made)
+        results = self._join_border(self.results, made)
         output = next(iter(reversed(self.graph.nodes)))
         output.args = (tuple(results.values()),)
-        placeholders = self._joined(self.placeholders, self.own)
+        placeholders = self._join_border(self.placeholders, self.own)
         for kind in ("parameter", "buffer"):
             nodes = [
                 node
@@ -165,30 +165,33 @@ class _Repetition:
                 case Kind.OWN:
                     return self.own[unit][ref.offset]
 
-        def filled(value: Any) -> Any:
+        def fill_in(value: Any) -> Any:
             if isinstance(value, Ref):
                 return operand(value)
             if isinstance(value, tuple):
-                return tuple([filled(item) for item in value])
+                return tuple([fill_in(item) for item in value])
             if isinstance(value, list):
-                return [filled(item) for item in value]
+                return [fill_in(item) for item in value]
             if isinstance(value, dict):
-                return {name: filled(item) for name, item in value.items()}
+                return {name: fill_in(item) for name, item in value.items()}
             if isinstance(value, slice):
-                return slice(filled(value.start), filled(value.stop), filled(value.step))
+                return slice(fill_in(value.start), fill_in(value.stop), fill_in(value.step))
             return value
 
         # Arguments come after: create_node would search them for symbolic numbers, which takes half
         # of its time.
         node = self.graph.create_node("call_function", step.target, name=step.name)
-        node.args, node.kwargs = filled(step.args), filled(step.kwargs)
+        node.args, node.kwargs = fill_in(step.args), fill_in(step.kwargs)
         module = step.home if isinstance(step.home, str) else self.units.path(unit, step.home[1])
         node.meta = {**step.meta, "module": module}
         return node
 
     def _redirect(self) -> None:
-        """Unit two reads the last copy instead of unit one, unit one's backward the first copy's
-        instead of unit two's."""
+        """Connect the copies to the shortened model's interior units.
+
+        Unit `two` reads the last copy instead of unit `one`, and the backward of unit `one` reads
+        the first copy's instead of that of unit `two`.
+        """
         units = self.units
         before = dict(
             zip(units.forward[units.one], self.copies[units.two - 1]["forward"], strict=True)
@@ -206,10 +209,11 @@ class _Repetition:
                     if operand in moved:
                         node.replace_input_with(operand, moved[operand])
 
-    def _joined(
+    def _join_border(
         self, border: Border, added: Mapping[int, Mapping[tuple[str, str], fx.Node]]
     ) -> Border:
-        """The border with the entries of the copies; each kind's in the order of the full model."""
+        """Return the border with the entries of the copies added; each kind is in the order of the
+        full model."""
         more = {
             (kind, self.units.path(unit, rest)): copy
             for unit in self.inserted

@@ -1,13 +1,13 @@
 """Find runs of equal layers in a model.
 
-Layers are looked for in the children of each list of modules (ModuleList, Sequential, ModuleDict),
-then, where a module has no run in its lists, among all modules that are equally deep within it:
-attributes of a module of the user's own, layers of several parents. A list within a list that has
-no forward of its own stands for its members. Layers are in the order in which they are registered,
-or, where forward calls them in another, in that one.
+Layers are searched among the children of each list of modules (ModuleList, Sequential, ModuleDict).
+If a module has no run in its lists, all modules at the same depth below it are searched too: these
+may be attributes of a user's module, or layers of several parents. A list without a forward of its
+own, within another list, stands for its members. Layers are in the order of registration, or in the
+order in which forward calls them, if that differs.
 
-A *unit* is `period` neighbouring layers; a *run* is several equal units in a row. Which layers are
-equal says `likeness`.
+A *unit* is `period` neighbouring layers; a *run* is several equal units in a row. Two layers are
+equal if classes, attributes, shapes, dtypes, `requires_grad` and hooks of their modules are equal.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ import torch
 from torch import nn
 
 # --------------------------------------------------------------------------------------------------
-# What decides whether two layers compute the same: classes, attributes, shapes, dtypes,
-# `requires_grad` and hooks of their modules.
+# Equality of layers: classes, attributes, shapes, dtypes, `requires_grad` and hooks of modules.
 #
-# Layers are equal where all of it is equal. An integer attribute that counts the layers
-# (``layer_idx``) does not make them differ: whether it matters is for the check against the full
-# model to find.
+# An integer attribute that counts the layers (``layer_idx``) does not make them differ; the check
+# against the full model determines whether it matters.
 
 DEPTH = 6  # of nested containers in an attribute
 INTERNAL = frozenset(vars(nn.Module()))
@@ -40,6 +38,8 @@ Fact = tuple[str, Any]  # (what, its value) of a layer
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of all modules; a shared tensor is yielded for each
+    holder."""
     for _, module in model.named_modules(remove_duplicate=False):
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
@@ -47,7 +47,8 @@ def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def facts_beside(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """For each layer what lists of the same length say at its position."""
+    """Return, for each layer, the elements at its position in lists that have one element per
+    layer."""
     facts: list[dict[str, Any]] = [{} for _ in layers]
     for holder in beside(model, layers):
         for name, value in vars(holder).items():
@@ -58,7 +59,7 @@ def facts_beside(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str
 
 
 def counters(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Integer facts that are the layer's position plus a constant."""
+    """Return the names of integer facts that equal the layer's position plus a constant."""
     names = dict.fromkeys(name for fact in facts for name in fact)
     found = []
     for name in names:
@@ -73,7 +74,14 @@ def counters(facts: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def difference(facts: Sequence[dict[str, Any]], keys: Sequence[int], paths: Sequence[str]) -> str:
-    """A sentence on why there is no run: the last two neighbours that differ, and in what."""
+    """Explain in one sentence why there is no run: the last two neighbours that differ, and the
+    first difference.
+
+    Args:
+        facts: the facts of each layer.
+        keys: one number per layer, the same for equal layers.
+        paths: the layers' paths.
+    """
     later = max(
         position for position in range(1, len(keys)) if keys[position] != keys[position - 1]
     )
@@ -89,6 +97,13 @@ def difference(facts: Sequence[dict[str, Any]], keys: Sequence[int], paths: Sequ
 
 
 def facts_of(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:
+    """Yield everything that decides what a layer computes.
+
+    Args:
+        layer: the layer.
+        owners: how many modules of the model hold each tensor, by id. A tensor that is held
+            elsewhere too makes the layer different from all others.
+    """
     inside = {id(module): name for name, module in layer.named_modules()}
     for name, module in layer.named_modules():
         yield f"{name} class", type(module)
@@ -120,8 +135,8 @@ def _tensor_fact(tensor: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def _describe_value(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
-    """Something hashable that is equal for values that act alike; identity where nothing better
-    is known."""
+    """Return a hashable description that is equal for values that behave alike; the identity if
+    nothing better is known."""
     if value is None or isinstance(
         value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
     ):
@@ -149,21 +164,21 @@ def _describe_value(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
 
 
 def contents(function: types.FunctionType) -> Iterator[Any]:
-    """What the variables of its closure hold, but for those without a value."""
+    """Yield the values of a function's closure variables; variables without a value are skipped."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):
             yield cell.cell_contents
 
 
 def beside(model: nn.Module, layers: Iterable[nn.Module | None]) -> Iterator[object]:
-    """Modules outside of the layers, and all configurations."""
+    """Yield the modules outside the layers, and all configurations of the model."""
     inside = {id(module) for layer in layers if layer is not None for module in layer.modules()}
     yield from (module for module in model.modules() if id(module) not in inside)
     yield from configurations(model)
 
 
 def configurations(model: nn.Module) -> list[Any]:
-    """Objects that modules hold as ``config``, and those of the same name within them
+    """Return the objects that modules hold as ``config``, and the ones nested in them
     (``text_config``), each once."""
     found: dict[int, Any] = {}
     waiting = [
@@ -215,31 +230,31 @@ class Run:
 
     @property
     def num_layers(self) -> int:
-        """Layers in all units."""
+        """Number of layers in all units."""
         return len(self.layers)
 
     @property
     def num_units(self) -> int:
-        """Units."""
+        """Number of units."""
         return len(self.layers) // self.period
 
     @property
-    def removed(self) -> range:
-        """Positions of the layers that a shortened model lacks."""
+    def removed_positions(self) -> range:
+        """Positions of the layers that the shortened model lacks."""
         return range(KEPT_FIRST * self.period, (self.num_units - KEPT_LAST) * self.period)
 
     @property
     def name(self) -> str:
-        """What holds the layers for people: its path, or the model where it is that itself."""
+        """The holder of the layers in messages: its path, or "the model"."""
         return self.path or "the model"
 
     def layer(self, position: int) -> str:
-        """A layer for people: ``layer 7 of layers``."""
+        """Return the name of a layer in messages: ``layer 7 of layers``."""
         return f"layer {self.layers[position].removeprefix(f'{self.path}.')} of {self.name}"
 
     def find(self, path: str) -> tuple[int, str] | None:
-        """The position of the layer in which a module, parameter or buffer is, and its path
-        there (``.weight``); None outside."""
+        """Return the position of the layer that contains `path`, and the rest of the path
+        (``.weight``); None outside the run."""
         prefix = path
         while prefix:
             if prefix in self._index:
@@ -248,12 +263,12 @@ class Run:
         return None
 
     def like(self, position: int) -> int:
-        """The position of the layer of the first unit that is equal to this one."""
+        """Return the position of the equal layer in the first unit."""
         return position % self.period
 
     def others(self, unit: int) -> tuple[Run, ...]:
-        """What may be equal if this unit is not like the rest: units of all layers in a holder,
-        or the units before and behind it."""
+        """Return runs to try if unit `unit` differs from the rest: units of all layers of one
+        holder, or the units before and after it."""
         held = [
             len(list(group))
             for _, group in itertools.groupby(self.layers, key=lambda path: path.rpartition(".")[0])
@@ -269,15 +284,19 @@ class Run:
 
 
 def _worthwhile(runs: Iterable[Run]) -> tuple[Run, ...]:
-    return tuple(run for run in runs if len(run.removed) >= _LEAST_SAVING)
+    return tuple(run for run in runs if len(run.removed_positions) >= _LEAST_SAVING)
 
 
 def find_runs(model: nn.Module, order: Order | None = None) -> tuple[tuple[Run, ...], str]:
-    """Runs that are worth folding, outermost lists first; where there is none, why.
+    """Return the runs that are worth folding, outermost lists first, and why there are none.
 
     Args:
-        order: of the calls of forward, if the layers are to be in this order instead of that of
-            their registration.
+        model: the model to search.
+        order: number of the first call of each module, if layers are to be in the order of the
+            calls of forward instead of their registration.
+
+    Returns:
+        (runs, reason); the reason is empty if there are runs.
     """
     owners = Counter(id(tensor) for tensor in tensors_of(model))
     search = _Search(model, owners, order)
@@ -289,7 +308,7 @@ def find_runs(model: nn.Module, order: Order | None = None) -> tuple[tuple[Run, 
 
 
 class _Search:
-    """The model, how many modules hold each of its tensors (by id), and what has been found."""
+    """A search for runs in a model; collects runs, and reasons against them."""
 
     def __init__(self, model: nn.Module, owners: Counter[int], order: Order | None) -> None:
         self.model, self.owners, self.order = model, owners, order
@@ -297,7 +316,7 @@ class _Search:
         self.reasons: list[str] = []
 
     def within(self, module: nn.Module, path: str) -> bool:
-        """Whether there are runs in a module."""
+        """Search a module and its children; return whether there are runs."""
         found = isinstance(module, LISTS) and self._among(_members(module, path), beside_them=True)
         if not found:
             found = any(
@@ -309,8 +328,7 @@ class _Search:
         return found or (not has_no_forward(module) and self._among_levels(module, path))
 
     def _among_levels(self, module: nn.Module, path: str) -> bool:
-        """Whether there are runs of modules that are equally deep; long lists were searched
-        before."""
+        """Search the modules of each depth below `module`; long lists were searched before."""
         level = _members(module, path, skip_long=True)
         for _ in range(_MAX_LEVELS):
             if self._among(level, beside_them=False):
@@ -328,8 +346,8 @@ class _Search:
         return False
 
     def _among(self, layers: Sequence[Named], *, beside_them: bool) -> bool:
-        """Whether there are runs of these modules; with `beside_them`, lists of the same length
-        elsewhere are about them."""
+        """Search these modules; with `beside_them`, lists of the same length elsewhere count as
+        facts about them."""
         if self.order is not None:
             layers = [each for each in layers if each[1] in self.order]
         if len(layers) < _FEWEST:
@@ -352,7 +370,7 @@ class _Search:
     def _equal(
         self, layers: Sequence[Named], facts: Sequence[dict[str, Any]], least_units: int
     ) -> str:
-        """Enter the runs of layers with equal facts; where there is none, why."""
+        """Add the runs of layers with equal facts; return why there are none, else ``""``."""
         for counter in counters(facts):
             for fact in facts:
                 fact.pop(counter, None)
@@ -373,8 +391,8 @@ class _Search:
 
 
 def _members(module: nn.Module, path: str, *, skip_long: bool = False) -> list[Named]:
-    """A module's children; those without a forward stand for theirs, but long ones with
-    `skip_long`."""
+    """Return a module's children; lists without a forward stand for their members. With
+    `skip_long`, long lists are left out."""
     found: list[Named] = []
     for name, child in module._modules.items():
         if child is None or (skip_long and has_no_forward(child) and _is_long(child)):
@@ -393,14 +411,14 @@ def _is_long(module: nn.Module) -> bool:
 
 
 def _holder(layers: Sequence[str]) -> str:
-    """The path of the innermost module that holds all layers."""
+    """Return the path of the innermost module that contains all layers."""
     parts = [path.split(".")[:-1] for path in layers]
     shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
     return ".".join(names[0] for names in shared)
 
 
 def has_no_forward(module: nn.Module) -> bool:
-    """Whether it is a plain list or dict of modules, which is not called itself."""
+    """Whether `module` is a plain list or dict of modules, which is not called itself."""
     return (
         isinstance(module, (nn.ModuleList, nn.ModuleDict))
         and type(module).forward is nn.Module.forward
@@ -412,8 +430,8 @@ def _join_path(path: str, name: str) -> str:
 
 
 def _best(keys: Sequence[int], start: int, end: int) -> Iterator[tuple[range, int]]:
-    """The positions and the period of the run in ``keys[start:end]`` that saves most layers, and
-    of those beside it."""
+    """Yield the positions and period of the run in ``keys[start:end]`` that saves most layers, and
+    of the best runs before and after it."""
     best, period_of_best = range(0), 1
     for period in range(1, _MAX_PERIOD + 1):
         position = start

@@ -1,4 +1,5 @@
-"""The raw joint graph of a shortened model that was checked against the full one."""
+"""Capture a shortened model, after checking that the full model is the shortened one with units
+repeated."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from autopar.capture.dynamo.fakes import no_modes
 from autopar.capture.dynamo.joint import RawJoint, raw_joint
 from autopar.capture.dynamo.preparing import Prepared
 from autopar.capture.folding.cutting import Kept, Way, cut_runs, preserve_model
-from autopar.capture.folding.repeating import attributes_repeated, renumber_path
+from autopar.capture.folding.repeating import renumber_path, repeat_attributes
 from autopar.capture.folding.runs import (
     DEPTH,
     HOOKS,
@@ -50,21 +51,27 @@ from autopar.capture.trees import leaves_of
 from autopar.errors import CaptureError
 
 # --------------------------------------------------------------------------------------------------
-# Is a shortened model the full model without some of its units? One eager forward of each, on
+# Check that a shortened model is the full model without some units, by one eager forward of each on
 # fake tensors.
 #
-# What decides about backward and is no op is compared too: whether gradients are recorded, which
-# operands require them, and calls of the user's own autograd functions. Hooks on tensors, which
-# only backward runs, are refused in the layers.
+# The check includes what affects backward without being an op: whether gradients are recorded,
+# which operands require them, and calls of the user's autograd functions. Hooks on tensors, which
+# run in backward only, are refused in the layers.
 
 
 def tell(
     model: nn.Module, prepared: Prepared, runs: Sequence[Run], layers: Mapping[nn.Module, Layer]
 ) -> Story:
-    """The story of the shortened model, which has these layers.
+    """Run the shortened model's forward on fake tensors and record its ops.
+
+    Args:
+        model: the shortened model.
+        prepared: the call.
+        runs: the runs that were cut.
+        layers: the remaining layers of the runs.
 
     Raises:
-        NotFoldable: its forward fails, or does not call the layers in turn.
+        NotFoldable: forward fails, or does not call the layers in turn.
     """
     recorder = Recorder(runs, layers, [KEPT_FIRST + KEPT_LAST] * len(runs), prepared.mode)
     recorder.story.results = _run(model, prepared, recorder, "the shortened model")
@@ -72,11 +79,17 @@ def tell(
 
 
 def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[Run]) -> None:
-    """Check that the full model tells the same story, its interior units all that of the shortened
-    model's.
+    """Check that the full model executes the recorded ops, and each removed unit those of the
+    interior unit.
+
+    Args:
+        story: the ops of the shortened model.
+        model: the full model.
+        prepared: the call.
+        runs: the runs that were cut.
 
     Raises:
-        NotFoldable: it does not; says where it differs.
+        NotFoldable: it does not; the message says where it differs.
     """
     layers = dict(places(runs, model))
     follower = Follower(story, runs, layers, [run.num_units for run in runs], prepared.mode)
@@ -85,19 +98,25 @@ def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[R
 
 
 def tag(model: nn.Module, prepared: Prepared, runs: Sequence[Run]) -> None:
-    """Name the full model's weights and the inputs, once for both forwards."""
+    """Name the full model's weights and the inputs, once for both forwards.
+
+    Args:
+        model: the full model.
+        prepared: the call, whose inputs are numbered.
+        runs: the runs; weights of their layers are named within their unit.
+    """
     tag_weights(model, dict(places(runs, model)))
     tag_inputs(leaves_of((prepared.args, prepared.kwargs)))
 
 
 def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tuple[Any, ...]:
-    """What forward returns, described; everything else is in the stream."""
+    """Return the described results of forward; its ops go to the stream."""
     try:
         with _watch_stream(stream), prepared.mode, stream:
             args, kwargs = prepared.arguments_anew()
             results = model(*args, **kwargs)
         stream.finish()
-        return tuple(stream.described(leaf, []) for leaf in leaves_of(results))
+        return tuple(stream.describe(leaf, []) for leaf in leaves_of(results))
     except NotFoldable:
         raise
     # anything may be raised by a model that is cut, or that reads values of fake tensors
@@ -112,8 +131,8 @@ def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tup
 
 @contextlib.contextmanager
 def _watch_stream(stream: Stream) -> Iterator[None]:
-    """Tell the stream of layers and of the user's autograd functions; let the model know that it
-    is traced."""
+    """Notify the stream of calls of layers and of the user's autograd functions, and let the model
+    see that it is traced."""
     layers: Mapping[nn.Module, Layer] = stream.layers
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -131,7 +150,9 @@ def _watch_stream(stream: Stream) -> Iterator[None]:
         return plain.__get__(None, cls)(*args, **kwargs)
 
     def register_hook(*_: Any) -> Any:
-        raise stream.refused("forward registers a hook on a tensor, which only backward would show")
+        raise stream.record_refusal(
+            "forward registers a hook on a tensor, which only backward would show"
+        )
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
@@ -143,8 +164,8 @@ def _watch_stream(stream: Stream) -> Iterator[None]:
 
 
 def order_of_calls(model: nn.Module, prepared: Prepared) -> dict[nn.Module, int]:
-    """The number of the first call of each module that forward calls, as far as it goes with
-    tensors that have no values."""
+    """Return the number of the first call of each module in a forward on fake tensors, as far as
+    forward gets."""
     order: dict[nn.Module, int] = {}
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -165,10 +186,10 @@ def order_of_calls(model: nn.Module, prepared: Prepared) -> dict[nn.Module, int]
 
 
 def know_all_copies(call: Prepared, runs: Sequence[Run]) -> Prepared:
-    """The call with each known buffer of a layer known in all layers of its run.
+    """Return the call with each known buffer of a layer also known in all layers of its run.
 
     Raises:
-        NotFoldable: the layers' buffers hold different values, so that their branches may differ.
+        NotFoldable: the layers' buffers hold different values, so their branches may differ.
     """
     first_names = {
         name: first for first, others in call.aliases.items() for name in (first, *others)
@@ -182,11 +203,12 @@ def know_all_copies(call: Prepared, runs: Sequence[Run]) -> Prepared:
                 )
             copies.add(other)
     missing = copies - call.known.keys()
-    return call.knowing(missing) if missing else call
+    return call.with_known(missing) if missing else call
 
 
 def _copies(name: str, run: Run) -> Iterator[str]:
-    """The names of the same buffer in all units of a run; none if it is in no layer of the run."""
+    """Yield the names of the same buffer in all units of a run; nothing if the run does not contain
+    it."""
     found = run.find(name)
     if found is not None:
         yield from (f"{layer}{found[1]}" for layer in run.layers[run.like(found[0]) :: run.period])
@@ -204,22 +226,23 @@ def _is_equal(call: Prepared, name: str, other: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Variables of closures that layers hold: those of a layer that was captured, and of its likes,
-# which were not.
+# Closure variables of the layers that were removed, which correspond to those of captured layers.
 
 
-def closures_repeated(
+def repeat_closures(
     outside: Iterable[OutsideValue], model: nn.Module, run: Run
 ) -> tuple[OutsideValue, ...]:
-    """Those of the full model: each layer that a shortened one lacks reads in its own closures what
-    its like, of the first unit, does.
+    """Return the closure variables that the full model reads: each removed layer reads in its own
+    closures what its counterpart in the first unit reads.
 
     Args:
-        model: the full one.
+        outside: values that the shortened model read outside its modules.
+        model: the full model.
+        run: the run to repeat.
     """
     layers, found = [model.get_submodule(path) for path in run.layers], tuple(outside)
     added = []
-    for position in run.removed:
+    for position in run.removed_positions:
         pairs = zip(
             _cells(layers[run.like(position)]), _cells(layers[position]), strict=True
         )  # equal layers hold equal functions
@@ -231,7 +254,7 @@ def closures_repeated(
 
 
 def _cells(layer: nn.Module) -> Iterator[types.CellType]:
-    """In the order of what `runs` compares."""
+    """Yield the closure cells of a layer, in the order in which `runs` compares them."""
     for module in layer.modules():
         for attribute, value in vars(module).items():
             if attribute not in INTERNAL:
@@ -262,13 +285,13 @@ Replaced = Mapping[Run, Sequence[Run]]
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """A short capture.
+    """The capture of a shortened model.
 
     Attributes:
-        raw: the joint graph, whose placeholders and results have the full model's names; its nodes'
-            paths are still short.
-        runs: what was shortened. kept: names of modules in the shortened model → those in the full
-            one (`cut`).
+        raw: the joint graph. Its placeholders and results have the full model's names; the paths of
+            its nodes are still the shortened model's.
+        runs: the runs that were cut.
+        kept: names of modules in the shortened model → their names in the full one (`cut_runs`).
     """
 
     raw: RawJoint
@@ -277,10 +300,13 @@ class Shortened:
 
 
 def capture_shortened(model: nn.Module, call: Prepared, replaced: Replaced) -> Shortened:
-    """Shorten, check, and capture a prepared model, which is as before afterwards.
+    """Shorten a prepared model, check it against the full model and capture it; the model is
+    restored.
 
     Args:
-        replaced: runs that are not to be folded → those in their place.
+        model: the full model.
+        call: the prepared call.
+        replaced: runs that must not be folded → the runs to use instead.
 
     Raises:
         NotFoldable: there is nothing to shorten, or the full model is not the shortened one with
@@ -331,8 +357,8 @@ def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) 
     outside = raw.outside
     for run in runs:
         attributes, outside = (
-            attributes_repeated(attributes, run),
-            closures_repeated(outside, model, run),
+            repeat_attributes(attributes, run),
+            repeat_closures(outside, model, run),
         )
     unkept = tuple(renumber_path(name, kept) for name in raw.unkept)
     full = replace(
@@ -347,7 +373,7 @@ def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) 
 
 
 def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> Way:
-    """Compare both models; the way in which the model is shortened that makes them the same."""
+    """Return the way of shortening for which both models execute the same ops."""
     tag(model, call, runs)
     layers = dict(places(runs, model, short=True))
     refusals = []

@@ -1,15 +1,15 @@
-"""What a model's forward does, op by op, told so that layers can be compared.
+"""Describe a model's forward op by op, so that layers can be compared.
 
-A *place* is a unit of a run, or everything outside the runs; a unit lasts from the call of its
-first layer to the call of the next unit's, the last one to its own end. Each op has an offset
-within its place. An operand is named by where it was made, relative to the reader: (units back,
-offset) within a run, a fixed offset outside, counted from the first or the last unit for readers
-outside; those of interior units may not be read. So equal units have equal *entries* (op, operands,
-other arguments, whether gradients are recorded), wherever they stand.
+A *place* is a unit of a run, or everything outside the runs. A unit lasts from the call of its
+first layer to that of the next unit's first layer; the last unit ends with its last layer. Each op
+has an offset within its place. An operand is named by where it was made, relative to the reader:
+(units back, offset) within a run; a fixed offset outside; for readers outside, counted from the
+first or the last unit. Readers outside may not read interior units. So equal units have equal
+*entries* (op, operands, other arguments, whether gradients are recorded), wherever they are.
 
-`Recorder` writes the entries of a shortened model, unit by unit. `Follower` runs the full model
-against them: each op must be the one that is expected there, and its results are made from what was
-recorded, without computing shapes anew.
+`Recorder` records the entries of a shortened model, unit by unit. `Follower` runs the full model
+against them: each op must be the expected one, and its results are made from the record, without
+computing shapes again.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from autopar.capture.dynamo.fakes import FakeMode, fake_like, is_fake, no_modes
 from autopar.capture.folding.runs import KEPT_FIRST, KEPT_LAST, Run
 
 # --------------------------------------------------------------------------------------------------
-# What a forward does, written down: ops with their operands, and how to make their results again
-# without computing.
+# The record of a forward: ops with their operands, and how to make their results again without
+# computing.
 
 
 class NotFoldable(Exception):
     """Why a model has to be captured in full.
 
     Args:
-        run: the run to which it is due, if it is known: others may be folded without it. unit: the
-            unit that differs, if it is known.
+        why: the reason, a sentence part.
+        run: the run that causes it, if known: other runs may be folded without it.
+        unit: the unit that differs, if known.
     """
 
     def __init__(self, why: str, run: Run | None = None, unit: int | None = None) -> None:
@@ -50,7 +51,7 @@ class NotInTurn(NotFoldable):
 
 @dataclass(slots=True)
 class Entry:
-    """One op: `what` must be equal, `results` say how to make its results again."""
+    """One op: `what` is compared, `results` says how to make its results again."""
 
     what: tuple[Any, ...]
     results: Any
@@ -58,7 +59,7 @@ class Entry:
 
 @dataclass
 class Shape:
-    """A strided tensor without data; `sample` is made when it is first needed."""
+    """A strided tensor without data; `sample` is made on first use."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -67,7 +68,7 @@ class Shape:
     sample: torch.Tensor | None = None
 
     def make(self, mode: FakeMode) -> torch.Tensor:
-        """A fake tensor of this look."""
+        """Return a fake tensor with this size, stride, dtype and device."""
         if self.sample is None:
             with no_modes():
                 self.sample = torch.empty_strided(
@@ -96,10 +97,14 @@ class Story:
 
 
 def record_results(results: Any, numbers: Mapping[int, int]) -> Any:
-    """An op's results without their tensors; `numbers` are those of its operands, by id.
+    """Describe an op's results without their tensors.
+
+    Args:
+        results: a tensor, or a nested tuple or list.
+        numbers: id of each operand → its number.
 
     Raises:
-        NotFoldable: one is no strided fake tensor.
+        NotFoldable: a result is not a strided fake tensor.
     """
     if isinstance(results, torch.Tensor):
         if id(results) in numbers:
@@ -112,14 +117,20 @@ def record_results(results: Any, numbers: Mapping[int, int]) -> Any:
     return results
 
 
-def remade(results: Any, tensors: Sequence[torch.Tensor], mode: FakeMode) -> Any:
-    """Results again from what was recorded; `tensors` are the op's operands."""
+def remake_results(results: Any, tensors: Sequence[torch.Tensor], mode: FakeMode) -> Any:
+    """Make the results of an op again from their description.
+
+    Args:
+        results: as `record_results` returns it.
+        tensors: the op's operands.
+        mode: the mode of the new fake tensors.
+    """
     if isinstance(results, Shape):
         return results.make(mode)
     if isinstance(results, Operand):
         return tensors[results.number]
     if isinstance(results, (tuple, list)):
-        return type(results)([remade(item, tensors, mode) for item in results])
+        return type(results)([remake_results(item, tensors, mode) for item in results])
     return results
 
 
@@ -131,8 +142,15 @@ _TAG = "_made_at"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Where a layer stands: run, unit (as counted in the model that runs, and in the full one)
-    and position in the unit."""
+    """The place of a layer.
+
+    Attributes:
+        run: number of the run.
+        unit: unit, as counted in the model that runs.
+        full_unit: unit, as counted in the full model.
+        position: position in the unit.
+        path: path in the full model.
+    """
 
     run: int
     unit: int
@@ -142,7 +160,8 @@ class Layer:
 
 
 def tag_weights(model: nn.Module, layers: Mapping[nn.Module, Layer]) -> None:
-    """Name every parameter and buffer: within its layer's unit, or by its path."""
+    """Name every parameter and buffer: within the unit of its layer, or by its path outside the
+    layers."""
     home = {
         id(inner): (layer, name)
         for module, layer in layers.items()
@@ -167,7 +186,7 @@ def tag_weights(model: nn.Module, layers: Mapping[nn.Module, Layer]) -> None:
 
 
 def tag_inputs(inputs: Sequence[Any]) -> None:
-    """Number the batch's tensors."""
+    """Number the tensors of the call."""
     for number, tensor in enumerate(inputs):
         if isinstance(tensor, torch.Tensor):
             setattr(tensor, _TAG, (OUTSIDE, 0, f"input {number}", 0))
@@ -177,8 +196,10 @@ class Stream(TorchDispatchMode):
     """Follows a forward through its places and describes its ops; see the module docstring.
 
     Args:
-        runs: the runs. layers: their layers, in the model that runs. num_units: units of each run
-            in that model.
+        runs: the runs.
+        layers: their layers in the model that runs.
+        num_units: units of each run in that model.
+        mode: the mode of the fake tensors.
     """
 
     def __init__(
@@ -196,11 +217,16 @@ class Stream(TorchDispatchMode):
         self._outside = 0  # offset outside while a run is on
         self.refusal: NotFoldable | None = None  # kept, should the model catch it
 
-    def refused(
+    def record_refusal(
         self, why: str, kind: type[NotFoldable] = NotFoldable, of: tuple[int, int] | None = None
     ) -> NotFoldable:
-        """The first refusal; due to a run and a unit of the full model, or to those of the
-        current place."""
+        """Return the first refusal of this forward, which is this one if there is none yet.
+
+        Args:
+            why: the reason.
+            kind: class of the error.
+            of: (run, unit) of the full model that causes it; by default those of the current place.
+        """
         run, unit = of or (self.run, self.full_unit)
         self.refusal = self.refusal or (
             kind(why) if run == OUTSIDE else kind(why, self.runs[run], unit)
@@ -209,15 +235,15 @@ class Stream(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Dynamo never runs below a stream: without the guard against it, an op costs a third
+        """Return False: Dynamo never runs below a stream, and without the guard an op costs a third
         less."""
         return False
 
     def enter(self, layer: Layer) -> None:
-        """Called before a layer's forward.
+        """Move to the layer's unit; called before a layer's forward.
 
         Raises:
-            NotFoldable: the layers are not called one after the other, each once.
+            NotFoldable: the layers are not called in order, each once.
         """
         number = layer.unit * self.runs[layer.run].period + layer.position
         if (
@@ -226,7 +252,7 @@ class Stream(TorchDispatchMode):
             or (self.run == OUTSIDE) != (number == 0)
         ):
             self.run = layer.run
-            raise self.refused(f"{layer.path} is not called in turn", NotInTurn)
+            raise self.record_refusal(f"{layer.path} is not called in turn", NotInTurn)
         self.next_layer[layer.run] += 1
         if layer.position == 0:
             if self.run == OUTSIDE:
@@ -234,16 +260,23 @@ class Stream(TorchDispatchMode):
             self.move(layer.run, layer.unit, layer.full_unit, 0)
 
     def leave(self, layer: Layer) -> None:
-        """Called behind a layer's forward; behind the last one of a run begins what is outside."""
+        """Move outside after the last layer of a run; called after a layer's forward."""
         if self.next_layer[layer.run] == self.num_units[layer.run] * self.runs[layer.run].period:
             self.move(OUTSIDE, 0, 0, self._outside)
 
     def move(self, run: int, unit: int, full_unit: int, offset: int) -> None:
-        """Go to another place."""
+        """Move to another place.
+
+        Args:
+            run: number of the run, or `OUTSIDE`.
+            unit: unit in the model that runs.
+            full_unit: unit in the full model.
+            offset: offset of the next op there.
+        """
         self.run, self.unit, self.full_unit, self.offset = run, unit, full_unit, offset
 
     def finish(self) -> None:
-        """Raise NotFoldable where a layer was not called, or the model caught a refusal."""
+        """Raise NotFoldable if a layer was not called, or the model caught a refusal."""
         if self.refusal is not None:
             raise self.refusal
         for run, number in zip(self.runs, self.next_layer, strict=True):
@@ -255,17 +288,18 @@ class Stream(TorchDispatchMode):
                 self.runs[self.run],
             )
 
-    def described(self, value: Any, tensors: list[torch.Tensor]) -> Any:
-        """An argument, comparable between places; its tensors are appended to `tensors`."""
+    def describe(self, value: Any, tensors: list[torch.Tensor]) -> Any:
+        """Return an argument in a form that is comparable between places; its tensors are appended
+        to `tensors`."""
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             return self._origin(value), value.requires_grad
         if value is None or isinstance(value, (bool, float, int, str)):
             return value if type(value) is int else (type(value), value)
         if isinstance(value, (list, tuple)):
-            return tuple([self.described(item, tensors) for item in value])
+            return tuple([self.describe(item, tensors) for item in value])
         if isinstance(value, dict):
-            return tuple([(name, self.described(item, tensors)) for name, item in value.items()])
+            return tuple([(name, self.describe(item, tensors)) for name, item in value.items()])
         return value
 
     def _origin(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -289,13 +323,13 @@ class Stream(TorchDispatchMode):
             read = self.runs[run].layer(
                 unit * self.runs[run].period
             )  # before all that a shortened model lacks
-            raise self.refused(f"{self._where()} reads what {read} makes", of=(run, unit))
+            raise self.record_refusal(f"{self._where()} reads what {read} makes", of=(run, unit))
         return run, unit if unit == 0 else -behind, offset, number
 
     def _constant(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """A tensor that forward built from numbers, by its values."""
+        """Describe a tensor that forward built from numbers by its values."""
         if is_fake(tensor) or tensor.numel() > _MOST_ELEMENTS:
-            raise self.refused(
+            raise self.record_refusal(
                 f"forward reads a tensor of shape {tuple(tensor.shape)} that is no parameter,"
                 " buffer, input or result"
             )
@@ -325,8 +359,8 @@ class Stream(TorchDispatchMode):
         what = (
             func,
             torch.is_grad_enabled(),
-            self.described(args, tensors),
-            self.described(kwargs, tensors) if kwargs else (),
+            self.describe(args, tensors),
+            self.describe(kwargs, tensors) if kwargs else (),
         )
         results = self.answer(what, tensors, lambda: func(*args, **(kwargs or {})))
         self.tag(results)
@@ -334,8 +368,8 @@ class Stream(TorchDispatchMode):
         return results
 
     def event(self, what: tuple[Any, ...], arguments: Any) -> None:
-        """Something that is no op but decides what backward does."""
-        self.answer((*what, self.described(arguments, [])), [], lambda: None)
+        """Record an event that is not an op but affects backward."""
+        self.answer((*what, self.describe(arguments, [])), [], lambda: None)
         self.offset += 1
 
     def _where(self) -> str:
@@ -345,18 +379,25 @@ class Stream(TorchDispatchMode):
         return run.layer(self.full_unit * run.period)
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
-        """The op's results."""
+        """Return the results of an op.
+
+        Args:
+            what: the description of the call.
+            tensors: its operands.
+            compute: computes the results.
+        """
         raise NotImplementedError
 
 
 class Recorder(Stream):
-    """Computes, and writes down; `story` has one list of entries per place."""
+    """Computes results, and records them in `story`, one list of entries per place."""
 
     def __init__(self, *context: Any) -> None:
         super().__init__(*context)
         self.story = Story()
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
+        """Compute the results and record them."""
         results = compute()
         numbers = {id(tensor): number for number, tensor in reversed(list(enumerate(tensors)))}
         self.story.entries[self.run, self.unit].append(
@@ -366,7 +407,7 @@ class Recorder(Stream):
 
 
 class Follower(Stream):
-    """Compares with a story, and computes nothing."""
+    """Compares a forward with a story, and computes nothing."""
 
     def __init__(self, story: Story, *context: Any) -> None:
         super().__init__(*context)
@@ -374,6 +415,7 @@ class Follower(Stream):
         self._expected = story.entries[OUTSIDE, 0]
 
     def move(self, run: int, unit: int, full_unit: int, offset: int) -> None:
+        """Move to another place, after checking that the current one is complete."""
         if self.run != OUTSIDE:
             self._complete()
         super().move(run, unit, full_unit, offset)
@@ -382,24 +424,26 @@ class Follower(Stream):
         ]
 
     def finish(self) -> None:
+        """Raise NotFoldable if an op or a layer is missing."""
         super().finish()
         self._complete()
 
     def _complete(self) -> None:
         if self.offset < len(self._expected):
-            raise self.refused(f"{self._where()} lacks {_name(self._expected[self.offset])}")
+            raise self.record_refusal(f"{self._where()} lacks {_name(self._expected[self.offset])}")
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
+        """Return the recorded results; raise NotFoldable if another op was recorded."""
         entry = self._expected[self.offset] if self.offset < len(self._expected) else None
         if entry is None or entry.what != what:
-            raise self.refused(
+            raise self.record_refusal(
                 f"{self._where()} differs from its like in {_name(Entry(what, None))}"
             )
-        return remade(entry.results, tensors, self.mode)
+        return remake_results(entry.results, tensors, self.mode)
 
 
 def _counterpart(unit: int, num_units: int) -> int:
-    """The unit of the shortened model that unit `unit` of the full one must equal."""
+    """Return the unit of the shortened model that unit `unit` of the full one must equal."""
     return (
         min(unit, KEPT_FIRST)
         if unit < num_units - KEPT_LAST
@@ -414,12 +458,18 @@ def _name(entry: Entry) -> str:
 def places(
     runs: Sequence[Run], model: nn.Module, *, short: bool = False
 ) -> Iterator[tuple[nn.Module, Layer]]:
-    """The layers of all runs in the full model; those that a shortened one has, if it is
-    `short`."""
+    """Yield the layers of all runs with their places.
+
+    Args:
+        runs: the runs.
+        model: the full model.
+        short: whether to leave out the layers that the shortened model lacks, and count units
+            without them.
+    """
     for number, run in enumerate(runs):
         unit = 0
         for position, path in enumerate(run.layers):
-            if short and position in run.removed:
+            if short and position in run.removed_positions:
                 continue
             full_unit, within = divmod(position, run.period)
             yield model.get_submodule(path), Layer(number, unit, full_unit, within, path)

@@ -35,15 +35,15 @@ Home = tuple[int, str]  # unit, and the rest of a path: position within the unit
 
 
 class Kind(Enum):
-    """Where an operand is (see the module docstring)."""
+    """Kind of an operand (see the module docstring)."""
 
     HERE, PREVIOUS, NEXT, OWN = auto(), auto(), auto(), auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """An operand within or beside the unit: (phase, offset) in the unit, offset in a neighbour's
-    slice, (kind, rest) of a placeholder."""
+    """An operand of the pattern; `offset` is (phase, offset) in the same unit, an offset in a
+    neighbour's slice, or (kind, rest) of a placeholder."""
 
     kind: Kind
     offset: Any
@@ -51,8 +51,8 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A node of the pattern: its arguments hold `Ref` and outside nodes; `home` is its module's,
-    or its full path."""
+    """A node of the pattern; its arguments hold `Ref` and outside nodes, and `home` is its module
+    within the unit, or the module's full path."""
 
     name: str
     target: Any
@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What is repeated: forward and backward steps, placeholders and results by (kind, rest of
+    """What is repeated: forward and backward steps, and placeholders and results by (kind, rest of
     the name)."""
 
     forward: tuple[Step, ...]
@@ -74,7 +74,7 @@ class Pattern:
 
 
 class Units:
-    """The slices of `run` in `graph`, of which the units `one` and `two` are the interior ones."""
+    """The slices of `run` in `graph`; units `one` and `two` are the interior ones."""
 
     def __init__(self, run: Run, graph: fx.Graph, placeholders: Border) -> None:
         self.run, self.graph = run, graph
@@ -95,7 +95,8 @@ class Units:
         }
 
     def home(self, path: str) -> Home | None:
-        """The unit of a module's or parameter's path, and the rest of it; None outside the run."""
+        """Return the unit that contains a module's or parameter's path, and the rest of the path;
+        None outside the run."""
         if path not in self._homes:
             self._homes[path] = self._home(path)
         return self._homes[path]
@@ -108,7 +109,7 @@ class Units:
         return (unit, f"{within}{found[1]}") if unit < self.run.num_units else None
 
     def path(self, unit: int, rest: str) -> str:
-        """The path that `home` took apart."""
+        """Return the full path for the unit and rest that `home` returned."""
         within, dot, inner = rest.partition(".")
         return f"{self.run.layers[unit * self.run.period + int(within)]}{dot}{inner}"
 
@@ -142,8 +143,8 @@ class Units:
     def _lengthen(
         self, starts: list[int], ends: list[int], order: Sequence[int], num_nodes: int
     ) -> None:
-        """Let the last unit have what stands behind its layers (``x = x + layer(x)``), as far as
-        other units have it, too."""
+        """Extend the last unit by the ops after its layers (``x = x + layer(x)``), as far as other
+        units have them too."""
         last, two = order.index(self.last), order.index(self.two)
         length = ends[two] - starts[two]
         if last > two:
@@ -153,10 +154,15 @@ class Units:
 
 
 def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
-    """What the two interior units have in common.
+    """Return what the two interior units have in common.
+
+    Args:
+        units: the slices of the run.
+        placeholders: placeholders of the graph by (kind, name).
+        results: results of the graph by (kind, name).
 
     Raises:
-        NotFoldable: they differ, or something outside reads them.
+        NotFoldable: the units differ, or something outside reads them.
     """
     _Readers(units, results).check()
     merge = _Merge(units)
@@ -185,7 +191,8 @@ def _full(units: Units, unit: int, entry: tuple[str, str]) -> tuple[str, str]:
 
 
 def _equal_border(units: Units, border: Border) -> tuple[tuple[str, str], ...]:
-    """(kind, rest) of the entries of unit one, where those of unit two are the same."""
+    """Return (kind, rest) of the entries of unit one; raise NotFoldable if those of unit two
+    differ."""
     one, two = (
         [(kind, rest) for kind, rest, unit in _homes(units, border) if unit == wanted]
         for wanted in (units.one, units.two)
@@ -199,14 +206,14 @@ def _equal_border(units: Units, border: Border) -> tuple[tuple[str, str], ...]:
 
 
 def _homes(units: Units, border: Border) -> Iterator[tuple[str, str, int | None]]:
-    """Kind, rest of the name and unit of every entry that has a name."""
+    """Yield kind, rest of the name and unit of every entry."""
     for kind, name in border:
         home = units.home(name) if isinstance(name, str) else None
         yield (kind, home[1], home[0]) if home else (kind, "", None)
 
 
 class _Merge:
-    """Compares the nodes of units one and two, and makes steps of them."""
+    """Compares the nodes of units one and two, and merges them into steps."""
 
     def __init__(self, units: Units) -> None:
         self.units = units
@@ -215,7 +222,7 @@ class _Merge:
         ] = {}  # of what the two read of their neighbours: the same roles
 
     def steps(self, slices: Mapping[int, Sequence[fx.Node]]) -> Iterator[Step]:
-        """The pattern of one phase."""
+        """Yield the pattern of one phase."""
         first, second = slices[self.units.one], slices[self.units.two]
         if len(first) != len(second):
             raise self.differ(first[0])
@@ -234,7 +241,7 @@ class _Merge:
             yield Step(two.name, one.target, args, kwargs, two.meta, homes[0] or rests[0])
 
     def differ(self, node: fx.Node) -> NotFoldable:
-        """The refusal that names a node of unit one."""
+        """Return the refusal that names a node of unit one."""
         return NotFoldable(
             f"neighbouring layers of {self.units.run.name} differ in {node.target} of"
             f" {node.meta['module']}",
@@ -242,7 +249,7 @@ class _Merge:
         )
 
     def value(self, one: Any, two: Any) -> Any:
-        """Two arguments as one; ValueError where they differ."""
+        """Merge two arguments; raise ValueError if they differ."""
         if isinstance(one, fx.Node) and isinstance(two, fx.Node):
             return self._operand(one, two)
         if type(one) is not type(two):
@@ -322,7 +329,8 @@ def _looks(node: fx.Node) -> Any:
 
 
 class _Readers:
-    """Who reads what the interior units make: they and their neighbours only."""
+    """Checks that only the interior units and their neighbours read what the interior units
+    make."""
 
     def __init__(self, units: Units, results: Border) -> None:
         self.units = units
@@ -333,9 +341,9 @@ class _Readers:
             self.results.setdefault(node, set()).add(home[0] if home else None)
 
     def check(self) -> None:
-        """Raise NotFoldable where somebody else reads them.
+        """Raise NotFoldable if another node reads them.
 
-        The backward of unit one is the end of what is repeated: sums of gradients that run through
+        The backward of unit one is the end of the repeated part: sums of gradients that run through
         all units leave from it.
         """
         units = self.units

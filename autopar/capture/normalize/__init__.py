@@ -1,7 +1,7 @@
 """The passes that bring a captured joint graph into normal form, in order.
 
 Each pass changes the graph in place, keeps what it computes (up to rounding), and sets phase,
-module and source of the nodes it makes; afterwards `propagate` fills in exact fake values and
+module and source of the nodes that it makes. Afterwards `propagate` sets exact fake values, and
 `assign_keys` the keys.
 """
 

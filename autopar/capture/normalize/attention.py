@@ -1,7 +1,8 @@
-"""Attention as one op for every device.
+"""Attention as one op for every device, and the weights of gated experts with a dim of their own
+for gate and up.
 
-A capture on the cpu holds the cpu's own flash attention; `autopar.ops.attention` stands for it
-wherever the graph runs.
+A capture on the CPU contains the CPU's flash attention; `autopar.ops.attention` replaces it, and
+runs on any device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def replace_attention(graph: fx.Graph) -> None:
-    """Both directions; results are taken by ``getitem`` as before."""
+    """Replace attention and its backward; ``getitem`` nodes take the results as before."""
     for node in calls(graph, _FORWARD):
         query, key, value = node.args[:3]
         is_causal = (*node.args, 0.0, False)[4]
@@ -31,8 +32,8 @@ def replace_attention(graph: fx.Graph) -> None:
 
 
 def _settle_sums(node: fx.Node) -> None:
-    """Say of the logsumexp in which dtype kernels give it: torch 2.11 takes that of float64 for
-    float32."""
+    """Set the dtype of the logsumexp to the one that kernels return: torch 2.11 reports float32 for
+    float64."""
     out, sums = node.meta["val"]
     dtype = torch.promote_types(out.dtype, torch.float32)
     if sums.dtype == dtype:
@@ -55,18 +56,18 @@ def _become(node: fx.Node, target: object, tensors: tuple[fx.Node, ...], is_caus
 
 
 # --------------------------------------------------------------------------------------------------
-# Experts' weights seen with a dim of their own for gate and up.
+# Weights of gated experts get a dim of their own for gate and up.
 #
-# A gated expert's two linears are one weight ``[e, 2 f, h]``, and sharding ``2 f`` would cut
-# across the two. So the parameter is seen as `autopar.ops.experts` reads it, ``[e, 2, f, h]``, as
-# fused projections are (`autopar.capture.normalize.linears`).
+# A gated expert's two linears are one weight ``[e, 2 f, h]``, and sharding ``2 f`` would cut across
+# the two. So the parameter is viewed as `autopar.ops.experts` reads it, ``[e, 2, f, h]``, like
+# fused projections (`autopar.capture.normalize.linears`).
 
 _UP = 2  # the result of `experts_backward` that is up's gradient
 
 
 def see_experts(graph: fx.Graph) -> None:
-    """Every weight that only experts read, as a view, gets the view's shape, and so does its
-    gradient."""
+    """Give every weight that only experts read, through one view, the shape of the view, and its
+    gradient too."""
     for node in calls(graph, ops.experts):
         seen = node.args[3]
         if seen.target is not aten.view.default or seen.args[0].op != "placeholder":
@@ -82,8 +83,8 @@ def see_experts(graph: fx.Graph) -> None:
 
 
 def _is_read_as(view: fx.Node, shape: tuple[int, ...]) -> bool:
-    """Whether it is that view, which experts alone read, whose gradient nothing reads but the
-    end of the graph."""
+    """Whether `view` has `shape` and only experts read it, and only the output reads its
+    gradients."""
     if view.target is not aten.view.default or shape_of(view) != shape:
         return False
     readers = all(user.target in (ops.experts, ops.experts_backward) for user in view.users)
@@ -91,7 +92,7 @@ def _is_read_as(view: fx.Node, shape: tuple[int, ...]) -> bool:
 
 
 def _gradients(view: fx.Node) -> list[fx.Node]:
-    """What the gradients of the view are read by: views back to the weight's shape."""
+    """Return the views that bring the gradients of `view` back to the weight's shape."""
     made = [user for user in view.users if user.target is ops.experts_backward]
     parts = [
         part

@@ -1,7 +1,9 @@
-"""Remove what has no effect in a functional graph, and spell views in one way.
+"""Remove nodes without effect from a functional graph, and write equal things in one way.
 
-Sizes become explicit, ``t``, ``reshape`` and ``_unsafe_view`` become ``transpose`` and ``view``,
-and equal views of one value within a module and phase become one node.
+Sizes become explicit. ``t``, ``reshape`` and ``_unsafe_view`` become ``transpose`` and ``view``.
+Equal views of one value within a module and phase become one node. A tensor that is split and
+joined again in the same order becomes itself. Ops that depend on strides or on a memory format get
+operands that have them in any layout.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ def clean(graph: fx.Graph) -> None:
 
 
 def fold_views(graph: fx.Graph) -> None:
-    """A view of a view becomes one view, where memory allows it whatever the shapes: behind both
-    the value is contiguous."""
+    """Replace a view of a view with one view, if the value behind both is contiguous: memory then
+    allows it for all shapes."""
     for node in calls(graph, aten.view.default):
         source = node.args[0]
         if source.target is aten.view.default and source.args[0].meta["val"].is_contiguous():
@@ -70,14 +72,18 @@ def fold_views(graph: fx.Graph) -> None:
 
 
 def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
-    """Turn tensors that forward built from numbers (``torch.tensor([1.0, 2.0])``) into factories.
+    """Replace constant tensors of the graph with factory calls.
 
-    So does a tensor that the model holds as a plain attribute, with the values that it has now; no
-    graph changes it.
+    Such a constant is a tensor that forward built from numbers (``torch.tensor([1.0, 2.0])``), or
+    one that the model holds as a plain attribute; its present values are used, and no graph changes
+    it.
+
+    Args:
+        graph: the graph; `get_attr` nodes name the constants.
+        constants: name → value.
 
     Raises:
-        CaptureError: the constant has very many elements, or no values: the graph has no place for
-            it.
+        CaptureError: a constant has more than 16384 elements, or no values.
     """
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
         value = constants[node.target]
@@ -102,7 +108,7 @@ def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> Non
 
 
 def _factory(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
-    """A call that makes `value`."""
+    """Insert a call that makes `value`."""
     settings = {"dtype": value.dtype, "device": value.device}
     if value.numel() == 1:
         return graph.call_function(aten.full.default, (list(value.shape), value.item()), settings)
@@ -112,51 +118,43 @@ def _factory(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
 
 
 def respell(node: fx.Node) -> None:
-    """Give a view or cast its one spelling, with explicit sizes."""
-    target, shape = node.target, shape_of(node)
-    if target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
-        node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
-    elif target is aten.expand.default:
-        node.args, node.kwargs = (node.args[0], list(shape)), {}
-    elif target is aten.t.default and len(shape) == 2:
-        node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
-    elif target is aten.transpose.int:
-        first, second = sorted(dim % len(shape) for dim in node.args[1:])
-        node.args = (node.args[0], first, second)
-    elif target is aten.slice.Tensor:
-        _respell_slice(node)
-    elif target in (aten.new_empty_strided.default, aten.empty_strided.default):
-        node.target = (
-            aten.new_empty.default
-            if target is aten.new_empty_strided.default
-            else aten.empty.memory_format
-        )
-        node.args = (*node.args[: len(node.args) - 2], list(shape))
-    elif target is aten.as_strided.default and _in_order(node, node.args[0]):
-        node.target, node.args, node.kwargs = aten.view.default, (node.args[0], list(shape)), {}
-    elif target is aten.as_strided_scatter.default and _in_order(node, node.args[1]):
-        node.target, node.args, node.kwargs = aten.view.default, (node.args[1], list(shape)), {}
-    elif target in _COMPUTED and isinstance(node.args[0], fx.Node):
-        node.target = _COMPUTED[target]
-    elif target in _COMPUTED:  # of a number
-        number = node.args[0].conjugate() if target is aten._conj.default else -node.args[0]  # type: ignore[union-attr,operator]
-        settings = {"dtype": dtype_of(node), "device": node.meta["val"].device}
-        node.target, node.args, node.kwargs = aten.full.default, ([], number), settings
-    elif (
-        target is aten._to_copy.default
-        and node.kwargs.get("memory_format") in (None, torch.preserve_format)
-        and _stays(node)
-    ):
-        node.kwargs = {"dtype": dtype_of(node)}
+    """Write a view or cast in its one form, with explicit sizes."""
+    rewrite = _SPELLINGS.get(node.target)
+    if rewrite is not None:
+        rewrite(node)
 
 
 def _state_dtype(node: fx.Node) -> None:
-    """A factory says its dtype: left out, it would be the default one of whoever runs the graph."""
+    """Add the dtype to a factory call; without it, the default dtype of the process that runs the
+    graph would be used."""
     takes = isinstance(node.target, torch._ops.OpOverload) and any(
         a.name == "dtype" for a in node.target._schema.arguments
     )
     if takes and not node.all_input_nodes and node.kwargs.get("dtype") is None:
         node.kwargs = {**node.kwargs, "dtype": dtype_of(node)}
+
+
+def _respell_view(node: fx.Node) -> None:
+    _become_view(node, node.args[0])
+
+
+def _become_view(node: fx.Node, source: fx.Node) -> None:
+    shape = list(shape_of(node))
+    node.target, node.args, node.kwargs = aten.view.default, (source, shape), {}
+
+
+def _respell_expand(node: fx.Node) -> None:
+    node.args, node.kwargs = (node.args[0], list(shape_of(node))), {}
+
+
+def _respell_t(node: fx.Node) -> None:
+    if len(shape_of(node)) == 2:
+        node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
+
+
+def _respell_transpose(node: fx.Node) -> None:
+    first, second = sorted(dim % len(shape_of(node)) for dim in node.args[1:])
+    node.args = (node.args[0], first, second)
 
 
 def _respell_slice(node: fx.Node) -> None:
@@ -169,9 +167,43 @@ def _respell_slice(node: fx.Node) -> None:
     node.args = (source, dim, start, end, given.get("step", 1))
 
 
+def _respell_empty(node: fx.Node) -> None:
+    """Drop the strides of an empty tensor."""
+    is_new = node.target is aten.new_empty_strided.default
+    node.target = aten.new_empty.default if is_new else aten.empty.memory_format
+    node.args = (*node.args[: len(node.args) - 2], list(shape_of(node)))
+
+
+def _respell_strided(node: fx.Node) -> None:
+    if _in_order(node, node.args[0]):
+        _become_view(node, node.args[0])
+
+
+def _respell_strided_scatter(node: fx.Node) -> None:
+    if _in_order(node, node.args[1]):
+        _become_view(node, node.args[1])
+
+
+def _respell_mark(node: fx.Node) -> None:
+    """Compute what a view only marks; the operand may be a number."""
+    operand = node.args[0]
+    if isinstance(operand, fx.Node):
+        node.target = _COMPUTED[node.target]
+        return
+    number = operand.conjugate() if node.target is aten._conj.default else -operand  # type: ignore[union-attr,operator]
+    settings = {"dtype": dtype_of(node), "device": node.meta["val"].device}
+    node.target, node.args, node.kwargs = aten.full.default, ([], number), settings
+
+
+def _respell_copy(node: fx.Node) -> None:
+    keeps_order = node.kwargs.get("memory_format") in (None, torch.preserve_format)
+    if keeps_order and _stays(node):
+        node.kwargs = {"dtype": dtype_of(node)}
+
+
 def _in_order(node: fx.Node, source: fx.Node) -> bool:
-    """Whether ``as_strided(base, size, stride)`` sees all of its contiguous base in order, and
-    so does `source`."""
+    """Whether ``as_strided(base, size, stride)`` reads all of its contiguous base in order, and
+    `source` has as many elements."""
     base, other = node.args[0].meta["val"], source.meta["val"]
     size, stride, *offset = node.args[2 if node.target is aten.as_strided_scatter.default else 1 :]
     seen = torch.empty_strided(size, stride, device="meta")
@@ -183,6 +215,22 @@ def _stays(node: fx.Node) -> bool:
     return node.meta["val"].device == node.args[0].meta["val"].device
 
 
+_SPELLINGS: dict[Callable[..., object], Callable[[fx.Node], None]] = {
+    **dict.fromkeys(
+        (aten.view.default, aten._unsafe_view.default, aten.reshape.default), _respell_view
+    ),
+    aten.expand.default: _respell_expand,
+    aten.t.default: _respell_t,
+    aten.transpose.int: _respell_transpose,
+    aten.slice.Tensor: _respell_slice,
+    **dict.fromkeys((aten.new_empty_strided.default, aten.empty_strided.default), _respell_empty),
+    aten.as_strided.default: _respell_strided,
+    aten.as_strided_scatter.default: _respell_strided_scatter,
+    **dict.fromkeys(_COMPUTED, _respell_mark),
+    aten._to_copy.default: _respell_copy,
+}
+
+
 def _itself(node: fx.Node) -> fx.Node:
     return node
 
@@ -192,7 +240,7 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _cast(node: fx.Node) -> fx.Node:
-    """A cast to a wider type and back is nothing."""
+    """Remove a cast to a wider dtype and back."""
     node = _copy(node)
     source = node.args[0] if node.target is aten._to_copy.default else node
     if (
@@ -276,17 +324,16 @@ _SIMPLER: dict[Callable[..., object], Callable[[fx.Node], fx.Node]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# A tensor that is taken apart and put together again in the same order is itself.
+# A tensor that is split and joined again in the same order is itself.
 #
-# Loops over samples or time steps select one entry of a dim at a time, and projections that are
-# made at once are sliced; each of these, and the sum of padded gradients that mirrors it, would
-# make the dim whole. Terms: the *parts* of a dim are its entries (`select`, `unbind`) or its
-# consecutive slices.
+# Loops over samples or time steps select one entry of a dim at a time, and fused projections are
+# sliced. Each of these, and the sum of padded gradients that mirrors it, would require the dim to
+# be whole. The *parts* of a dim are its entries (`select`, `unbind`) or its consecutive slices.
 
 
 def rejoin(graph: fx.Graph) -> None:
-    """Gradients of all parts as one join of them; then joins of all parts of a dim along it as a
-    view of what they are parts of."""
+    """Replace sums of gradients of all parts with one join of them, and joins of all parts of a dim
+    with a view of the whole."""
     for node in calls(graph, aten.add.Tensor):
         pieces = None if _goes_on(node) else _parts_summed(node)
         if pieces is not None:
@@ -304,7 +351,8 @@ def rejoin(graph: fx.Graph) -> None:
 
 
 def _seen_as(node: fx.Node, whole: fx.Node) -> fx.Node:
-    """`whole` with the shape of `node`; the copy goes where memory allows the view without."""
+    """Return `whole` with the shape of `node`; cleaning removes the copy if memory allows the view
+    without it."""
     if shape_of(whole) == shape_of(node):
         return whole
     order = {"memory_format": torch.contiguous_format}
@@ -316,8 +364,8 @@ def _seen_as(node: fx.Node, whole: fx.Node) -> fx.Node:
 
 
 def _whole(parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
-    """The tensor whose dim `dim` has these parts, all and in order; None where they are
-    something else."""
+    """Return the tensor of which `parts` are all parts of dim `dim`, in order; None if there is no
+    such tensor."""
     sources, end = set(), 0
     for part in parts:
         found = _part(part)
@@ -336,7 +384,8 @@ def _whole(parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
 
 
 def _part(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
-    """(tensor, dim, first, end) of a part; an entry is one from `first`."""
+    """Return (tensor, dim, first, end) of a part; an entry is a part of length 1. None if `node` is
+    not a part."""
     if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
         source, at = node.args[0].args[0], node.args[1]
         dim = node.args[0].args[1] if len(node.args[0].args) > 1 else 0
@@ -353,13 +402,13 @@ def _part(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
 
 
 def _goes_on(node: fx.Node) -> bool:
-    """Whether the sum is but a step of a longer one."""
+    """Whether the sum is an operand of a longer sum, and of nothing else."""
     return len(node.users) == 1 and next(iter(node.users)).target is aten.add.Tensor
 
 
 def _parts_summed(node: fx.Node) -> tuple[OpOverload, int, list[fx.Node]] | None:
-    """(how they are joined, dim, gradients of its parts in order), where the sum pads each of
-    them once and leaves none out."""
+    """Return (op that joins them, dim, gradients in order) if the sum pads the gradient of every
+    part of a dim once; else None."""
     terms, parts, dims = [node], {}, set()
     while terms:
         term = terms.pop()
@@ -383,8 +432,8 @@ def _parts_summed(node: fx.Node) -> tuple[OpOverload, int, list[fx.Node]] | None
 
 
 def _match_padding(node: fx.Node) -> tuple[OpOverload, int, int, int] | None:
-    """(how such parts are joined, dim, first, end) of the gradient of one part, padded with
-    zeros."""
+    """Return (op that joins such parts, dim, first, end) if `node` pads the gradient of one part
+    with zeros; else None."""
     if node.target is aten.select_backward.default:
         _, sizes, dim, at = node.args
         return aten.stack.default, dim % len(sizes), at % sizes[dim], at % sizes[dim] + 1
@@ -397,15 +446,15 @@ def _match_padding(node: fx.Node) -> tuple[OpOverload, int, int, int] | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# ``as_strided`` reads a tensor's memory, of which a part, or what was gathered of parts, may have
-# another order.
+# ``as_strided`` reads the memory of a tensor. A part of the tensor, or one that was gathered from
+# parts, may have another order in memory.
 
 
 def copy_before_strided(graph: fx.Graph) -> None:
-    """Let it read a copy whose elements lie as they do in what was captured.
+    """Let ``as_strided`` read a copy whose elements lie as they do in the captured call.
 
     Raises:
-        CaptureError: they lie apart there, or one is several.
+        CaptureError: the elements are not adjacent there, or overlap.
     """
     for node in calls(graph, aten.as_strided.default):
         x = node.args[0]
@@ -436,12 +485,12 @@ def copy_before_strided(graph: fx.Graph) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Ops whose kernels want operands in one memory format become functions that take operands in any
+# Ops whose kernels need operands in one memory format are replaced by functions that accept any
 # (`autopar.ops.formats`).
 
 
 def take_any_format(graph: fx.Graph) -> None:
-    """Replace the targets; arguments stay."""
+    """Replace ops that need one memory format with functions that accept any; arguments stay."""
     for node in graph.nodes:
         if node.op == "call_function":
             node.target = ANY_FORMAT.get(node.target, node.target)

@@ -1,8 +1,8 @@
-"""Comparisons of a value with its own extreme, as `autopar.ops.extremes`, which read the value
-once.
+"""Replace comparisons of a value with its own extreme by `autopar.ops.extremes`, which reads the
+value once.
 
-Autograd gives the gradient of ``amax``, of ``max()``, of a median, of an infinity norm and of a
-reduction by scattering to the elements that equal the result. It compares them in backward.
+Autograd gives the gradient of ``amax``, ``max()``, a median, an infinity norm and a reduction by
+scattering to the elements that equal the result, and compares them in backward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NORMS = (aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Sc
 
 
 class _Extreme(NamedTuple):
-    """What a node reduces: of `source`, or of its magnitudes, over `dims`."""
+    """A reduction of `source`, or of its magnitudes, over `dims`; empty `dims` mean all."""
 
     source: fx.Node
     kind: str
@@ -46,7 +46,7 @@ class _Extreme(NamedTuple):
 
 
 def replace_extremes(graph: fx.Graph) -> None:
-    """Replace comparisons with extremes, and gradients that compare inside of torch's kernels."""
+    """Replace comparisons with extremes, and backward ops that compare inside torch's kernels."""
     for node in calls(graph, aten.eq.Tensor):
         pairs = [pair for pair in (node.args, node.args[::-1]) if _are_nodes(pair)]
         _replace(node, pairs, torch.bool)
@@ -76,7 +76,8 @@ def _insert_op(node: fx.Node, made: Made, dtype: torch.dtype) -> None:
 
 
 def _match_reduction(x: fx.Node, other: fx.Node) -> Made | None:
-    """The op that compares `x` with `other`, if that is the extreme of `x` over some dims."""
+    """Return the op that compares `x` with `other`, if `other` is the extreme of `x` over some
+    dims; else None."""
     while other.target is aten.expand.default:
         other = other.args[0]  # type: ignore[assignment]
     found = _extreme(_skip_reshapes(other))
@@ -102,7 +103,7 @@ def _skip_reshapes(node: fx.Node) -> fx.Node:
 
 
 def _extreme(node: fx.Node) -> _Extreme | None:
-    """What a node that makes an extreme reduces; None of another node."""
+    """Return the reduction that `node` is; None if it is not an extreme."""
     if node.target in _OF_ALL and len(node.args) == 1:
         return _Extreme(node.args[0], _OF_ALL[node.target], ())  # type: ignore[arg-type]
     if node.target in _OF_DIMS:
@@ -124,7 +125,8 @@ def _dims(node: fx.Node, position: int) -> tuple[int, ...]:
 
 
 def _match_scatter(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
-    """The op that compares `x` with `other`, if `x` was reduced into that by scattering."""
+    """Return the op that compares `x` with `other`, if `x` was reduced into `other` by scattering;
+    else None."""
     at = (
         other.args[0] if other.target in (aten.gather.default, aten.index_select.default) else other
     )
@@ -143,7 +145,7 @@ def _match_scatter(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two arguments are one value: constants are written once for forward and once for
+    """Whether two arguments have one value: constants are written once for forward and once for
     backward."""
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(map(_is_same, a, b))
@@ -154,7 +156,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _spread(node: fx.Node, index: fx.Node, dim: int, shape: tuple[int, ...]) -> fx.Node:
-    """The index of each element of a source of `shape`."""
+    """Return the index of each element of a source of shape `shape`."""
     dtype = index.meta["val"].dtype
     column = [shape[dim] if d == dim % len(shape) else 1 for d in range(len(shape))]
     seen = view(node, index, column)

@@ -30,20 +30,22 @@ Group = tuple[int, ...]
 class Behind:
     """A value behind transposes, copies and at most one merging view.
 
-    `groups` has one entry per dim of the operand: the dims of `source` that it merges, in order.
+    Attributes:
+        source: the value.
+        groups: for each dim of the operand, the dims of `source` that it merges, in order.
     """
 
     source: fx.Node
     groups: tuple[Group, ...]
 
     def sizes(self, dim: int) -> tuple[int, ...]:
-        """Sizes of the source's dims behind dim `dim` of the operand."""
+        """Return the sizes of the source's dims behind dim `dim` of the operand."""
         return tuple(shape_of(self.source)[d] for d in self.groups[dim])
 
 
 def merged_dims(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Group, ...] | None:
-    """For a view that only merges neighbouring dims, the dims of `before` behind each dim of
-    `after`; otherwise None."""
+    """Return the dims of `before` behind each dim of `after`, if a view from one shape to the other
+    only merges neighbouring dims; else None."""
     groups: list[Group] = []
     position = 0
     for number, size in enumerate(after):
@@ -64,7 +66,8 @@ def merged_dims(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Group,
 
 
 def behind(node: fx.Node) -> Behind:
-    """Look behind the outer transposes and copies of an operand, and then one merging view."""
+    """Look behind the outer transposes and copies of an operand, and then behind one merging
+    view."""
     groups: tuple[Group, ...] = tuple((dim,) for dim in range(len(shape_of(node))))
     while True:
         if node.target is aten.transpose.int:
@@ -90,8 +93,8 @@ def _without_copies(node: fx.Node) -> fx.Node:
 
 
 def unflatten_products(graph: fx.Graph) -> None:
-    """Every ``mm``, ``bmm`` and plain ``addmm`` becomes `dot`, an addmm's bias its bias; one
-    that is broadcast becomes an addition."""
+    """Replace every ``mm``, ``bmm`` and plain ``addmm`` with `dot`. The bias of an ``addmm``
+    becomes that of the `dot`; a bias that is broadcast over columns is added separately."""
     for node in calls(graph, aten.mm.default, aten.bmm.default, aten.addmm.default):
         with graph.inserting_before(node):
             result = (
@@ -103,8 +106,8 @@ def unflatten_products(graph: fx.Graph) -> None:
 
 
 def unflatten_sums(graph: fx.Graph) -> None:
-    """Sums over merged dims become sums over all of them, and lose kept dims that are dropped
-    right after."""
+    """Replace sums over merged dims with sums over the original dims, and remove kept dims that are
+    dropped right after."""
     for node in calls(graph, aten.sum.dim_IntList):
         source, dims, keepdim = (*node.args, False)[:3]
         operand = _behind_view(source)
@@ -153,8 +156,8 @@ def _addmm(node: fx.Node) -> fx.Node | None:
 
 
 def _product(node: fx.Node, left: fx.Node, right: fx.Node, bias: fx.Node | None = None) -> fx.Node:
-    """`dot` of what is behind both operands, and a bias of its columns; its result has their
-    unflattened dims."""
+    """Return the `dot` of what is behind both operands, with their unflattened dims, and `bias`
+    over its columns."""
     a, b = behind(left), behind(right)
     batch = len(a.groups) - 2
     for left_dim, right_dim in [*((dim, dim) for dim in range(batch)), (batch + 1, batch)]:
@@ -191,7 +194,7 @@ def _term(letters: dict[int, str]) -> str:
 
 
 def _merge(node: fx.Node, operand: Behind, dim: int) -> Behind:
-    """The operand with the dims behind `dim` merged by a view of its source."""
+    """Merge the dims behind dim `dim` of the operand by a view of its source."""
     group = operand.groups[dim]
     if len(group) == 1:
         return operand
@@ -216,21 +219,27 @@ def _merge(node: fx.Node, operand: Behind, dim: int) -> Behind:
 
 
 # --------------------------------------------------------------------------------------------------
-# Fused projections seen with a dim of their own for the parts.
+# Fused projections get a dim of their own for the parts.
 #
-# A weight that makes query, key and value at once is stored ``[d, 3 e]`` (or ``[3 e, d]``), and
-# its product is split into three. Sharding ``3 e`` would cut across the parts. So the parameter
-# is seen as ``[d, 3, e]``: the product has dims ``[..., 3, e]``, a part is a `select`, and
-# sharding ``e`` shards the heads of all three alike. The same happens in backward: the parts'
-# gradients are stacked, and weight and bias get gradients of the seen shape.
+# A weight that makes query, key and value at once is stored as ``[d, 3 e]`` (or ``[3 e, d]``), and
+# its product is split into three. Sharding ``3 e`` would cut across the parts. So the parameter is
+# viewed as ``[d, 3, e]``: the product has dims ``[..., 3, e]``, a part is a `select`, and sharding
+# ``e`` shards the heads of all three alike. In backward, the parts' gradients are stacked, and
+# weight and bias get gradients of the viewed shape.
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
     """One fused projection.
 
-    `value` is the product, with its `bias` or that added to it, of last dim `num_parts * size`;
-    `joined` are its gradients, concatenated parts.
+    Attributes:
+        product: the product.
+        weight: its weight.
+        bias: its bias, if there is one.
+        value: the product with its bias; the last dim is `num_parts` times the size of a part.
+        split: the node that splits `value`.
+        num_parts: number of equal parts.
+        joined: gradients of `value`: concatenated gradients of the parts.
     """
 
     product: fx.Node
@@ -243,16 +252,17 @@ class _Site:
 
     @property
     def letter(self) -> str:
+        """Letter of the fused dim in the product's equation."""
         return self.product.args[0][-1]
 
-    def seen(self, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-        """`shape` with its dim `dim` seen as parts."""
+    def split_dim(self, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        """Return `shape` with dim `dim` split into (parts, size of a part)."""
         dim %= len(shape)
         return (*shape[:dim], self.num_parts, shape[dim] // self.num_parts, *shape[dim + 1 :])
 
 
 def separate_fused_projections(graph: fx.Graph) -> None:
-    """Give every fused projection whose parts are equal its dim for the parts."""
+    """Give every fused projection with equal parts a dim of its own for the parts."""
     for product in calls(graph, ops.dot):
         _split_slices(graph, product)
     for split in calls(graph, aten.split.Tensor, aten.split_with_sizes.default):
@@ -263,8 +273,8 @@ def separate_fused_projections(graph: fx.Graph) -> None:
 
 
 def _split_slices(graph: fx.Graph, product: fx.Node) -> None:
-    """One split, where a product (plus bias) is read by slices of its last dim that leave
-    nothing out and do not overlap."""
+    """Replace slices of a product (plus bias) with one split, if they cover its last dim without
+    gaps or overlap."""
     value = product
     if len(product.users) == 1 and (only := next(iter(product.users))).target is aten.add.Tensor:
         value = only
@@ -325,7 +335,8 @@ def _site(split: fx.Node) -> _Site | None:
 
 
 def _equal_parts(split: fx.Node) -> int | None:
-    """Number of parts of a split of the last dim, where they are equal and taken one by one."""
+    """Return the number of parts of a split of the last dim, if they have equal sizes and are taken
+    one by one; else None."""
     source = shape_of(split.args[0])
     dim = split.args[2] if len(split.args) > 2 else 0
     sizes = [tuple(part.shape) for part in split.meta["val"]]
@@ -337,9 +348,9 @@ def _equal_parts(split: fx.Node) -> int | None:
 def _find_concatenations(
     x: fx.Node, weight: fx.Node, shape: tuple[int, ...], num_parts: int
 ) -> Iterator[fx.Node]:
-    """Concatenations, of the value's shape, that are multiplied with the projection's input or
-    weight, and with no other weight:
-    another projection of the same input has gradients of its own."""
+    """Yield the concatenations of shape `shape` that are multiplied with the projection's input or
+    weight and with no other weight: another projection of the same input has gradients of its
+    own."""
     seen = set()
     for user in (*x.users, *weight.users):
         for operand in user.args[1:] if user.target is ops.dot else ():
@@ -364,8 +375,8 @@ def _find_concatenations(
 
 
 def _is_closed(site: _Site) -> bool:
-    """Whether everything that touches the fused dim is part of the site, so that all of it can
-    be rewritten."""
+    """Whether all nodes with the fused dim belong to the site, so that all of them can be
+    rewritten."""
     inside = {site.product, *site.joined}
     if site.bias is not None and (
         site.bias.op != "placeholder"
@@ -396,8 +407,8 @@ def _reads_joined(user: fx.Node, site: _Site) -> bool:
 
 
 def _contracts_last(user: fx.Node, joined: fx.Node) -> bool:
-    """Whether a reader sums over the fused dim (the input's gradient does, those of weight and
-    bias do not)."""
+    """Whether a reader sums over the fused dim, as the input's gradient does; the gradients of
+    weight and bias do not."""
     if user.target is not ops.dot:
         return len(shape_of(joined)) - 1 in [dim % len(shape_of(joined)) for dim in user.args[1]]
     terms, result = user.args[0].split("->")
@@ -406,12 +417,12 @@ def _contracts_last(user: fx.Node, joined: fx.Node) -> bool:
 
 def _rewrite(graph: fx.Graph, site: _Site) -> None:
     weight_dim = site.product.args[0].split("->")[0].split(",")[1].index(site.letter)
-    _resize(site.weight, site.seen(shape_of(site.weight), weight_dim))
+    _resize(site.weight, site.split_dim(shape_of(site.weight), weight_dim))
     if site.bias is not None:
-        _resize(site.bias, site.seen(shape_of(site.bias), 0))
+        _resize(site.bias, site.split_dim(shape_of(site.bias), 0))
     _reletter(site.product, site.letter)
     for node in {site.product, site.value}:
-        _resize(node, site.seen(shape_of(node), -1))
+        _resize(node, site.split_dim(shape_of(node), -1))
     parts_dim = len(shape_of(site.value)) - 2
     for part in list(site.split.users):
         with graph.inserting_before(part):
@@ -426,7 +437,10 @@ def _rewrite_backward(graph: fx.Graph, joined: fx.Node, site: _Site) -> None:
     rank = len(shape_of(joined))
     with graph.inserting_before(joined):
         stacked = emit(
-            joined, aten.stack.default, (joined.args[0], rank - 1), site.seen(shape_of(joined), -1)
+            joined,
+            aten.stack.default,
+            (joined.args[0], rank - 1),
+            site.split_dim(shape_of(joined), -1),
         )
     for user in list(joined.users):
         keeps = not _contracts_last(user, joined)
@@ -434,15 +448,15 @@ def _rewrite_backward(graph: fx.Graph, joined: fx.Node, site: _Site) -> None:
             terms, result = user.args[0].split("->")
             letter = terms.split(",")[user.args.index(joined) - 1][-1]
             if keeps:
-                _resize(user, site.seen(shape_of(user), result.index(letter)))
+                _resize(user, site.split_dim(shape_of(user), result.index(letter)))
             _reletter(user, letter)
         elif keeps:
-            _resize(user, site.seen(shape_of(user), -1))
+            _resize(user, site.split_dim(shape_of(user), -1))
     joined.replace_all_uses_with(stacked)
 
 
 def _reletter(dot: fx.Node, letter: str) -> None:
-    """One letter of the equation becomes two: that of the parts, and the old one for the dim
+    """Replace one letter of the equation with two: one for the parts, and the old one for the dim
     within a part."""
     parts = next(new for new in string.ascii_letters if new not in dot.args[0])
     dot.args = (dot.args[0].replace(letter, parts + letter), *dot.args[1:])

@@ -1,8 +1,8 @@
-"""Table look-ups as `autopar.ops.embedding`, which can work on a part of the table.
+"""Replace table look-ups with `autopar.ops.embedding`, which can work on a part of the table.
 
-Bags of equal length are look-ups that are summed. ``masked_scatter`` of whole rows, as where a
-language model takes in an image's features, looks row n of its source up for the n-th place that
-the mask picks.
+Bags of equal length are look-ups that are summed. A look-up of a table by positions is one by an
+arange. ``masked_scatter`` of whole rows, with which a multimodal language model inserts the
+features of an image, looks up row n of its source for the n-th place that the mask picks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _INDEX = torch.int64
 
 
 def replace_bags(graph: fx.Graph) -> None:
-    """``_embedding_bag`` of bags of equal length, forward alone, too, as an embedding and a sum
-    or mean, forward and backward."""
+    """Replace ``_embedding_bag`` of bags of equal length, and its backward, with an embedding and a
+    sum or mean."""
     of_bags: dict[fx.Node, fx.Node] = {}
     for node in (
         *calls(graph, aten._embedding_bag.default),
@@ -47,8 +47,8 @@ def replace_bags(graph: fx.Graph) -> None:
 
 
 def _equal_bags(node: fx.Node) -> fx.Node | None:
-    """The ids [bags, length], made before `node`; None where bags may differ or entries are
-    weighed."""
+    """Return the ids ``[bags, length]``, made before `node`; None if bags may differ in length or
+    entries are weighted."""
     offsets, num_ids = node.args[2], shape_of(node.args[1])[0]
     steps = {"arange.start_step": 2, "arange.default": None}
     kind = getattr(offsets.target, "_schema", None) and str(offsets.target).removeprefix("aten.")
@@ -94,7 +94,7 @@ def _bag_gradient(node: fx.Node, ids: fx.Node) -> fx.Node:
 
 
 def replace_masked_rows(graph: fx.Graph) -> None:
-    """``masked_scatter`` whose mask is equal along the last dim, and its backward."""
+    """Replace ``masked_scatter`` whose mask is constant along the last dim, and its backward."""
     places: dict[fx.Node, fx.Node] = {}
     for node in calls(graph, aten.masked_scatter.default):
         whole, mask, source = node.args
@@ -124,15 +124,15 @@ def replace_masked_rows(graph: fx.Graph) -> None:
 
 
 def _by_rows(mask: fx.Node, shape: tuple[int, ...]) -> fx.Node | None:
-    """The mask with a last dim of size 1, where each row of a tensor of that shape is picked
-    whole."""
+    """Return the mask with a last dim of size 1 if it picks whole rows of a tensor of shape
+    `shape`; else None."""
     if mask.target is aten.expand.default and shape_of(mask) == shape:
         mask = mask.args[0]
     return mask if shape_of(mask) == (*shape[:-1], 1) else None
 
 
 def _places(node: fx.Node, mask: fx.Node) -> fx.Node:
-    """Which row each place takes: how many the mask picked before it."""
+    """Return the row that each place takes: the number of places that the mask picked before it."""
     places = shape_of(mask)[:-1]
     flat = view(node, mask, (mask.meta["val"].numel(),))
     count = emit(node, aten.cumsum.default, (flat, 0), shape_of(flat), dtype=_INDEX)
@@ -160,7 +160,7 @@ def _rows_gradient(
 
 
 def replace_embeddings(graph: fx.Graph) -> None:
-    """``embedding`` and its dense backward; gradients scaled by frequency, which need all ids,
+    """Replace ``embedding`` and its dense backward; gradients scaled by frequency need all ids and
     stay as they are."""
     for node in calls(graph, aten.embedding.default):
         with graph.inserting_before(node):
@@ -176,13 +176,12 @@ def replace_embeddings(graph: fx.Graph) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Look-ups by position: rows of a table by the places of tokens, and of each sample one of its
-# rows.
+# Look-ups by position: rows of a table by the positions of tokens, and one row of each sample.
 #
-# ATen's ``index`` makes the dims that it indexes whole, and its gradient, an ``index_put`` into
-# zeros, is no sum of parts. A table looked up by an arange is an `autopar.ops.embedding`, whose
-# gradient is one. What ``x[arange(n), picks]`` picks of n samples is a ``gather`` along dim 1, in
-# which samples stay apart, as they do in its gradient, a ``scatter_add``.
+# ATen's ``index`` requires the dims that it indexes to be whole, and its gradient, an ``index_put``
+# into zeros, is not a sum of parts. A look-up of a table by an arange is an
+# `autopar.ops.embedding`, whose gradient is such a sum. ``x[arange(n), picks]`` of n samples is a
+# ``gather`` along dim 1, which keeps samples apart, as does its gradient, a ``scatter_add``.
 
 _ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default))
 _ARRANGES = frozenset(
@@ -202,7 +201,8 @@ _ARRANGES = frozenset(
 
 
 def replace_positions(graph: fx.Graph) -> None:
-    """Look-ups in tables by aranges, and of one row of each sample, forward and backward."""
+    """Replace look-ups in tables by aranges, and look-ups of one row of each sample, forward and
+    backward."""
     for node in calls(graph, aten.index.Tensor):
         with graph.inserting_before(node):
             made = _looked_up(node) or _match_lookup(node)
@@ -235,8 +235,8 @@ def _table_gradient(node: fx.Node) -> fx.Node | None:
 
 
 def _ids_of(node: fx.Node) -> fx.Node | None:
-    """The places that are looked up in a table [v, d], none of them negative, which counts from
-    the end; None where it is not that."""
+    """Return the positions that are looked up in a table ``[v, d]``, if they cannot be negative
+    (negative indices count from the end); else None."""
     indices = node.args[1]
     if (
         len(shape_of(node.args[0])) != 2
@@ -248,7 +248,7 @@ def _ids_of(node: fx.Node) -> fx.Node | None:
 
 
 def _is_arange(node: fx.Node) -> bool:
-    """Whether all its elements are those of an arange from 0 or above."""
+    """Whether all elements of `node` are elements of an arange that starts at 0 or above."""
     while node.target in _ARRANGES and not dtype_of(node).is_floating_point:
         node = node.args[0]
     match str(node.target), node.args:
@@ -284,8 +284,8 @@ def _picks_gradient(node: fx.Node) -> fx.Node | None:
 
 
 def _picks_of(node: fx.Node) -> fx.Node | None:
-    """Which row each sample of ``node.args[0]`` [n, s, ...] has picked, [n, 1, ...]; None where
-    it is not that."""
+    """Return the row that is picked of each sample of ``node.args[0]`` ``[n, s, ...]``, as ``[n, 1,
+    ...]``; None if `node` is not such a look-up."""
     indices = node.args[1]
     if len(indices) != 2 or None in indices:
         return None
@@ -310,7 +310,7 @@ def _picks_of(node: fx.Node) -> fx.Node | None:
 
 
 def _from_start(node: fx.Node, picks: fx.Node, length: int) -> fx.Node:
-    """Those below zero, which count from the end, counted from the start."""
+    """Return the picks with negative ones, which count from the end, made positive."""
     if picks.target is aten.argmax.default:
         return picks
     below = emit(node, aten.lt.Scalar, (picks, 0), shape_of(picks), dtype=torch.bool)

@@ -1,15 +1,15 @@
-"""The cross entropy on unflattened logits, in pieces that work with a split batch, sequence and
-vocabulary.
+"""Split cross entropies and negative log likelihoods into pieces that work with a split batch,
+sequence and vocabulary.
 
-::
+The cross entropy is computed on unflattened logits::
 
     m = amax(x)    s = Σ exp(x − m)    nll = log s + m − x[label]    valid = label ≠ ignored
     loss = Σ nll · valid / Σ valid
     ∂loss/∂x = cross_entropy_backward(x, m, s, label, valid · tangent / max(Σ valid, 1))
 
-Where no label is valid the loss is NaN and its gradient zero, as in torch. The number of valid
-labels is a sum of its own, known before the first backward. The logits are read as they are: in
-half precision, a cast before the loss is redundant, since the pieces compute in float32.
+If no label is valid, the loss is NaN and its gradient zero, as in torch. The number of valid labels
+is a sum of its own, known before the first backward. The logits are read as they are: in half
+precision, a cast before the loss is redundant, since the pieces compute in float32.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Pieces:
 
 
 def split_cross_entropy(graph: fx.Graph) -> None:
-    """``_log_softmax → nll_loss_forward`` and their backwards, for reductions mean and sum
+    """Split ``_log_softmax → nll_loss_forward`` and their backwards, for reductions mean and sum
     without class weights."""
     for node in calls(graph, aten.nll_loss_forward.default):
         if not _is_plain(node):
@@ -71,7 +71,7 @@ def split_cross_entropy(graph: fx.Graph) -> None:
 
 
 def _is_gradient(node: fx.Node, forward: fx.Node) -> bool:
-    """Whether it is the backward of that forward, and not of another loss of the same scores."""
+    """Whether `node` is the backward of `forward`, not of another loss of the same scores."""
     if node.target is not aten.nll_loss_backward.default or node.args[1:6] != forward.args:
         return False
     total = node.args[6]
@@ -127,7 +127,8 @@ def _forward(node: fx.Node) -> _Pieces:
 
 
 def _unflatten_rows(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Labels from before they were flattened, and the logits in the same rows."""
+    """Return the logits and the labels with the rows that the labels had before they were
+    flattened."""
     logits, labels = node.args[0].args[0], node.args[1]
     if (
         labels.target is aten.view.default
@@ -140,7 +141,7 @@ def _unflatten_rows(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _before_cast(logits: fx.Node) -> fx.Node:
-    """Logits in half precision, where these are a cast of them."""
+    """Return the logits in half precision, if `logits` is a cast of them to float32."""
     widened = (
         logits.target is aten._to_copy.default
         and dtype_of(logits) == torch.float32
@@ -175,16 +176,14 @@ def _backward(end: fx.Node, tangent: fx.Node, pieces: _Pieces) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The negative log likelihood in pieces, where it is not the end of a cross entropy over the last
-# dim (that is `loss`'s).
+# Negative log likelihoods that are not the end of a cross entropy over the last dim (see above).
 #
-# ::
+#     picked = x[label],  x [n, c, ...]        seen = label ≠ ignored
+#     loss = Σ −picked · w[label] · seen / Σ w[label] · seen
+#     ∂loss/∂x[label] = −tangent · w[label] · seen / Σ w[label] · seen
 #
-# picked = x[label], x [n, c, ...] loss = Σ −picked · w[label] · seen / Σ w[label] · seen, seen =
-# label ≠ ignored ∂loss/∂x[label] = −tangent · w[label] · seen / Σ w[label] · seen
-#
-# Batch and space may be split: the two sums are partial then, and nothing else looks across. They
-# are taken in at least fp32: there may be more labels than fp16 has numbers.
+# Batch and space may be split: the two sums are partial then, and no other op combines rows. Sums
+# are taken in at least float32: there may be more labels than float16 can count.
 
 _NONE, _LIKELIHOOD_MEAN = 0, 1
 _FORWARD = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
@@ -192,7 +191,7 @@ _BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
 def split_likelihood(graph: fx.Graph) -> None:
-    """``nll_loss_forward`` and ``nll_loss2d_forward`` of a batch, and their backwards."""
+    """Split ``nll_loss_forward`` and ``nll_loss2d_forward`` of a batch, and their backwards."""
     for node in calls(graph, *_FORWARD):
         x, labels, weight, reduction, ignored = node.args
         if len(shape_of(x)) > 1:
@@ -215,9 +214,9 @@ def split_likelihood(graph: fx.Graph) -> None:
 
 
 def _likelihood_forward(node: fx.Node, rows: _Rows, reduction: int) -> None:
-    losses = rows.weighed(rows.picked())
-    total = rows.summed(rows.factor())
-    loss = losses if reduction == _NONE else rows.summed(losses)
+    losses = rows.weigh(rows.negated_picks())
+    total = rows.sum_all(rows.factor())
+    loss = losses if reduction == _NONE else rows.sum_all(losses)
     if reduction == _LIKELIHOOD_MEAN:
         loss = rows.step(aten.div.Tensor, (loss, total), (), dtype=dtype_of(total))
     for result in list(node.users):
@@ -225,7 +224,8 @@ def _likelihood_forward(node: fx.Node, rows: _Rows, reduction: int) -> None:
 
 
 class _Rows:
-    """The nodes that are made before `node`; a row is a label with its classes, whose dim is 1."""
+    """Builds the pieces of one likelihood before `node`. A row is a label with the scores of its
+    classes, which are dim 1 of `x`."""
 
     def __init__(
         self, node: fx.Node, x: fx.Node, labels: fx.Node, weight: fx.Node | None, ignored: int
@@ -246,6 +246,15 @@ class _Rows:
     def step(
         self, target: Any, args: tuple[Any, ...], shape: tuple[int, ...] | None = None, **how: Any
     ) -> fx.Node:
+        """Insert a call; its result has the shape of the labels and the dtype of the scores by
+        default.
+
+        Args:
+            target: the op.
+            args: its arguments.
+            shape: shape of the result.
+            how: ``dtype`` of the result, and ``kwargs`` of the call.
+        """
         return emit(
             self.node,
             target,
@@ -254,35 +263,38 @@ class _Rows:
             **{"dtype": dtype_of(self.x), **how},
         )
 
-    def picked(self) -> fx.Node:
-        """−x[label]."""
+    def negated_picks(self) -> fx.Node:
+        """Return −x[label]."""
         found = self.step(aten.gather.default, (self.x, 1, self.index), shape_of(self.index))
         return self.step(aten.neg.default, (self.step(aten.squeeze.dim, (found, 1)),))
 
     def factor(self) -> fx.Node:
-        """w[label], 0 where the label is ignored; without weights it is only added up, in the
-        dtype for that."""
+        """Return w[label], 0 if the label is ignored.
+
+        Without weights the factor is only summed; it is then 1 or 0, in at least float32.
+        """
         if self.weight is None:
             wide = torch.promote_types(dtype_of(self.x), torch.float32)
             return self.step(
                 aten._to_copy.default, (self.seen,), dtype=wide, kwargs={"dtype": wide}
             )
-        return self._masked(self.step(aten.index.Tensor, (self.weight, [self.labels])))
+        return self._mask_ignored(self.step(aten.index.Tensor, (self.weight, [self.labels])))
 
-    def weighed(self, rows: fx.Node) -> fx.Node:
-        """`rows` times the factor; an ignored one is 0, be it infinite."""
+    def weigh(self, rows: fx.Node) -> fx.Node:
+        """Return `rows` times the factor; an ignored row is 0, even if it is infinite."""
         rows = rows if self.weight is None else self.step(aten.mul.Tensor, (rows, self.factor()))
-        return self._masked(rows)
+        return self._mask_ignored(rows)
 
     def scatter(self, scale: fx.Node) -> fx.Node:
-        """Zeros like x, with −scale times the factor at the labels."""
+        """Return zeros like x, with −`scale` times the factor at the labels."""
         down = self.step(aten.neg.default, (scale,), shape_of(scale))
         each = down if shape_of(scale) else self.step(aten.expand.default, (down, list(self.shape)))
-        source = self.step(aten.unsqueeze.default, (self.weighed(each), 1), shape_of(self.index))
+        source = self.step(aten.unsqueeze.default, (self.weigh(each), 1), shape_of(self.index))
         zeros = self.step(aten.zeros_like.default, (self.x,), shape_of(self.x))
         return self.step(aten.scatter.src, (zeros, 1, self.index, source), shape_of(self.x))
 
-    def summed(self, rows: fx.Node) -> fx.Node:
+    def sum_all(self, rows: fx.Node) -> fx.Node:
+        """Return the sum of `rows`, in at least float32."""
         wide = torch.promote_types(dtype_of(rows), torch.float32)
         return self.step(
             aten.sum.dim_IntList,
@@ -291,5 +303,5 @@ class _Rows:
             dtype=wide,
         )
 
-    def _masked(self, rows: fx.Node) -> fx.Node:
+    def _mask_ignored(self, rows: fx.Node) -> fx.Node:
         return self.step(aten.masked_fill.Scalar, (rows, self.unseen, 0))

@@ -1,9 +1,9 @@
-"""Batch normalization in pieces (`autopar.ops.norms`), so that batch statistics can be sums over
-ranks.
+"""Split batch norms and root-mean-square norms into pieces (`autopar.ops.norms`), so that their
+statistics can be sums over ranks.
 
-The mean of a batch that is split is a sum of parts, and so are its variance and the gradients of
-weight and bias; what is normalized is elementwise. The running statistics are updated from the
-whole batch's.
+The mean of a split batch is a sum of parts, and so are its variance and the gradients of weight and
+bias. The normalization is elementwise. The running statistics are updated from those of the whole
+batch.
 """
 
 from __future__ import annotations
@@ -54,32 +54,41 @@ _FORWARD = {
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where pieces are written, and in which dtype sums are taken."""
+    """Writes the pieces of one batch norm; sums are taken in the dtype `wide`.
+
+    Attributes:
+        like: the node to replace; pieces get its phase, module and source.
+        x: the operand ``[n, c, ...]``.
+    """
 
     like: fx.Node
     x: fx.Node
 
     @property
     def channels(self) -> tuple[int, ...]:
+        """Shape of a value per channel."""
         return shape_of(self.x)[1:2]
 
     @property
     def count(self) -> int:
+        """Number of elements of each channel."""
         return math.prod(shape_of(self.x)) // self.channels[0]
 
     @property
     def wide(self) -> torch.dtype:
+        """Dtype of sums: at least float32."""
         return torch.promote_types(dtype_of(self.x), torch.float32)
 
     def per_channel(self, target: Any, *args: Any) -> fx.Node:
-        """A piece with one element per channel."""
+        """Insert a call whose result has one element per channel."""
         return emit(self.like, target, args, self.channels, dtype=self.wide)
 
     def like_x(self, target: Any, *args: Any) -> fx.Node:
-        """A piece with the shape of x."""
+        """Insert a call whose result has the shape and dtype of x."""
         return emit(self.like, target, args, shape_of(self.x), dtype=dtype_of(self.x))
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Return `node` in `dtype`."""
         if dtype_of(node) == dtype:
             return node
         return emit(
@@ -92,13 +101,14 @@ class _Site:
         )
 
     def rstd(self, var: fx.Node, eps: float) -> fx.Node:
+        """Return 1/√(var + eps) per channel."""
         return self.per_channel(
             aten.rsqrt.default, self.per_channel(aten.add.Tensor, self.cast(var, self.wide), eps)
         )
 
 
 def split_batch_norm(graph: fx.Graph) -> None:
-    """Forward and backward of every batch normalization."""
+    """Split forward and backward of every batch norm."""
     for node in calls(graph, *_FORWARD):
         with graph.inserting_before(node):
             _forward(node)
@@ -174,7 +184,7 @@ def _replace(node: fx.Node, *results: fx.Node | None) -> None:
 
 
 def split_rms_norms(graph: fx.Graph) -> None:
-    """Forward and backward of every norm."""
+    """Split forward and backward of every root-mean-square norm."""
     for node in calls(graph, ops.normed):
         with graph.inserting_before(node):
             _rms_forward(node, *node.args)
@@ -251,7 +261,7 @@ def _weight_gradient(
 def _per_row(
     node: fx.Node, x: fx.Node, target: Any, args: tuple[Any, ...], dtype: torch.dtype
 ) -> fx.Node:
-    """A piece with one element for each row of x."""
+    """Insert a call whose result has one element for each row of `x`."""
     return emit(node, target, args, shape_of(x)[:-1], dtype=wide_dtype(dtype))
 
 

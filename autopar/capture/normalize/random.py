@@ -1,7 +1,7 @@
-"""Torch's random ops as those of `autopar.ops.random`, which draw by position and read the random
-state.
+"""Replace torch's random ops with those of `autopar.ops.random`, which draw by position and read
+the random state.
 
-A graph that draws gets one more buffer, the state, which every step raises by one.
+A graph that draws gets one more buffer, the state, which every step increments.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _Replacement = Callable[[fx.Node, fx.Node], fx.Node | None]
 
 
 def replace_random(graph: fx.Graph) -> fx.Node | None:
-    """Replace the random ops that have a counterpart; the placeholder of the state where there are
-    any, else None.
+    """Replace the random ops that have a counterpart; others stay in the graph.
 
-    What has none stays in the graph.
+    Returns:
+        The placeholder of the state; None if the graph draws nothing.
     """
     _replace_dropouts_that_keep_all(graph)
     for node in calls(graph, *random.WITHOUT_GENERATOR):
@@ -58,8 +58,8 @@ def replace_random(graph: fx.Graph) -> fx.Node | None:
 
 
 def _count_unread(graph: fx.Graph) -> None:
-    """Sweep, and let each draw that is left know how many there were since the one before: eager
-    torch draws those too that nothing reads."""
+    """Sweep the graph, and let each remaining draw hold its distance from the previous one: eager
+    torch also makes the draws that nothing reads."""
     every = [node for node in graph.nodes if "draw" in node.kwargs]
     sweep(graph)
     left, step = set(graph.nodes), 0
@@ -70,15 +70,15 @@ def _count_unread(graph: fx.Graph) -> None:
 
 
 def next_state(graph: fx.Graph, state: fx.Node) -> fx.Node:
-    """The state's new value, as a node before the graph's output."""
+    """Insert the random state's new value before the graph's output."""
     output = next(iter(reversed(graph.nodes)))
     with graph.inserting_before(output):
         return emit(state, aten.add.Scalar, (state, 1), ())
 
 
 def number_draws(graph: fx.Graph) -> None:
-    """Give every draw of the graph its own number, in graph order, in place of its distance from
-    the one before."""
+    """Number the draws of the graph in order; before, each draw holds its distance from the
+    previous one."""
     number = -1
     for node in graph.nodes:
         if "draw" in node.kwargs:
@@ -87,7 +87,7 @@ def number_draws(graph: fx.Graph) -> None:
 
 
 def _state(graph: fx.Graph) -> fx.Node:
-    """A placeholder behind parameters and buffers: they come first, and inputs after."""
+    """Insert a placeholder for the state among parameters and buffers, which come before inputs."""
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
         state = graph.placeholder(random.STATE)
@@ -128,7 +128,7 @@ def _replace_dropout(node: fx.Node, state: fx.Node) -> None:
 
 
 def _replace_slopes(node: fx.Node, state: fx.Node) -> None:
-    """A slope for each element that is not positive; where nothing is trained, torch calls
+    """Draw a slope for each element that is not positive; if nothing is trained, torch calls
     another op."""
     x, _, lower, upper = node.args[:4]
     shape, dtype = shape_of(x), dtype_of(x)
@@ -161,7 +161,8 @@ def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
 
 
 def _replace_shaped(kind: Callable[..., Any], first: float, second: float) -> _Replacement:
-    """``rand``, ``randn`` and their ``_like``: the result's own shape and dtype say all."""
+    """Return a replacement for ``rand``, ``randn`` and their ``_like`` forms, which need only the
+    result's shape and dtype."""
 
     def replace(node: fx.Node, state: fx.Node) -> fx.Node:
         shape, dtype = shape_of(node), dtype_of(node)
@@ -173,7 +174,7 @@ def _replace_shaped(kind: Callable[..., Any], first: float, second: float) -> _R
 def _replace_ranged(
     kind: Callable[..., Any], names: tuple[str, str], defaults: tuple[float, float]
 ) -> _Replacement:
-    """``uniform(x, from, to)`` and ``normal_functional(x, mean, std)``."""
+    """Return a replacement for ``uniform(x, from, to)`` and ``normal_functional(x, mean, std)``."""
 
     def replace(node: fx.Node, state: fx.Node) -> fx.Node:
         shape, dtype = shape_of(node), dtype_of(node)
@@ -187,7 +188,8 @@ def _replace_ranged(
 
 
 def _integers(low: int | None, high: int) -> _Replacement:
-    """``randint`` and its kin; `low` and `high` are argument positions."""
+    """Return a replacement for ``randint`` and its variants; `low` and `high` are positions of
+    arguments."""
 
     def replace(node: fx.Node, state: fx.Node) -> fx.Node | None:
         shape, dtype = shape_of(node), dtype_of(node)
@@ -213,7 +215,7 @@ def _bernoulli_p(node: fx.Node, state: fx.Node) -> fx.Node:
 
 
 def _bernoulli(node: fx.Node, state: fx.Node) -> fx.Node:
-    """The operand holds the probabilities."""
+    """Draw with the probabilities that the operand holds."""
     shape, probabilities = shape_of(node), node.args[0]
     drawn = _draw(
         node, state, random.uniform, (shape, 0.0, 1.0, torch.float32), shape, torch.float32
@@ -242,8 +244,8 @@ def _exponential(node: fx.Node, state: fx.Node) -> fx.Node:
 def _exponentials(
     node: fx.Node, state: fx.Node, shape: Sequence[int], dtype: torch.dtype, rate: float = 1.0
 ) -> fx.Node:
-    """By inversion: −log(1 − u) / rate, in at least float32, whose digits reach into the tail,
-    and never 0."""
+    """Draw exponential numbers by inversion, −log(1 − u) / rate; never 0, and in at least float32,
+    whose digits reach into the tail."""
     drawn = _draw(node, state, random.uniform, (shape, 0.0, 1.0, dtype), shape, dtype)
     negative = emit(node, aten.neg.default, (drawn,), shape, dtype=dtype)
     logarithm = emit(node, aten.log1p.default, (negative,), shape, dtype=dtype)
@@ -254,8 +256,8 @@ def _exponentials(
 
 
 def _multinomial(node: fx.Node, state: fx.Node) -> fx.Node:
-    """The categories that come first, where each waits for an exponential time whose rate is its
-    weight; of several draws with replacement each has times of its own."""
+    """Draw categories as a race: each waits for an exponential time whose rate is its weight, and
+    the first ones are drawn. Draws with replacement each have times of their own."""
     weights, num = node.args[:2]
     replaced, dtype = (
         _argument(node, 2, "replacement", False) and num > 1,
@@ -281,7 +283,7 @@ def _multinomial(node: fx.Node, state: fx.Node) -> fx.Node:
 
 
 def _gamma(node: fx.Node, state: fx.Node) -> fx.Node:
-    """Computed in at least float32."""
+    """Draw gamma numbers, in at least float32."""
     alpha, shape, dtype = (
         node.args[0],
         shape_of(node),
@@ -307,7 +309,7 @@ def _gamma(node: fx.Node, state: fx.Node) -> fx.Node:
 
 
 def _dirichlet(node: fx.Node, state: fx.Node) -> fx.Node:
-    """Gamma numbers as shares of their sum."""
+    """Draw gamma numbers and divide them by their sum."""
     shape = shape_of(node)
     made = _gamma(node, state)
     total = emit(node, aten.sum.dim_IntList, (made, [-1], True), (*shape[:-1], 1))
@@ -315,7 +317,7 @@ def _dirichlet(node: fx.Node, state: fx.Node) -> fx.Node:
 
 
 def _permutation(node: fx.Node, state: fx.Node) -> fx.Node:
-    """The order of as many random numbers."""
+    """Return the order of random integers."""
     shape = shape_of(node)
     drawn = _draw(
         node,

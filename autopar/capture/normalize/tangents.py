@@ -1,5 +1,5 @@
-"""What backward starts from where no user's loss does: in checks, and in the traced graph as it
-stands."""
+"""Tangents from which backward starts in checks and in `execute`, where no user code computes them,
+and their place in sums of gradients."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from autopar.capture.graphs import dtype_of, is_tensor, shape_of
 def tangent_of(
     path: str, shape: Sequence[int], dtype: torch.dtype, *, is_loss: bool, scale: float = 1.0
 ) -> torch.Tensor:
-    """The gradient of one number, some loss, by an output.
+    """Return the gradient of a scalar by an output.
 
-    Of the model's loss `scale`. Of any other output `scale` times normally distributed numbers,
-    always the same for its path and shape: with ones the gradient through a softmax would be zero,
-    whatever was computed. They are drawn in float64, or complex128, and rounded.
+    The tangent of the model's loss is `scale`. That of any other output is `scale` times normally
+    distributed numbers, which are always the same for its path and shape: with ones, the gradient
+    through a softmax would be zero whatever was computed. The numbers are drawn in float64 or
+    complex128, and rounded.
 
     Args:
-        shape, dtype: of the output, which the tangent shares.
+        path: path of the output in the returned structure.
+        shape: shape of the output and of the tangent.
+        dtype: dtype of the output and of the tangent.
+        is_loss: whether the output is the model's loss.
+        scale: the factor.
     """
     if is_loss:
         return torch.full(tuple(shape), scale, dtype=dtype)
@@ -36,22 +41,21 @@ def tangent_of(
 
 
 # --------------------------------------------------------------------------------------------------
-# A sum of gradients takes the tangent of an output last, after what comes back through the ops
-# that read the output.
+# Sums of gradients add the tangent of an output last, after the gradients from ops that read it.
 #
-# Autograd adds it first, to whichever other term is there first. Where the model is cut into
-# stages, what comes back from later stages would then cross as two tensors, of which the sum is
-# taken behind: `t + a`, then `+ b`. With the tangent last one crosses, the sum of all that later
-# stages have to say of the output.
+# Autograd adds it first, to whichever other term comes first. If the model is cut into stages, the
+# gradients from later stages would then cross as two tensors: `t + a`, then `+ b`. With the tangent
+# last, one tensor crosses: the sum of all gradients from later stages.
 
 _add = torch.ops.aten.add.Tensor
 
 
 def add_tangents_last(graph: fx.Graph, tangents: Iterable[fx.Node]) -> None:
-    """Reorder the sums; values are there already, and stay right.
+    """Reorder sums of gradients so that tangents are added last; values of nodes are updated.
 
     Args:
-        tangents: placeholders.
+        graph: the joint graph.
+        tangents: placeholders of the tangents.
     """
     for tangent in tangents:
         for first in [user for user in tangent.users if _is_sum(user)]:
@@ -59,8 +63,7 @@ def add_tangents_last(graph: fx.Graph, tangents: Iterable[fx.Node]) -> None:
 
 
 def _move_down(tangent: fx.Node, here: fx.Node) -> None:
-    """`here` adds the tangent; while one further sum alone reads it, that adds the tangent in
-    its place."""
+    """Move the tangent from the sum `here` to the next sum, while that is the only reader."""
     while len(here.users) == 1:
         (behind,) = here.users
         others = [term for term in behind.args if term is not here]

@@ -1,18 +1,19 @@
-"""Rows that a mask picks: ``x[mask]``, ``masked_select``, ``nonzero``, and what is computed of
+"""Rows that a mask picks (``x[mask]``, ``masked_select``, ``nonzero``), and what is computed from
 them.
 
-How many rows there are depends on values, and a program has fixed shapes. So all rows are computed,
-and what was not picked is left out where rows are added up, averaged or put back. In place of a row
-that was not picked stands the first that was, so that nothing is computed that the model does not
-compute itself: no logarithm of what a mask was there to leave out.
+The number of picked rows depends on values, and a program has fixed shapes. So the program computes
+all rows, and leaves out the rows that were not picked when rows are summed, averaged or written
+back. A row that was not picked is replaced by the first picked row, so that the program computes
+nothing that the model does not compute itself, for example no logarithm of a value that the mask
+excludes.
 
-Where nothing that is computed of rows can do harm whatever they are, rows that were not picked are
-zeros, so that no sample depends on others.
+If no op on the rows can fail or overflow for any finite values, rows that were not picked are zeros
+instead. No sample then depends on another one.
 
 The pass works on the graph of torch functions, before there is a backward. One symbol of a shape
-stands for the number of rows that one mask picks; only a tensor's first dim may have it. Everything
-between picking and adding up has to treat rows alike and apart
-(`autopar.capture.ragged_rows.rowwise`); what does not is refused, with its line.
+stands for the number of rows that one mask picks, and only the first dim of a tensor may have it.
+All ops between the pick and the reduction must treat rows alike and apart
+(`autopar.capture.ragged_rows.rowwise`). Any other op is refused, with its source line.
 """
 
 from autopar.capture.ragged_rows.settle import settle_rows

@@ -1,5 +1,9 @@
-"""Masks that are computed twice, as in ``out[~mask] = f(x[~mask])``, are one, and pick equally
-many rows."""
+"""Masks in a graph of torch functions: equal masks are merged, and masks whose number of picked
+rows is fixed are rewritten to fixed shapes.
+
+A mask that is computed twice, as in ``out[~mask] = f(x[~mask])``, becomes one mask, so that both
+uses pick equally many rows.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +57,11 @@ _COMPARING = frozenset(
 
 
 def join_equal_masks(graph: fx.Graph) -> None:
-    """Of masks that are made in the same way of the same values the first stands for all, where
-    none is written to; what they pick has one symbol for its number of rows. The nodes of the
-    others stay, unused."""
+    """Replace masks that are computed by the same ops from the same values with the first of them.
+
+    Masks that are written to are left alone. All that one mask picks gets the same symbol for its
+    number of rows. The replaced nodes stay in the graph, unused.
+    """
     writes = [written for node in graph.nodes for written in _storages_written(node)]
     version: dict[int, int] = {}
     made: dict[fx.Node, Any] = {}
@@ -82,8 +88,14 @@ def join_equal_masks(graph: fx.Graph) -> None:
 
 
 def _story(node: fx.Node, made: dict[fx.Node, Any], version: dict[int, int]) -> Any:
-    """How a value is made, from what no comparison makes, in the state of the latter when it is
-    read."""
+    """Return a hashable description of how a value is computed.
+
+    The description ends at operands that are not themselves comparisons; these count with the
+    number of writes to their storage so far.
+
+    Raises:
+        TypeError: an argument is not hashable.
+    """
 
     def part(x: Any) -> Any:
         if isinstance(x, slice):
@@ -111,7 +123,7 @@ def _storages_written(node: fx.Node) -> set[int]:
 
 
 def _count_alike(graph: fx.Graph) -> None:
-    """What the same mask picks has equally many rows."""
+    """Give all results that one mask picks the same symbol for their number of rows."""
     sizes: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         index = node.args[1] if name_of(node) == "getitem" and len(node.args) > 1 else None
@@ -134,21 +146,23 @@ def _count_alike(graph: fx.Graph) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Masks that have to pick a certain number of rows: ``x[mask] + given``, ``x[mask] = given``,
-# where `given` has that many.
+# Masks that must pick a fixed number of rows: ``x[mask] + given`` and ``x[mask] = given``, where
+# `given` has that many rows.
 #
-# With another number the plain model raises. So the shapes are fixed: rows are read by where they
-# are, and put back by their order.
+# With another number the plain model raises an error. So shapes are fixed: rows are read by the
+# places that the mask picks, and written back in their order.
 
 
 def is_required(node: fx.Node) -> bool:
-    """Whether it reads or puts what such a mask picks."""
+    """Whether `node` reads or writes rows by a mask that must pick a fixed number of rows."""
     return name_of(node) in ("getitem", "setitem") and _match_picked(node) is not None
 
 
 def settle_required(graph: fx.Graph) -> None:
-    """Read and put back what such masks pick in shapes that are fixed; a number that has to be a
-    certain one is that."""
+    """Read and write the rows of such masks in fixed shapes.
+
+    A symbolic number that torch has determined to be one integer is replaced by that integer.
+    """
     for node in list(graph.nodes):
         number = node.meta.get("example_value")
         if isinstance(number, torch.SymInt) and number.node.expr.is_Integer:
@@ -161,8 +175,12 @@ def settle_required(graph: fx.Graph) -> None:
 
 
 def _match_picked(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...], int] | None:
-    """(mask, what else is indexed, number of rows); None of what has no fixed number, or is no
-    mask."""
+    """Match ``x[mask]`` or ``x[mask] = rows`` with a fixed number of rows.
+
+    Returns:
+        (mask, other indices, number of rows); None if the number is not fixed, or the index is not
+        a mask.
+    """
     held, index = tensor_of(node.args[0]), node.args[1]
     flags, *others = index if isinstance(index, tuple) else (index,)
     picks = tensor_of(flags)

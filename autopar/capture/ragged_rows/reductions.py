@@ -1,4 +1,4 @@
-"""Where rows end: what adds them up, averages them, or puts them back into the tensor that they
+"""Ends of picked rows: ops that sum or average them, or write them back into the tensor that they
 were picked from."""
 
 from __future__ import annotations
@@ -41,19 +41,30 @@ _OF_CLASSES = frozenset(("cross_entropy", "nll_loss"))
 
 
 def is_loss(node: fx.Node) -> bool:
-    """Whether it is a loss of torch's that may add up rows."""
+    """Whether `node` calls a torch loss that may sum over rows."""
     return name_of(node) in _OF_ELEMENTS | _OF_ROWS | _OF_CLASSES
 
 
 def reduction_of(node: fx.Node) -> str:
+    """Return the ``reduction`` of a torch loss: ``"mean"`` (the default), ``"sum"`` or
+    ``"none"``."""
     return str(_settings(node).get("reduction", "mean"))
 
 
 def end_rows(node: fx.Node, masks: Masks, write: Writer) -> fx.Node:
-    """What stands in the place of a node that has rows among its operands and none in its result.
+    """Write the replacement of a node that has picked rows among its operands and none in its
+    result.
+
+    Args:
+        node: the node to replace; it stays in the graph.
+        masks: the masks by the symbol that counts their rows.
+        write: writes nodes before `node`.
+
+    Returns:
+        The node with the same result, computed from all rows.
 
     Raises:
-        CaptureError: it does not treat them alike and apart before it adds them up.
+        CaptureError: `node` does not treat rows alike and apart before it reduces them.
     """
     ending = _loss if is_loss(node) else _ENDINGS.get(name_of(node))
     made = ending(node, masks, write) if ending is not None else None
@@ -70,14 +81,14 @@ def _mask_of(node: Any, masks: Masks) -> tuple[Mask, int]:
 
 
 def _method(node: fx.Node) -> str:
-    """What it is called as a method, in place where it is."""
+    """Return the method name of an op; it ends with an underscore if the op writes in place."""
     return str(node.target) if node.op == "call_method" else name_of(node)
 
 
 def _fill_unpicked(
     rows: fx.Node, value: Any, masks: Masks, write: Writer, rank: int | None = None
 ) -> fx.Node:
-    """Rows with `value` in place of those that were not picked."""
+    """Return `rows` with `value` in the rows that were not picked."""
     mask, factor = _mask_of(rows, masks)
     tensor = tensor_of(rows)
     dims = rank if rank is not None else 1 if tensor is None else tensor.dim()
@@ -85,8 +96,7 @@ def _fill_unpicked(
 
 
 def _along(node: fx.Node) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """The operand, and the dims that a reduction works along; None where it is no reduction of
-    rows."""
+    """Return the operand and the reduced dims; None if `node` does not reduce rows."""
     tensor = tensor_of(node.args[0])
     position_given = argument(node, 1, "dim")
     if tensor is None or isinstance(position_given, fx.Node):
@@ -118,7 +128,7 @@ def _mean(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
 
 
 def _extreme(sign: int) -> _Ending:
-    def ending(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    def end_extreme(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
         found = _along(node)
         if found is None:
             return None
@@ -130,7 +140,7 @@ def _extreme(sign: int) -> _Ending:
             name, _fill_unpicked(node.args[0], least, masks, write), *node.args[1:], **node.kwargs
         )
 
-    return ending
+    return end_extreme
 
 
 def _bound(dtype: torch.dtype, sign: int) -> int:
@@ -138,7 +148,7 @@ def _bound(dtype: torch.dtype, sign: int) -> int:
 
 
 def _whether(every: bool) -> _Ending:
-    def ending(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+    def end_flags(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
         if _along(node) is None:
             return None
         return write.method(
@@ -148,11 +158,11 @@ def _whether(every: bool) -> _Ending:
             **node.kwargs,
         )
 
-    return ending
+    return end_flags
 
 
 def _settings(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a loss by name."""
+    """Return the arguments of a loss by name."""
     try:
         return dict(
             inspect.signature(getattr(functional, name_of(node)))
@@ -196,7 +206,7 @@ def _loss(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
 
 
 def _index_add(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-    """Rows that were not picked add nothing to the row that they name."""
+    """Add rows, with zeros for those that were not picked."""
     held, dim, index, rows = (
         argument(node, i, name) for i, name in enumerate(("input", "dim", "index", "source"))
     )
@@ -216,7 +226,16 @@ def _index_put(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
 
 
 def put_back(node: fx.Node, masks: Masks, write: Writer) -> bool:
-    """``x[mask] = rows``, where the mask is the one that picked them: whether it was that."""
+    """Rewrite ``x[mask] = rows`` if `rows` were picked by the same mask.
+
+    Args:
+        node: the call of ``setitem``.
+        masks: the masks by the symbol that counts their rows.
+        write: writes nodes before `node`.
+
+    Returns:
+        Whether the node was rewritten.
+    """
     held, index, rows = node.args
     if not first_dim(rows) or first_dim(held):
         return False
@@ -241,7 +260,8 @@ def put_back(node: fx.Node, masks: Masks, write: Writer) -> bool:
 
 
 def _masked_scatter(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-    """Of a tensor, a mask and what the same mask picked, or one that it is repeated from."""
+    """Match ``x.masked_scatter(mask, rows)`` if the same mask, or one that it is expanded from,
+    picked `rows`."""
     held, flags, rows = node.args[:3]
     mask, factor = _mask_of(rows, masks)
     tensor, given, where = tensor_of(held), tensor_of(rows), tensor_of(flags)
@@ -263,7 +283,8 @@ def _masked_scatter(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | Non
 
 
 def _picks(flags: Any) -> tuple[int, Any]:
-    """How often a mask is negated, modulo 2, and what of, whatever dims of length 1 it got."""
+    """Return how often a mask is negated, modulo 2, and the node that it is derived from; dims of
+    length 1 are ignored."""
     negated = 0
     while isinstance(flags, fx.Node):
         name = name_of(flags)
@@ -278,8 +299,8 @@ def _picks(flags: Any) -> tuple[int, Any]:
 
 
 def _ctc(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-    """Targets that are picked of a row for each sample, one after another: of each row the
-    picked ones first."""
+    """Pad targets that a mask picks from one row per sample: the picked elements of each row come
+    first."""
     log_probs, targets, frames, lengths, *rest = node.args
     mask, factor = _mask_of(targets, masks)
     if factor != 1 or len(mask.shape) != 2 or not _counts(lengths, mask):
@@ -291,7 +312,7 @@ def _ctc(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
 
 
 def _counts(lengths: Any, mask: Mask) -> bool:
-    """Whether it is how many of each row a mask picks."""
+    """Whether `lengths` is the number of elements that `mask` picks from each row."""
     while isinstance(lengths, fx.Node) and name_of(lengths) in (
         "reshape",
         "as_tensor",

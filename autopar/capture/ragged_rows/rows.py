@@ -1,4 +1,4 @@
-"""Masks, the symbols of shapes that count what they pick, and writing nodes of a graph of torch
+"""Masks, the symbols that count their picked rows, and a writer of nodes in a graph of torch
 functions."""
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ _BINDING = "unbacked_bindings"  # torch's note that a node gives a symbol its va
 
 
 def value_of(node: Any) -> Any:
-    """What Dynamo noted that a node gives: a tensor without values, or a number."""
+    """Return the example value that Dynamo recorded for a node: a tensor without data, or a number;
+    None if there is none."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
 
 def tensor_of(node: Any) -> torch.Tensor | None:
+    """Return the example value of a node if it is a tensor, else None."""
     value = value_of(node)
     return value if isinstance(value, torch.Tensor) else None
 
 
 def count_symbol(size: Any) -> tuple[str, int] | None:
-    """(symbol, factor) of a size that depends on values, ``("", 0)`` where it is no multiple of one
-    symbol; None of a plain number, and of one that has to be a certain number (`required`)."""
+    """Return (symbol, factor) of a size that depends on values.
+
+    The result is ``("", 0)`` if the size is not a multiple of one symbol, and None for a plain
+    number and for a symbolic size that torch has determined to be one integer.
+    """
     if not isinstance(size, torch.SymInt) or size.node.expr.is_Integer:
         return None
     factor, symbol = size.node.expr.as_coeff_Mul()
@@ -38,11 +43,11 @@ def count_symbol(size: Any) -> tuple[str, int] | None:
 
 
 def first_dim(node: Any) -> tuple[str, int] | None:
-    """(symbol, factor) of a tensor's first dim, where that is its only one that depends on values;
-    None where none does.
+    """Return (symbol, factor) of a tensor's first dim if only that dim depends on values; None if
+    no dim does.
 
     Raises:
-        CaptureError: another does.
+        CaptureError: another dim depends on values.
     """
     tensor = tensor_of(node)
     sizes = [] if tensor is None else [count_symbol(size) for size in tensor.shape]
@@ -54,7 +59,7 @@ def first_dim(node: Any) -> tuple[str, int] | None:
 
 
 def refusal(node: fx.Node) -> CaptureError:
-    """Rows that were picked cannot be followed through a node."""
+    """Return the error for a node through which picked rows cannot be followed."""
     name = (
         node.target
         if isinstance(node.target, str)
@@ -64,25 +69,27 @@ def refusal(node: fx.Node) -> CaptureError:
 
 
 class Writer:
-    """Writes nodes before `here`, which they stand for in what is said of lines and modules."""
+    """Writes nodes before `here`, and copies its source lines and module path to them."""
 
     def __init__(self, graph: fx.Graph, here: fx.Node) -> None:
         self._graph, self._here = graph, here
 
     @contextmanager
-    def _placed(self) -> Iterator[None]:
+    def _insert_here(self) -> Iterator[None]:
         with self._graph.inserting_before(self._here):
             yield
 
     def call(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
-        with self._placed():
-            return self._noted(self._graph.call_function(target, args, kwargs))
+        """Insert a call of the function `target` and return its node."""
+        with self._insert_here():
+            return self._copy_notes(self._graph.call_function(target, args, kwargs))
 
     def method(self, name: str, /, *args: Any, **kwargs: Any) -> fx.Node:
-        with self._placed():
-            return self._noted(self._graph.call_method(name, args, kwargs))
+        """Insert a call of the tensor method `name` and return its node."""
+        with self._insert_here():
+            return self._copy_notes(self._graph.call_method(name, args, kwargs))
 
-    def _noted(self, node: fx.Node) -> fx.Node:
+    def _copy_notes(self, node: fx.Node) -> fx.Node:
         node.meta = {
             name: value
             for name, value in self._here.meta.items()
@@ -91,20 +98,24 @@ class Writer:
         return node
 
     def replace(self, node: fx.Node) -> None:
-        """`node` takes the place of the one written before, also in what Dynamo noted of it."""
+        """Let `node` take the place of `here` for all users, with its metadata."""
         node.meta = {name: value for name, value in self._here.meta.items() if name != _BINDING}
         self._here.replace_all_uses_with(node)
 
 
 @dataclass
 class Mask:
-    """What one symbol counts.
+    """The rows that one symbol counts.
 
     Attributes:
-        node: the mask as the model has it. shape: its shape. flat: it as one dim.
-        first: the number of the first row that is picked, the number of rows where none is; None
-            where it need not stand for those that are not picked, as it depends on all samples.
-        numbers: nodes that hold the numbers of the rows.
+        node: the mask as the model computes it.
+        shape: its shape.
+        flat: the mask as one dim.
+        first: the index of the first picked row, or the number of rows if none is picked. None if
+            rows that were not picked may be zeros: the first picked row depends on all samples.
+        repeated: factor → `flat` with each element repeated that many times.
+        num: the number of picked rows, once it is computed.
+        numbers: nodes that hold the indices of the rows.
     """
 
     node: fx.Node
@@ -117,6 +128,14 @@ class Mask:
 
     @staticmethod
     def of(node: fx.Node, shape: tuple[int, ...], tame: bool, write: Writer) -> Mask:
+        """Build the mask of `node`.
+
+        Args:
+            node: the mask, a boolean tensor of `shape`.
+            shape: its shape.
+            tame: whether rows that were not picked may be zeros (`rowwise.is_tame`).
+            write: writes the nodes.
+        """
         flat = write.method("reshape", node, -1)
         if tame:
             return Mask(node, shape, flat, None)
@@ -126,10 +145,17 @@ class Mask:
 
     @property
     def num_rows(self) -> int:
+        """Rows in total, picked or not."""
         return math.prod(self.shape)
 
     def rows(self, factor: int, dims: int, write: Writer) -> fx.Node:
-        """The mask of rows that were each split into `factor`, as the first of `dims` dims."""
+        """Return the mask with each element repeated `factor` times, as the first of `dims` dims.
+
+        Args:
+            factor: the number of rows that each original row was split into.
+            dims: rank of the result; all dims after the first have length 1.
+            write: writes the nodes.
+        """
         if factor not in self.repeated:
             made = (
                 self.flat if factor == 1 else write.method("repeat_interleave", self.flat, factor)
@@ -138,14 +164,21 @@ class Mask:
         return write.method("view", self.repeated[factor], -1, *[1] * (dims - 1))
 
     def count(self, factor: int, write: Writer) -> fx.Node:
-        """How many rows are picked, as a tensor."""
+        """Return the number of picked rows, times `factor`, as a scalar tensor."""
         if self.num is None:
             self.num = write.method("sum", self.flat)
         return self.num if factor == 1 else write.method("mul", self.num, factor)
 
-    def chosen(self, rows: fx.Node, sample: torch.Tensor, dims: int, write: Writer) -> fx.Node:
-        """All `rows`, of that many dims and of the dtype of `sample`; in place of each that is
-        not picked the first that is, or zeros."""
+    def choose_rows(self, rows: fx.Node, sample: torch.Tensor, dims: int, write: Writer) -> fx.Node:
+        """Return all rows, with the first picked row, or zeros, in place of each row that is not
+        picked.
+
+        Args:
+            rows: all rows, ``[num_rows, ...]``.
+            sample: a tensor of the dtype and device of `rows`.
+            dims: rank of `rows`.
+            write: writes the nodes.
+        """
         if sample.dtype is torch.bool:
             return rows
         if self.first is None:
@@ -159,8 +192,8 @@ class Mask:
         return write.call(torch.where, self.rows(1, dims, write), rows, first)
 
     def places(self, dim: int, write: Writer) -> fx.Node:
-        """Of all rows their index along a dim of the mask; of each that is not picked that of
-        the first that is, or its own."""
+        """Return the index of every row along dim `dim` of the mask; a row that is not picked gets
+        that of the first picked row, or keeps its own."""
         rows = numbers = write.call(torch.arange, self.num_rows, device=_device(self.node))
         if self.first is not None:
             inside = write.call(
@@ -173,8 +206,8 @@ class Mask:
 
 
 def _device(node: fx.Node) -> torch.device:
-    """Of a mask that the model has; one that was written here is of tensors of the CPU, as all
-    of a capture is."""
+    """Return the device of a mask; masks written by this package are on the CPU, as all of a
+    capture is."""
     tensor = tensor_of(node)
     return torch.device("cpu") if tensor is None else tensor.device
 

@@ -1,4 +1,4 @@
-"""What treats the rows of a tensor alike and apart: row i of the result follows from row i of
+"""Ops that treat the rows of a tensor alike and apart: row i of the result depends only on row i of
 each operand that has these rows."""
 
 from __future__ import annotations
@@ -348,8 +348,8 @@ _TAME = frozenset(
 
 
 def is_tame(node: fx.Node) -> bool:
-    """Whether a row that the model has no use for can do no harm, be it zeros or one that was
-    left out."""
+    """Whether a row that the model does not use (zeros, or a row that was left out) cannot cause an
+    error, an infinite value or an infinite derivative."""
     name = name_of(node)
     if name in ("truediv", "div", "itruediv"):
         return first_dim(argument(node, 1, "other")) is None
@@ -357,7 +357,8 @@ def is_tame(node: fx.Node) -> bool:
 
 
 def name_of(node: fx.Node) -> str:
-    """Of a function, operator or method, in place or not."""
+    """Return the name of a function, operator or method, without the underscore of in-place
+    forms."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return (
         name[:-1]
@@ -367,12 +368,25 @@ def name_of(node: fx.Node) -> str:
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """Return an argument of `node`, passed by position or by name.
+
+    Args:
+        node: a call.
+        position: the argument's position.
+        name: its keyword.
+        default: the result if the argument is not passed.
+    """
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def dims_of(node: fx.Node, name: str, rank: int) -> tuple[int, ...] | None:
-    """The dims that an op of `_DIMS` works along, of a tensor of that rank; None where it is
-    given another tensor in their place."""
+    """Return the dims that an op of `_DIMS` works along; None if the argument is a tensor instead.
+
+    Args:
+        node: a call of the op.
+        name: the op's name, a key of `_DIMS`.
+        rank: rank of the first operand.
+    """
     position, keyword, default = _DIMS[name]
     given = argument(node, position, keyword, default)
     given = default if given is None else given
@@ -383,7 +397,7 @@ def dims_of(node: fx.Node, name: str, rank: int) -> tuple[int, ...] | None:
 
 
 def keeps_rows(node: fx.Node) -> bool:
-    """Whether a node, of which the result's first dim counts rows, treats them alike and apart."""
+    """Whether `node`, whose result's first dim counts rows, treats rows alike and apart."""
     name, operands = name_of(node), [n for n in node.all_input_nodes if tensor_of(n) is not None]
     rows = [n for n in operands if first_dim(n)]
     if name in _ELEMENTWISE or name in SHAPING or name in MAKING:
@@ -411,7 +425,7 @@ def _takes_all(index: Any) -> bool:
 
 
 def _getitem(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
-    """Of rows all of them, or of another tensor what integers in rows name."""
+    """Match an index that takes all rows, or that looks rows of integers up in another tensor."""
     held, index = node.args
     if tensor_of(held) is None:
         return True  # of several results
@@ -463,13 +477,14 @@ def _attention(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> b
 
 
 def _dropout(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
-    """Where nothing is dropped: of more rows than the model has, others would be."""
+    """Match dropout that drops nothing; with more rows than the model has, other elements would be
+    dropped."""
     return argument(node, 1, "p", 0.5) == 0.0 or not argument(node, 2, "training", True)
 
 
 def _repeat(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
-    """Of what has no rows for each row all of it, of rows what is within them: rows after rows
-    would be in another order."""
+    """Match repeats within rows, or of a tensor without rows; repeated rows would be in another
+    order."""
     first = node.args[1][0] if isinstance(node.args[1], tuple | list) else node.args[1]
     return not rows or first == 1
 

@@ -1,5 +1,5 @@
-"""`settle_rows`: a graph of torch functions in which sizes and numbers depend on values, with
-fixed sizes and tensors."""
+"""Rewrite a graph of torch functions whose sizes and numbers depend on values to fixed sizes and
+tensors."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def settle_rows(graph: fx.Graph) -> None:
-    """Compute all rows where the model computes those that a mask picks (see
-    `autopar.capture.ragged_rows`), and with the tensor where forward reads a number from it (`loss
-    / mask.sum().item()`). Without such rows and numbers nothing is done.
+    """Compute all rows in place of the rows that a mask picks (see `autopar.capture.ragged_rows`).
+
+    A number that forward reads from a tensor and computes with (`loss / mask.sum().item()`) becomes
+    the tensor. A graph without such rows and numbers is left as it is.
 
     Raises:
-        CaptureError: what is computed of rows does not treat them alike and apart; or a number
-            decides a shape.
+        CaptureError: an op on picked rows does not treat them alike and apart, or a number decides
+            a shape.
     """
     if not any(_depends(value_of(node)) or is_required(node) for node in graph.nodes):
         return
@@ -48,7 +49,7 @@ def settle_rows(graph: fx.Graph) -> None:
 
 
 def _depends(value: Any) -> bool:
-    """Whether a size in it depends on values."""
+    """Whether a size in `value` depends on values of tensors."""
     if isinstance(value, torch.Tensor):
         return any(count_symbol(size) for size in value.shape)
     return (
@@ -59,12 +60,16 @@ def _depends(value: Any) -> bool:
 
 
 def _symbol_of(node: fx.Node) -> tuple[str, int] | None:
-    """Of a tensor's first dim that depends on values."""
+    """Return (symbol, factor) of the first dim of a node's tensor, if that dim depends on
+    values."""
     tensor = tensor_of(node)
     return count_symbol(tensor.shape[0]) if tensor is not None and tensor.dim() else None
 
 
 class _Settling:
+    """One run of `settle_rows`: the masks by symbol, the replaced nodes, and the symbols whose rows
+    pass an op that is not tame."""
+
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._masks: dict[str, Mask] = {}
@@ -79,6 +84,7 @@ class _Settling:
         }
 
     def run(self) -> None:
+        """Settle the nodes in order, and erase the replaced ones."""
         for node in list(self._graph.nodes):
             if node not in self._gone and node.op != "placeholder":
                 self._settle(node)
@@ -113,7 +119,7 @@ class _Settling:
             self._keep(node, rows)
 
     def _keep(self, node: fx.Node, rows: Iterable[fx.Node]) -> None:
-        """All results have the rows of the operands, or parts of these."""
+        """Check that all results have the rows of the operands, or parts of them."""
         symbols = {
             self._counts(leaf)[0]
             for leaf in tree_leaves(value_of(node))
@@ -131,12 +137,12 @@ class _Settling:
         return (count_symbol(tensor.shape[0]) if tensor.dim() else None) or ("", 0)
 
     def _pick(self, node: fx.Node, write: Writer) -> None:
-        """The first node of its rows."""
+        """Rewrite the node that picks rows."""
         name = name_of(node)
         if name == "getitem" and tensor_of(node.args[0]) is not None:
             made = self._by_index(node, write)
         elif name == "masked_select":
-            made = self._selected(node, write)
+            made = self._select(node, write)
         elif name in ("nonzero", "argwhere", "where") and len(node.args) == 1:
             made = self._places(node, write)
         else:
@@ -166,10 +172,10 @@ class _Settling:
         mask = self._mask(counts[0], flags, tuple(picks.shape), write)
         flat = write.method("flatten", held, 0, picks.dim() - 1) if picks.dim() > 1 else held
         rank = tensor.dim() - picks.dim() + 1
-        rows = mask.chosen(write.method("clone", flat), tensor, rank, write)
+        rows = mask.choose_rows(write.method("clone", flat), tensor, rank, write)
         return write.call(node.target, rows, (slice(None), *others)) if others else rows  # type: ignore[arg-type]
 
-    def _selected(self, node: fx.Node, write: Writer) -> fx.Node | None:
+    def _select(self, node: fx.Node, write: Writer) -> fx.Node | None:
         held, flags = node.args[:2]
         tensor, picks, counts = tensor_of(held), tensor_of(flags), first_dim(node)
         if tensor is None or picks is None or counts is None:
@@ -179,11 +185,11 @@ class _Settling:
         assert isinstance(whole, fx.Node), "a mask"
         mask = self._mask(counts[0], whole, shape, write)
         flat = write.method("reshape", write.method("expand", held, *shape), -1)
-        return mask.chosen(write.method("clone", flat), tensor, 1, write)
+        return mask.choose_rows(write.method("clone", flat), tensor, 1, write)
 
     def _places(self, node: fx.Node, write: Writer) -> fx.Node | None:
-        """Where a mask is true: one tensor of the index along each of its dims, or all of these
-        side by side."""
+        """Rewrite ``nonzero``: one tensor of indices along each dim of the mask, or all of them
+        stacked."""
         flags = node.args[0]
         picks, value = tensor_of(flags), value_of(node)
         if picks is None or not picks.dim() or not isinstance(flags, fx.Node):
@@ -210,8 +216,8 @@ class _Settling:
         return node
 
     def _put_sizes_in(self, node: fx.Node, numbers: list[fx.Node], write: Writer) -> None:
-        """All rows where a shape is meant; else a number is the tensor that it was read from, or
-        how many rows there are."""
+        """Replace the numbers that `node` reads: by the number of all rows in a shape, else by a
+        tensor."""
         name = name_of(node)
         for number in numbers:
             symbol, factor = count_symbol(value_of(number)) or ("", 0)
@@ -223,7 +229,7 @@ class _Settling:
                 raise self._misread(node, number)
 
     def _as_tensor(self, number: fx.Node, reader: fx.Node, write: Writer) -> fx.Node:
-        """A scalar, in float64 where it was divided: Python divides so."""
+        """Return a number as a scalar tensor, in float64 after a division, as in Python."""
         if number in self._tensors:
             return self._tensors[number]
         symbol, factor = count_symbol(value_of(number)) or ("", 0)
@@ -253,7 +259,7 @@ class _Settling:
         return made
 
     def _misread(self, reader: fx.Node, number: fx.Node) -> CaptureError:
-        """The refusal of a number that is of no use as a tensor."""
+        """Return the error for a number that cannot be replaced by a tensor."""
         symbol, _ = count_symbol(value_of(number)) or ("", 0)
         if symbol in self._masks:
             return refusal(reader)
@@ -263,10 +269,13 @@ class _Settling:
 
     @staticmethod
     def _swap(node: fx.Node, number: fx.Node, size: int) -> None:
-        def put(x: Any) -> Any:
+        def substitute(x: Any) -> Any:
             return size if x is number else x
 
-        node.args, node.kwargs = fx.map_arg(node.args, put), fx.map_arg(node.kwargs, put)
+        node.args, node.kwargs = (
+            fx.map_arg(node.args, substitute),
+            fx.map_arg(node.kwargs, substitute),
+        )
 
     def _replace(self, node: fx.Node, made: fx.Node, write: Writer) -> None:
         write.replace(made)
