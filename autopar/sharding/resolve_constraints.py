@@ -134,6 +134,7 @@ class Forced:
 
     @staticmethod
     def nothing() -> Forced:
+        """No constraints."""
         return Forced({}, {})
 
     def rests(self, parameter: str) -> tuple[Rest, ...]:
@@ -141,9 +142,13 @@ class Forced:
         speaks of it."""
         return self.named.rests.get(parameter, ())
 
-    def resting(self, parameter: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
-        """Those of the layouts in which a parameter can be stored that named plans let it rest
-        in."""
+    def filter_storage(self, parameter: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
+        """Select the storage layouts of a parameter that named plans allow.
+
+        Args:
+            parameter: name of the parameter.
+            layouts: layouts in which it can be stored.
+        """
         rests, gathered = self.rests(parameter), self.named.gathered.get(parameter, frozenset())
         found = (
             [layout for layout in layouts if _meets(rest, layout) and _can_gather(gathered, layout)]
@@ -151,8 +156,8 @@ class Forced:
         )
         return next(filter(None, found), []) if rests else layouts
 
-    def asked(self, parameter: str) -> str:
-        """What is forced on how a parameter rests, in words."""
+    def describe_storage(self, parameter: str) -> str:
+        """Describe the storage layouts that constraints allow a parameter, for error messages."""
         if parameter in self.storage:
             return str(self.storage[parameter])
         placements = (
