@@ -332,7 +332,7 @@ def emit_staged(
 
 def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
     """How a program works through microbatches; arguments as of `emit_staged`."""
-    outputs = {path: (label.joined, label.dim) for path, label in how.outputs.items()}
+    outputs = {path: (label.combination, label.dim) for path, label in how.outputs.items()}
     loss = None if part.loss is None else part.loss.path
     counts = (
         Count({g.path: g.kind for g in c.given}, LazyGraphModule({}, c.graph), c.buffers, c.inputs)
