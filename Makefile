@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install test tests demo docs lint types nightly clean
+.PHONY: install check quick test tests demo docs lint types nightly clean
 
 install: $(STAMP)
 
@@ -12,6 +12,17 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+# What to run while you work: about a minute on two cores.
+QUICK := tests/test_tiny.py tests/test_floors.py \
+	$(addprefix tests/unit/,rules emit analysis cost sharding validation) \
+	$(addprefix tests/unit/test_,layout.py redistribute.py collective.py mesh.py plans.py)
+
+check: lint
+	@$(MAKE) --no-print-directory -j 2 types quick
+
+quick: install
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile $(QUICK)
 
 test: lint
 	@$(MAKE) --no-print-directory -j 2 types tests

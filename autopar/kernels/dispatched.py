@@ -1,4 +1,4 @@
-"""Experts whose tokens are dispatched along a mesh axis (`autopar.ops.experts`), as steps of
+"""Experts whose tokens are dispatched along a mesh axis (`autopar.ops.expert_layers`), as steps of
 emitted graphs.
 
 As the steps of `autopar.kernels.collectives` they name the mesh axis by index, and `bind` puts a
@@ -37,7 +37,7 @@ from autopar.kernels import bound_ops
 from autopar.kernels.collectives import AxisGroup, Groups, current_groups, range_of
 from autopar.kernels.peers import Peers, counts_memory, peers_of, say_once
 from autopar.kernels.routed import BACK, MOST_RANKS, Sent, count, send
-from autopar.ops.experts import (
+from autopar.ops.expert_layers import (
     Exchange,
     Operands,
     Traffic,

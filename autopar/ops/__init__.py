@@ -13,7 +13,7 @@ pieces replace, are operators of torch's instead, opaque and differentiable, as 
 from __future__ import annotations
 
 from autopar.ops.blocks import constant
-from autopar.ops.experts import experts, experts_backward
+from autopar.ops.expert_layers import experts, experts_backward
 from autopar.ops.flex import flex_attention, flex_attention_backward
 from autopar.ops.norms import (
     normed,

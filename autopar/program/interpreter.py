@@ -26,7 +26,7 @@ from autopar.kernels import dispatched
 from autopar.kernels.bound_ops import part_of
 from autopar.kernels.collectives import fake_groups
 from autopar.kernels.fused import KERNELS, matmul_reduce_add_rmsnorm
-from autopar.ops.experts import Together
+from autopar.ops.expert_layers import Together
 from autopar.ops.in_place import functional_form
 from autopar.program.program import Program, ProgramTensor
 from autopar.program.splitting import join, reduce, split

@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard
 from autopar import ops
 from autopar.core.collective import Collective
 from autopar.core.layout import Layout, Strategy, local_shape
-from autopar.ops.experts import dispatched_experts, dispatched_experts_backward
+from autopar.ops.expert_layers import dispatched_experts, dispatched_experts_backward
 from autopar.rules.call import Call, TensorInfo, argument
 from autopar.rules.notation import AxisOption
 from autopar.rules.site import Local, Site, Starts

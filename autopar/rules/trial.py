@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Shard
 from autopar.core.layout import Layout, Strategy, local_range
 from autopar.core.placements import second_start, window
 from autopar.errors import RuleError
-from autopar.ops.experts import DISPATCHED, Together
+from autopar.ops.expert_layers import DISPATCHED, Together
 from autopar.rules.call import NO_TENSOR, Call, Operand, op_name
 from autopar.rules.localization import localize
 from autopar.rules.notation import AxisOption
@@ -113,7 +113,7 @@ def run_together(
     local: Local, operands: Mapping[Coordinate, Sequence[torch.Tensor]], mesh_shape: Sequence[int]
 ) -> dict[Coordinate, tuple[torch.Tensor, ...]]:
     """Run what ranks do together along a mesh axis, its last argument but one
-    (`autopar.ops.experts`); by rank."""
+    (`autopar.ops.expert_layers`); by rank."""
     *args, _, axis, _ = local.args
     results: dict[Coordinate, tuple[torch.Tensor, ...]] = {}
     for first in (rank for rank in operands if not rank[axis]):

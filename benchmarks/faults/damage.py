@@ -318,7 +318,7 @@ def replace_file(text: str, rng: random.Random) -> Damaged:
             b'""',
             b"\xef\xbb\xbf" + whole,
             text.encode("utf-16"),
-            gzip.compress(whole),
+            gzip.compress(whole, mtime=0),
             whole + whole,
             b"[" + whole + b"]",
             whole[:-3],

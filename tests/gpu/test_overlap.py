@@ -25,7 +25,7 @@ from autopar.kernels.fused import (
     shards_of,
 )
 from autopar.kernels.peers import Blocks, VirtualRanks
-from autopar.ops.experts import Together
+from autopar.ops.expert_layers import Together
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
 COPIES = (None, Blocks(1), Blocks(4))

@@ -738,9 +738,9 @@ def test_no_solver_runs(tight: Built, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in (
         "formulation.Formulation.__post_init__",
-        "engine.Engine.__init__",
+        "highs.Engine.__init__",
         "solver.BranchAndCut",
-        "least.least_budget",
+        "min_budget.least_budget",
     ):
         monkeypatch.setattr(f"autopar.solve.{name}", refuse)
     trace, plan = tight

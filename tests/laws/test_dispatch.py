@@ -22,7 +22,7 @@ from autopar.core.layout import Layout, Strategy
 from autopar.errors import RuleError
 from autopar.kernels import dispatched
 from autopar.kernels.peers import HostThreads, provide_peers
-from autopar.ops.experts import (
+from autopar.ops.expert_layers import (
     DISPATCHED,
     Together,
     dispatched_experts,

@@ -21,8 +21,8 @@ from autopar.kernels.bind import bind
 from autopar.kernels.collectives import AxisGroup, use_groups
 from autopar.kernels.peers import HostThreads, Peers, VirtualRanks, provide_peers
 from autopar.kernels.routed import BACK, COUNTS, GATES, MOST_RANKS, ROWS, Routes, shared_regions
-from autopar.ops import experts as experts_op
-from autopar.ops.experts import Together, dispatched_experts, dispatched_experts_backward
+from autopar.ops import expert_layers as experts_op
+from autopar.ops.expert_layers import Together, dispatched_experts, dispatched_experts_backward
 from autopar.program.abstract_executor import LiveBytes
 
 pytestmark = needs_host

@@ -203,7 +203,7 @@ def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
             )
         with LiveBytes() as apart:
             apart.register([added])
-            whole = overlapped.bound.all_gather(fake[which], dim, size, "")
+            whole = overlapped.bound_ops.all_gather(fake[which], dim, size, "")
             dot(equation, *overlapped.in_order(which, whole, fake[1 - which]), added)
     assert alone.peak_bytes == one
     assert counted.peak_bytes == max(alone.peak_bytes, apart.peak_bytes)

@@ -99,6 +99,7 @@ def test_every_rank_computes_what_the_model_does(name: str) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_among_these_plans_both_kernels_stand_in_both_phases_and_one_runs_again() -> None:
     seen = {
         (c.kernel.name, c.phase, c.kernel.again)

@@ -74,6 +74,7 @@ def solved(starts: Starts, gap: float = GAP) -> Choices:
     return solve(problem, gap=gap)
 
 
+@pytest.mark.slow
 def test_the_plan_says_which_layers_decide_together_and_they_differ() -> None:
     plan = grouped().plan
     assert list(plan.starts) == [LIST]

@@ -9,6 +9,7 @@ verified against the plain model.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,12 @@ aten = torch.ops.aten
 
 
 def without_sums(patch: Patch) -> None:
-    patch.setattr(
-        staged,
-        "emit",
-        lambda trace, plan, *, accumulates, named: build.emit(trace, plan, named=named),
-    )
+    emit = build.emit
+
+    def emitted(trace: Any, plan: Any, *, accumulates: bool = False, named: bool = True) -> Any:
+        return emit(trace, plan, named=named)
+
+    patch.setattr(build, "emit", emitted)
 
 
 def crossed_otherwise(patch: Patch) -> None:

@@ -19,7 +19,7 @@ from planted_subjects import SUBJECTS
 
 from autopar.errors import VerificationError
 from autopar.kernels import collectives
-from autopar.ops import experts
+from autopar.ops import expert_layers
 from autopar.program import transfers
 from autopar.program import transfers as interleaving
 from autopar.program.schedule import Action
@@ -306,8 +306,8 @@ def test_a_planted_fault_is_refused_by_validation(name: str, monkeypatch: Patch)
     refused_by_validation(FAULTS[name], monkeypatch)
 
 
-_ways, _add_up = experts._ways, experts.add_up
-_count = experts.Together.count
+_ways, _add_up = expert_layers._ways, expert_layers.add_up
+_count = expert_layers.Together.count
 
 
 def fewer(*given: Any) -> Any:
@@ -337,20 +337,20 @@ def back_as_they_came(self: Any, what: Any, rows: Any, traffic: Any) -> Any:
 
 
 RUNS: dict[str, Callable[[Patch], Any]] = {
-    "rows are of another pair's token": lambda p: p.setattr(experts, "_ways", turned),
+    "rows are of another pair's token": lambda p: p.setattr(expert_layers, "_ways", turned),
     "a rank drops its last pair": lambda p: p.setattr(
-        experts,
+        expert_layers,
         "add_up",
         lambda rows, order, *a: _add_up(rows[:-1], order[:-1], *a),
     ),
     "rows are of the experts in another order": lambda p: p.setattr(
-        experts.Together, "count", of_other_experts
+        expert_layers.Together, "count", of_other_experts
     ),
     "rows go back by the sizes with which they left": lambda p: p.setattr(
-        experts.Together, "back", back_as_they_came
+        expert_layers.Together, "back", back_as_they_came
     ),
     "gates are left out": lambda p: p.setattr(
-        experts,
+        expert_layers,
         "add_up",
         lambda rows, order, t, k, gates: _add_up(rows, order, t, k, None),
     ),

@@ -826,6 +826,7 @@ def plan_only(p: Problem) -> Choices | Least:
     )
 
 
+@pytest.mark.slow
 def test_some_searches_for_a_plan_end_before_their_bound_is_near_and_some_need_no_search_to_refuse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from mlp import Mlp
 
@@ -67,6 +68,7 @@ def test_on_slow_links_stages_are_chosen_which_are_faster_than_any_plan_without(
     assert autopar.check(plan, network, batch, hardware=slowed(10)).ok
 
 
+@pytest.mark.slow
 def test_none_are_where_something_is_forced_or_a_call_returns_more_and_where_links_are_fast() -> (
     None
 ):

@@ -82,42 +82,42 @@ def _deferred(called: bool) -> Callable[[], object]:
 
 
 MESHES: dict[str, Program] = {
-    "mesh.py Mesh.__init__ 0": Program(
+    "core/mesh.py Mesh.__init__ 0": Program(
         lambda: Mesh("node=4,gpu=8"),  # type: ignore[arg-type]
         "Mesh.parse('node=4,gpu=8')",
         lambda: Mesh.parse("node=4,gpu=8"),
     ),
-    "mesh.py Mesh.__init__ 1": Program(
+    "core/mesh.py Mesh.__init__ 1": Program(
         lambda: Mesh(8, devices_per_node=0),
         "how many ranks share a node",
         lambda: Mesh(8, devices_per_node=4),
     ),
-    "mesh.py Mesh.without 0": Program(
+    "core/mesh.py Mesh.without 0": Program(
         lambda: Mesh(8).without("node"), "its axes are gpu", lambda: Mesh(8).without("gpu")
     ),
-    "mesh.py Mesh.parse 0": Program(
+    "core/mesh.py Mesh.parse 0": Program(
         lambda: Mesh.parse("gpu=2,gpu=4"),
         "each axis a name of its own",
         lambda: Mesh.parse("node=2,gpu=4"),
     ),
-    "mesh.py Mesh.parse 1": Program(
+    "core/mesh.py Mesh.parse 1": Program(
         lambda: Mesh.parse("4 by 8"), "as 4x8", lambda: Mesh.parse("4x8")
     ),
-    "mesh.py _check_axes 0": Program(
+    "core/mesh.py _check_axes 0": Program(
         lambda: Mesh({}), '{"node": 4, "gpu": 8}', lambda: Mesh({"node": 4, "gpu": 8})
     ),
-    "mesh.py _check_axes 1": Program(
+    "core/mesh.py _check_axes 1": Program(
         lambda: Mesh([*Mesh(2).axes, *Mesh(4).axes]),
         "each axis a name of its own",
         lambda: Mesh([*Mesh({"node": 2}).axes, *Mesh(4).axes]),
     ),
-    "mesh.py _check_axes 2": Program(
+    "core/mesh.py _check_axes 2": Program(
         lambda: Mesh({"my gpu": 8}), '{"node": 4, "gpu": 8}', lambda: Mesh({"gpu": 8})
     ),
-    "mesh.py _check_axes 3": Program(
+    "core/mesh.py _check_axes 3": Program(
         lambda: Mesh({"gpu": 0}), "integers from 1", lambda: Mesh({"gpu": 1})
     ),
-    "mesh.py _check_axes 4": Program(
+    "core/mesh.py _check_axes 4": Program(
         lambda: Mesh(8, links={"gpu": "nvlink"}),
         '"intra" and "inter"',
         lambda: Mesh(8, links={"gpu": "intra"}),
@@ -132,54 +132,62 @@ MESHES: dict[str, Program] = {
         "the batch is example_inputs=",
         lambda: autopar.compile(MODEL, 1, example_inputs=BATCH, hardware="cpu-gloo"),
     ),
-    "api/shaping.py _whole 0": Program(
+    "api/mesh_search.py _whole 0": Program(
         lambda: shapes((0, 8)), "numbers from 1", lambda: shapes((1, 8))
     ),
-    "api/shaping.py _in_nodes 0": Program(lambda: shapes(0), "a number from 1", lambda: shapes(1)),
-    "api/shaping.py _in_nodes 1": Program(lambda: shapes(12), "as (3, 4)", lambda: shapes((3, 4))),
-    "devices.py read_mesh 0": Program(
+    "api/mesh_search.py _in_nodes 0": Program(
+        lambda: shapes(0), "a number from 1", lambda: shapes(1)
+    ),
+    "api/mesh_search.py _in_nodes 1": Program(
+        lambda: shapes(12), "as (3, 4)", lambda: shapes((3, 4))
+    ),
+    "core/mesh.py read_mesh 0": Program(
         lambda: read_mesh("4x8", 8), "leave --devices-per-node out", lambda: read_mesh("4x8")
     ),
-    "devices.py read_mesh 1": Program(
+    "core/mesh.py read_mesh 1": Program(
         lambda: read_mesh("12", 8), "pass a divisor", lambda: read_mesh("12", 4)
     ),
-    "layout/codec.py read 0": Program(
+    "core/layout.py read_layout 0": Program(
         lambda: Layout.parse("R X"), "S(", lambda: Layout.parse("R S(0)")
     ),
 }
 
 HARDWARE: dict[str, Program] = {
-    "devices.py hardware_of 0": Program(
+    "core/mesh.py hardware_of 0": Program(
         _hardware(_BY_STAGE, (1, 2)), 'autopar.Mesh({"stage": 2, ...})', _hardware(_BY_STAGE)
     ),
-    "devices.py _mixed 0": Program(_hardware(7), "name a profile", _hardware("cpu-gloo")),
-    "devices.py _mixed 1": Program(
+    "core/mesh.py _mixed_hardware 0": Program(
+        _hardware(7), "name a profile", _hardware("cpu-gloo")
+    ),
+    "core/mesh.py _mixed_hardware 1": Program(
         _hardware({}), "devices may differ along one axis", _hardware(_BY_STAGE)
     ),
-    "devices.py _mixed 2": Program(
+    "core/mesh.py _mixed_hardware 2": Program(
         _hardware({"stage": "cpu-gloo"}), "a profile per index along it", _hardware(_BY_STAGE)
     ),
-    "devices.py _mixed 3": Program(
+    "core/mesh.py _mixed_hardware 3": Program(
         _hardware({"stage": ["cpu-gloo", 7]}), "a profile per index along it", _hardware(_BY_STAGE)
     ),
-    "devices.py _on 0": Program(
+    "core/mesh.py _on 0": Program(
         _hardware({"node": ["cpu-gloo"] * 2}), "its axes are stage", _hardware(_BY_STAGE)
     ),
-    "devices.py _on 1": Program(
+    "core/mesh.py _on 1": Program(
         _hardware({"stage": ["cpu-gloo"]}), "pass 2, one per index", _hardware(_BY_STAGE)
     ),
-    "hardware/profile.py _path 1": Program(_hardware("cpu"), "cpu-gloo", _hardware("cpu-gloo")),
-    "hardware/profile.py HardwareProfile.read 0": Program(
+    "core/hardware/profile.py _path 1": Program(
+        _hardware("cpu"), "cpu-gloo", _hardware("cpu-gloo")
+    ),
+    "core/hardware/profile.py HardwareProfile.read 0": Program(
         _file(None, HardwareProfile.load),
         "check the path",
         _file(json.dumps(_PROFILE), HardwareProfile.load),
     ),
-    "hardware/profile.py HardwareProfile.read 1": Program(
+    "core/hardware/profile.py HardwareProfile.read 1": Program(
         _file("{", HardwareProfile.load),
         "mend the file",
         _file(json.dumps(_PROFILE), HardwareProfile.load),
     ),
-    "hardware/reading.py Reader.error 0": Program(
+    "core/hardware/profile.py Reader.error 0": Program(
         lambda: HardwareProfile.from_json({**_PROFILE, "name": ""}),
         "the shipped profiles show the form",
         lambda: HardwareProfile.from_json(_PROFILE),
@@ -213,7 +221,7 @@ PLANS: dict[str, Program] = {
     "plans/plan.py Plan.loads 5": Program(
         lambda: Plan.loads(_plan(loss_rows="all")), "plan again", lambda: Plan.loads(_plan())
     ),
-    "run/saved.py Checkpoints.__init__ 0": Program(
+    "checkpoint/manager.py Checkpoints.__init__ 0": Program(
         lambda: Checkpoints(tempfile.gettempdir(), keep=0),
         "keep at least one",
         lambda: Checkpoints(tempfile.gettempdir(), keep=1),
@@ -262,12 +270,12 @@ CALLS: dict[str, Program] = {
         "pass a torch.nn.Module",
         lambda: check_model(nn.ReLU()),
     ),
-    "api/changing.py changed 0": Program(
+    "api/what_if.py changed 0": Program(
         lambda: changed(_OBEYS, [], [fsdp()]),
         "ask for another constraint, or for none",
         lambda: (changed(_OBEYS, [], [fsdp(axes="gpu")]), changed(_OBEYS, [], [])),
     ),
-    "api/changing.py _without 0": Program(
+    "api/what_if.py _without 0": Program(
         lambda: changed(_OBEYS, ["ddp"], []),
         "name one of those that it obeys: fsdp",
         lambda: changed(_OBEYS, ["fsdp"], []),
@@ -286,17 +294,17 @@ CALLS: dict[str, Program] = {
     "api/compiling.py Deferred._ready 0": Program(
         _deferred(False), "call the model once first", _deferred(True)
     ),
-    "api/tracing.py _wrapped 0 | compiled by torch": Program(
+    "api/tracing.py _wrapper_error 0 | compiled by torch": Program(
         lambda: refuse_wrapped(torch.compile(nn.Linear(4, 4))),
         "`model._orig_mod`",
         lambda: refuse_wrapped(torch.compile(nn.Linear(4, 4))._orig_mod),
     ),
-    "api/tracing.py _wrapped 0 | compiled by autopar": Program(
+    "api/tracing.py _wrapper_error 0 | compiled by autopar": Program(
         lambda: autopar.compile(autopar.compile(MODEL, 1), 1),
         "the plain module, which autopar.compile was given",
         lambda: autopar.compile(MODEL, 1),
     ),
-    "api/tracing.py _wrapped 0 | parallel": Program(
+    "api/tracing.py _wrapper_error 0 | parallel": Program(
         lambda: refuse_wrapped(nn.DataParallel(MODEL)),
         "`model.module`",
         lambda: refuse_wrapped(nn.DataParallel(MODEL).module),
@@ -313,15 +321,15 @@ CALLS: dict[str, Program] = {
         "a number that divides 8",
         lambda: microbatch_of((torch.ones(8, 4),), {}, 4),
     ),
-    "keywords.py _refusal 0": Program(
+    "core/keywords.py _refusal 0": Program(
         _compiled(memory=2**30), "did you mean memory_bytes=?", _compiled(memory_bytes=2**30)
     ),
-    "keywords.py _refusal 1": Program(
+    "core/keywords.py _refusal 1": Program(
         lambda: autopar.compile(),  # type: ignore[call-arg]
         "pass model=",
         lambda: autopar.compile(model=MODEL, mesh=1),
     ),
-    "keywords.py _refusal 2": Program(
+    "core/keywords.py _refusal 2": Program(
         lambda: autopar.compile(MODEL, 1, BATCH),  # type: ignore[misc]
         "by position it takes model, mesh, all else by name",
         lambda: autopar.compile(MODEL, 1, example_inputs=BATCH, hardware="cpu-gloo"),

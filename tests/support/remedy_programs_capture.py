@@ -144,10 +144,10 @@ def _grad(self: Any, x: Tensor) -> Tensor:
 
 
 _INDICES = torch.tensor([1, 1, 2, 3])
-_ITEM = "capture/refusals.py as_capture_error 2"
+_ITEM = "capture/diagnostics.py as_capture_error 2"
 
 PROGRAMS: dict[str, Program] = {
-    "capture/refusals.py as_capture_error 0": Program(
+    "capture/diagnostics.py as_capture_error 0": Program(
         captured(Called(_ctc), *_FRAMES), "F.ctc_loss", captured(Called(_padded_ctc), *_FRAMES)
     ),
     f"{_ITEM} | branch": Program(
@@ -155,7 +155,7 @@ PROGRAMS: dict[str, Program] = {
         "use torch.where",
         forward(lambda self, x: torch.where((y := self.layer(x)).sum() > 0, y * 2, y)),
     ),
-    "capture/refusals.py reads_a_value 0": Program(
+    "capture/diagnostics.py reads_a_value 0": Program(
         captured(Called(lambda layer, x: layer(x)[: int(layer(x).sum().abs())].mean())),
         "compute it before and pass it as a Python value",
         captured(Called(lambda layer, x, n: layer(x)[:n].mean()), torch.ones(8, 4), 3),
@@ -163,51 +163,51 @@ PROGRAMS: dict[str, Program] = {
     f"{_ITEM} | backward": Program(
         forward(_backward), "torch.autograd.grad(..., create_graph=True)", forward(_grad)
     ),
-    "capture/refusals.py of_changing_shapes 0": Program(
+    "capture/diagnostics.py of_changing_shapes 0": Program(
         forward(lambda self, x: (y := self.layer(x))[y[:, 0] > 0].cumsum(0)),
         "torch.where(mask, x, 0)",
         forward(lambda self, x: torch.where((y := self.layer(x))[:, :1] > 0, y, 0).cumsum(0)),
     ),
-    "capture/refusals.py of_changing_shapes 0 | rows": Program(
+    "capture/diagnostics.py of_changing_shapes 0 | rows": Program(
         forward(lambda self, x: (y := self.layer(x))[y[:, 0].nonzero().squeeze(1)].cumsum(0)),
         "`scores.topk(capacity)` and `x[index]`",
         forward(lambda self, x: (y := self.layer(x))[y[:, 0].topk(4).indices].cumsum(0)),
     ),
-    "capture/refusals.py _cannot_call 0": Program(
+    "capture/diagnostics.py _cannot_call 0": Program(
         captured(Recurrent(True), torch.ones(2, 3, 4), torch.tensor([3, 2])),
         "run the recurrent layer on the padded batch",
         captured(Recurrent(False), torch.ones(2, 3, 4), torch.tensor([3, 2])),
     ),
-    "capture/refusals.py _reshapes 0": Program(
+    "capture/diagnostics.py _reshapes 0": Program(
         forward(lambda self, x: x.unsqueeze_(0)),
         "x = x.unsqueeze(...)",
         forward(lambda self, x: x.unsqueeze(0)),
     ),
-    "capture/refusals.py _draws_elsewhere 0": Program(
+    "capture/diagnostics.py _draws_elsewhere 0": Program(
         forward(lambda self, x: x * random.random()),
         "draw with torch.rand",
         forward(lambda self, x: x * torch.rand(())),
     ),
-    "capture/refusals.py rebinding 0": Program(
+    "capture/diagnostics.py rebinding_error 0": Program(
         captured(Counting(True)), "self.name.copy_(value)", captured(Counting(False))
     ),
-    "capture/refusals.py refuse_unseen 0": Program(
+    "capture/diagnostics.py refuse_unseen 0": Program(
         lambda: capture(torch.compile(Net(lambda self, x: x)), (torch.ones(8, 4),)),
         "model._orig_mod",
         lambda: capture(torch.compile(Net(lambda self, x: x))._orig_mod, (torch.ones(8, 4),)),
     ),
-    "capture/refusals.py refuse_unseen 1": Program(
+    "capture/diagnostics.py refuse_unseen 1": Program(
         _lazy(False), "call the model once on a batch", _lazy(True)
     ),
-    "capture/refusals.py refuse_unseen 2": Program(
+    "capture/diagnostics.py refuse_unseen 2": Program(
         captured(_hooked(True)), "remove the hooks", captured(_hooked(False))
     ),
-    "capture/refusals.py of_modules 0": Program(
+    "capture/diagnostics.py of_modules 0": Program(
         forward(_lstm, rnn=nn.LSTM(4, 4, 2, dropout=0.5)),
         "set dropout=0.0",
         forward(_lstm, rnn=nn.LSTM(4, 4, 2, dropout=0.0)),
     ),
-    "capture/refusals.py of_modules 0 | layers": Program(
+    "capture/diagnostics.py of_modules 0 | layers": Program(
         forward(_lstm, rnn=nn.LSTM(4, 4, 2, dropout=0.5)),
         "let single layers follow each other",
         forward(
@@ -217,17 +217,17 @@ PROGRAMS: dict[str, Program] = {
             b=nn.LSTM(4, 4),
         ),
     ),
-    "capture/refusals.py of_modules 1": Program(
+    "capture/diagnostics.py of_modules 1": Program(
         _within(nn.Embedding(10, 4, max_norm=1.0), _INDICES),
         "leave max_norm out",
         _within(nn.Embedding(10, 4), _INDICES),
     ),
-    "capture/refusals.py of_modules 2": Program(
+    "capture/diagnostics.py of_modules 2": Program(
         _within(nn.BatchNorm1d(4, momentum=None)),
         "such as 0.1",
         _within(nn.BatchNorm1d(4, momentum=0.1)),
     ),
-    "capture/refusals.py changes_parameter 0": Program(
+    "capture/diagnostics.py changes_parameter 0": Program(
         forward(_clamps),
         "self.weight.clamp(...)",
         forward(lambda self, x: x @ self.layer.weight.clamp(-1, 1)),
@@ -257,19 +257,19 @@ PROGRAMS: dict[str, Program] = {
         "pass sparse=False",
         _within(nn.Embedding(10, 4, sparse=False), _INDICES),
     ),
-    "capture/ties.py refuse_overlaps 0": Program(
+    "capture/trees.py refuse_overlaps 0": Program(
         _shares(False), "assign the same nn.Parameter", _shares(True)
     ),
-    "capture/_torch/inputs.py refuse_changed_inputs 0": Program(
+    "capture/dynamo/outputs.py refuse_changed_inputs 0": Program(
         forward(_changed), "x = x.clone()", forward(_copy_changed)
     ),
-    "capture/_torch/inputs.py refuse_changed_inputs 0 | inplace": Program(
+    "capture/dynamo/outputs.py refuse_changed_inputs 0 | inplace": Program(
         _within(nn.ReLU(inplace=True)), "`inplace=False`", _within(nn.ReLU(inplace=False))
     ),
-    "capture/attributes.py _refusal 0": Program(
+    "capture/python_attributes.py _refusal 0": Program(
         captured(Steps(0)), "buffer", captured(Steps(torch.zeros(())))
     ),
-    "capture/passes/strided.py copy_before_strided 0": Program(
+    "capture/normalize/clean.py copy_before_strided 0": Program(
         forward(lambda self, x: (x * 2)[:, ::2].as_strided((4, 4), (4, 1))),
         "x.contiguous().as_strided(...)",
         forward(lambda self, x: (x * 2)[:, ::2].contiguous().as_strided((4, 4), (4, 1))),

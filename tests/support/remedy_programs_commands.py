@@ -255,7 +255,7 @@ MODELS: dict[str, Program] = {
             seq=5,
         ),
     ),
-    "hf/images.py not_known 0": Program(
+    "hf/batches.py not_known 0": Program(
         _named("bert/AutoModelForMultipleChoice", _TEXT, seq=4),
         "a function of yours that returns (model, batch)",
         _function("model.py:made"),
@@ -293,26 +293,26 @@ MODELS: dict[str, Program] = {
         "clip_vision_model/AutoModel:JSON",
         _named("clip_vision_model/AutoModel", _VISION),
     ),
-    "hf/functions.py load_function 0": Program(
+    "hf/building.py load_function 0": Program(
         _function("model.py"), "a Python file and a function in it", _function("model.py:made")
     ),
-    "hf/functions.py load_function 1": Program(
+    "hf/building.py load_function 1": Program(
         _function("absent.py:made"), "then a colon and a function in it", _function("model.py:made")
     ),
-    "hf/functions.py load_function 2": Program(
+    "hf/building.py load_function 2": Program(
         _function("model.txt:made"), "ends in .py", _function("model.py:made")
     ),
-    "hf/functions.py load_function 3": Program(
+    "hf/building.py load_function 3": Program(
         _function("model.py:build"),
         "a function that returns (model, batch)",
         _function("model.py:made"),
     ),
-    "hf/functions.py load_function 4": Program(
+    "hf/building.py load_function 4": Program(
         _function("model.py:nothing"),
         "an nn.Module and its example inputs",
         _function("model.py:made"),
     ),
-    "hf/functions.py _of_users 0": Program(
+    "hf/building.py _of_users 0": Program(
         _function("model.py:raises"), "correct the function", _function("model.py:made")
     ),
     "hf/specs.py parse 0": Program(
@@ -363,13 +363,13 @@ MODELS: dict[str, Program] = {
 }
 
 OTHERS: dict[str, Program] = {
-    "training/libraries.py library 0": Program(
+    "integrations/libraries.py library 0": Program(
         _installed(None), f"pip install 'accelerate>={LEAST['accelerate']}'", _installed("99.0")
     ),
-    "training/libraries.py library 1": Program(
+    "integrations/libraries.py library 1": Program(
         _installed("0.1"), f"pip install 'accelerate>={LEAST['accelerate']}'", _installed("99.0")
     ),
-    "report/canvas.py canvas 0": Program(
+    "report/figures.py canvas 0": Program(
         _drawn(False), 'pip install "autopar[plot]"', _drawn(True)
     ),
     "report/page.py report 0": Program(_reported("plan.txt"), ".svg", _reported("plan.svg")),
@@ -381,41 +381,41 @@ OTHERS: dict[str, Program] = {
         "its modules are",
         lambda: explain(made_plan(), module="*"),
     ),
-    "hardware/profile.py _path 0": Program(
+    "core/hardware/profile.py _path 0": Program(
         _local(False), "run `autopar profile` first", _local(True)
     ),
-    "run/launching.py launch 0": Program(
+    "runtime/launching.py launch 0": Program(
         _launched("absent.py"), "name a Python file", _launched("model.py")
     ),
-    "run/launching.py launch 1": Program(
+    "runtime/launching.py launch 1": Program(
         _launched(nodes="two", meet="host:1"), "2:4", _launched(nodes="2:4", meet="host:1")
     ),
-    "run/launching.py launch 2": Program(
+    "runtime/launching.py launch 2": Program(
         _launched(nodes="4:2", meet="host:1"), "2:4", _launched(nodes="2:4", meet="host:1")
     ),
-    "run/launching.py launch 3": Program(
+    "runtime/launching.py launch 3": Program(
         _launched(nodes="2"), "--meet HOST:PORT", _launched(nodes="2", meet="host:1")
     ),
-    "run/launching.py launch 4": Program(
+    "runtime/launching.py launch 4": Program(
         _launched(fails=True), "that rank's own error above", _launched()
     ),
-    "run/measure.py measure 0": Program(
+    "profiler/measure.py measure 0": Program(
         _measured("abacus"), "measure cpu, or cuda", _measured("cpu")
     ),
-    "run/measure.py _measure_cpu 0": Program(
+    "profiler/measure.py _measure_cpu 0": Program(
         _measured("cpu", world_size=1), "use 2 or more", _measured("cpu", world_size=2)
     ),
-    "run/measure.py _measure_cpu 1": Program(
+    "profiler/measure.py _measure_cpu 1": Program(
         _measured("cpu", links="h100-sxm"), "leave links out", _measured("cpu")
     ),
-    "run/measure.py _measure_gpu 0": Program(
+    "profiler/measure.py _measure_gpu 0": Program(
         _measured("cuda", world_size=2), "leave world_size out", _measured("cuda", links="h100-sxm")
     ),
-    "run/measure.py _measure_gpu 1": Program(
+    "profiler/measure.py _measure_gpu 1": Program(
         _measured("cuda", gpu=False), "with a GPU and a torch with CUDA", _measured("cuda")
     ),
-    "run/measure.py _wait 0": Program(_waited(None), "fewer processes", _waited(0)),
-    "run/measure.py _wait 1": Program(_waited(3), "measure again", _waited(0)),
+    "profiler/measure.py _wait 0": Program(_waited(None), "fewer processes", _waited(0)),
+    "profiler/measure.py _wait 1": Program(_waited(3), "measure again", _waited(0)),
 }
 
 PROGRAMS: dict[str, Program] = {**MODELS, **OTHERS}

@@ -48,44 +48,44 @@ def _read(change: dict[str, Any]) -> Callable[[], object]:
 
 
 PROGRAMS: dict[str, Program] = {
-    "constraints/pipelines.py pipeline 0": Program(
+    "constraints/resources.py pipeline 0": Program(
         lambda: pipeline("pp", schedule="zigzag"), "1f1b", lambda: pipeline("pp", schedule="1f1b")
     ),
-    "constraints/pipelines.py pipeline 1": Program(
+    "constraints/resources.py pipeline 1": Program(
         lambda: pipeline("pp", microbatches=0),
         "a number from 1",
         lambda: pipeline("pp", microbatches=1),
     ),
-    "constraints/pipelines.py pipeline 2": Program(
+    "constraints/resources.py pipeline 2": Program(
         lambda: pipeline("pp", chunks=2),
         "schedule='interleaved_1f1b'",
         lambda: pipeline("pp", chunks=2, schedule="interleaved_1f1b"),
     ),
-    "constraints/pipelines.py pipeline 3": Program(
+    "constraints/resources.py pipeline 3": Program(
         lambda: pipeline(cuts=["layers.1"], schedule="auto"),
         'schedule="1f1b"',
         lambda: pipeline(cuts=["layers.1"], schedule="1f1b"),
     ),
-    "planning/units.py check_parts 0": Program(
+    "planner/pipeline/units.py check_parts 0": Program(
         lambda: check_parts(3, 4), "at most 3 stages", lambda: check_parts(3, 3)
     ),
-    "planning/steps.py in_order 0": Program(
+    "planner/pipeline/schedule.py in_order 0": Program(
         _ordered(2, axis="gpu"), "use more microbatches", _ordered(4, axis="gpu")
     ),
-    "planning/steps.py in_order 0 | schedule": Program(
+    "planner/pipeline/schedule.py in_order 0 | schedule": Program(
         _ordered(2, axis="gpu"), 'schedule="gpipe"', _ordered(2, axis="gpu", schedule="gpipe")
     ),
-    "planning/steps.py _check_rounds 0": Program(
+    "planner/pipeline/schedule.py _check_rounds 0": Program(
         _ordered(2, axis="one", chunks=2, schedule="interleaved_1f1b"),
         "an axis of two devices or more",
         _ordered(2, chunks=2, schedule="interleaved_1f1b"),
     ),
-    "planning/steps.py _check_rounds 1": Program(
+    "planner/pipeline/schedule.py _check_rounds 1": Program(
         _ordered(9, axis="gpu", chunks=2, schedule="interleaved_1f1b"),
         "a multiple of 4 microbatches",
         _ordered(8, axis="gpu", chunks=2, schedule="interleaved_1f1b"),
     ),
-    "planning/steps.py _all_forwards_first 0": Program(
+    "planner/pipeline/schedule.py _all_forwards_first 0": Program(
         _ordered(2, True, chunks=2, schedule="interleaved_1f1b"),
         "leave out the schedule",
         _ordered(2, True),
@@ -137,10 +137,10 @@ PROGRAMS: dict[str, Program] = {
     "constraints/megatron.py _degree 0": Program(
         lambda: megatron(tp=0), "a number from 1", lambda: megatron(tp=1)
     ),
-    "constraints/offloading.py offload 0": Program(
+    "constraints/resources.py offload 0": Program(
         lambda: _filled(offload(parameters=False, activations=False))(), "leave it out", _filled()
     ),
-    "constraints/offloading.py offload 1": Program(
+    "constraints/resources.py offload 1": Program(
         lambda: offload(host_bytes="128 GiB"),  # type: ignore[arg-type]
         "128 * 2**30",
         lambda: offload(host_bytes=128 * 2**30),
@@ -173,7 +173,7 @@ PROGRAMS: dict[str, Program] = {
         'axes=("gpu",)',
         lambda: fsdp(axes=("gpu",)),
     ),
-    "constraints/grids.py check_grid 0": Program(
+    "constraints/parallel.py check_grid 0": Program(
         _filled(tensor_parallel("2d", axes=("node", "gpu"))),
         "name axes of one size",
         _filled(tensor_parallel("2d", axes=("stage", "gpu")), mesh=WIDE),
@@ -191,20 +191,20 @@ PROGRAMS: dict[str, Program] = {
         "ddp(axes='node')",
         _filled(ddp(axes="node"), fsdp(axes="gpu")),
     ),
-    "constraints/written.py parse_constraint 0": Program(
+    "constraints/text.py parse_constraint 0": Program(
         lambda: parse_constraint("zero3"), "fsdp", lambda: parse_constraint("fsdp")
     ),
-    "constraints/written.py parse_constraint 1": Program(
+    "constraints/text.py parse_constraint 1": Program(
         lambda: parse_constraint("megatron(tensor=2)"),
         "it takes tp",
         lambda: parse_constraint("megatron(tp=2)"),
     ),
-    "constraints/written.py _parts 0": Program(
+    "constraints/text.py _parts 0": Program(
         lambda: parse_constraint("megatron(tp=n)"),
         "megatron(tp=8)",
         lambda: parse_constraint("megatron(tp=8)"),
     ),
-    "constraints/reading.py read_constraint 0": Program(
+    "constraints/text.py read_constraint 0": Program(
         _read({"plan": "zero"}), "plan again", _read({})
     ),
 }

@@ -56,22 +56,22 @@ def _loads_copied(run: Run) -> None:
 
 
 PROGRAMS: dict[str, Program] = {
-    "run/saved_tensors.py damaged 0": Program(
+    "checkpoint/safetensors_files.py damage_error 0": Program(
         _loads_planted("contents.json", lambda run: b"{}"),
         "take another checkpoint",
         run_of(_loads_earlier, steps=2),
     ),
-    "run/saved_tensors.py damaged 0 | boxes": Program(
+    "checkpoint/safetensors_files.py damage_error 0 | boxes": Program(
         _loads_planted("contents.json", _contents),
         "copy this one again",
         run_of(_loads_copied, steps=1),
     ),
-    "run/saved_tensors.py unsafe 0": Program(
+    "checkpoint/safetensors_files.py unsafe 0": Program(
         _loads_planted(".metadata", lambda run: pickle.dumps(Path), old=True),
         "take another checkpoint, or save anew",
         run_of(lambda run: run.save(3), steps=2),
     ),
-    "run/saved_tensors.py unsafe 0 | values": Program(
+    "checkpoint/safetensors_files.py unsafe 0 | values": Program(
         _loads_planted("others.pt", lambda run: pickle.dumps(RuntimeStateError), old=True),
         "take another checkpoint, or save anew",
         run_of(_loads_earlier, steps=2),

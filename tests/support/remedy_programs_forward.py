@@ -117,83 +117,83 @@ def _prints(self: Any, x: Tensor) -> Tensor:
 _TABLE = torch.ones(200, 200)
 
 PROGRAMS: dict[str, Program] = {
-    "capture/refusals.py _argument 0": Program(
+    "capture/diagnostics.py _argument 0": Program(
         _given(lambda layer, x, given: layer(x * torch.as_tensor(given)), numpy.ones(4)),
         "`torch.as_tensor(array)`",
         _given(lambda layer, x, given: layer((x * given).float()), torch.as_tensor(numpy.ones(4))),
     ),
-    "capture/refusals.py _argument 0 | function": Program(
+    "capture/diagnostics.py _argument 0 | function": Program(
         _given(lambda layer, x, given: layer(given(x)), torch.relu),
         "let the model have all else as attributes",
         captured(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
     ),
-    "capture/refusals.py as_capture_error 1": Program(
+    "capture/diagnostics.py as_capture_error 1": Program(
         _given(lambda layer, x, given: given, [torch.ones(3)]),
         "return what is computed of it",
         _given(lambda layer, x, given: layer(x), [torch.ones(3)]),
     ),
-    "capture/refusals.py as_capture_error 2 | generator": Program(
+    "capture/diagnostics.py as_capture_error 2 | generator": Program(
         forward(lambda self, x: x * torch.rand(4, generator=torch.Generator().manual_seed(0))),
         "torch.rand and others follow torch.manual_seed",
         forward(lambda self, x: x * torch.rand(4)),
     ),
-    "capture/refusals.py as_capture_error 2 | list": Program(
+    "capture/diagnostics.py as_capture_error 2 | list": Program(
         forward(lambda self, x: x * self.layer(x)[0].tolist()[0]),
         "but to compute with it",
         forward(lambda self, x: x * self.layer(x)[0][0]),
     ),
-    "capture/refusals.py of_inputs 0": Program(
+    "capture/diagnostics.py of_inputs 0": Program(
         _given(lambda layer, x, given: layer(x) * min(sorted(map(int, given))), torch.ones(3)),
         "pass in what forward makes of 'given' there",
         _given(lambda layer, x, given: layer(x) * given, 1),
     ),
-    "capture/refusals.py of_inputs 1": Program(
+    "capture/diagnostics.py of_inputs 1": Program(
         _given(lambda layer, x, given: layer(x)[: int(given.sum())].mean(), torch.ones(3)),
         "or pass in what forward makes of 'given' there",
         _given(lambda layer, x, given: layer(x)[:given].mean(), 3),
     ),
-    "capture/refusals.py of_flex_attention 0": Program(
+    "capture/diagnostics.py of_flex_attention 0": Program(
         _flex(lambda score, b, h, q, k: score if q > k else score * 2),
         "use torch.where",
         _flex(lambda score, b, h, q, k: torch.where(q > k, score, score * 2)),
     ),
-    "capture/refusals.py of_flex_attention 0 | dense": Program(
+    "capture/diagnostics.py of_flex_attention 0 | dense": Program(
         _flex(lambda score, b, h, q, k: score if q > k else score * 2),
         "call F.scaled_dot_product_attention with the mask as attn_mask",
         captured(Called(_dense)),
     ),
-    "capture/_torch/flex.py text_of 0": Program(
+    "capture/dynamo/flex_attention.py text_of 0": Program(
         _flex(lambda score, b, h, q, k: score + torch.linalg.inv(score.view(1, 1)).sum()),
         "elementwise functions (add, mul",
         _flex(lambda score, b, h, q, k: score + 1 / score),
     ),
-    "ops/elementwise.py overload_of 0": Program(
+    "ops/score_functions.py overload_of 0": Program(
         _flex(lambda score, b, h, q, k: score + torch.rand_like(score)),
         "none of which writes or draws",
         _flex(lambda score, b, h, q, k: score + torch.ones_like(score)),
     ),
-    "ops/elementwise.py _written 0": Program(
+    "ops/score_functions.py _write_value 0": Program(
         _flex(lambda score, b, h, q, k: score + torch.tensor([1.0, 2.0])[h % 2]),
         "make tensors outside of the function",
         _given(_biased, torch.ones(2)),
     ),
-    "ops/elementwise.py _written 1": Program(
+    "ops/score_functions.py _write_value 1": Program(
         _flex(lambda score, b, h, q, k: (score * (1 + 2j)).real),
         "tensors and numbers alone",
         _flex(lambda score, b, h, q, k: score * 1),
     ),
-    "capture/_torch/joint.py _placeholder_kind 0": Program(
+    "capture/dynamo/joint.py _placeholder_kind 0": Program(
         forward(_prints), "leave out of forward what writes or prints", forward(lambda self, x: x)
     ),
-    "capture/_torch/returned.py others_detached 0": Program(
+    "capture/dynamo/outputs.py others_detached 0": Program(
         captured(Returning(lambda x: x)),
         "return a copy (`self.name.clone()`)",
         captured(Returning(lambda x: x.clone())),
     ),
-    "capture/_torch/returned.py others_detached 0 | left out": Program(
+    "capture/dynamo/outputs.py others_detached 0 | left out": Program(
         captured(Returning(lambda x: x)), "leave it out", captured(Returning(lambda x: None))
     ),
-    "capture/_transformers_caches.py refuse_caches 0": Program(
+    "capture/hugging_face.py refuse_caches 0": Program(
         lambda: refuse_caches(nn.Linear(4, 4), {"past": Cache()}),
         "leave past out, and pass the whole sequence",
         lambda: refuse_caches(nn.Linear(4, 4), {}),
@@ -201,20 +201,20 @@ PROGRAMS: dict[str, Program] = {
     "capture/execute.py _check_alike 0": Program(
         _weighed(torch.float32), "one dtype", _weighed(torch.float64)
     ),
-    "capture/gpu_autocast.py gpu_autocast 0": Program(
+    "capture/autocast.py gpu_autocast 0": Program(
         _autocast("cpu", "cuda"), "under one torch.autocast", _autocast("cuda")
     ),
-    "capture/passes/clean.py inline_constants 0": Program(
+    "capture/normalize/clean.py inline_constants 0": Program(
         forward(lambda self, x: x * _TABLE.mean()),
         "make it a buffer of the module (register_buffer)",
         forward(lambda self, x: x * self.table.mean(), table=_TABLE),
     ),
-    "capture/passes/clean.py inline_constants 0 | built": Program(
+    "capture/normalize/clean.py inline_constants 0 | built": Program(
         forward(lambda self, x: x * _TABLE.mean()),
         "build it with torch.arange, full or ones",
         forward(lambda self, x: x * torch.ones(200, 200).mean()),
     ),
-    "capture/refusals.py _scripted 0": Program(
+    "capture/diagnostics.py _scripted_error 0": Program(
         captured(_linear(True)), "use the nn.Module that it was made of", captured(_linear(False))
     ),
 }

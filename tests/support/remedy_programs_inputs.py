@@ -175,12 +175,12 @@ PROGRAMS: dict[str, Program] = {
         "no init=False, no InitVar",
         captured(Called(_of_batch), Batch(torch.ones(8, 4))),
     ),
-    "capture/border.py Border._known_buffers 0": Program(
+    "capture/signature.py Border._known_buffers 0": Program(
         captured(Waiting()),
         "pass the number as a plain argument",
         captured(Waiting(), torch.ones(8, 4), 3),
     ),
-    "capture/mixed.py _refused 0": Program(
+    "capture/precision.py _mixed_error 0": Program(
         captured(Called(lambda layer, x: F.linear(_TABLE * x, layer.weight).mean())),
         "one dtype",
         captured(Called(lambda layer, x: F.linear((_TABLE * x).float(), layer.weight).mean())),

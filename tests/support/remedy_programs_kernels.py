@@ -168,10 +168,10 @@ PROGRAMS: dict[str, Program] = {
         "use one of torch.float32",
         lambda: library.code_of(torch.float32),
     ),
-    "kernels/bound.py part_of 0": Program(
+    "kernels/bound_ops.py part_of 0": Program(
         lambda: part_of(3, 4), "choose another layout or mesh", lambda: part_of(3, 3)
     ),
-    "kernels/buckets.py places 0": Program(
+    "kernels/packing.py places 0": Program(
         _in_chunks(2**32), "pack it in several", _in_chunks(2**30, 2**30)
     ),
     "kernels/collectives.py current_groups 0": Program(
@@ -189,13 +189,13 @@ PROGRAMS: dict[str, Program] = {
         "in one dtype on one device",
         _normed([_X.double()], _X.double(), _W.double()),
     ),
-    "kernels/normed_scatter.py _check 0": Program(
+    "kernels/normed.py _check 0": Program(
         _scattered(dim=1), "scatter along a dim before the last", _scattered(dim=0)
     ),
-    "kernels/normed_scatter.py _check 1": Program(
+    "kernels/normed.py _check 1": Program(
         _scattered(residual=_X[:1]), "like the rank's part of the product", _scattered()
     ),
-    "kernels/normed_scatter.py dot_reduce_add_rmsnorm 0": Program(
+    "kernels/normed.py dot_reduce_add_rmsnorm 0": Program(
         _product(9),
         "leave the norm apart from the product",
         lambda: (ops.dot(_EQUATION, _A, _B), _product(8)()),
@@ -230,7 +230,7 @@ PROGRAMS: dict[str, Program] = {
         "give the work of all ranks in one call",
         lambda: VirtualRanks(2).run([0, 1], []),
     ),
-    "kernels/providers.py provided 0": Program(
+    "kernels/peers.py provide_peers 0": Program(
         lambda: _provided("one"), "choose another name", lambda: _provided("two")
     ),
 }

@@ -186,49 +186,49 @@ def _without_state(folder: Path) -> None:
 _WITH_EXAMPLE = "pass LightningStrategy(example_inputs=...)"
 
 PROGRAMS: dict[str, Program] = {
-    "training/lightning_modules.py child_to_compile 0": Program(
+    "integrations/lightning_modules.py child_to_compile 0": Program(
         _fit("Two"), "hold what is trained in one nn.Module, a child", _fit("Both")
     ),
-    "training/lightning_modules.py call_of 0": Program(
+    "integrations/lightning_modules.py call_of 0": Program(
         _fit(data=lambda: DataLoader(Stream(), batch_size=4)),
         _WITH_EXAMPLE,
         _fit(data=lambda: DataLoader(Stream(), batch_size=4), example=_EXAMPLE),
     ),
-    "training/lightning_modules.py call_of 1": Program(
+    "integrations/lightning_modules.py call_of 1": Program(
         _fit(data=lambda: _lit().batches(0, 1)),
         _WITH_EXAMPLE,
         _fit(data=lambda: _lit().batches(0, 1), example=_EXAMPLE),
     ),
-    "training/lightning_modules.py call_of 2": Program(
+    "integrations/lightning_modules.py call_of 2": Program(
         _fit("Before"), _WITH_EXAMPLE, _fit("Before", example=_EXAMPLE)
     ),
-    "training/lightning_modules.py call_of 3": Program(
+    "integrations/lightning_modules.py call_of 3": Program(
         _fit("Aside"), "let forward of net do what the step calls other methods of it for", _fit()
     ),
-    "training/lightning_modules.py check_optimizers 0": Program(
+    "integrations/lightning_modules.py check_optimizers 0": Program(
         _fit("Optimizers", 2),
         "return one, with a group of parameters for each setting",
         _fit("Optimizers", 1),
     ),
-    "training/lightning_modules.py check_trainer 0": Program(
+    "integrations/lightning_modules.py check_trainer 0": Program(
         _fit(asked=lambda: {"precision": "16-true"}),
         '"bf16-true"',
         _fit(asked=lambda: {"precision": "bf16-true"}),
     ),
-    "training/lightning_modules.py check_trainer 1": Program(
+    "integrations/lightning_modules.py check_trainer 1": Program(
         _fit(asked=_averaging),
         "p.to_local() of the compiled module's parameters in a hook of your own",
         _fit(asked=_own_average),
     ),
-    "training/lightning_ranks.py WholeBatches.setup_environment 0": Program(
+    "integrations/lightning_strategy.py WholeBatches.setup_environment 0": Program(
         _fit(asked=lambda: {"devices": 2}),
         "or pass Trainer(devices=1)",
         _fit(asked=lambda: {"devices": 1}),
     ),
-    "training/lightning_strategy.py LightningStrategy.load_optimizer_state_dict 0": Program(
+    "integrations/lightning_strategy.py LightningStrategy.load_optimizer_state_dict 0": Program(
         _resumed(_without_state), "move end.ckpt.autopar too", _resumed(lambda folder: None)
     ),
-    "training/lightning_strategy.py LightningStrategy.load_optimizer_state_dict 1": Program(
+    "integrations/lightning_strategy.py LightningStrategy.load_optimizer_state_dict 1": Program(
         _resumed(_of_another_step),
         "or begin with its weights: load_from_checkpoint",
         _resumed(_of_another_step, begin=True),

@@ -236,15 +236,15 @@ def _state(change: bool) -> Work:
 
 
 STANDING: dict[str, Program] = {
-    "run/part.py Standing.__getattr__ 0": Program(
+    "runtime/module_shell.py Standing.__getattr__ 0": Program(
         _pair(lambda plain, module: module.no_sync()), "leave it out", _then_called()
     ),
-    "run/part.py Standing._read 0": Program(
+    "runtime/module_shell.py Standing._read 0": Program(
         _pair(lambda plain, module: module.body.size),
         "plain.load_state_dict(pm.full_state_dict(), assign=True)",
         _copied(lambda plain: plain.body.size),
     ),
-    "run/part.py Standing.__setattr__ 0": Program(
+    "runtime/module_shell.py Standing.__setattr__ 0": Program(
         _pair(lambda plain, module: setattr(module, "factor", 3.0)),
         "register_buffer('factor', torch.tensor(...))",
         _before(
@@ -252,17 +252,17 @@ STANDING: dict[str, Program] = {
             lambda plain, module: (module.factor.fill_(3.0), module(X)),
         ),
     ),
-    "run/part.py Standing._check_held 0": Program(
+    "runtime/module_shell.py Standing._check_held 0": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(8, 4)))),
         "and compile that",
         _copied(_larger),
     ),
-    "run/part.py Standing._check_held 1": Program(
+    "runtime/module_shell.py Standing._check_held 1": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
         "write into 'weight' under torch.no_grad(): p.copy_(...)",
         _then_called(lambda plain, module: _written(module.body.weight)),
     ),
-    "run/part.py Standing._check_held 1 | whole": Program(
+    "runtime/module_shell.py Standing._check_held 1 | whole": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
         "pass whole tensors to pm.load_state_dict",
         _then_called(
@@ -271,96 +271,96 @@ STANDING: dict[str, Program] = {
             )
         ),
     ),
-    "run/part.py Standing._apply 0": Program(
+    "runtime/module_shell.py Standing._apply 0": Program(
         _pair(lambda plain, module: module.double()),
         "convert or move the plain model and its batch",
         lambda: _double(Net()),
     ),
-    "run/part.py Standing._apply 1": Program(
+    "runtime/module_shell.py Standing._apply 1": Program(
         _pair(lambda plain, module: module.share_memory()), "leave share_memory out", _then_called()
     ),
-    "run/part.py Standing.__reduce_ex__ 0": Program(
+    "runtime/module_shell.py Standing.__reduce_ex__ 0": Program(
         _pair(lambda plain, module: pickle.dumps(module)),
         "autopar.save_weights(pm, folder)",
         _pair(_saved),
     ),
-    "run/part.py Part.forward 0": Program(
+    "runtime/module_shell.py Part.forward 0": Program(
         _pair(lambda plain, module: module.body(X)),
         "or call the part on a plain copy",
         _copied(lambda plain: plain.body(X)),
     ),
-    "run/part.py Part.forward 0 | compiled": Program(
+    "runtime/module_shell.py Part.forward 0 | compiled": Program(
         _pair(lambda plain, module: module.body(X)),
         "or compile this part",
         lambda: compiled(Net().body)(X),
     ),
-    "run/part.py Part.train 0": Program(
+    "runtime/module_shell.py Part.train 0": Program(
         _pair(lambda plain, module: module.drop.eval()),
         "set it on the plain model before autopar.compile",
         _before(lambda net: net.drop.eval()),
     ),
-    "run/part.py Part.train 0 | whole": Program(
+    "runtime/module_shell.py Part.train 0 | whole": Program(
         _pair(lambda plain, module: module.drop.eval()),
         "or pm.train(), pm.eval()",
         _then_called(lambda plain, module: module.eval()),
     ),
-    "run/part.py Part.register_forward_hook 0": Program(
+    "runtime/module_shell.py Part.register_forward_hook 0": Program(
         _pair(lambda plain, module: module.body.register_forward_hook(lambda *_: None)),
         "of a forward hook that the plain model has before autopar.compile",
         _before(lambda net: net.body.register_forward_hook(lambda of, args, out: out * 2)),
     ),
-    "run/part.py _of_another_model 0": Program(
+    "runtime/module_shell.py _of_another_model 0": Program(
         _pair(lambda plain, module: setattr(module, "drop", nn.Dropout(0.5))),
         "change the plain model, and compile it again",
         _before(lambda net: setattr(net, "drop", nn.Dropout(0.5))),
     ),
-    "run/methods.py method_of 0": Program(
+    "runtime/methods.py method_of 0": Program(
         _pair(lambda plain, module: module.body.reset_parameters()),
         "on a plain copy",
         _copied(lambda plain: plain.body.reset_parameters()),
     ),
-    "run/methods.py _refuse 0": Program(
+    "runtime/methods.py _refuse 0": Program(
         _pair(lambda plain, module: module.body.helped()),
         "on a plain copy",
         _copied(lambda plain: plain.body.helped()),
     ),
-    "run/likeness.py _refusing.refuse 0": Program(
+    "runtime/module_shell.py _refuse_operator.refuse 0": Program(
         _pair(lambda plain, module: len(module.body)),
         "use the plain model's",
         _pair(lambda plain, module: len(plain.body)),
     ),
-    "run/parted.py _in_part 0": Program(
+    "runtime/outputs.py _in_part 0": Program(
         _output(lambda out: out.mean().item()),
         "out.full_tensor()",
         _output(lambda out: out.full_tensor().mean().item()),
     ),
-    "run/parted.py _in_part 0 | beside a plain tensor": Program(
+    "runtime/outputs.py _in_part 0 | beside a plain tensor": Program(
         _output(lambda out: out - torch.ones(8, 4)),
         "out.full_tensor()",
         _output(lambda out: out.full_tensor() - torch.ones(8, 4)),
     ),
-    "run/parted.py _in_part 0 | whole": Program(
+    "runtime/outputs.py _in_part 0 | whole": Program(
         _output(lambda out: out.mean().item()),
         'pass outputs="full" to autopar.compile',
         lambda: compiled(nn.Linear(4, 4), outputs="full")(X).mean().item(),
     ),
-    "run/pickling.py refuse_parts 0": Program(
+    "runtime/dtensor_checkpoints.py refuse_parts 0": Program(
         _output(lambda out: reduce_whole(out, 4)),
         "state = pm.full_state_dict()",
         _pair(lambda plain, module: torch.save(module.full_state_dict(), io.BytesIO())),
     ),
-    "run/holder.py holder_of 0": Program(
+    "runtime/parameter_module.py holder_of 0": Program(
         lambda: autopar.save_weights(Net(), tempfile.gettempdir()),
         "what autopar.compile(model, example_inputs=batch) returned",
         _pair(_saved),
     ),
-    "run/holder.py _load_state_dict_hook 0": Program(
+    "runtime/parameter_module.py _load_state_dict_hook 0": Program(
         _pair(_state(True)), "load it into the plain model, and compile that", _pair(_state(False))
     ),
 }
 
 PLAIN: dict[str, Program] = {
-    "run/plain_model.py PlainModel.check 0": Program(
+    "runtime/plain_model.py PlainModel.check 0": Program(
         _then_called(lambda plain, module: plain.body.weight.register_hook(lambda grad: grad)),
         "register it on pm.get_parameter('body.weight')",
         _then_called(
@@ -369,27 +369,27 @@ PLAIN: dict[str, Program] = {
             )
         ),
     ),
-    "run/plain_model.py PlainModel._check_mode 0": Program(
+    "runtime/plain_model.py PlainModel._check_mode 0": Program(
         _then_called(lambda plain, module: plain.eval()),
         "call pm.eval()",
         _then_called(lambda plain, module: plain.eval(), lambda plain, module: module.eval()),
     ),
-    "run/plain_model.py PlainModel._check_mode 0 | part": Program(
+    "runtime/plain_model.py PlainModel._check_mode 0 | part": Program(
         _then_called(lambda plain, module: plain.drop.eval()),
         "set it back",
         _then_called(
             lambda plain, module: plain.drop.eval(), lambda plain, module: plain.drop.train()
         ),
     ),
-    "run/plain_model.py PlainModel._check_hooks 0": Program(
+    "runtime/plain_model.py PlainModel._check_hooks 0": Program(
         _then_called(_hook), "remove it", _pair(_with_hook_removed)
     ),
-    "run/plain_model.py PlainModel._check_hooks 0 | before": Program(
+    "runtime/plain_model.py PlainModel._check_hooks 0 | before": Program(
         _then_called(_hook),
         "or register it before compiling",
         _before(lambda net: _hook(net, None)),
     ),
-    "run/plain_model.py PlainModel._check_frozen 0": Program(
+    "runtime/plain_model.py PlainModel._check_frozen 0": Program(
         _then_called(lambda plain, module: plain.body.weight.requires_grad_(False)),
         "pm.get_parameter('body.weight').requires_grad_(False)",
         _then_called(
@@ -397,7 +397,7 @@ PLAIN: dict[str, Program] = {
             lambda plain, module: module.get_parameter("body.weight").requires_grad_(False),
         ),
     ),
-    "run/plain_model.py PlainModel._tell_of_written 0": Program(
+    "runtime/plain_model.py PlainModel._tell_of_written 0": Program(
         _then_called(
             lambda plain, module: plain.load_state_dict(
                 {"body.weight": torch.ones(4, 4)}, strict=False
@@ -410,12 +410,12 @@ PLAIN: dict[str, Program] = {
             )
         ),
     ),
-    "run/plain_model.py PlainModel._tell_of_written 0 | before": Program(
+    "runtime/plain_model.py PlainModel._tell_of_written 0 | before": Program(
         _then_called(lambda plain, module: _written(plain.body.weight)),
         "or load before compiling",
         _before(lambda net: net.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
     ),
-    "run/frozen.py _changed 0": Program(
+    "runtime/guards.py _changed_error 0": Program(
         _then_called(lambda plain, module: plain.beside.add_(1.0)),
         "let forward read it from a buffer (register_buffer)",
         _before(
@@ -423,7 +423,7 @@ PLAIN: dict[str, Program] = {
             lambda plain, module: (module.beside.add_(1.0), module(X)),
         ),
     ),
-    "run/frozen.py _changed 1": Program(
+    "runtime/guards.py _changed_error 1": Program(
         _then_called(lambda plain, module: setattr(plain, "factor", 3.0)),
         "set it back to 2.0",
         _then_called(
@@ -431,10 +431,10 @@ PLAIN: dict[str, Program] = {
             lambda plain, module: setattr(plain, "factor", 2.0),
         ),
     ),
-    "run/known_buffers.py KnownBuffers.check 0": Program(
+    "runtime/guards.py KnownBuffers.check 0": Program(
         _counted(True), "compile the model again with these values", _counted(False, again=True)
     ),
-    "run/given_data.py refuse_given_data 0": Program(
+    "runtime/tensor_guards.py refuse_given_data 0": Program(
         _then_called(lambda plain, module: setattr(module.body.weight, "data", torch.ones(4, 4))),
         "p.copy_(...)",
         _then_called(lambda plain, module: _written(module.body.weight)),

@@ -3,12 +3,15 @@ a user's own ops."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar import rules
 from autopar.api.tracing import refuse_parts
 from autopar.capture import capture
@@ -72,13 +75,40 @@ def _parts(model: nn.Module, x: Tensor) -> Callable[[], object]:
 
 _OUTPUTS = Called(lambda layer, x: layer(x))
 
+
+def _written_to(name: str, **options: Any) -> Callable[[], object]:
+    """A plan whose integer program is written to a file of this name in a new folder."""
+
+    def program() -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            return planned(write_lp=Path(folder) / name, **options)()
+
+    return program
+
+
+_TWO_STAGES = autopar.constraints.pipeline(microbatches=2)
 PROGRAMS: dict[str, Program] = {
-    "capture/loss_head.py loss_alone 0": Program(
+    "request.py _check_name 0": Program(planned(solver=3), "pass a name", planned(solver="highs")),
+    "solve/pulp_models.py _refusal 0": Program(
+        planned(solver="simplex"), "pass one that is available here", planned(solver="cbc")
+    ),
+    "solve/pulp_models.py _refusal 1": Program(
+        planned(solver="mosek"), "or pass one that is available here", planned(solver="cbc")
+    ),
+    "planner/search.py Planned.write_lp 0": Program(
+        _written_to("plan.lp", constraints=[_TWO_STAGES]),
+        "pass num_microbatches=1 and no pipeline",
+        _written_to("plan.lp", num_microbatches=1),
+    ),
+    "solve/lp_file.py write_lp 0": Program(
+        _written_to("missing/plan.lp"), "check the path", _written_to("plan.lp")
+    ),
+    "capture/chunked_loss.py loss_alone 0": Program(
         planned(_OUTPUTS, (X,), outputs="loss"),
         'outputs="full"',
         planned(_OUTPUTS, (X,), outputs="full"),
     ),
-    "capture/loss_head.py loss_by_rows 0": Program(
+    "capture/chunked_loss.py loss_by_rows 0": Program(
         planned(loss_rows=4), "loss_rows=0", planned(loss_rows=0)
     ),
     "api/tracing.py refuse_parts 1": Program(
@@ -99,7 +129,7 @@ PROGRAMS: dict[str, Program] = {
         "let forward take any number of samples",
         _of(_any, num_microbatches=2),
     ),
-    "analysis/time_refusals.py refusal 0": Program(
+    "analysis/microbatch_sites.py refusal 0": Program(
         _of(_normed, num_microbatches=2), "num_microbatches=1", _of(_normed, num_microbatches=1)
     ),
     "rules/registration.py register 0": Program(

@@ -179,12 +179,12 @@ PROGRAMS: dict[str, Program] = {
     "errors.py ChangedPlanError.__init__ 0": Program(
         lambda: emit(traced(), _by_hand(data())), "plan again", lambda: emit(traced(), data())
     ),
-    "emit/choices.py PlanIndex.check 0": Program(
+    "emit/context.py PlanIndex.check 0": Program(
         lambda: emit(capture(Mlp(4, 8, 3), (), BATCH), data()),
         "plan again for this model",
         lambda: emit(traced(), data()),
     ),
-    "api/fitting.py check_fits 0": Program(
+    "api/plan_options.py check_fits 0": Program(
         lambda: autopar.compile(nn.Linear(4, 4), 1, plan=made(1), example_inputs=(X,)),
         "pass the plan of this model and mesh",
         lambda: autopar.compile(MODEL, 1, plan=made(1), example_inputs=BATCH),
@@ -204,7 +204,7 @@ PROGRAMS: dict[str, Program] = {
     "api/building.py _device_type 0": Program(
         _placed("cuda"), "move the model to one kind of device", _placed("cpu")
     ),
-    "api/further.py Structure.as_called 0": Program(
+    "api/specialize.py Structure.as_called 0": Program(
         lambda: Structure.of(Locked(True)).as_called(True, {}),
         "compile the model for that call, and load_state_dict into it",
         _called(Locked(True), X),
@@ -229,7 +229,7 @@ PROGRAMS: dict[str, Program] = {
         "use microbatches of two samples or more",
         planned(Called(_alone), (X,), num_microbatches=4),
     ),
-    "api/validating.py refuse_unproven 0": Program(
+    "api/tracing.py refuse_unproven 0": Program(
         planned(Called(_roots), (X,), num_microbatches=8),
         "fewer microbatches of more samples each",
         planned(Called(_roots), (X,), num_microbatches=4),
@@ -244,49 +244,51 @@ PROGRAMS: dict[str, Program] = {
         "ask autopar.what_if about this one",
         _asked(made, hardware="h100-sxm"),
     ),
-    "planning/axes.py _check 0": Program(
+    "planner/transfer_plan.py _check 0": Program(
         lambda: on_axes(data(), Mesh({"rows": 2})),
         "name the axes as in the plan, data",
         lambda: on_axes(data(), Mesh({"data": 4})),
     ),
-    "planning/axes.py _check 1": Program(
+    "planner/transfer_plan.py _check 1": Program(
         lambda: on_axes(made_staged_plan(), Mesh({"stage": 2, "data": 2})),
         "a mesh with stage=4, whatever its other axes are",
         lambda: on_axes(made_staged_plan(), Mesh({"stage": 4, "data": 2})),
     ),
-    "planning/carrying.py _check_inputs 0": Program(
+    "planner/transfer_plan.py _check_inputs 0": Program(
         _wider(2**17), "ask about smaller axes", _wider(4)
     ),
-    "planning/repricing.py _refusal 1": Program(
+    "planner/reprice.py _refusal 1": Program(
         _asked(lambda: _by_hand(data())), "plan again for this model and mesh", _asked(data)
     ),
-    "constraints/elsewhere.py _named 0": Program(
+    "constraints/together.py _named 0": Program(
         _there({"a": 2, "c": 2}, _GRID),
         "name the axes of the other mesh so",
         _there({"a": 2, "b": 2}, _GRID),
     ),
-    "constraints/elsewhere.py _named 0 | without": Program(
+    "constraints/together.py _named 0 | without": Program(
         _there({"a": 2, "c": 2}, _GRID),
         "plan for it without this constraint",
         _there({"a": 2, "c": 2}),
     ),
-    "layout/codec.py read 1": Program(
+    "core/layout.py read_layout 1": Program(
         lambda: Layout.parse("S(0)#1 S(0)"),
         "number all splitters of dim 0 from 0",
         lambda: Layout.parse("S(0)#1 S(0)#0"),
     ),
-    "collective.py collective_time 0": Program(_timed("moon"), "links are intra", _timed("intra")),
-    "terminal.py check_writable 0": Program(
+    "core/collective.py collective_time 0": Program(
+        _timed("moon"), "links are intra", _timed("intra")
+    ),
+    "core/terminal.py check_writable 0": Program(
         _written(lambda folder: folder),
         "name a file in it",
         _written(lambda folder: folder / "plan.json"),
     ),
-    "terminal.py check_writable 1": Program(
+    "core/terminal.py check_writable 1": Program(
         _written(lambda folder: folder / "plans" / "plan.json"),
         "check the path, or make the folder",
         _written(_with_folder),
     ),
-    "terminal.py parse_size 0": Program(
+    "core/terminal.py parse_size 0": Program(
         lambda: parse_size("80 gigs"), "72GiB", lambda: parse_size("72GiB")
     ),
 }

@@ -218,12 +218,12 @@ PROGRAMS: dict[str, Program] = {
         "with a batch and weights that give a finite loss",
         _verified(model=_filled(0.5)),
     ),
-    "verification/check.py _compared 0": Program(
+    "verification/check.py _compare_case 0": Program(
         _verified(model=lambda model: setattr(model, "scale", 2.0)),
         "it was captured wrongly",
         _verified(),
     ),
-    "verification/diagnosis.py diagnose.check 0": Program(
+    "verification/check.py diagnose.check 0": Program(
         _verified(program=_wrong_node), "look at this node and at what it reads", _verified()
     ),
     "verification/drawing.py PositionalDraws.__torch_dispatch__ 0": Program(
@@ -231,5 +231,7 @@ PROGRAMS: dict[str, Program] = {
         "draw with rand, randn or dropout",
         _verified(Drawing),
     ),
-    "explanation/prices.py _received 0": Program(_explained(_crosses), "plan again", _explained()),
+    "explanation/prices.py _seconds_received 0": Program(
+        _explained(_crosses), "plan again", _explained()
+    ),
 }

@@ -246,30 +246,30 @@ def _stored(layout: Layout) -> None:
 _ONE, _TWO = torch.tensor([[1, 2]]), torch.tensor([[2, 2]])
 
 MESHES: dict[str, Program] = {
-    "run/device_mesh.py _initialize 0": Program(
+    "runtime/device_mesh.py _initialize 0": Program(
         _alone(lambda: device_mesh.device_mesh(Mesh(2))),
         "autopar run -n 2 SCRIPT",
         _of_two(lambda devices: device_mesh.device_mesh(Mesh(2))),
     ),
-    "run/device_mesh.py device_mesh 0": Program(
+    "runtime/device_mesh.py device_mesh 0": Program(
         _of_two(lambda devices: device_mesh.device_mesh(Mesh(4))),
         "or plan for a mesh of 2",
         _of_two(lambda devices: device_mesh.device_mesh(Mesh(2))),
     ),
-    "run/device_mesh.py check_shape 0": Program(
+    "runtime/device_mesh.py check_shape 0": Program(
         _handwritten(2), "plan for the mesh that is there, data=1,tensor=1", _handwritten(1)
     ),
-    "run/device_mesh.py groups_of 0": Program(
+    "runtime/device_mesh.py groups_of 0": Program(
         _of_two(lambda devices: device_mesh.groups_of(DeviceMesh("cpu", [1]))),
         "that covers every process",
         _of_two(device_mesh.groups_of),
     ),
-    "run/device_mesh.py stage_devices 0": Program(
+    "runtime/device_mesh.py stage_devices 0": Program(
         _of_two(lambda devices: device_mesh.stage_devices(devices, "stage")),
         "name its dims as in the plan",
         _of_two(lambda devices: device_mesh.stage_devices(devices, "stage"), "stage"),
     ),
-    "run/device_mesh.py agree 0": Program(
+    "runtime/device_mesh.py agree 0": Program(
         _says(
             device_mesh,
             lambda fact: "another",
@@ -282,102 +282,102 @@ MESHES: dict[str, Program] = {
             lambda devices: device_mesh.agree("a plan", "plan", devices),
         ),
     ),
-    "run/staged_module.py StagedModule.__init__ 0": Program(
+    "runtime/staged_module.py StagedModule.__init__ 0": Program(
         lambda: compiled(batch="local", num_microbatches=2),
         'pass batch="global"',
         lambda: compiled(batch="global", num_microbatches=2),
     ),
-    "run/executor.py Executor.__init__ 0": Program(
+    "program/executor.py Executor.__init__ 0": Program(
         _on_host(backend="inductor"), 'use backend="eager"', _on_host(backend="eager")
     ),
-    "run/holder.py Holder.check_same 0": Program(
+    "runtime/parameter_module.py Holder.check_same 0": Program(
         lambda: _stored(Layout.parse("R host")),
         "compile the model for that call, and load_state_dict into it",
         lambda: _stored(Layout.parse("R")),
     ),
-    "run/ranks.py take_gpu 0": Program(_gpu(1), "autopar run -n 1 SCRIPT", _gpu(2)),
+    "runtime/rank_comm.py take_gpu 0": Program(_gpu(1), "autopar run -n 1 SCRIPT", _gpu(2)),
 }
 
 ALIKE: dict[str, Program] = {
-    "run/equal.py share_weights 0": Program(
+    "runtime/rank_consistency.py share_weights 0": Program(
         _built(lambda digest: None),
         "build the model alike on every rank: with weights, or on meta",
         _built(lambda digest: digest),
     ),
-    "run/equal.py share_weights 1": Program(
+    "runtime/rank_consistency.py share_weights 1": Program(
         _built(lambda digest: ((8, 8), *digest[1:])),
         "the same configuration and dtype",
         _built(lambda digest: digest),
     ),
-    "run/equal.py check_batch 0": _alike(
+    "runtime/rank_consistency.py check_batch 0": _alike(
         _other,
         lambda devices: rank_consistency.check_batch(["x"], [X], devices),
         "pass every rank the same batch",
     ),
-    "run/equal.py check_parts 0": _alike(
+    "runtime/rank_consistency.py check_parts 0": _alike(
         _other,
         lambda devices: rank_consistency.check_parts(["x"], [X], [Layout.parse("R")], devices),
         "pass these ranks the same tensors",
     ),
-    "run/equal.py check_random_state 0": _alike(
+    "runtime/rank_consistency.py check_random_state 0": _alike(
         lambda state: state + 1,
         lambda devices: rank_consistency.check_random_state(3, devices),
         "pm.manual_seed(seed)",
     ),
-    "run/equal.py Beside.check 0": _alike(
+    "runtime/rank_consistency.py Beside.check 0": _alike(
         _other,
         lambda devices: rank_consistency.Beside().check("add", [X], devices),
         "seed alike what draws it (torch.manual_seed)",
     ),
-    "run/equal.py check_tangents 0": _alike(
+    "runtime/rank_consistency.py check_tangents 0": _alike(
         _other,
         lambda devices: rank_consistency.check_tangents([("y", X)], devices),
         "or let the model compute its loss",
     ),
-    "run/ranks.py of_all_alike 0": Program(
+    "runtime/rank_comm.py of_all_alike 0": Program(
         _topics("saves"), "call the model alike on every rank", _topics("calls the model")
     ),
-    "run/ranks.py _said 0": Program(
+    "runtime/rank_comm.py _unpack_outcome 0": Program(
         _written("file"), "name a folder that can be written to", _written("folder")
     ),
-    "run/differences.py _unlike 0": Program(
+    "runtime/rank_differences.py _unlike 0": Program(
         _meet(_differ), "in the same order and equally often on every rank", _meet(_same)
     ),
-    "run/differences.py _unlike 0 | from the begin": Program(
+    "runtime/rank_differences.py _unlike 0 | from the begin": Program(
         _meet(_differ, steps=0),
         "in the same order and equally often on every rank",
         _meet(_same, steps=0),
     ),
-    "run/differences.py Differences.of 0": Program(
+    "runtime/rank_differences.py Differences.of 0": Program(
         _meet(_one_comes, limit_s=0.1),
         "torch.distributed.init_process_group(timeout=...)",
         _meet(_same),
     ),
-    "run/differences.py Differences.of_ended 0": Program(
+    "runtime/rank_differences.py Differences.of_ended 0": Program(
         _meet(_one_ends, ends="quiet"), "equally often on every rank", _meet(_same)
     ),
-    "run/differences.py Differences.of_ended 0 | with an error": Program(
+    "runtime/rank_differences.py Differences.of_ended 0 | with an error": Program(
         _meet(_one_ends, ends="alone"), "see the messages of rank 1", _meet(_same)
     ),
-    "run/agreement.py Agreement._without_store 0": Program(
+    "runtime/rank_agreement.py Agreement._without_store 0": Program(
         _store(gone=True),
         "see why that process, rank 0 or the launcher, has ended",
         _store(gone=False),
     ),
-    "run/arguments.py Arguments._check_settings 0": Program(
+    "runtime/arguments.py Arguments._check_settings 0": Program(
         _only(X, _ONE, double=True),
         "pass what the program was made for",
         _only(X, _ONE, double=False),
     ),
-    "run/arguments.py Arguments._check_settings 0 | compiled for it": Program(
+    "runtime/arguments.py Arguments._check_settings 0 | compiled for it": Program(
         _only(X, _ONE, double=True),
         "or compile the model for this call, too",
         lambda: compiled(Sized(), X, _ONE)(X, _ONE, double=True),
     ),
-    "run/arguments.py Arguments._check_known 0": Program(
+    "runtime/arguments.py Arguments._check_known 0": Program(
         _only(X, _TWO, double=False), "pass those", _only(X, _ONE, double=False)
     ),
-    "run/arguments.py Arguments._leaves 0": Program(
+    "runtime/arguments.py Arguments._leaves 0": Program(
         _only(X, [_ONE], double=False), "call it as in example_inputs", _only(X, _ONE, double=False)
     ),
 }

@@ -269,143 +269,143 @@ def _renamed(run: Run, step: int | None) -> int:
 
 
 FOLDERS: dict[str, Program] = {
-    "run/saved.py Checkpoints.steps 0": Program(
+    "checkpoint/manager.py Checkpoints.steps 0": Program(
         _among(saved, lambda fact: (), _of_old_steps(lambda run: run.checkpoints.steps()), steps=1),
         "a folder that all machines share",
         _among(saved, lambda fact: fact, lambda run: run.checkpoints.steps(), steps=1),
     ),
-    "run/saved.py Checkpoints.load 0": Program(
+    "checkpoint/manager.py Checkpoints.load 0": Program(
         run_of(lambda run: (damage(run, 2), run.load()), steps=2),
         "remove it: step 1 is whole, and is taken then",
         run_of(lambda run: (damage(run, 2), shutil.rmtree(run.place(2)), run.load()), steps=2),
     ),
-    "run/saved.py Checkpoints.export 0": Program(
+    "checkpoint/manager.py Checkpoints.export 0": Program(
         run_of(lambda run: run.checkpoints.export(run.folder / "weights", step=5), steps=2),
         "there are steps 1, 2",
         run_of(lambda run: run.checkpoints.export(run.folder / "weights", step=2), steps=2),
     ),
-    "run/saved.py Checkpoints.export 0 | empty": Program(
+    "checkpoint/manager.py Checkpoints.export 0 | empty": Program(
         run_of(lambda run: run.checkpoints.export(run.folder / "weights")),
         "the folder that Checkpoints saved into",
         run_of(lambda run: run.checkpoints.export(run.folder / "weights"), steps=1),
     ),
-    "run/saved.py Checkpoints.export 1": Program(
+    "checkpoint/manager.py Checkpoints.export 1": Program(
         run_of(lambda run: _renamed(run, None), steps=2),
         "export another step: 1",
         run_of(lambda run: _renamed(run, 1), steps=2),
     ),
-    "run/saved.py Checkpoints._begun 0": Program(
+    "checkpoint/manager.py Checkpoints._begun 0": Program(
         run_of(lambda run: run.save(1), steps=2),
         "load before you train",
         run_of(lambda run: run.save(run.load() + 1), steps=2),
     ),
-    "run/saved.py Checkpoints._begun 0 | elsewhere": Program(
+    "checkpoint/manager.py Checkpoints._begun 0 | elsewhere": Program(
         run_of(lambda run: run.save(1), steps=2), "name another folder", run_of(_elsewhere, steps=2)
     ),
-    "run/saved.py Checkpoints._begun 0 | removed": Program(
+    "checkpoint/manager.py Checkpoints._begun 0 | removed": Program(
         run_of(lambda run: run.save(1), steps=2),
         "remove those",
         run_of(lambda run: (shutil.rmtree(run.place(2)), run.save(1)), steps=2),
     ),
-    "run/saved.py Checkpoints._collect 0": Program(
+    "checkpoint/manager.py Checkpoints._collect 0": Program(
         run_of(lambda run: run.save(-1)),
         "how many steps were made, from 0",
         run_of(lambda run: run.save(0)),
     ),
-    "run/saved_files.py seen_by_all 0": Program(
+    "checkpoint/files.py seen_by_all 0": Program(
         _among(files, lambda fact: False, lambda run: run.save()),
         "a folder that all machines share",
         _among(files, lambda fact: True, lambda run: run.save()),
     ),
-    "run/saved_runs.py check_alone 0": Program(
+    "checkpoint/manager.py check_alone 0": Program(
         _old_and_new(False), "Started again, this one goes on after step 1", _old_and_new(True)
     ),
-    "run/saved_files.py _read 0": Program(
+    "checkpoint/files.py _read_manifest 0": Program(
         _newer(99), f"read it with autopar {autopar.__version__}, which wrote it", _newer(None)
     ),
-    "run/saved_writing.py Saving.finish 0": Program(
+    "checkpoint/writing.py Saving.finish 0": Program(
         _finished(True), "a folder that all machines share", _finished(False)
     ),
-    "run/saved_writing.py Background.result 0": Program(
+    "checkpoint/writing.py Background.result 0": Program(
         _patched(parts, "write_tensors", _raising(_FULL), _in_background),
         "free space on the disk",
         run_of(_in_background),
     ),
-    "run/saved_writing.py _collect_marks 0": Program(
+    "checkpoint/writing.py _collect_marks 0": Program(
         _marks("failed"), "free space on the disk", _marks("done")
     ),
-    "run/saved_writing.py _collect_marks 1": Program(
+    "checkpoint/writing.py _collect_marks 1": Program(
         _marks(""), "see what became of them", _marks("done")
     ),
 }
 
 BESIDE: dict[str, Program] = {
-    "run/saved_beside.py ValueState.state 0": Program(
+    "checkpoint/companions.py ValueState.state 0": Program(
         _term(False), "what x.full_tensor() returns", _term(True)
     ),
-    "run/saved_beside.py ValueState.state 1": Program(
+    "checkpoint/companions.py ValueState.state 1": Program(
         _of_stage(False), "copies of weights as AveragedModel(pm)", _of_stage(True)
     ),
-    "run/saved_beside.py _check_own 0": Program(
+    "checkpoint/companions.py _check_own 0": Program(
         _with_head(lambda run, head, optimizer: run.save(optimizer=optimizer)),
         "save(step, pm, head=head, optimizer_of_both=optimizer)",
         _with_head(lambda run, head, optimizer: run.save(head=head, optimizer_of_both=optimizer)),
     ),
-    "run/saved_beside.py _check_own 1": Program(
+    "checkpoint/companions.py _check_own 1": Program(
         run_of(lambda run: run.save(optimizer=_lbfgs(run))),
         "save(step, pm, lbfgs=optimizer)",
         run_of(lambda run: (run.save(lbfgs=_lbfgs(run)), run.load(lbfgs=_lbfgs(run)))),
     ),
-    "run/saved_beside.py others_of 0": Program(
+    "checkpoint/companions.py others_of 0": Program(
         _critic(False), "save(step, pm, optimizer, of_critic=..., critic=...)", _critic(True)
     ),
-    "run/saved_beside.py others_of 1": Program(
+    "checkpoint/companions.py others_of 1": Program(
         run_of(lambda run: run.save(loader=3)),
         "or a dict of values",
         run_of(lambda run: run.save(loader={"at": 3})),
     ),
-    "run/saved_beside.py _check_alike 0": Program(
+    "checkpoint/companions.py _check_alike 0": Program(
         _among(
             companions, lambda marks: dict.fromkeys(marks, 0), lambda run: run.save(at={"step": 3})
         ),
         companions._ALIKE,
         _among(companions, lambda marks: marks, lambda run: run.save(at={"step": 3})),
     ),
-    "run/saved_beside.py with_saved 0": Program(
+    "checkpoint/companions.py with_saved 0": Program(
         run_of(lambda run: (run.save(at={"a": 1}), run.load(there={}))),
         "with the same names",
         run_of(lambda run: (run.save(at={"a": 1}), run.load(at={}))),
     ),
-    "run/saved_beside.py with_saved 1": Program(
+    "checkpoint/companions.py with_saved 1": Program(
         run_of(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head={}))),
         "what it was saved of",
         run_of(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head=nn.Linear(4, 4)))),
     ),
-    "run/saved_values.py _refuse 0": Program(_kept(Path("x")), "numbers, texts", _kept("x")),
-    "run/saved_parts.py _check_kind 0": Program(
+    "checkpoint/values.py _refuse 0": Program(_kept(Path("x")), "numbers, texts", _kept("x")),
+    "checkpoint/parts.py _check_kind 0": Program(
         _sparse(torch.eye(4).to_sparse()),
         "as dense tensors",
         _sparse(torch.eye(4).to_sparse().to_dense()),
     ),
-    "run/saved_parts.py collect_parts 0": Program(
+    "checkpoint/parts.py collect_parts 0": Program(
         _patched(parts, "name_box", _raising(_FULL), lambda run: run.save(2), steps=1),
         "Earlier checkpoints are as they were",
         run_of(lambda run: run.save(2), steps=1),
     ),
-    "run/saved_state.py _check_same 0": Program(
+    "checkpoint/state.py _check_same 0": Program(
         run_of(lambda run: run.load(optimizer=run.optimizer), steps=1),
         "load the model alone: checkpoints.load(pm)",
         run_of(lambda run: run.load(), steps=1),
     ),
-    "run/saved_state.py _check_same 1": Program(
+    "checkpoint/state.py _check_same 1": Program(
         run_of(lambda run: Run(run.folder, 8).load(), steps=1),
         "load it into what it was saved of",
         run_of(lambda run: Run(run.folder, 4).load(), steps=1),
     ),
-    "run/saved_loading.py _check_fits 0": Program(
+    "checkpoint/loading.py _check_fits 0": Program(
         _noted("a text", 3), "load it into what it was saved of", _noted("a text", "another")
     ),
-    "run/saved_loading.py load_parts 0": Program(
+    "checkpoint/loading.py load_parts 0": Program(
         _noted("a text", 3), "load it into what it was saved of", _noted(3, 4)
     ),
 }

@@ -103,7 +103,7 @@ def _ctc(lengths: list[int]) -> Callable[[], object]:
 
 
 PROGRAMS: dict[str, Program] = {
-    "planning/asked.py Asked.cuts 0": Program(
+    "planner/pipeline/request.py Asked.cuts 0": Program(
         _staged(cuts=["layers.7"]), "the model can be cut at layers.1", _staged(cuts=["layers.1"])
     ),
     "stages/seams.py usable_points 0": Program(
@@ -111,22 +111,22 @@ PROGRAMS: dict[str, Program] = {
         "leave out constraints.pipeline(): without it the axis is used for data",
         planned(Traced(), (X,)),
     ),
-    "planning/staged.py staged_search 0": Program(
+    "planner/pipeline/search.py staged_search 0": Program(
         _staged(_DEEP, (X,), outputs="dtensor"),
         'pass outputs="full"',
         _staged(_DEEP, (X,), outputs="full"),
     ),
-    "planning/steps.py _all_forwards_first 1": Program(
+    "planner/pipeline/schedule.py _all_forwards_first 1": Program(
         planned(_OUTPUTS, (X,), num_microbatches=2),
         "plan one microbatch",
         planned(_OUTPUTS, (X,), num_microbatches=1),
     ),
-    "planning/steps.py _all_forwards_first 1 | loss": Program(
+    "planner/pipeline/schedule.py _all_forwards_first 1 | loss": Program(
         planned(_OUTPUTS, (X,), num_microbatches=2),
         "let forward compute and return the loss",
         planned(num_microbatches=2),
     ),
-    "planning/search.py finished 0": Program(
+    "planner/search.py finish_search 0": Program(
         planned(Called(_tangles), (X,), strict=True),
         "pass strict=False",
         planned(Called(_tangles), (X,), strict=False),
@@ -145,12 +145,12 @@ PROGRAMS: dict[str, Program] = {
     "rules/registration.py register 2": Program(
         _registered(doubled), "a function of its arguments alone", _registered(twofold)
     ),
-    "rules/registration.py _generated 0": Program(
+    "rules/registration.py _generate_trials 0": Program(
         _registered(halved),
         "pass examples=[(tensor, ...), ...]: arguments that the op takes",
         _registered(halved, examples=[(torch.full((8, 8), 200.0),)]),
     ),
-    "ops/ctc.py _ctc 0": Program(
+    "ops/vocabulary.py _ctc 0": Program(
         _ctc([3, 4]), "pass target_lengths that fit the targets", _ctc([3, 2])
     ),
 }

@@ -245,32 +245,32 @@ def _as_function(module: Any) -> object:
 
 
 PROGRAMS: dict[str, Program] = {
-    "run/arguments.py Arguments._check_asking 0": Program(
+    "runtime/arguments.py Arguments._check_asking 0": Program(
         of_module(_dual),
         "differentiate by backward",
         of_module(lambda module: module(X).backward()),
     ),
-    "run/arguments.py Arguments._check_asking 1": Program(
+    "runtime/arguments.py Arguments._check_asking 1": Program(
         _called(lambda values: {**values, "x": values["x"].requires_grad_()}),
         "detach it",
         _called(lambda values: {**values, "x": values["x"].requires_grad_().detach()}),
     ),
-    "run/arguments.py Arguments._checked 0": Program(
+    "runtime/arguments.py Arguments._checked 0": Program(
         _called(lambda values: {**values, "target": None}),
         "with a batch of the same shapes and dtypes",
         _called(),
     ),
-    "run/arguments.py Arguments._checked 1": Program(
+    "runtime/arguments.py Arguments._checked 1": Program(
         _called(lambda values: {**values, "x": values["x"][:4]}),
         "with a batch of the same shapes and dtypes",
         _called(),
     ),
-    "run/arguments.py Arguments._checked 2": Program(
+    "runtime/arguments.py Arguments._checked 2": Program(
         _called(lambda values: {**values, "x": values["x"].to("meta")}),
         "move the batch to cpu",
         _called(),
     ),
-    "run/arguments.py _check_kind 0": Program(
+    "runtime/arguments.py _check_kind 0": Program(
         of_module(lambda module: module(DTensor.from_local(X, module.device_mesh, [Replicate()]))),
         "pass x.full_tensor()",
         of_module(
@@ -279,67 +279,67 @@ PROGRAMS: dict[str, Program] = {
             )
         ),
     ),
-    "run/arguments.py _check_kind 1": Program(
+    "runtime/arguments.py _check_kind 1": Program(
         of_module(lambda module: module(X.to_sparse())),
         "`a.to_dense()`",
         of_module(lambda module: module(X.to_sparse().to_dense())),
     ),
-    "run/compiled.py Compiled._taken 0": Program(
+    "runtime/guarded_module.py Compiled._taken 0": Program(
         of_module(lambda module: module(X.clone().requires_grad_()), inference=True),
         "call it under torch.no_grad",
         of_module(
             lambda module: torch.no_grad()(module)(X.clone().requires_grad_()), inference=True
         ),
     ),
-    "run/compiled.py Compiled._check_call 0": Program(
+    "runtime/guarded_module.py Compiled._check_call 0": Program(
         _toy(lambda module: module.eval()(batch()["x"], target=batch()["target"])),
         "compile the model once in each mode",
         _toy(lambda module: module.eval()(batch()["x"], target=batch()["target"]), both_modes=True),
     ),
-    "run/compiled.py Compiled._check_call 1": Program(
+    "runtime/guarded_module.py Compiled._check_call 1": Program(
         _autocast(False), "under the same torch.autocast", _autocast(True)
     ),
-    "run/compiled.py _thawed 0": Program(
+    "runtime/guarded_module.py _thawed_error 0": Program(
         lambda: _thawed(compiled(Net().requires_grad_(False), num_microbatches=2)),
         "set requires_grad before autopar.compile",
         lambda: compiled(Net().requires_grad_(False).requires_grad_(True), num_microbatches=2)(
             X
         ).backward(),
     ),
-    "run/compiled.py Compiled._ddp_params_and_buffers_to_ignore 0": Program(
+    "runtime/guarded_module.py Compiled._ddp_params_and_buffers_to_ignore 0": Program(
         of_module(DistributedDataParallel),
         "call it as it is",
         of_module(lambda module: module(X).backward()),
     ),
-    "run/derivatives.py refuse_transforms 0": Program(
+    "runtime/gradients.py refuse_transforms 0": Program(
         of_module(lambda module: torch.func.grad(module)(X)),
         "torch.autograd.grad(pm(x), list(pm.parameters()))",
         of_module(_as_function),
     ),
-    "run/derivatives.py refuse_tracing 0": Program(
+    "runtime/gradients.py refuse_tracing 0": Program(
         of_module(lambda module: torch.fx.symbolic_trace(module)),
         "trace the plain model",
         lambda: torch.jit.trace(Net(), X),
     ),
-    "run/derivatives.py ran_twice 0": Program(
+    "runtime/gradients.py ran_twice 0": Program(
         of_module(_twice(False)),
         "call the module again before each backward",
         of_module(_twice(True)),
     ),
-    "run/derivatives.py ran_twice 0 | microbatches": Program(
+    "runtime/gradients.py ran_twice 0 | microbatches": Program(
         of_module(_twice(False), num_microbatches=2),
         "call the module again before each backward",
         of_module(_twice(True), num_microbatches=2),
     ),
-    "run/derivatives.py first_derivatives_only.refusing 0": Program(
+    "runtime/gradients.py first_derivatives_only.refusing 0": Program(
         of_module(_graph), "leave create_graph out", of_module(lambda module: _graph(module, False))
     ),
-    "run/refused.py _Refused.backward 0": Program(
+    "runtime/outputs.py _Refused.backward 0": Program(
         of_module(lambda module: sum(module(X).values()).backward(), Net("beside")),
         "return the sum as its loss",
         of_module(lambda module: module(X)["loss"].backward(), Net("added")),
     ),
-    "run/refused.py _Refused.backward 0 | detached": Program(
+    "runtime/outputs.py _Refused.backward 0 | detached": Program(
         of_module(lambda module: sum(module(X).values()).backward(), Net("beside")),
         "or detach this output",
         of_module(
@@ -347,45 +347,45 @@ PROGRAMS: dict[str, Program] = {
             Net("beside"),
         ),
     ),
-    "run/watched.py Watched.check 0": Program(
+    "runtime/tensor_guards.py Watched.check 0": Program(
         of_module(_changed(False)),
         "run backward before optimizer.step()",
         of_module(_changed(True)),
     ),
-    "run/watched.py Watched.check 0 | clone": Program(
+    "runtime/tensor_guards.py Watched.check 0 | clone": Program(
         of_module(lambda module: (loss := module(x := X.clone()), x.zero_(), loss.backward())),
         "change a clone of an input",
         of_module(_cloned),
     ),
-    "run/watched.py Watched.watch 0": Program(
+    "runtime/tensor_guards.py Watched.watch 0": Program(
         of_module(_inference(False)),
         "clone it outside of torch.inference_mode",
         of_module(_inference(True)),
     ),
-    "run/variants.py Variants.find 0": Program(
+    "runtime/guards.py Variants.find 0": Program(
         _many(4, False), "pad batches to a few shapes", _many(4, True)
     ),
-    "run/program.py Microbatches.split 0": Program(
+    "program/program.py Microbatches.split 0": Program(
         lambda: Microbatches(2, {"x": 0}, {}, "").split({"x": torch.ones(3)}),
         "of the size that was planned",
         lambda: Microbatches(2, {"x": 0}, {}, "").split({"x": torch.ones(4)}),
     ),
-    "run/parameters.py Storage.local 0": Program(
+    "runtime/parameters.py Storage.local 0": Program(
         of_module(_functional(lambda module, p: p.double())),
         "convert the model before autopar.compile",
         lambda: compiled(Net().double(), X.double())(X.double()),
     ),
-    "run/parameters.py Storage._of_another_form 0": Program(
+    "runtime/parameters.py Storage._of_another_form 0": Program(
         of_module(_functional(lambda module, p: torch.ones(3))),
         "compute it of what pm.get_parameter('layer.weight') is",
         of_module(_functional(lambda module, p: p * 2)),
     ),
-    "run/holder.py Holder._storage 0": Program(
+    "runtime/parameter_module.py Holder._storage 0": Program(
         _toy(lambda module: module, model=lambda: Toy().double()),
         "build the model as it was when it was planned",
         _toy(lambda module: module),
     ),
-    "run/module.py ParallelModule._no_sampler 0": Program(
+    "runtime/module.py ParallelModule._no_sampler 0": Program(
         _toy(
             lambda module: module.sampler(range(8)),
             like=lambda program: replace(
@@ -397,57 +397,57 @@ PROGRAMS: dict[str, Program] = {
         'use batch="global"',
         _toy(lambda module: module(batch()["x"], target=batch()["target"]), batch="global"),
     ),
-    "run/executor.py usable_backend 0": Program(
+    "program/executor.py usable_backend 0": Program(
         _toy(lambda module: module, backend="fast"),
         'use "eager" or "inductor"',
         _toy(lambda module: module, backend="eager"),
     ),
-    "run/executor.py use_private_cache 0": Program(
+    "program/executor.py use_private_cache 0": Program(
         _cache("file/cache"),
         f"name another folder: {executor._INDUCTOR_CACHE}=FOLDER",
         _cache("cache"),
     ),
-    "run/clipping.py _refuse_no_norm 0": Program(
+    "runtime/gradients.py _refuse_no_norm 0": Program(
         of_module(lambda module: module.clip_grad_norm_(1.0, norm_type=-1.0)),
         "math.inf for the largest element",
         of_module(lambda module: module.clip_grad_norm_(1.0, norm_type=torch.inf)),
     ),
-    "run/held.py _refuse_one_stage 0": Program(
+    "runtime/dtensor.py _refuse_one_stage 0": Program(
         _norm(lambda module: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)),
         "pm.clip_grad_norm_(max_norm)",
         _norm(lambda module: module.clip_grad_norm_(1.0)),
     ),
-    "run/loss_scale.py LossScale.given 0": Program(
+    "runtime/loss_scaling.py LossScale.given 0": Program(
         of_module(lambda module: setattr(module, "loss_scale", 0.0), num_microbatches=2),
         "set a positive number",
         of_module(lambda module: setattr(module, "loss_scale", 2.0), num_microbatches=2),
     ),
-    "run/scaled_step.py ScaledStep._check_unchanged 0": Program(
+    "runtime/outer_loss.py ScaledStep._check_unchanged 0": Program(
         _scaled(False, changes=True),
         "set pm.loss_scale to the factor of the loss before the call",
         _scaled(True, changes=True),
     ),
-    "run/scaled_step.py ScaledStep._check_unchanged 0 | order": Program(
+    "runtime/outer_loss.py ScaledStep._check_unchanged 0 | order": Program(
         _scaled(False, changes=True), "run backward before whatever changes it", _scaled(False)
     ),
-    "run/scaled_step.py ScaledStep._again 0": Program(
+    "runtime/outer_loss.py ScaledStep._again 0": Program(
         _scaled(False, noise=True),
         "set pm.loss_scale = scaler.get_scale() before the first call",
         _scaled(True, noise=True),
     ),
-    "run/whole.py read 0": Program(
+    "runtime/gather_fallback.py read_whole 0": Program(
         of_module(lambda module: torch.tensor([p.detach().sum() for p in module.parameters()])),
         "torch.stack([...]) of them",
         of_module(lambda module: torch.stack([p.sum() for p in module.parameters()])),
     ),
-    "run/whole.py read 0 | numbers": Program(
+    "runtime/gather_fallback.py read_whole 0 | numbers": Program(
         of_module(lambda module: torch.tensor([p.detach().sum() for p in module.parameters()])),
         "torch.tensor([float(x) for x in ...])",
         of_module(
             lambda module: torch.tensor([float(p.detach().sum()) for p in module.parameters()])
         ),
     ),
-    "run/whole_state.py _check_joined 0": Program(
+    "runtime/full_state.py _check_joined 0": Program(
         _joined(True), "or use a newer torch", _joined(True, "2.13.0")
     ),
 }

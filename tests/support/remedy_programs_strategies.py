@@ -115,48 +115,48 @@ def _with_host() -> object:
 
 
 NAMED: dict[str, Program] = {
-    "strategies/labels.py nothing_to_split 0": Program(
+    "sharding/propagate.py nothing_to_split 0": Program(
         _plan(tensor_parallel("1d", axes="gpu"), model=Called(_scaled)),
         "leave the constraint out",
         _plan(model=Called(_scaled)),
     ),
-    "strategies/labels.py nothing_to_split 0 | grid": Program(
+    "sharding/propagate.py nothing_to_split 0 | grid": Program(
         _plan(tensor_parallel("2d", axes=("a", "b")), model=Called(_scaled), mesh=_SQUARE),
         "leave the constraint out",
         _plan(model=Called(_scaled), mesh=_SQUARE),
     ),
-    "strategies/labels.py nothing_to_split 0 | experts": Program(
+    "sharding/propagate.py nothing_to_split 0 | experts": Program(
         _plan(expert_parallel("gpu")), "leave the constraint out", _plan()
     ),
-    "strategies/labels.py nothing_to_split 0 | sequence": Program(
+    "sharding/propagate.py nothing_to_split 0 | sequence": Program(
         _plan(tensor_parallel("1d", axes="gpu", sequence=True), model=Words(), batch=(_IDS[:, 0],)),
         "leave sequence=True out",
         _plan(tensor_parallel("1d", axes="gpu"), model=Words(), batch=(_IDS[:, 0],)),
     ),
-    "strategies/named.py _data_parallel 0": Program(
+    "sharding/resolve_presets.py _data_parallel 0": Program(
         _plan(ddp(), batch=(_X[:1],)), "with more than one sample in the batch", _plan(ddp())
     ),
-    "strategies/named.py _refuse 0": Program(
+    "sharding/resolve_presets.py _refuse 0": Program(
         _plan(tensor_parallel("2d", axes=("a", "b")), model=Called(_sorted), mesh=_SQUARE),
         "leave the constraint out",
         _plan(model=Called(_sorted), mesh=_SQUARE),
     ),
-    "strategies/named.py _refuse 0 | sequence": Program(
+    "sharding/resolve_presets.py _refuse 0 | sequence": Program(
         _plan(context_parallel("gpu"), model=nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))),
         "ddp(), fsdp() and tensor_parallel() split others",
         _plan(fsdp(), model=nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))),
     ),
-    "strategies/samples.py check_batch 0": Program(
+    "sharding/presets/context.py check_batch 0": Program(
         _plan(ddp(), mesh={"gpu": 16}),
         "make the batch a multiple of 16",
         _plan(ddp(), mesh={"gpu": 16}, batch=(torch.ones(16, 4),)),
     ),
-    "strategies/samples.py check_batch 0 | axes": Program(
+    "sharding/presets/context.py check_batch 0 | axes": Program(
         _plan(ddp(), mesh={"node": 4, "gpu": 4}),
         "name fewer or smaller axes",
         _plan(ddp("gpu"), mesh={"node": 4, "gpu": 4}),
     ),
-    "strategies/experts.py by_experts 0": Program(
+    "sharding/presets/context.py by_experts 0": Program(
         _transformer(
             "mixtral",
             expert_parallel(("a", "b"), tokens="dispatched"),
@@ -168,19 +168,19 @@ NAMED: dict[str, Program] = {
             "mixtral", expert_parallel("a", tokens="dispatched"), mesh=_SQUARE, num_local_experts=4
         ),
     ),
-    "strategies/experts.py by_experts 1": Program(
+    "sharding/presets/context.py by_experts 1": Program(
         _transformer("mixtral", expert_parallel("gpu"), num_local_experts=3),
         "axes whose sizes divide the number of experts",
         _transformer("mixtral", expert_parallel("gpu"), num_local_experts=4),
     ),
-    "strategies/expansion.py _refusal 0": Program(
+    "sharding/enumerate.py _refusal 0": Program(
         _transformer(
             "llama", tensor_parallel("1d", axes="gpu"), mesh={"gpu": 4}, num_key_value_heads=2
         ),
         "a multiple of 4, or name fewer or smaller axes",
         _transformer("llama", tensor_parallel("1d", axes="gpu"), mesh={"gpu": 4}),
     ),
-    "strategies/expansion.py _allowed 0": Program(
+    "sharding/enumerate.py _filter_allowed 0": Program(
         _plan(layout("layers.0.up", weight="S(0)"), layout("*.up", weight="S(1)")),
         "it can be one of: S(0)",
         _plan(layout("layers.0.up", weight="S(0)"), layout("*.up", weight="S(0)")),
@@ -188,60 +188,60 @@ NAMED: dict[str, Program] = {
 }
 
 FORCED: dict[str, Program] = {
-    "strategies/forced.py resolve 0": Program(
+    "sharding/resolve_constraints.py resolve 0": Program(
         _plan(layout("layer.*", weight="S(0)")),
         "did you mean 'layers.*'",
         _plan(layout("layers.*", weight="R")),
     ),
-    "strategies/forced.py resolve 1": Program(
+    "sharding/resolve_constraints.py resolve 1": Program(
         _plan(layout("layers.0.up", storage="R"), layout("*.up", storage="S(0)")),
         "force one storage layout on it",
         _plan(layout("*.up", storage="S(0)")),
     ),
-    "strategies/forced.py resolve 2": Program(
+    "sharding/resolve_constraints.py resolve 2": Program(
         _plan(megatron(tp=2, recompute="selective")),
         "recompute='full', or leave it out",
         _plan(megatron(tp=2, recompute="full")),
     ),
-    "strategies/forced.py resolve 3": Program(
+    "sharding/resolve_constraints.py resolve 3": Program(
         _plan(offload(), offload(activations=False), hardware="h100-sxm"),
         "pass one of them",
         _plan(offload(), hardware="h100-sxm"),
     ),
-    "strategies/forced.py view_layout 0": Program(
+    "sharding/resolve_constraints.py view_layout 0": Program(
         _plan(layout("*.up", storage="S(2)")),
         "name a dim that it has",
         _plan(layout("*.up", storage="S(1)")),
     ),
-    "strategies/forced.py _as_elsewhere 0": Program(
+    "sharding/resolve_constraints.py _as_elsewhere 0": Program(
         _plan(rests_as({"layers.0.up.weight": "S(3)"})),
         "of a plan of the same model",
         _plan(rests_as({"layers.0.up.weight": "S(0)"})),
     ),
-    "cost/held.py cannot_rest 0": Program(
+    "cost/zero_stages.py cannot_rest 0": Program(
         _plan(layout("layers.*.up", storage="P")),
         "force one of these",
         _plan(layout("layers.*.up", storage="S(0)")),
     ),
-    "cost/held.py cannot_rest 1": Program(
+    "cost/zero_stages.py cannot_rest 1": Program(
         _transformer("gpt2", layout("*.c_attn", storage="S(1)#1 S(1)#0"), mesh=_SQUARE),
         "over axes in mesh order",
         _transformer("gpt2", layout("*.c_attn", storage="S(1) S(1)"), mesh=_SQUARE),
     ),
-    "cost/compute.py _rates 0": Program(
+    "cost/op_times.py _rates 0": Program(
         _plan(precision="fp16"), "use one of float32, bfloat16", _plan(precision="bf16")
     ),
-    "cost/compute.py _rates 0 | added": Program(
+    "cost/op_times.py _rates 0 | added": Program(
         _with_half(False),
         "add float16 to peak_flops_per_s and to efficiency in a copy of the profile",
         _with_half(True),
     ),
-    "cost/hosts.py host_budget 0": Program(
+    "cost/offload.py host_budget 0": Program(
         _plan(offload()),
         'give a copy of the profile the field "host" and pass its path',
         _with_host,
     ),
-    "cost/hosts.py host_budget 0 | without": Program(
+    "cost/offload.py host_budget 0 | without": Program(
         _plan(offload()), "or plan without offload", _plan()
     ),
 }

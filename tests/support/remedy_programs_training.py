@@ -296,7 +296,7 @@ def _arguments() -> dict[str, Program]:
     programs = {}
     for name, (value, says, instead) in found.items():
         refused, followed = _asked(name, value, **instead)
-        programs[f"training/refusals.py check_arguments 0 | {name}"] = Program(
+        programs[f"integrations/trainer.py check_arguments 0 | {name}"] = Program(
             refused, says, followed
         )
     return programs
@@ -304,77 +304,77 @@ def _arguments() -> dict[str, Program]:
 
 TRAINER: dict[str, Program] = {
     **_arguments(),
-    "training/refusals.py check_arguments 1": Program(
+    "integrations/trainer.py check_arguments 1": Program(
         _made(set_to={"_n_gpu": 4}),
         "name one GPU in CUDA_VISIBLE_DEVICES",
         _made(set_to={"_n_gpu": 1}),
     ),
-    "training/refusals.py check_inputs 0": Program(
+    "integrations/trainer.py check_inputs 0": Program(
         _made(model_init=lambda: _shared().Tagger()), "pass the model itself: model=...", _made()
     ),
-    "training/refusals.py check_inputs 1": Program(
+    "integrations/trainer.py check_inputs 1": Program(
         _made(model="gpt2"), "pass a torch.nn.Module", _made()
     ),
-    "training/refusals.py check_inputs 2": Program(
+    "integrations/trainer.py check_inputs 2": Program(
         _in_folder(_compiled_given), "as mesh= and compile_options={...}", _made(mesh=1)
     ),
-    "training/refusals.py check_inputs 3": Program(
+    "integrations/trainer.py check_inputs 3": Program(
         _in_folder(lambda folder: _trainer(folder, model=_shared().Tagger().to("meta"))),
         "load its weights",
         _made(),
     ),
-    "training/refusals.py check_inputs 4": Program(
+    "integrations/trainer.py check_inputs 4": Program(
         _made(optimizers=(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None)),
         "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...})",
         _trained(optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 0.1})),
     ),
-    "training/refusals.py check_optimizer 0": Program(
+    "integrations/trainer.py check_optimizer 0": Program(
         _made(set_to={"optim": "adamw_bnb_8bit"}),
         "use one of adamw_torch",
         _made(set_to={"optim": "sgd"}),
     ),
-    "training/trainer.py Trainer.create_accelerator_and_postprocess 0": Program(
+    "integrations/trainer.py Trainer.create_accelerator_and_postprocess 0": Program(
         _in_folder(_by_another), "start the script by `autopar run -n COUNT`, or torchrun", _made()
     ),
-    "training/trainer.py Trainer._first_call 0": Program(
+    "integrations/trainer.py Trainer._first_call 0": Program(
         _of_samples(2),
         "pass a dataset of a batch at least",
         _of_samples(8),
     ),
-    "training/trainer.py Trainer._first_call 0 | smaller": Program(
+    "integrations/trainer.py Trainer._first_call 0 | smaller": Program(
         _of_samples(2),
         "or leave dataloader_drop_last out",
         _of_samples(2, dataloader_drop_last=False),
     ),
-    "training/trainer.py Trainer._first_call 1": Program(
+    "integrations/trainer.py Trainer._first_call 1": Program(
         _aside(False), "call its argument `model` there, not self.model", _aside(True)
     ),
-    "training/trainer.py Trainer._check_read_twice 0": Program(
+    "integrations/trainer.py Trainer._check_read_twice 0": Program(
         _trained(train_dataset=Stream()),
         "pass example_inputs=",
         _in_folder(
             lambda folder: _trainer(folder, train_dataset=Stream(), example_inputs=_batch()).train()
         ),
     ),
-    "training/trainer.py Trainer.prediction_step 0": Program(
+    "integrations/trainer.py Trainer.prediction_step 0": Program(
         _predicted(),
         'pass compile_options={"outputs": "full"}',
         _predicted(options={"outputs": "full"}),
     ),
-    "training/trainer.py Trainer.prediction_step 0 | loss": Program(
+    "integrations/trainer.py Trainer.prediction_step 0 | loss": Program(
         _predicted(),
         "or set prediction_loss_only=True",
         _predicted(set_to={"prediction_loss_only": True}),
     ),
-    "training/trainer.py Trainer._load_optimizer_and_scheduler 0": Program(
+    "integrations/trainer.py Trainer._load_optimizer_and_scheduler 0": Program(
         _in_folder(_resumed), "and train() without resume_from_checkpoint", _trained()
     ),
-    "training/plain_model.py PlainModel.check 0": Program(
+    "integrations/trainer.py PlainModel.check 0": Program(
         _trained(lambda trainer: setattr(trainer, "model", _shared().Tagger())),
         "make a Trainer of it",
         _trained(),
     ),
-    "training/plain_model.py PlainModel.check 1": Program(
+    "integrations/trainer.py PlainModel.check 1": Program(
         _trained(
             lambda trainer: trainer.model.load_state_dict(
                 _shared().Tagger().state_dict(), assign=True
@@ -385,7 +385,7 @@ TRAINER: dict[str, Program] = {
             lambda trainer: trainer.compiled().load_state_dict(_shared().Tagger().state_dict())
         ),
     ),
-    "training/plain_model.py PlainModel.check 2": Program(
+    "integrations/trainer.py PlainModel.check 2": Program(
         _trained(lambda trainer: trainer.model.head.requires_grad_(False)),
         "freeze before the first train() or evaluate()",
         _in_folder(
@@ -399,20 +399,20 @@ TRAINER: dict[str, Program] = {
 }
 
 ACCELERATE: dict[str, Program] = {
-    "training/whole_batches.py Accelerator.__init__ 0": Program(
+    "integrations/accelerator.py Accelerator.__init__ 0": Program(
         _accelerated(fsdp_plugin=SimpleNamespace()), "leave it out", _accelerated()
     ),
-    "training/whole_batches.py _check_precision 0": Program(
+    "integrations/accelerator.py _check_precision 0": Program(
         _accelerated(mixed_precision="fp8"),
         '"bf16", "fp16" or "no"',
         _accelerated(mixed_precision="bf16"),
     ),
-    "training/whole_batches.py Accelerator._prepare_autocast 0": Program(
+    "integrations/accelerator.py Accelerator._prepare_autocast 0": Program(
         _accelerated(lambda accelerator: accelerator.prepare(_tagger()), mixed_precision="bf16"),
         "compile it under `with accelerator.autocast():`",
         _accelerated(_within_autocast, mixed_precision="bf16"),
     ),
-    "training/whole_batches.py Accelerator._prepare_autocast 0 | precision": Program(
+    "integrations/accelerator.py Accelerator._prepare_autocast 0 | precision": Program(
         _accelerated(lambda accelerator: accelerator.prepare(_tagger()), mixed_precision="bf16"),
         'or with precision="bf16"',
         _accelerated(
@@ -420,17 +420,17 @@ ACCELERATE: dict[str, Program] = {
             mixed_precision="bf16",
         ),
     ),
-    "training/whole_batches.py Accelerator.clip_grad_norm_ 0": Program(
+    "integrations/accelerator.py Accelerator.clip_grad_norm_ 0": Program(
         _accelerated(lambda accelerator: _clipped(accelerator, False)),
         "pass pm.parameters(), all of them",
         _accelerated(lambda accelerator: _clipped(accelerator, True)),
     ),
-    "training/whole_batches.py Accelerator.save_state 0": Program(
+    "integrations/accelerator.py Accelerator.save_state 0": Program(
         _accelerated(lambda accelerator: accelerator.save_state("folder")),
         "autopar.Checkpoints(folder)",
         _in_folder(_saved),
     ),
-    "training/whole_batches.py check_scaled 0": Program(
+    "integrations/accelerator.py check_scaled 0": Program(
         _accelerated(
             lambda accelerator: accelerator.prepare(_tagger(precision="fp16", hardware="h100-sxm"))
         ),
@@ -442,20 +442,20 @@ ACCELERATE: dict[str, Program] = {
 }
 
 ADAPTERS: dict[str, Program] = {
-    "training/pretrained.py save_pretrained 0": Program(
+    "integrations/pretrained.py save_pretrained 0": Program(
         _in_folder(lambda folder: autopar.save_pretrained(_tagger(), _shared().Tagger(), folder)),
         "write the weights alone: autopar.save_weights",
         _in_folder(lambda folder: autopar.save_weights(_tagger(), folder)),
     ),
-    "training/pretrained.py load_adapter 0": Program(
+    "integrations/pretrained.py load_adapter 0": Program(
         _in_folder(lambda folder: autopar.load_adapter(_tagger(), _shared().Tagger(), folder)),
         "pass what get_peft_model returned",
         _loaded(2),
     ),
-    "training/pretrained.py _active 0": Program(
+    "integrations/pretrained.py _active 0": Program(
         _active("default", "other"), "model.set_adapter(name)", _active("default")
     ),
-    "training/pretrained.py _keys 0": Program(
+    "integrations/pretrained.py _keys 0": Program(
         _prompts(lambda plain, folder: names_saved(plain)),
         "autopar.save_weights and load_weights",
         _prompts(
@@ -464,12 +464,12 @@ ADAPTERS: dict[str, Program] = {
             )
         ),
     ),
-    "training/pretrained.py _fitting 0": Program(
+    "integrations/pretrained.py _match_keys 0": Program(
         _adapted(autopar.load_adapter),
         "name the folder that holds adapter_model.safetensors",
         _loaded(2),
     ),
-    "training/pretrained.py _fitting 1": Program(
+    "integrations/pretrained.py _match_keys 1": Program(
         _loaded(4), "with the configuration of that adapter", _loaded(2)
     ),
 }

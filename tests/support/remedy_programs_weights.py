@@ -94,20 +94,20 @@ _OF_ONE = {name: "one.safetensors" for name in Net().state_dict()}
 
 
 OPTIMIZERS: dict[str, Program] = {
-    "run/optimizers.py check_optimizer 0": Program(
+    "runtime/optimizers.py check_optimizer 0": Program(
         _stepped(lambda model: torch.optim.SparseAdam(model.parameters())),
         "use one of",
         _stepped(_optimizer("Adam")),
     ),
-    "run/optimizers.py check_optimizer 1": Program(
+    "runtime/optimizers.py check_optimizer 1": Program(
         _stepped(_optimizer("SGD", fused=True)), "leave fused=True out", _stepped(_optimizer("SGD"))
     ),
-    "run/optimizers.py check_optimizer 1 | Adam": Program(
+    "runtime/optimizers.py check_optimizer 1 | Adam": Program(
         _stepped(_optimizer("SGD", fused=True)),
         "Adam and AdamW take it",
         _stepped(_optimizer("AdamW", fused=True)),
     ),
-    "run/optimizers.py _check_replaced 0": Program(
+    "runtime/optimizers.py _check_replaced 0": Program(
         _stepped(_optimizer("SGD"), after=False),
         "build it after autopar.compile, of pm.parameters()",
         _stepped(_optimizer("SGD")),
@@ -115,51 +115,51 @@ OPTIMIZERS: dict[str, Program] = {
 }
 
 WEIGHTS: dict[str, Program] = {
-    "run/unset.py Unset.check 0": Program(
+    "runtime/guards.py Unset.check 0": Program(
         _without_values(None),
         "autopar.load_weights(pm, folder) reads them from safetensors",
         _without_values(_loaded_file),
     ),
-    "run/unset.py Unset.check 0 | state dict": Program(
+    "runtime/guards.py Unset.check 0 | state dict": Program(
         _without_values(None),
         "pm.load_state_dict(...) takes full ones",
         _without_values(lambda module: module.load_state_dict(Net().state_dict())),
     ),
-    "run/weight_files.py _files_of 0": Program(
+    "checkpoint/weights.py _files_of 0": Program(
         _read(_weights(), "nowhere"), "or a folder that holds some", _read(_weights())
     ),
-    "run/weight_files.py _damaged 0": Program(
+    "checkpoint/weights.py _weights_damage_error 0": Program(
         _read(_text("model.safetensors", "x")), "download or copy it again", _read(_weights())
     ),
-    "run/weight_files.py _damaged 0 | index": Program(
+    "checkpoint/weights.py _weights_damage_error 0 | index": Program(
         _read(_text(_INDEX, _index(x="one.safetensors"), "one.safetensors")),
         "download or copy it again",
         _read(_text(_INDEX, _index(**_OF_ONE), "one.safetensors")),
     ),
-    "run/weight_files.py _none_of 0": Program(
+    "checkpoint/weights.py _none_of 0": Program(
         _read(_weights("a.safetensors", "b.safetensors")),
         "name one of them",
         _read(_weights("a.safetensors", "b.safetensors"), "b.safetensors"),
     ),
-    "run/weight_files.py _none_of 1": Program(
+    "checkpoint/weights.py _none_of 1": Program(
         _read(_text("pytorch_model.bin", "x")),
         "or safetensors.torch.save_model(...) it",
         _read(_weights()),
     ),
-    "run/weight_files.py _none_of 2": Program(
+    "checkpoint/weights.py _none_of 2": Program(
         _read(lambda folder: None), "name a folder that holds weights", _read(_weights())
     ),
-    "run/weights.py _check_known 0": Program(
+    "checkpoint/weights.py _check_known 0": Program(
         _read(_weights(), names=["head"]),
         "pass names of its parameters and saved buffers",
         _read(_weights(), names=["layer.bias"]),
     ),
-    "run/weights.py _matched 0": Program(
+    "checkpoint/weights.py _match_names 0": Program(
         _read(_weights(prefix="encoder.")),
         "rename= maps its names to theirs",
         _read(_weights(prefix="encoder."), rename="encoder.{}".format),
     ),
-    "run/weights.py _matched 0 | missing": Program(
+    "checkpoint/weights.py _match_names 0 | missing": Program(
         _read(_weights(keep=1)),
         "strict=False leaves what is missing as it is",
         _read(_weights(keep=1), strict=False),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar.kernels.dispatched import BetweenPeers
 from autopar.kernels.peers import Peers
-from autopar.ops.experts import Exchange, dispatched_experts, dispatched_experts_backward
+from autopar.ops.expert_layers import Exchange, dispatched_experts, dispatched_experts_backward
 
 H, D, F, PICKS = 5, 3, 7, 3
 Ranks = list[tuple[Any, ...]]

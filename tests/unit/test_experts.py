@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar import ops
 from autopar.analysis.work import works
-from autopar.ops.experts import ACTS
+from autopar.ops.expert_layers import ACTS
 from autopar.rules.call import TensorInfo
 
 FUNCTIONS = {

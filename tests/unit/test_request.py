@@ -80,7 +80,7 @@ def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
             r"precision=torch\.bfloat16 is not known(.|\n)*bf16, fp16, or None",
         ),
         ({"constraints": layout("up", weight="R")}, "is no sequence"),
-        ({"solver": "gurobi"}, r"solver 'gurobi' is not known(.|\n)*highs, cbc"),
+        ({"solver": 3}, r"solver=3 is not the name of a solver(.|\n)*pass a name"),
         ({"constraints": ("up",)}, r"'up' is no constraint(.|\n)*autopar\.constraints"),
     ],
 )

@@ -75,9 +75,10 @@ def test_a_command_whose_errors_go_into_a_file_says_from_time_to_time_what_it_do
 def test_planning_tells_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def planned(*_: object, progress: object) -> None:
+    def planned(*_: object, progress: object) -> tuple[None, None]:
         assert callable(progress)
         progress("solve")
+        return None, None
 
     monkeypatch.setattr(planning, "plan_call", planned)
     monkeypatch.setattr(terminal, "err", Console(force_terminal=True))

@@ -34,7 +34,7 @@ from autopar.request import (
 
 ROOT = Path(__file__).parents[3]
 CALLS: dict[Call, Callable[..., Any]] = {"plan": autopar.plan, "compile": autopar.compile}
-OF_THE_CALL = {"model", "mesh", "example_inputs", "hardware", "plan", "backend"}
+OF_THE_CALL = {"model", "mesh", "example_inputs", "hardware", "plan", "backend", "write_lp"}
 
 
 def words(text: str) -> str:

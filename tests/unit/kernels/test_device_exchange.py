@@ -27,7 +27,7 @@ from autopar.kernels.fused import (
 )
 from autopar.kernels.normed import FLOATS
 from autopar.kernels.peers import Blocks, VirtualRanks
-from autopar.ops.experts import Together
+from autopar.ops.expert_layers import Together
 
 pytestmark = needs_host
 

@@ -214,7 +214,7 @@ experts_backward = torch.ops.autopar.experts_backward.default
 
 
 # --------------------------------------------------------------------------------------------------
-# A layer of experts (`autopar.ops.experts`) whose tokens and experts are split over the same
+# A layer of experts (`autopar.ops.expert_layers`) whose tokens and experts are split over the same
 # ranks: rows go to their experts and back.
 #
 # Terms. A rank has some of the tokens, with their picks and gates, and as many experts as each
