@@ -166,7 +166,7 @@ class _Side(Walk):
     def _is_possible(self, node: fx.Node, option: AxisOption) -> bool:
         """Whether an option reads partial sums only where that is useful.
 
-        That are nodes that add several of them up, or only move them, if nothing else reads them.
+        Such nodes add several of them up, or only move them, and nothing else reads the sums.
         """
         reads, call = self.graph.reads[node.name], self.graph.calls[node.name]
         if node.target is operator.getitem:
