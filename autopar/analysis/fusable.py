@@ -1,5 +1,8 @@
-"""What the pieces of a root-mean-square norm (`autopar.ops.norms`; `autopar.kernels.rows`) read
-and write, pass by pass, as they stand."""
+"""Ops that kernels can fuse: passes of norms, sums and norms after products, rows of experts.
+
+The first section counts what the pieces of a root-mean-square norm (`autopar.ops.norms`,
+`autopar.kernels.rows`) read and write, pass by pass.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from autopar.ops.blocks import wide_dtype
 from autopar.rules import Call, own_moves
 
 Kind = Literal["elementwise", "reduction"]
-Pass = tuple[int, Kind]  # bytes, and what is done
+Pass = tuple[int, Kind]  # bytes read and written, and the kind of work
 
 
 def passes(
@@ -32,7 +35,16 @@ def passes(
     *,
     by_kernels: bool = False,
 ) -> Iterator[Pass]:
-    """The passes of one call; arguments as of `autopar.analysis.work.works`."""
+    """Yield the passes over memory of one call of a piece of a norm.
+
+    Args:
+        target: a key of `PIECES`.
+        args: arguments as in the graph.
+        inputs: local shapes and dtypes of the operands.
+        outputs: local shapes and dtypes of the results.
+        by_kernels: whether norms run as the kernels of `autopar.kernels.rows`, if these support the
+            dtypes.
+    """
     num, dtypes, out = math.prod(inputs[0].shape), [info.dtype for info in inputs], outputs[0].dtype
     pieces, kernel = PIECES[target], _KERNELS.get(target) if by_kernels else None
     if kernel is not None:
@@ -44,7 +56,7 @@ def passes(
         }
         long |= {out} if target is ops.rms_norm else set()
         taken = len(long) == 1 and wide_dtype(given["dtype"]) == wide_dtype(*long)
-        pieces = kernel.pieces if taken else pieces  # others are left to the ops
+        pieces = kernel.pieces if taken else pieces  # the ops compute all others
     for each_bytes, kind in pieces(args, dtypes, out):
         yield num * each_bytes, kind
 
@@ -76,7 +88,7 @@ def _product(
         yield a + wide, "elementwise"
         a = wide
     yield a + b + wide, "elementwise"
-    if len(inputs) > 2:  # by a weight, or by what rows are scaled with
+    if len(inputs) > 2:  # times a weight, or times the scale of rows
         yield 2 * wide, "elementwise"
     yield wide, "reduction"
 
@@ -103,41 +115,47 @@ PIECES: Mapping[
     ops.rms_norm_backward: _backward,
     ops.rms_weight_gradient: _product,
 }
-"""Bytes for each element of x."""
+"""The passes of each piece, with bytes per element of x."""
 
 
-def passes_of_norm(
+def _norm_passes(
     args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype
 ) -> Iterator[Pass]:
+    """The single pass of the norm's kernel."""
     yield inputs[0].itemsize + out.itemsize, "elementwise"
 
 
-def passes_of_sum(
+def _sum_passes(
     args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype
 ) -> Iterator[Pass]:
+    """The single pass of a kernel that multiplies and sums."""
     yield 2 * inputs[0].itemsize, "reduction"
 
 
-def passes_of_gradient(
+def _gradient_passes(
     args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype
 ) -> Iterator[Pass]:
+    """The single pass of the kernel of the norm's gradient."""
     yield 2 * inputs[0].itemsize + out.itemsize, "elementwise"
 
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """What a kernel does in one pass, where the operands named `alike` are in one dtype, as wide
-    as that which is squared in."""
+    """A kernel that does all in one pass.
+
+    It requires that the operands named in `alike` have one dtype, as wide as the dtype in which
+    they are squared.
+    """
 
     pieces: Callable[[Sequence[Any], Sequence[torch.dtype], torch.dtype], Iterator[Pass]]
     alike: frozenset[str]
 
 
 _KERNELS: Mapping[Callable[..., Any], _Kernel] = {
-    ops.rms_norm: _Kernel(passes_of_norm, frozenset({"x", "weight"})),
-    ops.rms_product: _Kernel(passes_of_sum, frozenset({"grad", "x", "weight"})),
-    ops.rms_norm_backward: _Kernel(passes_of_gradient, frozenset({"grad", "x", "weight"})),
-    ops.rms_weight_gradient: _Kernel(passes_of_sum, frozenset({"grad", "x"})),
+    ops.rms_norm: _Kernel(_norm_passes, frozenset({"x", "weight"})),
+    ops.rms_product: _Kernel(_sum_passes, frozenset({"grad", "x", "weight"})),
+    ops.rms_norm_backward: _Kernel(_gradient_passes, frozenset({"grad", "x", "weight"})),
+    ops.rms_weight_gradient: _Kernel(_sum_passes, frozenset({"grad", "x"})),
 }
 
 
@@ -151,18 +169,18 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, bool]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Products whose result is added to something, and the sum normed: what a kernel can do while it
-# scatters the product.
+# Products whose result is added to a tensor, followed by a norm of the sum: a kernel can do both
+# while it scatters the product.
 
 NORMED = "matmul_reduce_add_rmsnorm"
-"""The kernel that scatters what a product makes, and norms its sum with a residual."""
+"""The kernel that scatters the result of a product, and normalizes its sum with a residual."""
 _ADD = torch.ops.aten.add.Tensor
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Normed(NamedTuple):
-    """What follows a product: its sum with something like it, the squares of the sum's rows, and
-    the norm of these."""
+    """The ops after a product: its sum with a tensor of its shape, the squares of the sum's rows,
+    and the norm."""
 
     total: fx.Node
     squares: fx.Node
@@ -170,17 +188,21 @@ class Normed(NamedTuple):
 
 
 def normed_after(product: fx.Node) -> Normed | None:
-    """Of a product of forward, without a bias, that only a sum reads, that sum and the first norm
-    of it; None where there is none that `autopar.kernels.normed` does: with a weight, computed in
-    at least float32 and rounded as the sum is. Of two products of one sum the last one has the
-    norm.
+    """Find the sum and the norm after a product of forward.
+
+    The product has no bias, and only the sum reads it. The norm is the first one of the sum that
+    `autopar.kernels.normed` can compute: it has a weight, computes in float32 or wider, and rounds
+    to the dtype of the sum. If two products are added, the last one has the norm.
+
+    Returns:
+        The sum, its squares and its norm; None if there is no such norm.
     """
     total = next(iter(product.users), product)
     if not _is_read_once(product) or len(product.args) > 3 or not _adds(total, product):
         return None
     if any(
         _is_read_once(x) and product < x for x in total.all_input_nodes
-    ):  # nodes stand in an order
+    ):  # nodes compare by position
         return None
     for norm in total.users:
         if (
@@ -233,32 +255,35 @@ def _is_plain(norm: fx.Node, total: fx.Node) -> bool:
     )
     there = (
         isinstance(weight, fx.Node) and weight < total and dtype_of(weight) == own
-    )  # when the sum would be made
+    )  # the weight exists when the sum is computed
     return places and there and own in _FLOATS and n == shape_of(total)[-1]
 
 
 # --------------------------------------------------------------------------------------------------
-# Sums of two tensors of which one is a product: as a gradient of what several products read is.
+# Sums of two tensors one of which is a product, such as the gradient of a tensor with several
+# readers.
 
 _ADDS = torch.ops.aten.add.Tensor
 
 
 def product_added(node: fx.Node) -> int | None:
-    """The place among a sum's arguments of the product that is taken where the sum is made, and
-    added to the other there, if a kernel scatters the sum: of `products_added` the one that comes
-    last, None where there is none."""
+    """Return the index of the argument of a sum that is the product to fuse with the addition.
+
+    If a kernel scatters the sum, it computes this product and adds the other argument. Of
+    `products_added` it is the last one; None if there is none.
+    """
     places = products_added(node)
     if len(places) == 2:
-        return int(node.args[0] < node.args[1])  # type: ignore[operator]  # nodes stand in an order
+        return int(node.args[0] < node.args[1])  # type: ignore[operator]  # nodes compare by position
     return places[0] if places else None
 
 
 def products_added(node: fx.Node) -> list[int]:
-    """The places among a sum's arguments of products of the sum's phase, shape and dtype that
-    nothing else reads.
+    """Return the indices of the arguments of a sum that are products only this sum reads.
 
-    Of backward's sums: forward's may run again, from the product as it was kept, and a product that
-    is taken with the sum never lies alone.
+    The products have the phase, shape and dtype of the sum. Only sums of backward have any: a sum
+    of forward may be recomputed from a kept product, and a product that is fused with the sum is
+    never stored by itself.
     """
     if (
         node.target is not _ADDS
@@ -286,18 +311,17 @@ def _like(x: fx.Node, other: fx.Node) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What ranks share for the rows of dispatched experts, where these go between peers
-# (`autopar.kernels.routed`).
+# Memory that ranks share for the rows of dispatched experts (`autopar.kernels.routed`).
 
 _OPERANDS = (
-    5  # tokens, picks, gates, up's and down's weights: the last of experts and of their gradient
+    5  # tokens, picks, gates, up and down weights: the last operands of experts and of the gradient
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """A region along a mesh axis, of so many bytes on a rank: all nodes that use an equal one
-    have it together."""
+    """A region of memory that ranks share along a mesh axis, with its bytes on one rank. Nodes with
+    equal regions share one."""
 
     axis: int
     name: str
@@ -308,7 +332,16 @@ class SharedRows:
 def shared_rows(
     call: Call, strategy: Strategy, mesh_shape: Sequence[int]
 ) -> tuple[SharedRows, ...]:
-    """The regions of a call of experts, or of their gradient; none where it dispatches nothing."""
+    """List the regions of a call of experts, or of their gradient.
+
+    Args:
+        call: the call, with global shapes.
+        strategy: the layouts of its operands and results.
+        mesh_shape: devices per mesh axis.
+
+    Returns:
+        The regions; empty if the call dispatches no rows.
+    """
     moves = own_moves(call, strategy, mesh_shape)
     if not moves:
         return ()

@@ -1,9 +1,9 @@
-"""Casts of gradients: of a parameter that is read in a narrower dtype than it rests in, what
-backward makes is narrow, and is cast.
+"""Facts about gradients: casts, writes in place, and ops of forward that backward may recompute.
 
-Gradients are summed over devices in the dtype in which parameters rest, fp32 at least, so partial
-sums are cast before they are reduced. What is only added to a sum of several microbatches that lies
-as it does need not be: addition casts as it reads, to the same bits.
+If ops read a parameter in a narrower dtype than its own, backward computes a narrow gradient and
+casts it. Gradients are summed over devices in the dtype of the parameter, fp32 at least, so partial
+sums are cast before they are reduced. A gradient that is only added to a sum in the same layout,
+over several microbatches, needs no cast: the addition casts as it reads, to the same bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ _ADD, _CAST = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
 
 
 def widening_casts(trace: Trace) -> frozenset[str]:
-    """Names of the casts to a wider floating dtype of which parameters' gradients are made: of
-    all of one, or of terms of it."""
+    """Find the casts to a wider floating dtype that make gradients of parameters, or terms of them.
+
+    Returns:
+        Names of nodes.
+    """
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     left = [results[p.gradient] for p in trace.parameters if p.gradient is not None]  # type: ignore[index]
     seen, found = set[fx.Node](), set[str]()
@@ -39,10 +42,10 @@ def widening_casts(trace: Trace) -> frozenset[str]:
 
 
 def addable_uncast(trace: Trace) -> dict[str, str]:
-    """Name of a cast that makes a gradient, and that nothing else reads → the parameter.
+    """Map each cast that makes a gradient, and that nothing else reads, to its parameter.
 
-    Not where the gradient is a term of one that several stages add up: in the model without stages
-    the terms are added as they are cast.
+    Casts of gradients that several stages add up are left out: in the model without stages, the
+    terms are added after the cast.
     """
     output = next(iter(reversed(trace.graph.nodes)))
     casts, results = widening_casts(trace), list(output.args[0])  # type: ignore[arg-type]
@@ -58,8 +61,8 @@ def addable_uncast(trace: Trace) -> dict[str, str]:
 
 
 def cast_alone(trace: Trace) -> dict[str, torch.dtype]:
-    """Name of a node whose result, or views of it, only such casts read → the dtype that these
-    make."""
+    """Map each node whose result only widening casts read, directly or through views, to the dtype
+    of these casts."""
     casts, found = widening_casts(trace), dict[str, torch.dtype]()
     for node in reversed(trace.graph.nodes):
         into = [
@@ -92,23 +95,25 @@ def _widens(node: fx.Node) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which nodes of a trace write their result into an operand: a gradient into the one that it is
-# made of, or of logits into the logits.
+# Nodes that write their result into an operand, such as the gradient of logits into the logits.
 
 _expand = torch.ops.aten.expand.default
 
 
 def has_own_memory(node: fx.Node) -> bool:
-    """Whether a call's result lies in memory of its own: no view's does, but what getitem picks
-    of an op's results."""
+    """Whether the result of a call has memory of its own. Views have none; a getitem has, if the op
+    whose result it picks has."""
     while node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     return node.op == "call_function" and not is_view(node.target)  # type: ignore[arg-type]
 
 
 def owner_of(node: fx.Node) -> tuple[fx.Node, bool]:
-    """What made the memory that a node's result lies in, and whether elements share a place in
-    it, as those of an expanded one do."""
+    """Find the node that made the memory of a node's result.
+
+    Returns:
+        The node, and whether elements of the result share memory, as those of an expanded tensor.
+    """
     expanded = False
     while node.op == "call_function" and not has_own_memory(node):
         expanded |= node.target is _expand
@@ -117,16 +122,16 @@ def owner_of(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def operand_written(node: fx.Node) -> int | None:
-    """The place among its arguments of the tensor that a node is to write its result into, or None.
+    """Return the index of the argument that a node may overwrite with its result, or None.
 
-    That is one which backward made, of the result's shape, strides and dtype, for an op that takes
-    one element after another; or the first argument of a node that capture has marked, which
-    forward may have made. It has memory of its own, of which there is no view, and no result of the
-    model and no other op of the node's phase or a later one reads it. Of several, the one that is
-    made first.
+    For an elementwise op this is a tensor that backward made, with the shape, strides and dtype of
+    the result. For a node that capture has marked it is the first argument, which forward may have
+    made. The tensor has memory of its own and no views, is no result of the model, and no other op
+    of the node's phase or of a later one reads it. Of several arguments, the one that is made
+    first.
 
-    A program may still not be able to: where the tensor is redistributed for another reader, say,
-    or what it is read for runs again.
+    A program may still be unable to overwrite it, for example if the tensor is redistributed for
+    another reader, or if an op that reads it is recomputed.
     """
     if node.op != "call_function" or in_place_form(node.target) is None:  # type: ignore[arg-type]
         return None
@@ -142,12 +147,12 @@ def operand_written(node: fx.Node) -> int | None:
 
 
 def _is_alike(node: fx.Node, operand: object) -> bool:
-    """Whether an argument is a tensor of backward that is like the node's result."""
+    """Whether an argument is a tensor of backward with shape, strides and dtype of the result."""
     if node.meta["phase"] != "backward" or not is_tensor(operand) or not is_tensor(node):
         return False
     assert isinstance(operand, fx.Node), "a tensor is made by a node"
     alike = shape_of(operand) == shape_of(node) and dtype_of(operand) == dtype_of(node)
-    # lying otherwise than the op would have it, the result might be copied by what reads it
+    # with other strides than the op would give it, readers of the result might copy it
     return (
         alike
         and operand.meta["val"].stride() == node.meta["val"].stride()
@@ -169,16 +174,18 @@ def _is_before(reader: fx.Node, node: fx.Node) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which nodes of forward backward can have a use for running again.
+# Nodes of forward that backward may have to recompute.
 
 
 def asked_again(trace: Trace) -> frozenset[str]:
-    """Names of the nodes of forward whose results backward reads, or others that it reads are made
-    of.
+    """Find the nodes of forward whose results backward needs, directly or to recompute others.
 
-    What leaves for another stage counts as read, so that in the whole model no node is in this set
-    that is not in its stage's. What else only leaves, as a loss does, is not run again, though
-    others of its op may be: it is left out, with what it alone reads.
+    A tensor that leaves for another stage counts as read, so that the set of the whole model
+    contains no node that is missing in the set of its stage. A node whose result is only returned,
+    such as a loss, is not recomputed and is left out, together with the nodes that only it reads.
+
+    Returns:
+        Names of nodes.
     """
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     gradients = (*(p.gradient for p in trace.parameters), *(i.gradient for i in trace.inputs))

@@ -1,18 +1,18 @@
-"""Labels of the whole joint graph on the axis of microbatches, and what has to be done for them.
+"""Labels of the joint graph on the axis of microbatches, and the repairs that they need.
 
 Nodes are labelled in the order of the graph (`autopar.analysis.microbatch_calls`), forward first.
-The label of the loss says what backward begins with, and backward is labelled by the same rules.
-Where a call has no label, there are two repairs:
+The label of the loss determines the tangent, and backward is labelled by the same rules. There are
+two repairs for a call without a label:
 
-- A value of the batch is *given*: it follows from the inputs and from buffers alone, so it is known
-  before the first microbatch runs, and each microbatch reads it instead of a value of its own.
-- An operand is *raised*: multiplied by a power of the number of microbatches M, where it has too
-  little for a sum, or for a function that is not linear in it
-  (`autopar.analysis.microbatch_sites`).
+- A value of the batch is *given*: it follows from inputs and buffers only, so it is known before
+the
+  first microbatch runs. Each microbatch reads it instead of a value of its own.
+- An operand is *raised*: multiplied by a power of the number of microbatches M, if its power is too
+  low for a sum, or for a function that is not linear in it (`autopar.analysis.microbatch_sites`).
 
-Gradients are added up over microbatches, so each has to be a term. Where no repair helps, the batch
-is refused, with the node. Under the user's promise that samples do not depend on each other, a node
-without a label has one by its shape.
+Gradients are added up over microbatches, so each has to be a term. If no repair helps, the batch is
+refused with an error that names the node. If the user promises that samples do not depend on each
+other, a node without a label is labelled by its shape.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ from autopar.rules import Call
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """What was found, by names of nodes of the batch's graph.
+    """The labels and repairs of a joint graph, by names of nodes of the batch's graph.
 
     Attributes:
-        inputs: path of each input that is cut → its label. outputs: path → its label.
-        given: nodes of which the batch's value is given, with the labels of the microbatch's own.
-        raised: by which power of M operands are raised. promised: keys of nodes that have no label
-            but by the user's promise.
+        inputs: path of each input that is cut → its label.
+        outputs: path → its label.
+        given: node whose value in the batch is given → label of the microbatch's own value.
+        raised: edge → power of M by which the operand is raised.
+        promised: keys of nodes that are labelled only because of the user's promise.
     """
 
     inputs: Mapping[str, Label]
@@ -72,11 +73,13 @@ def label_joint_graph(whole: Trace, part: Trace, num: int, *, independent: bool)
     """Label every node that outputs or gradients depend on.
 
     Args:
-        whole, part: the traces of the batch and of one of `num` microbatches.
-        independent: the user promises that samples do not depend on each other.
+        whole: the trace of the batch.
+        part: the trace of one microbatch.
+        num: number of microbatches.
+        independent: whether the user promises that samples do not depend on each other.
 
     Raises:
-        CoupledError: where a node has no label, and no repair gives it one.
+        CoupledError: if a node has no label and no repair gives it one.
     """
     first = _Pass(whole, part, num, independent, near=False)
     try:
@@ -84,17 +87,17 @@ def label_joint_graph(whole: Trace, part: Trace, num: int, *, independent: bool)
     except CoupledError as refusal:
         if not first.raises.elsewhere:
             raise
-        try:  # what is raised early is raised for all that follows from it, which may be too much
+        try:  # raising a node raises all its readers, which may be too much
             return _Pass(whole, part, num, independent, near=True).run()
         except CoupledError as second:
             raise refusal from second
 
 
 class _Pass:
-    """One labelling.
+    """One pass of labelling over the joint graph; arguments as in `label_joint_graph`.
 
     Args:
-        near: as of `Raises`.
+        near: as in `Raises`.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class _Pass:
         self._unknown = find_unknown(whole)
 
     def run(self) -> Labelled:
-        """Label all nodes; repairs go back to the first node that reads something else then."""
+        """Label all nodes. After a repair, continue at the first node whose operands changed."""
         self._place_inputs()
         sites = find_sites(self.whole, self.part, self.num)
         begin = sum(site.is_forward for site in sites)  # of backward
@@ -151,7 +154,7 @@ class _Pass:
     # One node.
 
     def _label(self, site: Site) -> list[str]:
-        """Label a node; or repair what it reads, and name the nodes to label anew."""
+        """Label a node, or repair its operands and return the nodes to label again."""
         node = site.node
         if node.name in self.given:
             self.labels[node.name, 0] = WHOLE
@@ -168,7 +171,7 @@ class _Pass:
             again = self._repair(site, way, reads)
             if again:
                 return again
-            way = self._promised(site, site.call, site.part)
+            way = self._label_by_promise(site, site.call, site.part)
         self.labels |= {(node.name, n): label for n, label in enumerate(way.results)}
         self.raises.note(site, way.linear, self._label_of, self.given)
         return []
@@ -178,12 +181,13 @@ class _Pass:
 
     def _reads(self, site: Site) -> list[Label]:
         return [
-            self.raises.read(self._label_of(operand), (site.node.name, index))
+            self.raises.label_read(self._label_of(operand), (site.node.name, index))
             for index, operand in enumerate(site.operands)
         ]
 
     def _repair(self, site: Site, way: Way | None, reads: list[Label]) -> list[str]:
-        """Give or raise what a node reads; nothing where only the user's promise is left."""
+        """Give or raise operands of a node, and return the nodes to label again; empty if only the
+        user's promise can help."""
         raises = way.raises if way is not None else (1,) * len(reads)
         due = [
             (n, o) for n, (o, power) in enumerate(zip(site.operands, raises, strict=True)) if power
@@ -191,7 +195,7 @@ class _Pass:
         known = [operand.name for _, operand in due if self._can_be_given(operand)]
         if known:
             self.given |= {name: self.labels[name, 0] for name in known}
-            self.raises.edges.clear()  # they are found anew
+            self.raises.edges.clear()  # they are computed again
             return known
         if way is not None and all(is_floating(operand) for _, operand in due):
             return self.raises.add({(site.node.name, n): raises[n] for n, _ in due})
@@ -202,13 +206,13 @@ class _Pass:
         return self.raises.add(low) if low else []
 
     def _can_be_given(self, node: fx.Node) -> bool:
-        """Whether the batch's value is known before the first microbatch runs, and another one."""
+        """Whether the batch's value can be counted before the first microbatch runs."""
         if node.op != "call_function" or node.name in self._unknown or not is_tensor(node):
             return False
         return node.name not in self.given and self._label_of(node).is_count
 
-    def _promised(self, site: Site, call: Call, part: Call) -> Way:
-        """Labels by shapes. In backward, a result of the batch's shape may be a term or a copy."""
+    def _label_by_promise(self, site: Site, call: Call, part: Call) -> Way:
+        """Label by shapes. In backward, a result of the batch's shape may be a term or a copy."""
         reads, found = self._reads(site), []
         for x, y in zip(call.outputs, part.outputs, strict=True):
             label = label_by_shape(x.shape, y.shape, self.num)
@@ -219,13 +223,15 @@ class _Pass:
             self.promised[site.node.meta["key"]] = None
         return Way(tuple(found))
 
-    # What comes out.
+    # Outputs and gradients.
 
     def _result(self, index: int) -> Label:
-        return self.raises.read(self._label_of(self._results[index]), (self._output.name, index))
+        return self.raises.label_read(
+            self._label_of(self._results[index]), (self._output.name, index)
+        )
 
     def _end_forward(self) -> list[str]:
-        """Judge outputs, and label what backward begins with; or raise outputs."""
+        """Check the outputs and label their tangents, or raise outputs."""
         self.outputs.clear()
         for index, o in enumerate(self.whole.outputs):
             node, label = self._results[index], self._result(index)
@@ -233,7 +239,7 @@ class _Pass:
             if label.kind == "place":
                 if o.whole or o.is_loss:
                     raise refusal(node, self.num, f"{what} has positions in the batch")
-                continue  # it is not asked for of several microbatches
+                continue  # such an output is not returned with several microbatches
             power, most = (label.power, 0) if label.kind == "split" else (label.as_term, 1)
             if power is not None and power < 0 and is_floating(node):
                 return self.raises.add({(self._output.name, index): -power})
@@ -245,10 +251,10 @@ class _Pass:
         return []
 
     def _end(self) -> list[str]:
-        """Judge gradients, or raise them."""
+        """Check the gradients, or raise them."""
         low: dict[Edge, int] = {}
         for p in self.whole.parameters:
-            label = WHOLE.raised(-1) if p.gradient is None else self._result(p.gradient)
+            label = WHOLE.raise_by(-1) if p.gradient is None else self._result(p.gradient)
             power = label.as_term
             if p.gradient is None or label.kind in ("zero", "open") or power == 0:
                 continue
@@ -260,18 +266,18 @@ class _Pass:
 
 
 def _normalize_label(label: Label) -> Label:
-    """An output's label, in one form: split, whole, a sum or an average."""
+    """Convert the label of an output to one of: split, whole, a sum or an average."""
     if label.kind == "zero":
         return Label("split", label.dim) if label.dim >= 0 else WHOLE
     return TERM if label.as_term == 0 else label
 
 
 def _tangent(output: Label, *, is_loss: bool) -> Label:
-    """What backward of a microbatch begins with, as the runtime has it."""
+    """The label of the tangent that the runtime passes to backward of a microbatch."""
     if output.kind == "split":
         return output
     if is_loss:
-        return WHOLE if output == TERM else WHOLE.raised(-1)
-    return {TERM: WHOLE, MEAN: WHOLE.raised(-1)}.get(
+        return WHOLE if output == TERM else WHOLE.raise_by(-1)
+    return {TERM: WHOLE, MEAN: WHOLE.raise_by(-1)}.get(
         output, TERM
-    )  # a copy is of the last microbatch
+    )  # a copy comes from the last microbatch

@@ -1,15 +1,14 @@
-"""Which labels one call makes of the labels of its operands: the rules of ops on the axis of
-microbatches.
+"""Labels of the results of one call, from the labels of its operands: the rules of ops on the axis
+of microbatches.
 
-An op has a label where its rule (`autopar.rules`) has an option with the operands' placements, and
-where the local call of that option is the one that stands in the graph of a microbatch. Powers of
-the number of microbatches M pass through what the op is linear in: the *linear sets* of operands,
-each of which may be partial together while the others are whole. If all of a set have M^c times as
-much, so has the result. A mean over a microbatch's samples, and a division by their number, have M
-times as much.
+A call has a label if its rule (`autopar.rules`) has an option with the placements of the operands,
+and if the local call of that option is the call in the graph of a microbatch. Powers of the number
+of microbatches M pass through *linear sets* of operands: sets that may be partial together while
+the other operands are whole. If all operands of a set have power c, so has the result. A mean over
+the samples of a microbatch, and a division by their number, add 1 to the power.
 
-Where powers do not fit, an operand may be *raised*: multiplied by a power of M before it is read. A
-`Way` says which operands have to be.
+If powers do not fit, an operand may be *raised*: multiplied by a power of M before it is read. A
+`Way` lists the operands that have to be raised.
 """
 
 from __future__ import annotations
@@ -34,16 +33,18 @@ from autopar.rules.localization import mean_part
 from autopar.rules.networks import mean_loss_part, reduced_loss
 
 # --------------------------------------------------------------------------------------------------
-# Labels: what a microbatch's tensor is of the batch's, on the axis of microbatches.
+# Labels: the relation between a microbatch's tensor and the batch's tensor.
 #
-# Microbatches are an axis in time. The M microbatches run one after another as the ranks of a
-# data-parallel axis run beside one another, and a tensor lies on the axis as on an axis of a
-# mesh. With ``w`` the batch's value and a power e, microbatch m has M^e times as much as
+# Microbatches are an axis in time. The M microbatches run one after another, as the ranks of a
+# data-parallel axis run at once, and a tensor has a placement on this axis as on a mesh axis. With
+# ``w`` the batch's value and a power e, microbatch m has M^e times
 #
-# split(d) the m-th of M parts of w along dim d whole w itself term a term: the M terms add up to
-# w place(d) positions of samples along dim d, which the microbatch counts from its own first
-# sample. They are good for looking up along the batch, and for nothing else zero zeros, which are
-# a part, a term and a copy of zeros
+#     split(d)   the m-th of M parts of w along dim d
+#     whole      w itself
+#     term       a term: the M terms add up to w
+#     place(d)   positions of samples along dim d, counted from the first sample of the microbatch;
+#                they can only be used to look up along the batch
+#     zero       zeros, which are a part, a term and a copy of zeros
 #
 # A mean over the samples of a microbatch is a term with e = 1. Since the sum of M equal values is
 # M times one of them, a whole value with power e is a term with power e + 1.
@@ -54,13 +55,15 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a microbatch's tensor is of the batch's (see the module's docstring).
+    """The relation between a microbatch's tensor and the batch's tensor (see above).
 
-    Of kind ``open`` nothing is known; that occurs only under the user's promise that samples do not
+    Nothing is known of kind ``open``. It occurs only if the user promises that samples do not
     depend on each other.
 
     Attributes:
-        dim: along which it is cut, else -1. power: e.
+        kind: one of the kinds above, or ``open``.
+        dim: dim along which the tensor is cut, else -1.
+        power: e.
     """
 
     kind: Kind
@@ -69,7 +72,7 @@ class Label:
 
     @property
     def as_term(self) -> int | None:
-        """The power with which it is a term, None if it is none."""
+        """The power with which the tensor is a term; None if it is not a term."""
         return {"term": self.power, "whole": self.power + 1}.get(self.kind)
 
     @property
@@ -78,14 +81,13 @@ class Label:
         return self.as_term in (0, 1) and self != WHOLE
 
     @property
-    def joined(self) -> str:
-        """How the batch's output is put together of outputs with this label: ``split``, ``whole``,
-        ``sum`` or ``mean``.
-        """
+    def combination(self) -> str:
+        """How outputs with this label are combined into the batch's output: ``split``, ``whole``,
+        ``sum`` or ``mean``."""
         return {"term": "mean" if self.power else "sum"}.get(self.kind, self.kind)
 
-    def raised(self, power: int) -> Label:
-        """With M^`power` times as much."""
+    def raise_by(self, power: int) -> Label:
+        """Return the label of M^`power` times the tensor."""
         return replace(self, power=self.power + power) if power else self
 
     def __str__(self) -> str:
@@ -118,8 +120,16 @@ WHOLE, TERM, MEAN, ZERO, OPEN = (
 
 
 def cut_dim(whole: Shape, part: Shape, num: int) -> int | None:
-    """The dim along which `whole` is `num` times as long as `part`; -1 if the shapes are equal, and
-    None if they differ otherwise.
+    """Find the dim along which a batch's tensor is cut.
+
+    Args:
+        whole: shape in the batch.
+        part: shape in one microbatch.
+        num: number of microbatches.
+
+    Returns:
+        The dim along which `whole` is `num` times as long as `part`; -1 if the shapes are equal;
+        None if they differ in another way.
     """
     if tuple(whole) == tuple(part):
         return -1
@@ -133,7 +143,16 @@ def cut_dim(whole: Shape, part: Shape, num: int) -> int | None:
 
 
 def label_by_shape(whole: Shape, part: Shape, num: int) -> Label | None:
-    """A part or the same, as shapes alone have it; None where they say neither."""
+    """Label a tensor by its shapes only.
+
+    Args:
+        whole: shape in the batch.
+        part: shape in one microbatch.
+        num: number of microbatches.
+
+    Returns:
+        A label of kind ``split`` or ``whole``; None if the shapes fit neither.
+    """
     dim = cut_dim(whole, part, num)
     return None if dim is None else WHOLE if dim < 0 else Label("split", dim)
 
@@ -192,7 +211,7 @@ _FILLED = {
     aten.new_full.default: 2,
     aten.full_like.default: 1,
     aten.scalar_tensor.default: 0,
-}  # the argument that says with what
+}  # index of the fill value among the arguments
 _ZEROS = frozenset(
     (
         aten.zeros.default,
@@ -202,7 +221,7 @@ _ZEROS = frozenset(
         aten.new_empty.default,
         aten.empty_like.default,
     )
-)  # what is not initialised is not read
+)  # uninitialised memory is not read
 _ONES = frozenset((aten.ones.default, aten.new_ones.default, aten.ones_like.default))
 Labels = tuple[Label, ...]
 LinearSets = tuple[tuple[int, ...], ...]
@@ -213,9 +232,10 @@ class Way:
     """One way to label a call.
 
     Attributes:
-        results: the labels of its results.
-        raises: per operand, by which power of M it has to be raised.
-        linear: sets of operands; if all of a set are raised further, so are all results.
+        results: the labels of its results. raises: per operand, the power of M by which it has to
+        be raised. linear: sets of indices of operands. If all operands of a set are raised further,
+        all results
+            are raised too.
     """
 
     results: Labels
@@ -229,11 +249,13 @@ class Way:
 
 
 def find_way(whole: Call, part: Call, reads: Sequence[Label], num: int) -> Way | None:
-    """The way that raises the fewest elements; None where there is none.
+    """Find the way to label a call that raises the fewest elements; None if there is no way.
 
     Args:
-        whole, part: the calls in the graphs of the batch and of one of `num` microbatches.
-        reads: what the microbatch's operands are of the batch's.
+        whole: the call in the graph of the batch.
+        part: the call in the graph of one microbatch.
+        reads: the labels of the operands.
+        num: number of microbatches.
     """
     return _find(KeyedCall(whole), KeyedCall(part), tuple(reads), num)
 
@@ -258,6 +280,7 @@ def _find(keyed: KeyedCall, of_part: KeyedCall, reads: Labels, num: int) -> Way 
     sizes = [math.prod(info.shape) for info in part.inputs]
 
     def cost(way: Way) -> int:
+        """Elements that are multiplied."""
         return sum(size for size, power in zip(sizes, way.raises, strict=True) if power)
 
     return min(ways, key=cost, default=None)
@@ -279,7 +302,7 @@ def _plain(value: Any) -> Any:
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-# Tensors that are made, and not computed.
+# Tensors that are created, not computed.
 
 
 def _label_created(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
@@ -314,7 +337,7 @@ def _zeros(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
 
 
 def _value(call: Call) -> Any:
-    """What a tensor is filled with, None if it is not filled with one number."""
+    """The number that a tensor is filled with; None if it is not filled with one number."""
     if call.target in _FILLED:
         return call.args[_FILLED[call.target]]
     return 0 if call.target in _ZEROS else 1 if call.target in _ONES else None
@@ -329,7 +352,7 @@ def _label_shaped(whole: Call, part: Call, num: int) -> Way | None:
 
 
 def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
-    """Positions may be moved about, and be looked up along the dim that the batch is cut along."""
+    """Positions may be reshaped, and may index along the dim along which the batch is cut."""
     if whole.target in _MOVES:
         cut = [replace(r, kind="split") if r.kind == "place" else r for r in reads]
         way = next((w for w in _by_rule(whole, part, tuple(cut), num) if w.is_free), None)
@@ -341,6 +364,7 @@ def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
     from_right = len(whole.inputs[place].shape) - reads[place].dim
 
     def goes_along(n: int) -> bool:
+        """Whether an index is the same in all microbatches, or is cut where the positions are."""
         r = reads[n]
         is_cut = r.kind in ("split", "place") and len(whole.inputs[n].shape) - r.dim == from_right
         return r == WHOLE or is_cut
@@ -354,8 +378,10 @@ def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
 
 
 def _with_numbers(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[Way]:
-    """Sums with a plain number. One that is the same everywhere is a term of which the average is
-    the number; one that follows from the number of samples is a term of which the sum is.
+    """Sums with a plain number.
+
+    A number that is the same in batch and microbatch is a term with power 1: its average is the
+    number. A number that is `num` times as large in the batch is a term with power 0.
     """
     if whole.target not in ADDITIONS or len(reads) != 1 or whole.outputs != part.outputs:
         return
@@ -373,7 +399,7 @@ def _with_numbers(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[
 
 
 def _by_rule(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[Way]:
-    """By the op's rule for one axis."""
+    """The ways that the rule of the op gives for one axis."""
     if whole.target is not part.target or len(whole.outputs) != len(part.outputs):
         return
     by_number = _power_of_number(whole, part, num)
@@ -400,7 +426,7 @@ def _label(placement: Placement, power: int) -> Label:
 
 
 def _power_of_number(whole: Call, part: Call, num: int) -> int:
-    """Of a product or a quotient of numbers that follow from the number of samples."""
+    """The power of a product or quotient with a number that follows from the number of samples."""
     if whole.target not in _SCALED or len(whole.inputs) != 1 or len(whole.args) != 2:
         return 0
     a, b = whole.args[1], part.args[1] if len(part.args) == 2 else None
@@ -427,10 +453,10 @@ def _linear_sets(call: Call, options: Sequence[AxisOption]) -> LinearSets:
 
 
 def _of_other_dtypes(call: Call) -> Iterator[AxisOption]:
-    """Further options of casts, quotients and products whose result is of floats.
+    """Further options of casts, quotients and products with a floating result.
 
-    Rules leave out partial sums that are rounded on the way, since ranks would
-    add up rounded values. Microbatches round theirs in any case.
+    Rules leave out partial sums that are rounded, since ranks would add up rounded values.
+    Microbatches round theirs in any case.
     """
     if call.outputs[0].dtype.is_floating_point:
         for slot in _ROUNDED.get(call.target, ()):
@@ -440,8 +466,9 @@ def _of_other_dtypes(call: Call) -> Iterator[AxisOption]:
 
 
 def _powers(reads: Labels, option: AxisOption) -> tuple[int | None, ...] | None:
-    """Per operand its power if it lies as an option has it, None for zeros of any power; None if
-    one does not lie so.
+    """Per operand its power, or None for zeros, which have any power.
+
+    Returns None if an operand does not have the placement of the option.
     """
     found: list[int | None] = []
     for read, placement in zip(reads, option.inputs, strict=True):
@@ -463,8 +490,10 @@ def _powers(reads: Labels, option: AxisOption) -> tuple[int | None, ...] | None:
 def _covers(
     powers: tuple[int | None, ...], linear: LinearSets
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """By how much operands have to be raised, and the power of the results, for each choice of
-    disjoint linear sets: operands of one set have one power, and the others have none.
+    """Yield the powers by which operands have to be raised, and the power of the results.
+
+    There is one pair for each choice of disjoint linear sets. Operands of a chosen set have one
+    common power, and all other operands have power 0.
     """
     for count in range(len(linear) + 1):
         for chosen in itertools.combinations(linear, count):
@@ -485,8 +514,10 @@ def _covers(
 
 
 def _power_of_call(whole: Call, part: Call, option: AxisOption, num: int) -> int | None:
-    """0 if a microbatch calls what a rank calls, 1 if it calls a mean over its own samples where a
-    rank divides by the batch's number of them; None if it calls something else.
+    """The power that the call itself adds.
+
+    0 if a microbatch calls what a rank calls; 1 if it takes a mean over its own samples and a rank
+    divides by the number of samples in the batch; None if it calls something else.
     """
     if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in option.outputs):
         return None

@@ -1,4 +1,9 @@
-"""The calls of a batch's joint graph beside those of a microbatch's, in the order of labelling."""
+"""Sites of microbatch analysis: calls of the batch with those of a microbatch, refusals, and raised
+operands.
+
+A site pairs a call of the joint graph of the batch with the same call of a microbatch's graph.
+Sites are visited in the order of labelling (`autopar.analysis.microbatch_axis`).
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,20 @@ from autopar.errors import CoupledError, Where
 from autopar.rules import Call, call_of, operands_of, where_of
 
 # --------------------------------------------------------------------------------------------------
-# Refusals of batches that cannot be worked through in microbatches: which node, why, and what to
-# do.
+# Errors of batches that cannot be split into microbatches: the node, the reason, and the remedy.
 
 REMEDY = "pass microbatches=1 or num_microbatches=1, or no number, and stages take the whole batch"
 
 
 def refusal(node: fx.Node, num: int, why: str, remedy: str = REMEDY) -> CoupledError:
-    """That a batch cannot be worked through in `num` microbatches because of this node."""
+    """Make the error of a batch that cannot be split into microbatches.
+
+    Args:
+        node: the node that prevents it.
+        num: number of microbatches.
+        why: the reason; continues "at NODE".
+        remedy: what the user can do.
+    """
     key = node.meta.get("key", node.name)
     place = "" if node.meta.get("module") else " (in the model's own forward)"
     what = f"the batch cannot be worked through in {num} microbatches: at {key}{place} {why}"
@@ -31,11 +42,16 @@ def refusal(node: fx.Node, num: int, why: str, remedy: str = REMEDY) -> CoupledE
 
 
 def why_not(node: fx.Node, reads: Sequence[Label], unknown: Mapping[str, str]) -> tuple[str, str]:
-    """Why no label follows from the labels of what a node reads, and what to do.
+    """Say why a node has no label, and what to do.
 
     Args:
-        unknown: nodes that are not known before the first microbatch runs, and what they follow
-            from.
+        node: the node.
+        reads: the labels of its operands.
+        unknown: nodes whose values are not known before the first microbatch runs → what they
+            follow from.
+
+    Returns:
+        The reason and the remedy, for `refusal`.
     """
     if not reads:
         why = "what it makes follows from the number of samples, of which a microbatch has fewer"
@@ -53,7 +69,7 @@ def why_not(node: fx.Node, reads: Sequence[Label], unknown: Mapping[str, str]) -
 
 
 def _where(node: fx.Node) -> Where:
-    """Its own line, or that of the next node before it that has one."""
+    """The place of a node, with the source line of the nearest earlier node if it has none."""
     near = node
     while not near.meta.get("source") and near.all_input_nodes:
         near = near.all_input_nodes[0]
@@ -61,7 +77,7 @@ def _where(node: fx.Node) -> Where:
 
 
 Edge = tuple[str, int]
-"""Name of a node, and which of its operands."""
+"""Name of a node, and index of an operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +85,10 @@ class Site:
     """A node of the batch's graph.
 
     Attributes:
-        call, part: its call in the batch's graph and in a microbatch's; None of a getitem.
+        node: the node.
+        operands: the nodes that it reads.
+        call: its call in the batch's graph; None for a getitem.
+        part: its call in a microbatch's graph; None for a getitem.
     """
 
     node: fx.Node
@@ -79,20 +98,26 @@ class Site:
 
     @property
     def is_forward(self) -> bool:
-        """Whether it is a node of forward."""
+        """Whether the node belongs to forward."""
         return bool(self.node.meta["phase"] == "forward")
 
 
 def find_sites(whole: Trace, part: Trace, num: int) -> list[Site]:
-    """The calls that outputs and gradients depend on: those of forward, then those of backward.
+    """List the calls that outputs and gradients depend on: those of forward, then of backward.
+
+    Args:
+        whole: the trace of the batch.
+        part: the trace of one microbatch.
+        num: number of microbatches.
 
     Raises:
-        CoupledError: where the graph of a microbatch has no such call, or one of other operands.
+        CoupledError: if the graph of a microbatch lacks a call, or has it with other operands.
     """
     here = {n.meta["key"]: n for n in part.graph.nodes if n.op == "call_function"}
     words = _words(whole), _words(part)
 
-    def site(node: fx.Node) -> Site:
+    def make_site(node: fx.Node) -> Site:
+        """Pair a node with its counterpart in the microbatch's graph."""
         operands = operands_of(node)
         if node.target is operator.getitem:
             return Site(node, operands, None, None)
@@ -105,7 +130,7 @@ def find_sites(whole: Trace, part: Trace, num: int) -> list[Site]:
 
     nodes = _calls_needed(whole)
     return [
-        site(node)
+        make_site(node)
         for forward in (True, False)
         for node in nodes
         if (node.meta["phase"] == "forward") == forward
@@ -113,7 +138,7 @@ def find_sites(whole: Trace, part: Trace, num: int) -> list[Site]:
 
 
 def _calls_needed(trace: Trace) -> list[fx.Node]:
-    """The calls that outputs and gradients depend on, in graph order."""
+    """The calls that outputs and gradients depend on, in the order of the graph."""
     results = output_of(trace).args[0]
     stack: list[fx.Node] = list(results[: len(trace.outputs)])  # type: ignore[arg-type, index]
     gradients = [p.gradient for p in trace.parameters if p.gradient is not None]
@@ -128,7 +153,7 @@ def _calls_needed(trace: Trace) -> list[fx.Node]:
 
 
 def _words(trace: Trace) -> dict[str, str]:
-    """Nodes by what they are, in words that the graphs of batch and microbatch share."""
+    """Node → description that is the same in the graphs of batch and microbatch."""
     found = {p.node: f"tensor {p.name}" for p in (*trace.parameters, *trace.buffers)}
     found |= {i.node: f"input {i.path}" for i in trace.inputs}
     found |= {o.tangent: f"tangent {o.path}" for o in trace.differentiable}
@@ -137,7 +162,11 @@ def _words(trace: Trace) -> dict[str, str]:
 
 
 def find_unknown(trace: Trace) -> dict[str, str]:
-    """What is not known before the first microbatch runs: node → what it follows from."""
+    """Find the nodes whose values are not known before the first microbatch runs.
+
+    Returns:
+        Node name → what the value follows from, for error messages.
+    """
     found = {p.node: f"parameter {p.name!r}" for p in trace.parameters}
     found |= {o.tangent: "the loss" for o in trace.differentiable}
     for node in trace.graph.nodes:
@@ -153,40 +182,41 @@ def output_of(trace: Trace) -> fx.Node:
 
 
 def size_of(node: fx.Node) -> float:
-    """Elements of a tensor; several tensors cannot be raised."""
+    """Number of elements of a node's result; infinite if it cannot be raised: several tensors."""
     return float(node.meta["val"].numel()) if is_tensor(node) else math.inf
 
 
 def is_floating(node: fx.Node) -> bool:
-    """Whether a node has one result, of floats."""
+    """Whether a node has a single result of a floating dtype."""
     return is_tensor(node) and bool(node.meta["val"].dtype.is_floating_point)
 
 
 # --------------------------------------------------------------------------------------------------
-# Where operands are raised: multiplied by powers of the number of microbatches.
+# Raised operands: operands that are multiplied by powers of the number of microbatches.
 #
-# What an op makes is raised by raising what the op is linear in. So where a large tensor has too
-# little, it is often enough to raise a number that it follows from, such as the tangent of one
-# term of a loss. Each operand is raised where the fewest elements are multiplied, and of equal
-# places at the nearest.
+# The result of an op is raised by raising operands in which the op is linear. So instead of a large
+# tensor it is often enough to raise a scalar that it follows from, such as the tangent of one term
+# of a loss. Each operand is raised at the place where the fewest elements are multiplied, and at
+# the nearest of equal places.
 
 _Cost = tuple[float, tuple[int, ...]]
-"""Elements that are multiplied if some operands of a node are raised, and which operands."""
+"""The operands of a node that are raised, with the number of elements that are multiplied."""
 _NONE: _Cost = (math.inf, ())
 
 
 class Raises:
-    """Which operands are raised, by which power.
+    """The operands that are raised, with their powers.
 
     Args:
-        whole: the batch's trace. near: operands are raised where they are read, and not before.
+        whole: the trace of the batch.
+        near: whether operands are raised only at the reader, and not at earlier nodes.
 
     Attributes:
-        edges: what is raised.
-        elsewhere: whether anything was raised before it is read, so that other nodes read more,
-            too.
-        conflict: whether some of it had to be raised once more. Then what follows from it needs
-            different powers, and nothing but raising operands where they are read helps.
+        edges: edge → power.
+        elsewhere: whether an operand was raised at an earlier node, which raises it for other
+            readers too.
+        conflict: whether an operand had to be raised a second time. Then its readers need different
+            powers, and only raising operands at the reader helps.
     """
 
     def __init__(self, whole: Trace, *, near: bool) -> None:
@@ -196,9 +226,9 @@ class Raises:
         self._tangents = {o.tangent for o in whole.differentiable}
         self._costs: dict[str, _Cost] = {}
 
-    def read(self, label: Label, edge: Edge) -> Label:
-        """The label of what is read along an edge."""
-        return label.raised(self.edges.get(edge, 0))
+    def label_read(self, label: Label, edge: Edge) -> Label:
+        """Return the label of an operand as a node reads it, with the power of the edge."""
+        return label.raise_by(self.edges.get(edge, 0))
 
     def note(
         self,
@@ -207,13 +237,17 @@ class Raises:
         label_of: Callable[[fx.Node], Label],
         given: Mapping[str, Label],
     ) -> None:
-        """Note what a node is linear in, once it is labelled.
+        """Record the operands in which a labelled node is linear.
 
         Args:
-            linear: sets of operands. given: nodes that are not computed.
+            site: the node.
+            linear: sets of indices of operands (`Way.linear`).
+            label_of: label of a node.
+            given: nodes whose values are given and not computed.
         """
 
         def cost(index: int) -> float:
+            """Elements that are multiplied to raise an operand; infinite if it cannot be raised."""
             operand = site.operands[index]
             if label_of(operand).kind == "zero":
                 return 0.0
@@ -228,11 +262,14 @@ class Raises:
         self._costs[site.node.name] = min(costs, default=_NONE)
 
     def note_getitem(self, site: Site) -> None:
-        """Note that one of several results is raised by raising all."""
+        """Record that raising one of several results raises all of them."""
         self._costs[site.node.name] = self._costs.get(site.operands[0].name, _NONE)
 
     def add(self, edges: Mapping[Edge, int]) -> list[str]:
-        """Raise what is read along these edges further.
+        """Raise operands by further powers.
+
+        Args:
+            edges: edge → power to add.
 
         Returns:
             The names of the nodes whose operands are raised.

@@ -1,15 +1,16 @@
-"""Whether a batch may be worked through in microbatches, and how they make the batch's outputs and
-gradients.
+"""Microbatches: whether a batch may be split into them, and how their outputs and gradients are
+combined.
 
-A model may be run on parts of its batch one after another where each output is a concatenation, a
-copy, a sum or an average of what microbatches make, and each gradient is a sum. That is inferred
-from the joint graph, on an axis in time (`autopar.analysis.microbatch_axis`). With w = 1 of a loss
-that is a sum, 1/M of an average, loss = Σ w·loss_m, and the tangent of microbatch m is w times that
-of the loss. Without a loss, the tangents of the batch's outputs are cut, or shared, as the outputs
-are put together.
+A model may run on parts of its batch one after another if each output is a concatenation, a copy, a
+sum or an average of the outputs of microbatches, and each gradient is a sum. That is inferred from
+the joint graph, on an axis in time (`autopar.analysis.microbatch_axis`). Let w = 1 if the loss is a
+sum, and w = 1/M if it is an average. Then loss = Σ w·loss_m, and the tangent of microbatch m is w
+times the tangent of the loss. Without a loss, the tangents of the outputs are cut or shared as the
+outputs are combined.
 
-Where the rules cannot see that samples do not depend on each other (tokens sorted by expert), the
-user may promise it: then shapes say what is a part, and every op where that was needed is named.
+If the rules cannot show that samples do not depend on each other (tokens sorted by expert), the
+user may promise it. Then shapes decide which tensors are parts, and every op that needed the
+promise is named.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from autopar.capture.trace import Input, Trace
 from autopar.rules import operands_of
 
 # --------------------------------------------------------------------------------------------------
-# Values of the whole batch that are known before its first microbatch runs, and how they are
-# counted.
+# Values of the whole batch that are known before its first microbatch runs.
 #
-# A loss ``Σa / Σf`` is no sum over microbatches of what each makes of its own a and f. It is one
-# of ``Σa_m / F`` with the batch's F = Σf: labels that are not ignored, weights of classes, a
-# mask's ones. F follows from no parameter. So each microbatch's f_m are computed first, and F is
-# an input of every microbatch, in the place where its graph would compute its own.
+# A loss ``Σa / Σf`` is not a sum over microbatches of ``Σa_m / Σf_m``. It is the sum of ``Σa_m /
+# F`` with F = Σf of the batch, such as the number of labels that are not ignored, the weights of
+# classes or the ones of a mask. F depends on no parameter. So the f_m of all microbatches are
+# computed first, and F is an input of every microbatch, in place of the value that its graph would
+# compute.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class Given:
     """A value of the whole batch.
 
     Attributes:
-        node: name of the node of a microbatch's graph in whose place it is read.
-        path: of the input.
+        node: name of the node of a microbatch's graph that it replaces.
+        path: path of the input that holds it.
         kind: whether the batch's value is the sum or the average of the microbatches' own.
     """
 
@@ -57,12 +58,14 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """What each microbatch makes of its own: the terms of values that all are given.
+    """The graph with which each microbatch computes its terms of given values.
 
     Attributes:
-        graph: from the buffers, by name, then the inputs, by path, of a microbatch, all whole, to
-            the terms of `given`, as a tuple. Values that were counted before may be among the
-            inputs.
+        graph: takes the buffers, then the inputs of a microbatch, all replicated, and returns the
+            terms of `given` as a tuple.
+        buffers: names of the buffers.
+        inputs: paths of the inputs. Values that were counted before may be among them.
+        given: the values that are counted.
     """
 
     graph: fx.Graph
@@ -72,11 +75,11 @@ class Counting:
 
 
 def count_in_parts(part: Trace, given: Sequence[Given]) -> tuple[Counting, ...]:
-    """How the terms of what is given are computed: one after another, since some follow from
-    others.
+    """Make the graphs that compute the terms of given values, in order: some follow from others.
 
     Args:
-        part: the trace of one microbatch, which computes its own.
+        part: the trace of one microbatch, which computes its own values.
+        given: the values.
     """
     paths, of, ranks = {g.node: g.path for g in given}, {g.node: g for g in given}, dict[str, int]()
     for node in part.graph.nodes:
@@ -88,7 +91,7 @@ def count_in_parts(part: Trace, given: Sequence[Given]) -> tuple[Counting, ...]:
 
 
 def _count_together(part: Trace, given: tuple[Given, ...], paths: Mapping[str, str]) -> Counting:
-    """Of values that do not follow from each other; `paths` of all."""
+    """Make the graph of values that do not follow from each other; `paths` are those of all."""
     own = {g.node for g in given}
     wanted, before = set(own), {name: path for name, path in paths.items() if name not in own}
     for node in reversed(part.graph.nodes):
@@ -107,16 +110,22 @@ def _count_together(part: Trace, given: tuple[Given, ...], paths: Mapping[str, s
 
 
 # --------------------------------------------------------------------------------------------------
-# The graph of one microbatch, with what it is given of the batch and what it reads more of.
+# The graph of one microbatch, with given values and raised operands.
 
-OF_BATCH = "of the batch"  # ends keys of nodes that the batch's graph has not
+OF_BATCH = "of the batch"  # suffix of keys of nodes that the batch's graph does not have
 
 
 def raise_operands(part: Trace, raised: Mapping[Edge, int], num: int) -> Trace:
-    """The trace in which nodes read `num`^k times as much of some operands.
+    """Multiply operands of nodes by powers of the number of microbatches.
 
     Args:
-        raised: name of a node (``output`` for the graph's results) and which of its operands → k.
+        part: the trace of one microbatch.
+        raised: name of a node (``output`` for the results of the graph) and index of an operand →
+            power k.
+        num: number of microbatches; the operand is multiplied by `num`^k.
+
+    Returns:
+        The changed trace, or `part` itself if nothing is raised.
     """
     if not raised:
         return part
@@ -149,7 +158,7 @@ def _power(
     products: dict[tuple[fx.Node, str, int], fx.Node],
     reader: fx.Node,
 ) -> fx.Node:
-    """The operand times `num`^`power`, in a phase."""
+    """The node of the operand times `num`^`power`, in a phase."""
     if power == 0:
         return operand
     found = products.get((operand, phase, power))
@@ -169,18 +178,19 @@ def _power(
 
 
 def _replace_operand(reader: fx.Node, index: int, product: fx.Node) -> None:
-    """Let a node read another one as its operand of that number."""
+    """Replace the operand of a node with the given index."""
     counted = iter(range(len(operands_of(reader))))
 
-    def other(operand: fx.Node) -> fx.Node:
+    def replace_counted(operand: fx.Node) -> fx.Node:
+        """The new operand if this is the one with the index."""
         return product if next(counted) == index else operand
 
-    arguments: Any = fx.map_arg((reader.args, reader.kwargs), other)
+    arguments: Any = fx.map_arg((reader.args, reader.kwargs), replace_counted)
     reader.args, reader.kwargs = arguments
 
 
 def take_given(part: Trace, given: Sequence[Given]) -> Trace:
-    """The trace that takes what is given of the batch as inputs, and does not compute it."""
+    """Replace given values in a trace by inputs, and remove the nodes that computed them."""
     graph = copy_graph(part.graph)
     nodes = {node.name: node for node in graph.nodes}
     inputs = list(part.inputs)
@@ -199,7 +209,7 @@ def take_given(part: Trace, given: Sequence[Given]) -> Trace:
 
 
 def _with_graph(part: Trace, graph: fx.Graph) -> Trace:
-    """The trace of another graph, with its results."""
+    """The trace with another graph and the names of its results."""
     results = next(iter(reversed(graph.nodes))).args[0]
     pairs = zip(part.outputs, results, strict=False)
     return replace(
@@ -209,19 +219,16 @@ def _with_graph(part: Trace, graph: fx.Graph) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class Microbatching:
-    """How a batch is worked through.
+    """How a batch is split into microbatches, and how their results are combined.
 
     Attributes:
-        num: how many microbatches. inputs: path of each input that is cut → the dim it is cut
-            along.
-        outputs: path → its label, of all that can be put together; the loss among them, if there
-            is one.
-        promised: keys of the ops at which only the user's promise says that samples are
-            independent.
-        given: what each microbatch is given of the batch.
-        raised: by which power of `num` operands of nodes of a microbatch's graph are raised.
-        counting: how what is given is computed, once `ready` has made the graph of one that takes
-            it.
+        num: number of microbatches.
+        inputs: path of each input that is cut → dim along which it is cut.
+        outputs: path → label of each output that can be combined, including the loss.
+        promised: keys of the ops that need the user's promise that samples are independent.
+        given: values of the batch that each microbatch takes as inputs.
+        raised: edge of a microbatch's graph → power of `num` by which the operand is raised.
+        counting: graphs that compute the given values; set by `ready`.
     """
 
     num: int
@@ -236,14 +243,17 @@ class Microbatching:
 def find_microbatching(
     whole: Trace, part: Trace, num: int, *, independent: bool = False
 ) -> Microbatching:
-    """How `num` microbatches make a batch, from the traces of the whole and of one.
+    """Find out how the results of microbatches are combined into those of the batch.
 
     Args:
-        independent: the user promises that samples do not depend on each other.
+        whole: the trace of the batch.
+        part: the trace of one microbatch.
+        num: number of microbatches.
+        independent: whether the user promises that samples do not depend on each other.
 
     Raises:
-        CoupledError: where the model couples samples (batch normalization, contrastive losses),
-        naming the op.
+        CoupledError: if the model couples samples (batch normalization, contrastive losses). The
+            error names the op.
     """
     if num == 1:
         return Microbatching(1, {}, {o.path: WHOLE for o in whole.outputs})
@@ -266,8 +276,10 @@ def find_microbatching(
 
 
 def ready(part: Trace, how: Microbatching) -> tuple[Trace, Microbatching]:
-    """The trace of one microbatch that takes what it is given of the batch, and how that is
-    computed.
+    """Prepare the trace of one microbatch: raise operands and replace given values by inputs.
+
+    Returns:
+        The trace, and `how` with the graphs that compute the given values.
     """
     raised = raise_operands(part, how.raised, how.num)
     if not how.given:
@@ -278,17 +290,20 @@ def ready(part: Trace, how: Microbatching) -> tuple[Trace, Microbatching]:
 def for_single_samples(
     like: Microbatching, made_from: Trace, part: Trace, num: int
 ) -> Microbatching:
-    """How `num` microbatches of one sample make a batch.
+    """Find out how microbatches of one sample are combined.
 
-    A graph of one sample lacks ops that do nothing to it, and cannot be compared with that of the
-    batch. Labels do not depend on how many samples there are, so they are those of two microbatches
-    of two samples; only the nodes have to be found anew.
+    A graph of one sample lacks ops that have no effect on it, so it cannot be compared with the
+    graph of the batch. Labels do not depend on the number of samples. They are those of
+    microbatches of two samples; only the nodes have to be mapped.
 
     Args:
-        like: of batches of two samples, whose trace is `made_from`. part: the trace of one sample.
+        like: the analysis of microbatches of two samples.
+        made_from: the trace of a microbatch of two samples.
+        part: the trace of a microbatch of one sample.
+        num: number of microbatches.
 
     Raises:
-        ConstraintError: where the graph of one sample has no such nodes.
+        ConstraintError: if the graph of one sample has no counterpart of a node.
     """
     to = Counterparts(made_from, part)
     given = tuple(replace(g, node=to.node(g.node)) for g in like.given)

@@ -1,9 +1,9 @@
-"""Which nodes of the graph of one sample stand for nodes of the graph of two.
+"""Correspondence between the graph of one sample and the graph of two samples.
 
-The graph of one sample lacks ops that do nothing for it: an ``expand`` to all samples, a sum over
-them, a division by their number, a copy of what is contiguous already. Keys of the nodes behind
-them count on without them. So nodes correspond if they have one op, module and phase, and what they
-read corresponds, up to ops that are missing.
+The graph of one sample lacks ops that have no effect on it: an ``expand`` to all samples, a sum
+over them, a division by their number, a copy of a contiguous tensor. The keys of later nodes are
+numbered without them. So nodes correspond if they have the same op, module and phase, and their
+operands correspond, up to missing ops.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _MISSING = frozenset(
 )
 _MOST_MISSING = 8  # in a row
 Path = tuple[Edge, ...]
-"""Edges of the graph of two samples, from a node that reads to what the graph of one has."""
+"""Edges of the graph of two samples, from a reader back to a node that the graph of one has too."""
 
 
 class Counterparts:
-    """Nodes and edges of a graph of two samples in that of one sample.
+    """Maps nodes and edges of a graph of two samples to those of a graph of one sample.
 
     Args:
         two, one: the traces.
@@ -69,17 +69,21 @@ class Counterparts:
                 self._add(node, next(iter(reversed(two.graph.nodes))))
 
     def node(self, name: str) -> str:
-        """The node of the graph of one sample that stands for a node.
+        """Return the node of the graph of one sample that corresponds to a node.
 
         Raises:
-            ConstraintError: where there is none.
+            ConstraintError: if there is none.
         """
         if name not in self._node:
             raise _otherwise()
         return self._node[name]
 
     def edges(self, raised: Mapping[Edge, int]) -> dict[Edge, int]:
-        """What is raised, on the edges of the graph of one sample; raises as `node`."""
+        """Map powers of raised operands to the edges of the graph of one sample.
+
+        Raises:
+            ConstraintError: if an edge has no counterpart.
+        """
         found: dict[Edge, int] = {}
         for edge, power in raised.items():
             if edge not in self._edges:
@@ -89,7 +93,7 @@ class Counterparts:
         return found
 
     def _match(self, node: fx.Node) -> None:
-        """Find the node that a node of the graph of one sample stands for, if there is one."""
+        """Find the node that corresponds to a node of the graph of one sample, if there is one."""
         for other in self._candidates(node):
             if self._add(node, other):
                 self._stands_for[node.name] = other.name
@@ -97,8 +101,10 @@ class Counterparts:
                 return
 
     def _candidates(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Nodes of the same op, module and phase, that of the same key first; and the addition of a
-        bias that torch adds within the product if the operand is contiguous.
+        """Yield nodes of the same op, module and phase, beginning with the one of the same key.
+
+        A product with a bias may also correspond to an addition: torch adds the bias within the
+        product only if the operand is contiguous.
         """
         own = self._by_key.get(node.meta["key"])
         alike = [n for n in self._alike[_kind(node)] if n is not own and n.target is node.target]
@@ -108,7 +114,7 @@ class Counterparts:
             yield from self._alike[_kind(node).replace("/dot/", "/add.Tensor/")]
 
     def _add(self, node: fx.Node, other: fx.Node) -> bool:
-        """Note the edges of a node that stands for another one, if it does."""
+        """Record the edges of a node if it corresponds to another one; returns whether it does."""
         reads = list(self._reads(other))
         if node.target is ops.dot and other.target is aten.add.Tensor:
             product = operands_of(other)[0]
@@ -147,7 +153,7 @@ class Counterparts:
 
 
 def _kind(node: fx.Node) -> str:
-    """A key without the number that tells nodes of one module, op and phase apart."""
+    """The key of a node without the ordinal among nodes of the same module, op and phase."""
     return str(node.meta["key"]).rpartition("/")[0]
 
 

@@ -1,10 +1,11 @@
-"""How much an op computes and moves, from its local shapes.
+"""Flops and bytes of an op, from its local shapes.
 
-`flops` counts a multiply-add as two and is exact for matmul, attention and convolution; for all
-other ops it is 0, since memory bounds them. `bytes` is what the op must read and write at least
-once. Kinds: ``matmul`` (convolution included), ``attention``, ``attention_backward``, ``view`` (no
-work), and those that memory bounds: ``transcendental`` (exp, tanh, softmax …), ``reduction`` (sums,
-norms), ``indexing`` (gather, scatter, embedding), ``elementwise`` (all else, copies included).
+`flops` counts a multiply-add as two and is exact for matmul, attention and convolution. For all
+other ops it is 0, since memory bounds them. `bytes` counts every tensor that the op must read or
+write, once. Kinds: ``matmul`` (convolution included), ``attention``, ``attention_backward``,
+``view`` (no work), and the memory-bound kinds ``transcendental`` (exp, tanh, softmax …),
+``reduction`` (sums, norms), ``indexing`` (gather, scatter, embedding), ``elementwise`` (all else,
+copies included).
 """
 
 from __future__ import annotations
@@ -26,27 +27,34 @@ from autopar.ops.random import NUM_PASSES
 from autopar.ops.score_functions import captures, find_reading, module_of, over_all
 
 # --------------------------------------------------------------------------------------------------
-# How many pairs of query and key an attention with a mask function computes.
+# Pairs of query and key that an attention with a mask function computes.
 #
-# A mask that reads neither a captured tensor nor the sample or head is *known*: it is evaluated
-# on all pairs, and a pair counts where its block of 128 by 128 has one that is seen, as kernels
-# skip whole blocks. Of any other mask every pair counts.
+# A mask that reads neither a captured tensor nor the index of the sample or head is *known*. It is
+# evaluated on all pairs. Since kernels skip whole blocks, a pair counts if any pair of its block of
+# 128 by 128 is visible. With any other mask every pair counts.
 
 _BLOCK = 128
-_MOST = 1 << 26  # pairs that are looked at: of more, the rows of evenly spaced blocks
+_MOST = 1 << 26  # pairs evaluated at most; beyond that, evenly spaced blocks of rows
 
 
 def is_known(mask: str) -> bool:
-    """Whether what a mask function hides follows from places alone."""
+    """Whether a mask function depends on the positions of query and key only."""
     return not captures(mask) and not find_reading((mask,), ()).free & {"b", "h"}
 
 
 @lru_cache(maxsize=1024)
 def share_seen(mask: str, num_queries: int, num_keys: int) -> float:
-    """The part of all pairs that counts.
+    """Compute the share of pairs of query and key that an attention computes.
 
-    Where queries are a part, of as many as there are keys, it is that of the part which sees most,
-    for which the others wait.
+    Args:
+        mask: the mask function, as graphs store it.
+        num_queries: local number of queries. If it divides `num_keys`, the queries are one of
+            several parts, and the share is that of the part with the most pairs, for which the
+            others wait.
+        num_keys: number of keys.
+
+    Returns:
+        A share between 0 and 1; 1 for a mask that is not known.
     """
     if not is_known(mask) or not num_queries or not num_keys:
         return 1.0
@@ -55,7 +63,7 @@ def share_seen(mask: str, num_queries: int, num_keys: int) -> float:
 
 
 def _share(mask: str, start: int, num_queries: int, num_keys: int) -> float:
-    """Of the queries from `start`."""
+    """The share of pairs of `num_queries` queries, beginning with the query `start`."""
     starts = range(start, start + num_queries, _BLOCK)
     step = -(-num_queries * num_keys // _MOST)
     seen = looked_at = 0
@@ -99,10 +107,14 @@ class Info(Protocol):
     """Local shape and dtype of a tensor."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Local shape."""
+        ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +140,13 @@ def work(
     *,
     mirrored: bool = False,
 ) -> Work:
-    """The work of one call on one device.
+    """Compute the work of one call on one device.
 
     Args:
         target: an aten OpOverload, a function of `autopar.ops`, or `operator.getitem`.
-        args, kwargs: as in the graph; only literals are looked at.
-        input_infos: local tensors that go in, in order of appearance in args and kwargs.
+        args: arguments as in the graph; only literals are used.
+        kwargs: keyword arguments as in the graph; only literals are used.
+        input_infos: local operands, in the order in which they appear in args and kwargs.
         output_infos: local results; a result that is None has shape ``(0,)``.
         mirrored: whether queries of causal attention lie mirrored (`autopar.core.placements`).
     """
@@ -159,7 +172,7 @@ def work(
     kind = _KINDS.get(name, "elementwise")
     if name in _DRAWS:
         moved += 8 * NUM_PASSES * _numel(output_infos[0])
-    if name in _READS_FEW:  # of the table only the rows asked for are read
+    if name in _READS_FEW:  # only the selected rows of the table are read
         moved = 2 * sum(map(_bytes, output_infos)) + sum(map(_bytes, input_infos[1:]))
     return Work(0, moved, kind)
 
@@ -175,11 +188,17 @@ def works(
     mirrored: bool = False,
     by_kernels: bool = False,
 ) -> tuple[tuple[Work, int], ...]:
-    """The works that one call does one after another, each with how often; arguments as in `work`.
+    """List the kinds of work of one call, each with the number of times that it is done.
 
     Args:
-        num_senders: of experts whose rows are dispatched, the ranks that send as many.
-        by_kernels: whether norms are those of `autopar.kernels.rows`.
+        target: as in `work`.
+        args: as in `work`.
+        kwargs: as in `work`.
+        input_infos: as in `work`.
+        output_infos: as in `work`.
+        num_senders: for experts with dispatched rows, the number of ranks that send rows.
+        mirrored: as in `work`.
+        by_kernels: whether norms run as the kernels of `autopar.kernels.rows`.
     """
     if target is linear_cross_entropy:
         x, weight, index = input_infos
@@ -199,9 +218,11 @@ def works(
 
 
 def computes_in(inputs: Infos) -> torch.dtype:
-    """The dtype in which a matmul or an attention computes: the wider one of its first two
-    operands, its factors. What else it reads and makes (a log of sums in float32 beside queries in
-    bfloat16) is no factor. Of an op without operands float32."""
+    """Return the dtype in which a matmul or an attention computes; float32 without operands.
+
+    It is the wider dtype of the first two operands, the factors. Other operands and results, such
+    as a log of sums in float32 next to queries in bfloat16, do not count.
+    """
     return max(
         (i.dtype for i in inputs[:2]),
         key=lambda d: (d.is_floating_point, d.itemsize),
@@ -217,8 +238,8 @@ def is_view(target: Callable[..., Any]) -> bool:
 def _by_rows(
     num_rows: int, rows: int, weight: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[tuple[Work, int], ...]:
-    """Of `linear_cross_entropy`, as its code stands: per part three products, and passes over
-    its logits and the weight's gradient."""
+    """Work of `linear_cross_entropy`: per part of the rows three products, and passes over the
+    logits and the gradient of the weight."""
     num_classes, num_features = weight
     item, wide = dtype.itemsize, max(dtype.itemsize, 4)
     found: list[tuple[Work, int]] = []
@@ -238,11 +259,12 @@ def _by_rows(
 
 
 def _experts(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
-    """Of `experts`, as its code stands, where all of `size` experts are picked as often as each
-    other: per expert that is here its products, what lies between them, rows that are brought
-    together and added up; and once a sort of picks and the result. Rows that are dispatched are
-    brought together once more where they are sent, and what experts make of them is put in its
-    place."""
+    """Work of `experts`, if all of `size` experts are picked equally often.
+
+    Per local expert: its products, the ops between them, and the passes that gather and add up its
+    rows. Once: the sort of picks, and the result. Dispatched rows are packed once more before they
+    are sent, and the results of experts are put in order.
+    """
     x, ids, _, up, down = infos
     (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
     rows, wide = -(-_numel(ids) * num_senders // size), max(item, 4)
@@ -262,9 +284,12 @@ def _work_of_sending(ids: Info, row_bytes: int, num_senders: int) -> tuple[tuple
 
 
 def _experts_backward(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
-    """As `_experts`: per expert its up product again and two for each gradient's, with passes over
-    what lies between, the rows of two tensors that are brought together and one's that are added
-    up; gradients of weights are written once more where they are put."""
+    """Work of `experts_backward`, with assumptions as in `_experts`.
+
+    Per local expert: its up product again and two products per gradient, passes over the tensors
+    between them, the rows of two tensors that are gathered and of one that are added up. Gradients
+    of weights are written once more into the result.
+    """
     x, ids, gates, up, down = infos
     (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
     rows, wide = -(-_numel(ids) * num_senders // size), max(item, 4)
@@ -287,7 +312,7 @@ def _experts_backward(infos: Infos, size: int, num_senders: int) -> tuple[tuple[
 
 
 def _product(m: int, k: int, n: int, item: int) -> Work:
-    """[m, k] by [k, n], or a gradient of it: whichever of the three tensors it makes."""
+    """Work of a product [m, k] × [k, n], or of the gradient of one of its factors."""
     return Work(2 * m * k * n, (m * k + m * n + k * n) * item, "matmul")
 
 
@@ -343,9 +368,12 @@ def _attention_flops(query: Info, key: Info, value: Info) -> int:
 
 
 def _flops_masked(flops: int, query: Info, key: Info, mirrored: bool) -> int:
-    """What is not seen of `flops`: half of the square. The last part of split queries, which the
-    others wait for, sees all keys but the half of its own square; each mirrored part sees the n-th
-    part of what all see, a half of these queries' pairs with all keys."""
+    """Flops that a causal mask removes.
+
+    For unsplit queries it is half of the square. Of split queries the last part counts, for which
+    the others wait: it sees all keys except half of its own square. With mirrored parts, each part
+    sees half of the pairs of its queries with all keys.
+    """
     return flops // 2 if mirrored else flops * query.shape[-2] // (2 * key.shape[-2])
 
 
@@ -375,8 +403,8 @@ _FLOPS: Mapping[str, Flops] = {
     "aten.convolution": _convolution_flops,
     "aten.convolution_backward": _convolution_backward_flops,
 }
-# Backward makes five matmuls of the forward's two: the scores again, and a gradient of each factor
-# of both.
+# Forward has two matmuls and backward five: the scores again, and the gradients of both factors of
+# both.
 _ATTENTION: Mapping[str, tuple[WorkKind, Flops]] = {
     "autopar.ops.attention": ("attention", lambda args, i, o: _attention_flops(*i[:3])),
     "autopar.ops.attention_backward": (
@@ -384,8 +412,8 @@ _ATTENTION: Mapping[str, tuple[WorkKind, Flops]] = {
         lambda args, i, o: 5 * _attention_flops(*o[:3]) // 2,
     ),
 }
-# Which argument the mask is, and how often forward's flops: in backward torch's kernels run forward
-# again before these five matmuls.
+# Index of the mask among the arguments, and the flops as a multiple of forward's. In backward,
+# torch's kernels run forward again before these five matmuls.
 _FLEX: Mapping[str, tuple[WorkKind, int, float]] = {
     "autopar.flex_attention": ("attention", 5, 1.0),
     "autopar.flex_attention_backward": ("attention_backward", 10, 3.5),

@@ -1,1 +1,2 @@
-"""What things cost: the time of ops, and the whole problem priced in seconds and bytes."""
+"""The cost model: seconds of ops and collectives, and the whole problem priced in seconds and
+bytes."""

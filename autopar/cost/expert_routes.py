@@ -1,16 +1,17 @@
-"""Routes on offer to experts whose tokens are dispatched (`autopar.rules.dispatch`).
+"""Routes: experts write dispatched tokens into the memory of peers (`autopar.rules.dispatch`).
 
-Along axes whose ranks reach each other's memory, rows need no all-to-alls: in what plans call
-``moe_dispatch`` they are written from where tokens lie to where experts read them, in
-``moe_combine`` what these make to where it is added up (`autopar_csrc/expert_rows.cu`, by
-`autopar.kernels.dispatched`). That saves the pass over the rows that brings them together before an
-all-to-all, and the one that puts results in order before another. With b bytes of rows, t seconds
-of their all-to-all and f the share of its bandwidth that the profile says is reached, each saves
+Along axes whose ranks can access each other's memory, rows need no all-to-all. ``moe_dispatch``
+writes them from where the tokens lie to where the experts read them. ``moe_combine`` writes the
+results of the experts to where they are added up (`autopar_csrc/expert_rows.cu`, called by
+`autopar.kernels.dispatched`). That saves the pass that packs rows before an all-to-all, and the
+pass that puts results in order before another one. With b bytes of rows, t seconds of their
+all-to-all and f the share of its bandwidth that the profile gives, each saves
 
     2·b / memory bandwidth − t·(1/f − 1)
 
-Counts and gates have no such pass. On offer is a route where all that a node sends saves more than
-a launch takes; what ranks share for it rests, once for all nodes that use equal regions.
+Counts and gates have no such pass. A route is offered if all that a node sends saves more time than
+a launch takes. Ranks keep the memory that they share for it; nodes that use equal regions share one
+region.
 """
 
 from __future__ import annotations
@@ -39,9 +40,19 @@ TOO_LITTLE = "between peers its rows would save less than a launch takes"
 def savings(
     call: Call, strategy: Strategy, price: CollectivePrices, profile: HardwareProfile
 ) -> tuple[float, ...]:
-    """Seconds that a route saves of each of a node's own collectives; nothing where it has none, no
-    profile says what routes reach, ranks do not reach each other's memory, or the kernels know
-    fewer of them."""
+    """Compute the seconds that a route saves of each of a node's own collectives.
+
+    Args:
+        call: an op that dispatches rows, or combines them.
+        strategy: the layouts of its operands and results.
+        price: prices of collectives on the mesh.
+        profile: the hardware; `ROUTE` in its kernels is the share of the bandwidth reached.
+
+    Returns:
+        Seconds per collective, in order. Empty if the op has no collectives of its own, the profile
+        has no figure for routes, the ranks do not share memory, or the axis has more ranks than
+        the kernels support.
+    """
     reached, moves = profile.kernels.get(ROUTE, 0.0), own_moves(call, strategy, price.mesh.shape)
     if not reached or not moves or why_none(price.mesh, moves[0].axis):
         return ()
@@ -61,8 +72,18 @@ def saved_of(
     profile: HardwareProfile,
     c: Communication,
 ) -> float:
-    """What a plan's route saves of one of a node's own collectives; nothing where no profile
-    says what routes reach."""
+    """Compute the seconds that a plan's route saves of one of a node's own collectives.
+
+    Args:
+        call: the op that the collective belongs to.
+        strategy: the layouts of its operands and results.
+        price: prices of collectives on the mesh.
+        profile: the hardware.
+        c: the collective as the plan has it.
+
+    Returns:
+        Seconds; 0 if the profile has no figure for routes.
+    """
     saved, name = (
         savings(call, strategy, price, profile),
         c.kernel.name if c.kernel is not None else "",
@@ -77,7 +98,14 @@ def saved_of(
 def with_routes(
     problem: Problem, sources: Sequence[Source], price: CollectivePrices, profile: HardwareProfile
 ) -> Problem:
-    """The problem with its routes, and what they share."""
+    """Add the routes that pay for themselves to a problem, and the memory that they share.
+
+    Args:
+        problem: the priced problem.
+        sources: what its ops stand for.
+        price: prices of collectives on the mesh.
+        profile: the hardware.
+    """
     if ROUTE not in profile.kernels:
         return problem
     mesh_shape, numbers = price.mesh.shape, dict[SharedRows, int]()
@@ -97,8 +125,7 @@ def with_routes(
 
 
 def why_none(mesh: Mesh, axis: int) -> str:
-    """Why no rows go between peers along an axis, whatever that would save; nothing where they
-    may."""
+    """Why rows cannot go between peers along an axis, whatever that would save; "" if they can."""
     num_ranks, far = mesh.shape[axis], out_of_reach(mesh, axis)
     if far:
         return far
@@ -110,8 +137,17 @@ def why_none(mesh: Mesh, axis: int) -> str:
 
 
 def why_not(priced: Priced, n: int, s: int, axis: int) -> str:
-    """Why what an op sends goes by all-to-alls; nothing where the profile has no figure for
-    another way."""
+    """Say why an op sends its rows by all-to-alls.
+
+    Args:
+        priced: the priced problem.
+        n: index of the op.
+        s: index of its strategy.
+        axis: the mesh axis along which it sends.
+
+    Returns:
+        The reason, or "" if the profile has no figure for routes.
+    """
     if ROUTE not in priced.profile.kernels:
         return ""
     offered = (n, s) in priced.problem.routes
@@ -121,7 +157,7 @@ def why_not(priced: Priced, n: int, s: int, axis: int) -> str:
 def _dispatch_strategies(
     source: Source, mesh_shape: Sequence[int]
 ) -> Iterator[tuple[int, list[tuple[Call, Strategy]]]]:
-    """The strategies of an op that send rows, and what sends them."""
+    """Yield the strategies of an op that send rows, each with the calls that send them."""
     for s, strategy in enumerate(source.cluster.strategies if source.cluster is not None else ()):
         members = zip(source.cluster.first.members, strategy.members, strict=True)  # type: ignore[union-attr]
         calls = [

@@ -1,11 +1,12 @@
-"""Gradients that are added to their sums as backward makes them, though these are wider: the cast
-is done where they are read.
+"""Dtypes of gradients: additions that need no cast, and reductions in a wider dtype.
 
-Of b bytes in the narrow dtype and w in the wide one a cast takes b + w, and addition of what it
-makes 3·w; addition of what is cast takes b + 2·w. So a cast has each of its strategies twice: its
-result is made, in a layout from which collectives may lead on, or it is left uncast, in one that
-only a parameter whose gradient adds up in that layout reads (`Layout.uncast`). Where every axis has
-partial sums nothing leads to the layout but the cast, and the parameter need not read it otherwise.
+A gradient may be added to a wider sum without a cast: the addition casts as it reads. With b bytes
+in the narrow dtype and w in the wide one, a cast moves b + w bytes and the addition of its result
+3·w. The addition of the narrow gradient moves b + 2·w. So each strategy of a cast is offered twice.
+Either the cast is computed, in a layout from which collectives may lead on. Or its operand is left
+uncast, in a layout that only a parameter whose gradient adds up in that layout reads
+(`Layout.uncast`). If every axis has partial sums, only the cast itself leads to the layout, and the
+parameter need not read it in another way.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Uncast:
     """How a parameter's gradient may be added without a cast.
 
     Attributes:
-        dtype: of what is cast. layouts: in which it may be made, which are not marked.
+        dtype: dtype of the gradient before the cast.
+        layouts: layouts in which it may be made, without the mark `Layout.uncast`.
     """
 
     dtype: torch.dtype
@@ -39,8 +41,12 @@ class Uncast:
 def left_uncast(
     classes: Sequence[ClusterClass], trace: Trace
 ) -> tuple[tuple[ClusterClass, ...], Mapping[str, Uncast]]:
-    """The classes with what their casts of gradients may leave uncast, instances apart that may and
-    may not; and of which parameters, by name."""
+    """Add to casts of gradients the strategies that leave their operand uncast.
+
+    Returns:
+        The classes, in which instances with and without such casts are separate; and parameter name
+        → how its gradient may be added without a cast.
+    """
     casts = addable_uncast(trace)
     found: list[ClusterClass] = []
     parameters: dict[str, Uncast] = {}
@@ -76,7 +82,7 @@ def _uncast(strategy: ClusterStrategy, place: int, result: int) -> ClusterStrate
 
 
 def is_made_there(layout: Layout, mesh_shape: Sequence[int]) -> bool:
-    """Whether no collective leads to a layout: along every axis there are partial sums."""
+    """Whether no collective leads to a layout, because every axis has partial sums."""
     return all(
         isinstance(p, Partial)
         for p, size in zip(layout.placements, mesh_shape, strict=True)
@@ -85,21 +91,23 @@ def is_made_there(layout: Layout, mesh_shape: Sequence[int]) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Partial sums that are reduced in a wider dtype than their own: while they are widened both
-# copies are there.
+# Partial sums that are reduced in a wider dtype: both copies exist during the cast.
 #
-# Gradients of 16-bit parameters are reduced in fp32 (`autopar.core.layout_graph`), as soon as they
-# are made. A reduction need not be the first step: what is replicated on another axis may be cut
-# there before.
+# Gradients of 16-bit parameters are reduced in fp32 (`autopar.core.layout_graph`) as soon as they
+# are made. A tensor that is replicated on another axis may be sliced there before the reduction.
 
 WIDENED = "/widen"
-"""Ends the name of a moment at which what a node made is widened, as it ends the key of the node
-that does that."""
+"""Suffix of the name of a moment at which the result of a node is widened, and of the key of the
+node that widens it."""
 
 
 def widened_bytes(problem: Problem, value: Value) -> list[int]:
-    """Bytes of the sums and of their wide copy, at least, per strategy of what makes them; 0
-    where it makes none, or they are read so."""
+    """Compute a lower bound on the bytes of partial sums together with their wide copy.
+
+    Returns:
+        Bytes per strategy of the op that makes the value; 0 if the strategy makes no partial sums,
+        or a reader takes them as they are.
+    """
     ops = problem.ops
     uses = {
         use
@@ -123,7 +131,7 @@ def widened_bytes(problem: Problem, value: Value) -> list[int]:
 
 
 def _fewest(graph: LayoutGraph, made: int) -> int:
-    """Over the reductions that may come first; 0 where they are in the dtype of the tensor."""
+    """The fewest bytes over the reductions that may come first; 0 if one needs no wider dtype."""
     outgoing, queue, both = graph.arcs_by_source(), [made], []
     for layout in queue:  # grows while it is walked
         for arc in outgoing[layout]:

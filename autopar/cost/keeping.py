@@ -1,7 +1,7 @@
-"""What may be kept between forward and backward, and what backward may run again: what layers end
-with, and what named plans force.
+"""Which values may be kept for backward, and which ops backward may run again.
 
-What may be kept in no layout, backward makes again (`autopar.core.problem.Value.keepable`).
+Both follow from the borders of layers and from named plans. A value that may be kept in no layout
+is recomputed (`autopar.core.problem.Value.keepable`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from autopar.sharding import Cluster, ClusterClass, Forced, Ref
 
 
 def borders_of(classes: Sequence[ClusterClass], leaving: Iterable[Ref]) -> set[Ref]:
-    """Tensors that another layer, or another stage, reads in forward, itself or through views. What
-    makes them does not run again: a chain of recomputed layers would be run, and held, all at once
-    when backward first asks for its end, and nothing would be saved. Views of them may be made
-    again: they take no time, and kept beside what they are views of, the memory of both would be
-    counted twice.
+    """Find the tensors that another layer or stage reads in forward, directly or through views.
+
+    The ops that make them are not recomputed. Otherwise backward would run a whole chain of
+    recomputed layers, and hold all their results, when it first needs the end of the chain. Views
+    of them may be recomputed: that takes no time, and if both a tensor and its view were kept,
+    their memory would be counted twice.
 
     Args:
-        leaving: what another stage reads.
+        classes: the classes of clusters of the trace.
+        leaving: tensors that another stage reads.
     """
     forward = [cluster for c in classes for cluster in c.instances if c.first.phase == "forward"]
     layers = {ref: cluster.indices for cluster in forward for ref in cluster.results}
@@ -49,8 +51,7 @@ def borders_of(classes: Sequence[ClusterClass], leaving: Iterable[Ref]) -> set[R
 
 
 def _is_view(cluster: Cluster) -> bool:
-    """Whether a cluster makes nothing but views; what picks a result is one where the op that
-    makes it is."""
+    """Whether a cluster makes only views. A cluster of getitems alone does not count."""
     return (
         all(is_view(member.call.target) for member in cluster.members)
         and cluster.members[0].call.target is not operator.getitem
@@ -58,7 +59,10 @@ def _is_view(cluster: Cluster) -> bool:
 
 
 def may_run_again(cluster: ClusterClass, forced: Forced) -> bool:
-    """Whether backward may run forward nodes again that make nothing which another layer reads."""
+    """Whether constraints let backward run a cluster of forward again.
+
+    Clusters that make borders of layers (`borders_of`) are excluded elsewhere.
+    """
     if forced.recompute == "full":
         return bool(cluster.first.indices)
     if forced.recompute == "selective":
@@ -67,7 +71,13 @@ def may_run_again(cluster: ClusterClass, forced: Forced) -> bool:
 
 
 def is_never_kept(cluster: ClusterClass, result: int, forced: Forced) -> bool:
-    """Whether a result of nodes that may run again has to be made again."""
+    """Whether a result of a recomputable cluster must be recomputed.
+
+    Args:
+        cluster: a class of clusters that backward may run again.
+        result: index of the result.
+        forced: the constraints.
+    """
     return forced.recompute == "full" or (
         forced.recompute == "selective" and cluster.first.results[result][0] in forced.softmax
     )
@@ -76,7 +86,17 @@ def is_never_kept(cluster: ClusterClass, result: int, forced: Forced) -> bool:
 def split_furthest(
     graph: LayoutGraph, layouts: Iterable[Layout], axes: Iterable[int], mesh_shape: Sequence[int]
 ) -> frozenset[int]:
-    """Of the layouts those that are split over the most devices of these axes."""
+    """Select the layouts that are split over the most devices of some mesh axes.
+
+    Args:
+        graph: the layout graph of the tensor.
+        layouts: layouts of the graph to select from.
+        axes: the mesh axes that count.
+        mesh_shape: devices per mesh axis.
+
+    Returns:
+        Indices of the selected layouts in the graph.
+    """
     axes = tuple(axes)
     parts = {
         graph.index[at]: math.prod(

@@ -1,67 +1,71 @@
-"""What a collective-overlap kernel saves.
+"""Products that overlap kernels compute, and the seconds that such a kernel saves.
 
-A kernel does a matrix product together with the collective at its border, chunk by chunk
+A kernel computes a matrix product together with the collective before or after it, chunk by chunk
 (`autopar.kernels.fused`):
 
-    all_gather_matmul       the product of what is gathered: a chunk is multiplied while the next is
-                            on its way, a rank's own ones first
-    matmul_reduce_scatter   the product whose partial sums are scattered: chunks for the others come
-                            first, and leave while the next is made
-    matmul_reduce_add_rmsnorm   the same, and what came is added up together with a residual and
-                                normed (`reduce_add_rmsnorm`)
+    all_gather_matmul       the operand is gathered: a chunk is multiplied while the next one
+                            arrives, beginning with the rank's own chunks
+    matmul_reduce_scatter   the partial sums are scattered: chunks for other ranks are computed
+                            first, and are sent while the next one is computed
+    matmul_reduce_add_rmsnorm   the same, and the received chunks are added to a residual and
+                                normalized in one pass (`reduce_add_rmsnorm`)
 
-Where what is scattered is a sum of products, as a gradient of what several read, the last of them
-adds the others' to each of its chunks. With n ranks and q chunks of each part that moves, m = (n −
-1)·q of them, w seconds for the product of one, v for that of a rank's own part, which is not cut, c
-to move one, r to add up what came and o to launch one thing more:
+If the scattered tensor is a sum of products, such as the gradient of a tensor with several readers,
+the last product adds the others to each of its chunks. With n ranks and q chunks per part, m = (n −
+1)·q chunks move. Let w be the seconds of the product of one chunk, v those of a rank's own part,
+which is not cut, c those to move one chunk, r those to add up the received chunks and o those of
+one more launch:
 
     all_gather_matmul       max(v + m·w, m·c + w)                     c = collective's time / m + o
     matmul_reduce_scatter   max(m·w + v, m·w + c, w + m·c) + r
 
-What it saves is that against product and collective one after the other, times the share of it that
-the profile says kernels reach; q is the one of 1, 2 and 4 that saves the most. Smaller products are
-less efficient, which w, priced like any product, knows.
+The kernel saves the difference to product and collective one after the other, times the share that
+the profile gives for the kernel. q is the one of 1, 2 and 4 that saves the most. Smaller products
+are less efficient; w includes that, since it is priced like any product.
 
-A norm in the same pass saves, beside what matmul_reduce_scatter does, r and the sum, the squares
-and the norm after it, less one pass over n + 3 such parts: those that came, the residual, the sum
-and the norm. The profile says which share of a copy's bandwidth that reaches.
+A norm in the same pass saves, in addition to matmul_reduce_scatter, r and the time of the sum, the
+squares and the norm. It adds one pass over n + 3 parts: the received ones, the residual, the sum
+and the norm. The profile gives the share of a copy's bandwidth that this pass reaches.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from autopar import ops
 from autopar.analysis.work import Work, computes_in, works
 from autopar.core.hardware import HardwareProfile
-from autopar.core.layout import Strategy
+from autopar.core.layout import Layout, Strategy
 from autopar.cost.op_times import call_time, compute_time, local_info
 from autopar.kernels import chunked
 from autopar.kernels.chunked import Shards
 from autopar.ops.products import bias_term
 from autopar.rules import Call, TensorInfo
+from autopar.sharding import Cluster, ClusterClass, ClusterStrategy, Ref
 
 NAMES = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
 """Kind of the collective → the kernel's name."""
 TAIL = "reduce_add_rmsnorm"
-"""What a kernel that norms does after its product."""
+"""Name of the pass in which a kernel normalizes after its product."""
 _CHUNKS = (1, 2, 4)
 ADDITION = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory that a kernel shares with its peers along an axis, and keeps: all uses of equal shards
-    there have it together (`autopar.kernels.chunked`)."""
+    """Memory that a kernel shares with its peers along an axis, and keeps. All uses of equal shards
+    along that axis share one region (`autopar.kernels.chunked`)."""
 
     name: str
     shards: Shards
 
     @property
     def num_bytes(self) -> int:
-        """On one rank."""
+        """Bytes of the region on one rank."""
         return (
             self.shards.gather_bytes
             if self.name == NAMES["all_gather"]
@@ -71,14 +75,17 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A product and a collective at its border, on one rank.
+    """A product and the collective before or after it, on one rank.
 
     Attributes:
-        call, strategy: the product, and how it runs. kind, size: of the collective, over so many
-            ranks.
-        result_dim: of the product's result, the rows or columns that are gathered or scattered.
-        adds: whether something like the result is added to it first. normed: the sum, the squares
-            and the norm after it, if it does them.
+        call: the product.
+        strategy: the layouts of its operands and its result.
+        mesh_shape: devices per mesh axis.
+        kind: kind of the collective.
+        size: number of ranks of the collective.
+        result_dim: dim of the product's result that is gathered or scattered.
+        adds: whether a tensor of the result's shape is added before the collective.
+        normed: the sum, the squares and the norm after the product, if the kernel computes them.
     """
 
     call: Call
@@ -91,7 +98,7 @@ class Site:
     normed: tuple[tuple[Call, Strategy], ...] = ()
 
     def infos(self, num: int = 1) -> tuple[list[TensorInfo], list[TensorInfo]]:
-        """What one of `num` chunks of the product reads and makes."""
+        """Local shapes and dtypes of the operands and the result of one of `num` chunks."""
         *terms, result = terms_of(self.call)
         letter = result[self.result_dim]
         terms += [
@@ -118,10 +125,12 @@ class Site:
         return cut[:-1], cut[-1:]
 
     def region(self, operand: int, dim: int, num_chunks: int) -> Region:
-        """What it shares with its peers, on some axis, for a tensor whose `dim` moves.
+        """The memory that the kernel shares with its peers.
 
         Args:
-            operand: which factor is gathered; 2 for the result, which is scattered.
+            operand: index of the factor that is gathered; 2 for the result, which is scattered.
+            dim: dim of that tensor along which it is gathered or scattered.
+            num_chunks: chunks of a rank's part.
         """
         reads, makes = self.infos()
         info = (*reads[:2], *makes)[operand]
@@ -130,7 +139,7 @@ class Site:
         )
 
     def seconds(self, profile: HardwareProfile, num: int = 1) -> float:
-        """Of one of `num` chunks of the product, or of the sum."""
+        """Seconds of one of `num` chunks of the product, with the addition if there is one."""
         reads, makes = self.infos(num)
         done = list(works(self.call.target, self.call.args, self.call.kwargs, reads, makes))
         if self.adds:
@@ -139,16 +148,21 @@ class Site:
 
 
 def terms_of(call: Call) -> tuple[str, str, str]:
-    """The terms of a product's equation."""
+    """Split the equation of a product into the terms of its two factors and its result."""
     return chunked.terms_of(str(call.args[0]))
 
 
 def seconds_saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple[float, int]:
-    """Seconds that the kernel saves, and in how many chunks a rank's part goes; nothing, where that
-    costs more than it hides.
+    """Compute the seconds that a kernel saves, with the best number of chunks.
 
     Args:
-        moved_s: the collective alone; no more is saved.
+        site: the product and its collective.
+        moved_s: seconds of the collective alone. No more than this is saved.
+        profile: the hardware.
+
+    Returns:
+        Seconds, 0 if the kernel costs more than it hides; and the number of chunks of a rank's
+        part.
     """
     reached = profile.kernels.get(NAMES[site.kind], 0.0)
     product_s, most, best = site.seconds(profile), 0.0, 1
@@ -166,8 +180,7 @@ def seconds_saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple
 
 
 def _tail_s(site: Site, profile: HardwareProfile) -> float:
-    """Seconds that the norm saves in the pass that adds up; nothing, where no profile says what
-    that reaches."""
+    """Seconds saved by the norm in the pass that adds up; 0 if the profile has no figure for it."""
     reached = profile.kernels.get(TAIL, 0.0)
     if not reached:
         return 0.0
@@ -182,12 +195,12 @@ def _tail_s(site: Site, profile: HardwareProfile) -> float:
 
 
 def _length(site: Site) -> int:
-    """Of the rows or columns that are cut into chunks, on one rank."""
+    """Local length of the dim that is cut into chunks."""
     return site.infos()[1][0].shape[site.result_dim]
 
 
 def _together(site: Site, moved_s: float, chunks: int, profile: HardwareProfile) -> float:
-    """Seconds of product and collective in chunks: see the module."""
+    """Seconds of product and collective in chunks, by the formulas of the module docstring."""
     others = (site.size - 1) * chunks
     product_s, own_s = site.seconds(profile, site.size * chunks), site.seconds(profile, site.size)
     made_s, chunk_s = others * product_s + own_s, moved_s / others + profile.launch_overhead_s
@@ -199,7 +212,148 @@ def _together(site: Site, moved_s: float, chunks: int, profile: HardwareProfile)
 
 
 def _pass_s(site: Site, num: int, profile: HardwareProfile) -> float:
-    """Seconds in which a rank reads and writes so many parts of what is scattered, once."""
+    """Seconds in which a rank reads or writes `num` parts of the scattered tensor."""
     made = site.infos()[1][0]
     part_bytes = made.dtype.itemsize * math.prod(made.shape) // site.size
     return compute_time(Work(0, num * part_bytes, "elementwise"), made.dtype, profile)
+
+
+# --------------------------------------------------------------------------------------------------
+# Products before or after the collectives of a tensor, and the ops that kernels add to them.
+
+Place = tuple[int, ClusterClass]  # an op of the problem, and its class
+Strategies = tuple[tuple[int, tuple[int, ...]], ...]
+"""Ops, each with some of its strategies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The op that adds something to a product's partial sums."""
+
+    op: int
+    classes: ClusterClass
+
+    def strategies(self, layout: Layout) -> tuple[int, ...]:
+        """Strategies whose operands and result all have this layout."""
+        return tuple(
+            s for s, head in _heads(self.classes) if {*head.inputs, *head.outputs} == {layout}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NormedSum:
+    """The sum and the norms after a product.
+
+    Attributes:
+        total: the sum.
+        norms: the squares and the norm of the sum; several pairs if instances differ.
+    """
+
+    total: Sum
+    norms: tuple[tuple[Place, Place], ...]
+
+    def strategies(self, layout: Layout) -> Strategies:
+        """Strategies with which all ops have whole rows in a layout; empty if an op has none."""
+        found = [(self.total.op, self.total.strategies(layout))]
+        for (squares, squaring), (norm, norming) in self.norms:
+            sums = {
+                s: head.outputs[0]
+                for s, head in _heads(squaring)
+                if head.inputs[0] == layout and not head.outputs[0].has_partial
+            }
+            reads = [
+                (layout, squared) for squared in set(sums.values()) if len(set(sums.values())) == 1
+            ]
+            rows = ((s, head.inputs, head.outputs[0]) for s, head in _heads(norming))
+            normed = [
+                s
+                for s, (*read, weight), y in rows
+                if tuple(read) in reads and weight.is_replicated and y == layout
+            ]
+            found += [(squares, tuple(sums)), (norm, tuple(normed))]
+        return tuple(found) if all(strategies for _, strategies in found) else ()
+
+    def calls(self, layout: Layout) -> tuple[tuple[Call, Strategy], ...]:
+        """The calls of one instance, with strategies that have whole rows in a layout."""
+        first = dict(self.strategies(layout))
+        places = (self.total.op, self.total.classes), *self.norms[0]
+        return tuple(
+            (classes.first.members[0].call, classes.strategies[first[op][0]].members[0])
+            for op, classes in places
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product before or after the collectives of a tensor.
+
+    Attributes:
+        op: index of the op.
+        again: whether backward runs it again.
+        classes: the class of clusters that the product is the first op of.
+        factor: which factor the tensor is; None if it is the result, or a sum that contains it.
+        total: the sum, if partial sums of several products are added up first.
+        normed: the sum and the norms after the product that a kernel may compute.
+    """
+
+    op: int
+    again: bool
+    classes: ClusterClass
+    factor: int | None
+    total: Sum | None = None
+    normed: NormedSum | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The first instance."""
+        return self.classes.first
+
+    def layout(self, strategy: ClusterStrategy) -> Layout:
+        """The layout of the tensor in a strategy of the product."""
+        own = strategy.members[0]
+        return own.outputs[0] if self.factor is None else own.inputs[self.factor]
+
+    def result_dim(self, dim: int) -> int | None:
+        """The dim of the product's result that corresponds to a dim of the tensor; None if the
+        product sums over it, or both factors have it."""
+        if self.factor is None:
+            return dim
+        mine, other, made = (
+            terms_of(self.cluster.members[0].call)[i] for i in (self.factor, 1 - self.factor, 2)
+        )
+        return made.index(mine[dim]) if mine[dim] in made and mine[dim] not in other else None
+
+
+def _heads(classes: ClusterClass) -> Iterator[tuple[int, Strategy]]:
+    yield from ((s, strategy.members[0]) for s, strategy in enumerate(classes.strategies))
+
+
+def factor_of(cluster: Cluster, ref: Ref) -> int | None:
+    """Return which factor (0 or 1) of the product at the head of a cluster a tensor is.
+
+    None if it is no factor, or other ops of the cluster read it as well.
+    """
+    head = cluster.members[0]
+    at = [i for i, read in enumerate(head.reads) if read == ref]
+    alone = (
+        head.call.target is ops.dot
+        and len(at) == 1
+        and not any(ref in m.reads for m in cluster.members[1:])
+    )
+    return at[0] if alone and at[0] < 2 else None
+
+
+def makes(cluster: Cluster, ref: Ref, target: Callable[..., object]) -> bool:
+    """Whether a tensor is the result of the first op of a cluster, and no other op of it reads it.
+
+    Args:
+        cluster: the cluster.
+        ref: the tensor.
+        target: the function that the first op must call.
+    """
+    head = cluster.members[0]
+    return (
+        head.call.target is target
+        and head.makes[0] == ref
+        and not any(ref in m.reads for m in cluster.members[1:])
+    )

@@ -1,24 +1,28 @@
-"""Collective-overlap kernels on offer (`autopar.cost.kernel_times` says what they are and what each
-saves).
+"""Overlap kernels that a problem offers, and why a collective has none.
 
-On offer is a kernel along axes whose ranks reach each other's memory; where it saves more than a
-launch takes, and nothing has slack anyway; where parts are even; where what is split belongs to
-rows or columns of the product, not to what it sums over; and where the product's other factor is
-there whenever what it reads is: a parameter, or in backward what forward made, so that the product
-can stand where its operand is read first. What is gathered is there afterwards, for all who read
-it. Where partial sums of several products are added up before they are scattered, the last addend's
-product does that (`autopar.analysis.fusable`). Where what is scattered is only added to something,
-and the sum normed, a product of forward may do that as well (`autopar.analysis.fusable`), if all of
-it lies in whole rows as the part does.
+`autopar.cost.kernel_times` describes the kernels and what each saves. A kernel is offered if
 
-What crosses between stages counts as made in its phase, as in the model without stages, and is
-gathered by no kernel in backward, when it has slack there. So a stage has no kernel that the whole
-model lacks, but where it may run again what the whole may not.
+- the ranks of the axis can access each other's memory,
+- it saves more than a launch takes, and the collective has no slack in any case,
+- all parts have the same length,
+- the split dim belongs to the rows or columns of the product, not to the dim that it sums over,
+- the other factor of the product exists whenever the moved tensor does: it is a parameter, or, in
+  backward, a result of forward. Then the product can run where its operand is first read.
+
+The gathered tensor exists afterwards for all its readers. If partial sums of several products are
+added up before they are scattered, the product of the last addend does that. If the scattered
+tensor is only added to another one and the sum is normalized, a product of forward may do that as
+well, provided that all these tensors consist of whole rows in the layout of the part
+(`autopar.analysis.fusable`).
+
+A tensor that crosses between stages counts as made in its phase, as in the model without stages. It
+is gathered by no kernel in backward, since it has slack there. So a stage has no kernel that the
+whole model lacks, unless it may recompute an op that the whole model may not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -32,164 +36,49 @@ from autopar.core.layout_graph import Arc
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Hidden, Kernel, Kernels, Problem, is_early
 from autopar.core.solution import Choices
-from autopar.cost.kernel_times import ADDITION, NAMES, TAIL, Region, Site, seconds_saved, terms_of
+from autopar.cost.kernel_times import (
+    ADDITION,
+    NAMES,
+    TAIL,
+    NormedSum,
+    Place,
+    Product,
+    Region,
+    Site,
+    Sum,
+    factor_of,
+    makes,
+    seconds_saved,
+    terms_of,
+)
 from autopar.cost.priced import Priced, Source
 from autopar.rules import Call, operands_of
-from autopar.sharding import Cluster, ClusterClass, ClusterStrategy, Ref, pattern_of
-
-# --------------------------------------------------------------------------------------------------
-# Products at an end of a tensor's collectives, and what kernels do with them beside
-# (`autopar.cost.kernels`).
-
-Place = tuple[int, ClusterClass]  # an op of the problem, and what it may do
-Strategies = tuple[tuple[int, tuple[int, ...]], ...]
-"""Ops, each with some of its strategies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """The op that adds something to a product's partial sums."""
-
-    op: int
-    classes: ClusterClass
-
-    def strategies(self, layout: Layout) -> tuple[int, ...]:
-        """With which it has both, and what it makes, in a layout."""
-        return tuple(
-            s for s, head in _heads(self.classes) if {*head.inputs, *head.outputs} == {layout}
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class NormedSum:
-    """What comes after a product in its instances.
-
-    Attributes:
-        total: the sum. norms: the squares and the norm of it, of several pairs where some instances
-            have other ones.
-    """
-
-    total: Sum
-    norms: tuple[tuple[Place, Place], ...]
-
-    def strategies(self, layout: Layout) -> Strategies:
-        """Those with which all of it has whole rows in a layout; nothing where an op has none."""
-        found = [(self.total.op, self.total.strategies(layout))]
-        for (squares, squaring), (norm, norming) in self.norms:
-            sums = {
-                s: head.outputs[0]
-                for s, head in _heads(squaring)
-                if head.inputs[0] == layout and not head.outputs[0].has_partial
-            }
-            reads = [
-                (layout, squared) for squared in set(sums.values()) if len(set(sums.values())) == 1
-            ]
-            rows = ((s, head.inputs, head.outputs[0]) for s, head in _heads(norming))
-            normed = [
-                s
-                for s, (*read, weight), y in rows
-                if tuple(read) in reads and weight.is_replicated and y == layout
-            ]
-            found += [(squares, tuple(sums)), (norm, tuple(normed))]
-        return tuple(found) if all(strategies for _, strategies in found) else ()
-
-    def calls(self, layout: Layout) -> tuple[tuple[Call, Strategy], ...]:
-        """What it is in one instance, with whole rows in a layout."""
-        first = dict(self.strategies(layout))
-        places = (self.total.op, self.total.classes), *self.norms[0]
-        return tuple(
-            (classes.first.members[0].call, classes.strategies[first[op][0]].members[0])
-            for op, classes in places
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A product at an end of a tensor's collectives: its op, `again` as backward runs it again, and
-    which factor the tensor is; None where it is the result, or the sum of that and more. `normed`:
-    what it does after that."""
-
-    op: int
-    again: bool
-    classes: ClusterClass
-    factor: int | None
-    total: Sum | None = None
-    normed: NormedSum | None = None
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.classes.first
-
-    def layout(self, strategy: ClusterStrategy) -> Layout:
-        """In which the product has the tensor."""
-        own = strategy.members[0]
-        return own.outputs[0] if self.factor is None else own.inputs[self.factor]
-
-    def result_dim(self, dim: int) -> int | None:
-        """Of the product's result, what a dim of the tensor is; None where that is summed over,
-        or both factors have it."""
-        if self.factor is None:
-            return dim
-        mine, other, made = (
-            terms_of(self.cluster.members[0].call)[i] for i in (self.factor, 1 - self.factor, 2)
-        )
-        return made.index(mine[dim]) if mine[dim] in made and mine[dim] not in other else None
-
-
-def _heads(classes: ClusterClass) -> Iterator[tuple[int, Strategy]]:
-    yield from ((s, strategy.members[0]) for s, strategy in enumerate(classes.strategies))
-
-
-def factor_of(cluster: Cluster, ref: Ref) -> int | None:
-    """Which factor of the cluster's product a tensor is, if nothing else in the cluster reads
-    it; a bias is none."""
-    head = cluster.members[0]
-    at = [i for i, read in enumerate(head.reads) if read == ref]
-    alone = (
-        head.call.target is ops.dot
-        and len(at) == 1
-        and not any(ref in m.reads for m in cluster.members[1:])
-    )
-    return at[0] if alone and at[0] < 2 else None
-
-
-def makes(cluster: Cluster, ref: Ref, target: Callable[..., object]) -> bool:
-    """Whether a tensor is what the first op of a cluster makes, `target`, and nothing else in
-    the cluster reads it."""
-    head = cluster.members[0]
-    return (
-        head.call.target is target
-        and head.makes[0] == ref
-        and not any(ref in m.reads for m in cluster.members[1:])
-    )
-
+from autopar.sharding import ClusterClass, ClusterStrategy, pattern_of
 
 NO_ROOM = "what it would share with its peers takes memory that is worth more elsewhere"
 
 
 @dataclass
 class _Offers:
+    """Finds the kernels of a problem, and the reasons why others are not offered."""
+
     trace: Trace
     problem: Problem
     sources: Sequence[Source]
     mesh: Mesh
     profile: HardwareProfile
-    in_any_stage: bool = (
-        False  # whether what some stage may have is on offer, too: for bounds alone
-    )
+    in_any_stage: bool = False  # whether kernels of any stage are offered as well; for bounds only
     phases: dict[str, str] = field(
         init=False
-    )  # node → its phase; placeholders have none, but what crosses
+    )  # node → its phase; of placeholders, only for those that cross between stages
     nodes: dict[str, fx.Node] = field(init=False)
-    heads: dict[str, int] = field(
-        init=False
-    )  # node → the op of the clusters that it is the first of
+    heads: dict[str, int] = field(init=False)  # first node of a cluster → its op
     regions: dict[tuple[int, Region], int] = field(
         default_factory=dict
-    )  # axis and region → its number, as they come
+    )  # axis and region → its number
     _known: dict[object, tuple[float, int]] = field(
         default_factory=dict
-    )  # what is saved, by what that depends on
+    )  # cache of `seconds_saved`
 
     def __post_init__(self) -> None:
         self.nodes = {n.name: n for n in self.trace.graph.nodes}
@@ -207,7 +96,7 @@ class _Offers:
         self.phases |= {o.tangent: "backward" for o in self.trace.outputs if o.is_answered}
 
     def all(self) -> Kernels:
-        """By variant and phase."""
+        """The kernels by variant and phase."""
         found: dict[tuple[int, bool], tuple[Kernel, ...]] = {}
         for v, variant in enumerate(self.problem.variants):
             value = self.problem.values[variant.value]
@@ -223,7 +112,12 @@ class _Offers:
         return found
 
     def of(self, v: int, late: bool) -> Iterator[Kernel]:
-        """Of a variant, in backward of what forward made or in the phase that makes it."""
+        """Yield the kernels of a variant.
+
+        Args:
+            v: index of the variant.
+            late: whether backward reads what forward made; otherwise the phase that makes it.
+        """
         graph = self.problem.values[self.problem.variants[v].value].graph
         for product in self._products(v, late):
             hides: dict[Layout | None, list[tuple[int, Arc]]] = {}
@@ -233,7 +127,7 @@ class _Offers:
             for s, strategy in enumerate(product.classes.strategies):
                 here = hides.get(product.layout(strategy), ())
                 found = tuple(
-                    h for a, arc in here for h in self._hidden(v, product, strategy, a, arc)
+                    h for a, arc in here for h in self._find_hidden(v, product, strategy, a, arc)
                 )
                 groups.setdefault(found, []).append(s)
             yield from (
@@ -245,8 +139,8 @@ class _Offers:
     def _kernels(
         self, v: int, product: Product, strategies: tuple[int, ...], hides: tuple[Hidden, ...]
     ) -> Iterator[Kernel]:
-        """One for several collectives, or for each where what comes after it has to lie as that
-        one's result."""
+        """One kernel for several collectives, or one per collective if a norm follows: that needs
+        the layout of the collective's result."""
         if product.normed is None:
             yield from [self._kernel(v, product, strategies, hides)] if hides else []
             return
@@ -267,11 +161,21 @@ class _Offers:
         graph = self.problem.values[self.problem.variants[v].value].graph
         adding = product.total.strategies(
             graph.layouts[graph.arcs[hides[0].arc].src]
-        )  # in partial sums it has nothing but these
+        )  # the sum has no other operands in partial sums
         return Kernel(product.total.op, product.again, adding, hides, (product.op, strategies))
 
     def why(self, v: int, late: bool, arc: Arc, choices: Choices) -> Iterator[str]:
-        """What keeps each product at a collective's end from doing it."""
+        """Say why each product next to a collective does not do it.
+
+        Args:
+            v: index of the variant.
+            late: whether backward reads what forward made.
+            arc: the collective.
+            choices: the solution.
+
+        Returns:
+            One reason per product, with the path of its module.
+        """
         graph = self.problem.values[self.problem.variants[v].value].graph
         for product in self._products(v, late):
             s = (
@@ -300,8 +204,16 @@ class _Offers:
                 yield f"{name}: {refusal or 'to cut it into chunks costs more than that hides'}"
 
     def why_not_normed(self, v: int, arc: Arc, choices: Choices) -> str:
-        """What keeps a kernel that scatters a product's partial sums from norming what they are
-        added to; nothing where no norm is."""
+        """Say why a kernel that scatters partial sums does not compute the norm that follows.
+
+        Args:
+            v: index of the variant.
+            arc: the collective.
+            choices: the solution.
+
+        Returns:
+            The reason, or "" if no norm follows.
+        """
         graph = self.problem.values[self.problem.variants[v].value].graph
         layout = graph.layouts[arc.dst]
         for product in self._products(v, False):
@@ -319,6 +231,12 @@ class _Offers:
         return ""
 
     def _products(self, v: int, late: bool) -> Iterator[Product]:
+        """The products before or after the collectives of a variant."""
+        yield from self._reading_products(v, late)
+        yield from self._making_products(v, late)
+
+    def _reading_products(self, v: int, late: bool) -> Iterator[Product]:
+        """The products of which a variant is a factor."""
         variant, problem = self.problem.variants[v], self.problem
         value = problem.values[variant.value]
         for use in variant.uses:
@@ -340,6 +258,11 @@ class _Offers:
                 and (self.in_any_stage or self._is_first(use.op, classes, factor))
             ):
                 yield Product(use.op, again, classes, factor)
+
+    def _making_products(self, v: int, late: bool) -> Iterator[Product]:
+        """The products of which a variant is the result, or a sum that contains it."""
+        problem = self.problem
+        value = problem.values[problem.variants[v].value]
         classes = self.sources[value.op].cluster
         runs = not late or problem.ops[value.op].recomputable
         if classes is None or not runs:
@@ -347,14 +270,16 @@ class _Offers:
         made = classes.first.results[value.result]
         if makes(classes.first, made, ops.dot):
             yield Product(value.op, late, classes, None)
-            for normed in () if late else self._normed(classes):
+            for normed in () if late else self._find_normed_sums(classes):
                 yield Product(value.op, late, classes, None, normed=normed)
         elif not late and makes(classes.first, made, ADDITION):
-            yield from self._added(value.op, classes)
+            yield from self._added_products(value.op, classes)
 
-    def _normed(self, classes: ClusterClass) -> list[NormedSum]:
-        """The sum and the norms after a product, if it has some in all instances, of one op the
-        sums; in some stage it may be any of them, by itself."""
+    def _find_normed_sums(self, classes: ClusterClass) -> list[NormedSum]:
+        """The sum and the norms after a product: all instances need them, and one op is the sum.
+
+        With `in_any_stage`, the sum and the norm of each instance by itself.
+        """
         found = [normed_after(self.nodes[cluster.members[0].node]) for cluster in classes.instances]
         places = [[self._place(n) for n in each] for each in found if each is not None]
         whole = [
@@ -379,14 +304,16 @@ class _Offers:
         )
 
     def _place(self, node: fx.Node) -> Place | None:
-        """The op that a node is the first of in its cluster."""
+        """The op whose clusters begin with a node."""
         op = self.heads.get(node.name)
         classes = None if op is None else self.sources[op].cluster
         return None if op is None or classes is None else (op, classes)
 
-    def _added(self, op: int, classes: ClusterClass) -> Iterator[Product]:
-        """The last addend of a sum, if it is a product of one op in all instances; in some stage
-        it may be any that is in one."""
+    def _added_products(self, op: int, classes: ClusterClass) -> Iterator[Product]:
+        """The product that is the last addend of a sum, if it is one op in all instances.
+
+        With `in_any_stage`, every product that is an addend in an instance.
+        """
         totals = [self.nodes[cluster.members[0].node] for cluster in classes.instances]
         last = [(total, product_added(total)) for total in totals]
         places = (
@@ -407,8 +334,8 @@ class _Offers:
                 yield Product(product, False, source, None, Sum(op, classes))
 
     def _is_first(self, product: int, classes: ClusterClass, factor: int) -> bool:
-        """Whether of those of its pattern that read what is gathered the first, which would do
-        that, is one of its op's, everywhere."""
+        """Whether, in every instance, this op has the first product of its pattern that reads the
+        gathered tensor. That product would run the kernel."""
         for cluster in classes.instances:
             head = cluster.members[0]
             readers = self.nodes[head.reads[factor][0]].users
@@ -422,8 +349,8 @@ class _Offers:
         return True
 
     def _ends(self, arc: Arc, product: Product, v: int) -> Layout | None:
-        """The end of a collective at which the product stands, if it is of the kind that the
-        product could do."""
+        """The layout on the product's side of a collective, if the product could do such a
+        collective; else None."""
         graph, kind = self.problem.values[self.problem.variants[v].value].graph, arc.collective.kind
         if product.factor is None:
             return (
@@ -434,7 +361,7 @@ class _Offers:
         return graph.layouts[arc.dst] if kind == "all_gather" else None
 
     def _refusal(self, v: int, product: Product, arc: Arc) -> str:
-        """Why a product cannot do a collective at its border; nothing where it can."""
+        """Why a product cannot do the collective next to it; "" if it can."""
         head, dim = product.cluster.members[0], arc.collective.dim
         if far := out_of_reach(self.mesh, arc.collective.axis):
             return far
@@ -463,7 +390,7 @@ class _Offers:
             else ""
         )
 
-    def _hidden(
+    def _find_hidden(
         self, v: int, product: Product, strategy: ClusterStrategy, a: int, arc: Arc
     ) -> list[Hidden]:
         result_dim = product.result_dim(arc.collective.dim)
@@ -504,13 +431,13 @@ class _Offers:
         return [Hidden(a, saved_s, chunks, self.regions.setdefault(region, len(self.regions)))]
 
     def _after(self, product: Product, layout: Layout) -> tuple[tuple[Call, Strategy], ...]:
-        """The sum and the norm after a product, where all can be had in this layout."""
+        """The sum and the norm after a product, if all can have this layout."""
         after = product.normed
         return after.calls(layout) if after is not None and after.strategies(layout) else ()
 
 
 def out_of_reach(mesh: Mesh, axis: int) -> str:
-    """Why ranks along an axis do not reach each other's memory; nothing where they do."""
+    """Say why ranks along an axis cannot access each other's memory; "" if they can."""
     return (
         ""
         if mesh.shares_memory(axis)
@@ -521,8 +448,15 @@ def out_of_reach(mesh: Mesh, axis: int) -> str:
 def with_kernels(
     trace: Trace, problem: Problem, sources: Sequence[Source], mesh: Mesh, profile: HardwareProfile
 ) -> Problem:
-    """The problem with its kernels, by variant and phase, and what they share; none where the
-    profile says of no kernel what it reaches."""
+    """Add overlap kernels and the memory that they share to a problem.
+
+    Args:
+        trace: the trace of the problem.
+        problem: the priced problem.
+        sources: what its ops stand for.
+        mesh: the mesh.
+        profile: the hardware. Without figures for kernels, the problem is returned as it is.
+    """
     if not profile.kernels:
         return problem
     offers = _Offers(trace, problem, sources, mesh, profile)
@@ -534,11 +468,12 @@ def with_kernels(
 
 
 def in_any_stage(trace: Trace, priced: Priced, again: Collection[int]) -> Kernels:
-    """The kernels that some stage of a trace may have, by the ops and variants of the whole.
+    """List the kernels that any stage of a trace may have, by ops and variants of the whole trace.
 
     Args:
-        priced: the whole, with what may cross exposed. again: ops that backward of some stage may
-            run again.
+        trace: the whole trace.
+        priced: its problem, in which tensors that may cross are exposed.
+        again: ops that backward of some stage may run again.
     """
     if not priced.profile.kernels:
         return {}
@@ -560,11 +495,18 @@ def in_any_stage(trace: Trace, priced: Priced, again: Collection[int]) -> Kernel
 def why_none(
     trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], arc: Arc, choices: Choices
 ) -> str:
-    """Why no kernel does a collective of given choices that a product stands at the end of; nothing
-    where none does.
+    """Say why no kernel does a collective that has a product next to it.
 
     Args:
-        where: variant, and whether in backward of what forward made.
+        trace: the trace of the problem.
+        priced: the priced problem.
+        mesh: the mesh.
+        where: index of the variant, and whether backward reads what forward made.
+        arc: the collective.
+        choices: the solution.
+
+    Returns:
+        The reasons, or "" if no product is next to the collective or the profile has no kernels.
     """
     if not priced.profile.kernels or arc.collective.kind not in NAMES:
         return ""
@@ -575,8 +517,19 @@ def why_none(
 def why_not_normed(
     trace: Trace, priced: Priced, mesh: Mesh, v: int, arc: Arc, choices: Choices
 ) -> str:
-    """Of a collective of a variant that a product's kernel does: why that norms nothing; nothing
-    where no norm of it follows."""
+    """Say why a kernel that scatters partial sums does not compute the norm that follows.
+
+    Args:
+        trace: the trace of the problem.
+        priced: the priced problem.
+        mesh: the mesh.
+        v: index of the variant.
+        arc: the collective that the kernel does.
+        choices: the solution.
+
+    Returns:
+        The reason, or "" if no norm follows.
+    """
     if arc.collective.kind != "reduce_scatter":
         return ""
     return _Offers(trace, priced.problem, priced.sources, mesh, priced.profile).why_not_normed(

@@ -1,17 +1,19 @@
-"""Moments: what is live while one node of the step runs, as a budget row of the problem.
+"""Moments: the memory that is live while one node of the step runs, as a budget row of the problem.
 
-A moment is modelled on the order of the trace, which emission keeps: a forward value that is kept
-lives from its last forward reader to its last backward reader, one that is recomputed from its
-first backward reader to its last, any other from the op that makes it to its last reader. What the
-model returns lives on, in the layout in which it is returned. What else is live then (gathered
-versions, buffers of collectives, tensors within a cluster) depends on the plan; what was seen of it
-on an emitted program is the moment's reserve.
+A moment follows the order of the trace, which emission keeps. A forward value that is kept is live
+from its last forward reader to its last backward reader. A value that is recomputed is live from
+its first backward reader to its last one. Any other value is live from the op that makes it to its
+last reader. Outputs of the model stay live, in the layout in which they are returned. Other memory
+(gathered versions, buffers of collectives, tensors within a cluster) depends on the plan. What an
+emitted program was seen to use of it is the reserve of the moment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import fx
 
 from autopar import ops
 from autopar.capture.trace import Trace
@@ -23,9 +25,26 @@ from autopar.cost.spans import Span, find_spans
 from autopar.sharding import Cluster, ClusterClass, Ref
 
 
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """The fields of a moment while they are counted.
+
+    Attributes:
+        kept: variant → number of instances that wait for backward.
+        live: op → bytes per strategy.
+        recomputed: op → bytes per strategy, if backward runs the op again.
+        fetched: variant → number of instances that were copied back from the host.
+    """
+
+    kept: dict[int, int] = field(default_factory=dict)
+    live: dict[int, list[int]] = field(default_factory=dict)
+    recomputed: dict[int, list[int]] = field(default_factory=dict)
+    fetched: dict[int, int] = field(default_factory=dict)
+
+
 @dataclass
 class Liveness:
-    """When each tensor of a trace is live, and from it any moment."""
+    """The lifetimes of the tensors of a trace, and the moments that follow from them."""
 
     trace: Trace
     priced: Priced
@@ -39,7 +58,7 @@ class Liveness:
     )  # node → the output's op, bytes by its strategies
     scratch: dict[str, tuple[int, list[int]]] = field(
         init=False
-    )  # node → its op, bytes that it needs for a while, beside its result
+    )  # node → its op, bytes of temporary memory by strategy
     widened: dict[str, tuple[int, list[int]]] = field(
         init=False
     )  # node → its op, `widened_bytes`; nodes that may make partial sums
@@ -47,8 +66,8 @@ class Liveness:
 
     def __post_init__(self) -> None:
         nodes = list(self.trace.graph.nodes)
-        self.positions = {node.name: place for place, node in enumerate(nodes)}
         sources = list(enumerate(self.priced.sources))
+        self.positions = {node.name: place for place, node in enumerate(nodes)}
         self.owner = {
             m.node: i
             for i, s in sources
@@ -56,33 +75,12 @@ class Liveness:
             for c in s.cluster.instances
             for m in c.members
         }
-        results = nodes[-1].args[0]
-        named = {
-            p.name: results[p.gradient].name
-            for p in self.trace.parameters
-            if p.gradient is not None
-        }
-        self.parameter = {
-            named[name]: i
-            for i, s in sources
-            if s.kind == "parameter"
-            for name in s.names
-            if name in named
-        }
+        self.parameter = self._find_gradients(nodes[-1].args[0])
         self.variant = {ref: v for v, refs in enumerate(self.priced.refs) for ref in refs}
         ops = self.priced.problem.ops
         recomputable = {node for node, op in self.owner.items() if ops[op].recomputable}
         self.spans = find_spans(self.trace, recomputable, self.parameter)
-        outputs = [
-            (i, s)
-            for i, s in sources
-            if s.kind == "output" and not s.crosses and not set(s.names) & self.trace.mutated.keys()
-        ]
-        self.returned = {
-            s.nodes[0]: (i, self._returned_bytes(i, s.nodes[0]))
-            for i, s in outputs
-            if self._is_made(s.nodes[0])
-        }
+        self.returned = self._find_returned()
         scratch = [
             (i, s.cluster, self._scratch_bytes(s.cluster))
             for i, s in sources
@@ -94,13 +92,43 @@ class Liveness:
             for c in cluster.instances
             if any(sizes)
         }
-        self.widened = {}
+        self.widened = self._find_widened()
+
+    def _find_gradients(self, results: Sequence[fx.Node]) -> dict[str, int]:
+        named = {
+            p.name: results[p.gradient].name
+            for p in self.trace.parameters
+            if p.gradient is not None
+        }
+        return {
+            named[name]: i
+            for i, s in enumerate(self.priced.sources)
+            if s.kind == "parameter"
+            for name in s.names
+            if name in named
+        }
+
+    def _find_returned(self) -> dict[str, tuple[int, list[int]]]:
+        outputs = [
+            (i, s)
+            for i, s in enumerate(self.priced.sources)
+            if s.kind == "output" and not s.crosses and not set(s.names) & self.trace.mutated.keys()
+        ]
+        return {
+            s.nodes[0]: (i, self._returned_bytes(i, s.nodes[0]))
+            for i, s in outputs
+            if self._is_made(s.nodes[0])
+        }
+
+    def _find_widened(self) -> dict[str, tuple[int, list[int]]]:
+        found: dict[str, tuple[int, list[int]]] = {}
         for v, refs in enumerate(self.priced.refs):
             value = self.priced.problem.values[self.priced.problem.variants[v].value]
             sizes = widened_bytes(self.priced.problem, value) if value.phase == "backward" else []
-            self.widened |= {
+            found |= {
                 name: (value.op, sizes) for name, _ in refs if any(sizes) and self._is_made(name)
             }
+        return found
 
     def _scratch_bytes(self, cluster: ClusterClass) -> list[int]:
         first = cluster.first.members[0].call
@@ -114,7 +142,7 @@ class Liveness:
         ]
 
     def _is_made(self, node: str) -> bool:
-        """Whether an op makes it, in memory of its own."""
+        """Whether an op makes the result of a node, in memory of its own."""
         return node in self.owner and self.spans[node].has_memory
 
     def _returned_bytes(self, op: int, node: str) -> list[int]:
@@ -127,16 +155,19 @@ class Liveness:
         ]
 
     def at(self, moment: str) -> float:
-        """When it is: at a node's position, or, while its partial sums are widened, just after
-        that."""
+        """Return the time of a moment: the position of its node, or just after that while partial
+        sums of the node are widened."""
         return self.positions[moment.removesuffix(WIDENED)] + 0.5 * moment.endswith(WIDENED)
 
     def add_returned(self, live: dict[int, list[int]], now: float) -> None:
-        """Add what the model has returned, while a node of backward runs: of what backward may
-        still read, what is kept counts.
+        """Add the outputs that the model has returned, while a node of backward runs.
 
-        Where there are several microbatches it is not counted: their schedule may have let go of
-        it.
+        An output that backward may still read is not added here: it counts as a kept value. With
+        several microbatches outputs are not counted, since the schedule may have released them.
+
+        Args:
+            live: op → bytes per strategy; changed in place.
+            now: position of the node.
         """
         for node, (op, sizes) in (
             self.returned.items() if not self.priced.problem.accumulates else ()
@@ -145,65 +176,78 @@ class Liveness:
                 add(live, sizes, op, 1)
 
     def moment(self, node: str, phase: str, running: Collection[str] = ()) -> Moment:
-        """What is live while `node` runs, or what it made is widened
-        (`autopar.cost.gradient_dtypes`), without reserve.
+        """Count what is live while a node runs, without reserve.
 
         Args:
-            running: nodes whose results are there then if they are made again, though their readers
-                ask for them later.
+            node: name of the node. With the suffix `WIDENED`: while its result is widened
+                (`autopar.cost.gradient_dtypes`).
+            phase: phase of the node.
+            running: nodes whose results exist then if they are recomputed, although their readers
+                run later.
         """
-        now = self.at(node)
+        now, tally = self.at(node), _Tally()
+        live, problem = tally.live, self.priced.problem
         backward = phase == "backward"
-        held: dict[int, int] = {}
-        live: dict[int, list[int]] = {}
-        again: dict[int, list[int]] = {}
-        fetched: dict[int, int] = {}
-        problem = self.priced.problem
         for v, (variant, refs) in enumerate(zip(problem.variants, self.priced.refs, strict=True)):
             value = problem.values[variant.value]
-            spans = [self.spans[name] for name, _ in refs]
-            if value.phase == "backward":
-                if backward:
-                    self._backward_value(value, spans, refs, now, live)
-                continue
-            held[v] = sum(
-                s.until >= now if backward else 0 <= s.last_forward <= now and s.until >= 0
-                for s in spans
-            )
-            own = [] if value.resident else [s for s in spans if not s.is_view]
-            if not backward:
-                still = sum(
-                    s.made == now
-                    or s.made < now < s.last_forward
-                    or (s.last_forward == now and s.until < 0)
-                    for s in own
-                )
-                add(live, self.sizes_of(value), value.op, still)
-                continue
-            if value.away_s:
-                fetched[v] = sum(not s.is_view and 0 <= s.asked <= now <= s.until for s in spans)
-            if problem.ops[value.op].recomputable:
-                named = zip(refs, spans, strict=True)
-                num_again = sum(
-                    not s.is_view and (name in running or 0 <= s.asked <= now <= s.until)
-                    for (name, _), s in named
-                )
-                add(again, self.sizes_of(value), value.op, num_again)
+            if value.phase == "forward" and backward:
+                self._add_in_backward(v, value, refs, now, running, tally)
+            elif value.phase == "forward":
+                self._add_in_forward(v, value, refs, now, tally)
+            elif backward:
+                self._backward_value(value, [self.spans[name] for name, _ in refs], refs, now, live)
         if backward:
             self.add_returned(live, now)
         self.add_scratch(live, node)
         if node.endswith(WIDENED):
             op, sizes = self.widened[node.removesuffix(WIDENED)]
             add(live, sizes, op, 1)
-        back = tuple((v, n) for v, n in fetched.items() if n)
         return Moment(
             node,
-            tuple((v, n) for v, n in held.items() if n),
+            tuple((v, n) for v, n in tally.kept.items() if n),
             freeze_sizes(live),
             0,
-            freeze_sizes(again),
-            back,
+            freeze_sizes(tally.recomputed),
+            tuple((v, n) for v, n in tally.fetched.items() if n),
         )
+
+    def _add_in_forward(
+        self, v: int, value: Value, refs: Sequence[Ref], now: float, tally: _Tally
+    ) -> None:
+        """Add a value of forward while a node of forward runs."""
+        spans = [self.spans[name] for name, _ in refs]
+        tally.kept[v] = sum(0 <= s.last_forward <= now and s.until >= 0 for s in spans)
+        own = [] if value.resident else [s for s in spans if not s.is_view]
+        still = sum(
+            s.made == now
+            or s.made < now < s.last_forward
+            or (s.last_forward == now and s.until < 0)
+            for s in own
+        )
+        add(tally.live, self.sizes_of(value), value.op, still)
+
+    def _add_in_backward(
+        self,
+        v: int,
+        value: Value,
+        refs: Sequence[Ref],
+        now: float,
+        running: Collection[str],
+        tally: _Tally,
+    ) -> None:
+        """Add a value of forward while a node of backward runs."""
+        spans = [(name, self.spans[name]) for name, _ in refs]
+        tally.kept[v] = sum(s.until >= now for _, s in spans)
+        if value.away_s:
+            tally.fetched[v] = sum(
+                not s.is_view and 0 <= s.asked <= now <= s.until for _, s in spans
+            )
+        if self.priced.problem.ops[value.op].recomputable:
+            num_again = sum(
+                not s.is_view and (name in running or 0 <= s.asked <= now <= s.until)
+                for name, s in spans
+            )
+            add(tally.recomputed, self.sizes_of(value), value.op, num_again)
 
     def _backward_value(
         self,
@@ -237,11 +281,11 @@ class Liveness:
         ]
 
     def certain(self) -> tuple[Moment, ...]:
-        """What any plan holds while an op of backward runs: the op's results, what it reads, as it
-        reads it, each other kept value that nothing has asked for yet, and what the model has
-        returned.
+        """List what any plan holds while an op of backward runs.
 
-        Of equal ops the one that runs first, when most is held.
+        These are the results of the op, its operands in the layouts in which it reads them, every
+        other kept value that nothing has needed yet, and the outputs of the model. Of equal ops
+        only the one that runs first is listed, since most is held then.
         """
         if self._certain is None:
             self._certain = (*self._at_ops(), *self.widenings())
@@ -259,15 +303,18 @@ class Liveness:
                     yield self._while(index, source.cluster.instances[which], now, made)
 
     def add_scratch(self, live: dict[int, list[int]], node: str) -> None:
-        """Add what a node needs for a while, beside its result."""
+        """Add the temporary memory of a node."""
         if node in self.scratch:
             op, sizes = self.scratch[node]
             add(live, sizes, op, 1)
 
     def widenings(self) -> Iterator[Moment]:
-        """While partial sums are widened: these, each kept value that nothing has asked for yet,
-        what the model has returned, each gradient that is done and each value that waits for a
-        reader, these two in their fewest bytes. Of equal nodes, of the one that runs first."""
+        """Yield the moments at which partial sums are widened.
+
+        Each counts the sums in both dtypes, every kept value that nothing has needed yet, the
+        outputs of the model, and, in their fewest bytes, complete gradients and values that wait
+        for a reader. Of equal nodes only the one that runs first is taken.
+        """
         first: dict[int, str] = {}
         for name in sorted(self.widened, key=self.positions.__getitem__):
             first.setdefault(self.widened[name][0], name)
@@ -297,7 +344,13 @@ class Liveness:
             )
 
     def add_gradient(self, name: str, value: Value, live: dict[int, list[int]]) -> None:
-        """Add a gradient that is done, in its fewest bytes, where none is added to a sum."""
+        """Add a complete gradient in its fewest bytes, unless gradients are added to sums.
+
+        Args:
+            name: node that makes the gradient.
+            value: the value that it belongs to.
+            live: op → bytes per strategy; changed in place.
+        """
         problem = self.priced.problem
         if not problem.accumulates:
             parameter = self.parameter[name]
@@ -312,8 +365,8 @@ class Liveness:
             )
 
     def made_at(self, op: int, node: str) -> dict[int, list[int]]:
-        """Bytes of the op's results, those that its first node makes, and of what that needs
-        beside them for a while."""
+        """Op → bytes per strategy of the results that its first node makes, and of the temporary
+        memory of that node."""
         made: dict[int, list[int]] = {}
         self.add_scratch(made, node)
         for result in self.priced.problem.ops[op].results:
@@ -324,7 +377,7 @@ class Liveness:
         return made
 
     def _while(self, op: int, cluster: Cluster, now: int, live: dict[int, list[int]]) -> Moment:
-        """While the first node of a cluster runs, by which so much is made."""
+        """The moment at which the first node of a cluster runs; `live` holds what it makes."""
         problem, first = self.priced.problem, cluster.members[0]
         values = [problem.values[variant.value] for variant in problem.variants]
         held = {
@@ -360,10 +413,19 @@ class Liveness:
 
 
 def add(total: dict[int, list[int]], sizes: Sequence[int], op: int, count: int) -> None:
+    """Add the bytes of several tensors of one op to a total.
+
+    Args:
+        total: op → bytes per strategy; changed in place.
+        sizes: bytes of one tensor, per strategy.
+        op: index of the op.
+        count: number of tensors.
+    """
     if count:
         before = total.setdefault(op, [0] * len(sizes))
         total[op] = [a + count * b for a, b in zip(before, sizes, strict=True)]
 
 
 def freeze_sizes(sizes: Mapping[int, Sequence[int]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Convert a mapping of sizes into tuples, as a `Moment` stores it."""
     return tuple((op, tuple(each)) for op, each in sizes.items())

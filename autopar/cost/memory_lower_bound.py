@@ -1,16 +1,16 @@
-"""What any plan holds while an op runs, as moments without reserve: from them follows how much
-memory is needed at least.
+"""Lower bound on memory: the bytes that any plan holds while an op runs, as moments without
+reserve.
 
-`Liveness.certain` is the part of it that a search has rows for. Here are forward as well, and what
-only adds little, or seldom binds:
+`Liveness.certain` is the part of this bound that a search has rows for. The moments here also cover
+forward, and terms that add little or seldom bind:
 
-    what the op makes, and what it reads, as it reads it
-    of a parameter that it reads      bytes as it reads it − bytes as it rests: a copy beside what
-                                      rests, where the layouts differ
-    a value that waits for a reader   in forward what is kept, after its last reader there; any
-                                      other in its fewest bytes in any layout
-    a gradient that is done           its fewest bytes, where none is added to a sum
-    what the model has returned       in the layout in which it is returned
+    results and operands of the op    operands in the layout in which the op reads them
+    a parameter that the op reads     bytes as read − bytes at rest: a second copy, if the layouts
+                                      differ
+    a value that waits for a reader   in forward a kept value, after its last reader there; any
+                                      other value in its fewest bytes in any layout
+    a complete gradient               its fewest bytes, if gradients are not added to sums
+    outputs that were returned        in the layout in which they are returned
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from autopar.sharding import Cluster
 
 
 def surely(liveness: Liveness) -> tuple[Moment, ...]:
-    """A moment for each op that runs where it stands in any plan, of equal ones for the first and
-    the last, and those at which sums are widened."""
+    """List moments at which any plan holds the memory given.
+
+    There is one moment for each op whose position is the same in every plan, and one for each
+    widening of sums. Of equal ops only the first and the last are taken.
+    """
     found, last = [], _last_forward(liveness)
     for op, source in enumerate(liveness.priced.sources):
         if source.cluster is not None:
@@ -43,9 +46,11 @@ def surely(liveness: Liveness) -> tuple[Moment, ...]:
 
 
 def _last_forward(liveness: Liveness) -> dict[str, int]:
-    """Of each node that runs where it stands in the trace, in any plan, the last such reader in
-    forward, of it or of a view of it; `NEVER` where there is none. What in forward stands for
-    backward alone is no such node: backward may run it instead."""
+    """Node → position of its last reader in forward, views included; `NEVER` if it has none.
+
+    Only nodes and readers are counted whose position is the same in every plan. A node of forward
+    that only backward needs is excluded: backward may run it instead.
+    """
     found: dict[str, int] = {}
     for node in reversed(liveness.trace.graph.nodes):
         op, places = liveness.owner.get(node.name), liveness.positions
@@ -69,7 +74,7 @@ def _last_forward(liveness: Liveness) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Now:
-    """An op about to run: the first node of a cluster, at a position of the trace."""
+    """An op that runs: the first node of a cluster, at a position of the trace."""
 
     liveness: Liveness
     op: int
@@ -78,15 +83,17 @@ class _Now:
     last_forward: dict[str, int]
 
     @property
-    def backward(self) -> bool:
+    def is_backward(self) -> bool:
+        """Whether the op belongs to backward."""
         return self.liveness.priced.problem.ops[self.op].phase == "backward"
 
     def moment(self) -> Moment:
+        """The bytes that any plan holds while the op runs."""
         live = self.liveness.made_at(self.op, self.cluster.members[0].node)
         held: dict[int, int] = {}
-        self._waiting(live, held)
-        self._read(live, held)
-        if self.backward:
+        self._add_waiting(live, held)
+        self._add_operands(live, held)
+        if self.is_backward:
             self.liveness.add_returned(live, self.now)
         return Moment(
             self.cluster.members[0].node,
@@ -94,8 +101,8 @@ class _Now:
             freeze_sizes(live),
         )
 
-    def _waiting(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
-        """What waits for readers to come."""
+    def _add_waiting(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
+        """Add the values that wait for later readers, and gradients that are complete."""
         problem, spans, now = self.liveness.priced.problem, self.liveness.spans, self.now
         read = {name for name, _ in self.cluster.operands}
         for v, refs in enumerate(self.liveness.priced.refs):
@@ -105,19 +112,19 @@ class _Now:
                 for name in [
                     name
                     for name, s in here
-                    if self.backward and s.is_gradient and s.made < now and s.until < now
+                    if self.is_backward and s.is_gradient and s.made < now and s.until < now
                 ]:
                     self.liveness.add_gradient(name, value, live)
                 num = (
                     sum(s.made < now < s.until and s.has_memory and n not in read for n, s in here)
-                    if self.backward
+                    if self.is_backward
                     else 0
                 )
             else:
                 kept = [
                     (
                         s.waits(now, value.num_versions)
-                        if self.backward
+                        if self.is_backward
                         else 0 <= s.last_forward < now and s.until >= 0
                     )
                     for _, s in here
@@ -129,7 +136,7 @@ class _Now:
                     and n not in read
                     for n, s in here
                 )
-                num = 0 if self.backward or value.resident else num
+                num = 0 if self.is_backward or value.resident else num
             add(
                 live,
                 [min(value.graph.bytes)] * len(problem.ops[value.op].strategies),
@@ -137,8 +144,8 @@ class _Now:
                 num,
             )
 
-    def _read(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
-        """What the op reads."""
+    def _add_operands(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
+        """Add the operands of the op, in the layouts in which it reads them."""
         problem, first = self.liveness.priced.problem, self.cluster.members[0]
         for ref, operand in {
             ref: operand for operand, ref in enumerate(self.cluster.operands) if ref in first.reads
@@ -163,5 +170,5 @@ class _Now:
                     for s in problem.ops[value.op].strategies
                 ]
                 add(live, [-rest for rest in rests], value.op, 1)
-            if self.backward and value.phase == "forward":
+            if self.is_backward and value.phase == "forward":
                 held[v] -= span.waits(self.now, value.num_versions)

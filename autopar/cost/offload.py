@@ -1,4 +1,4 @@
-"""What the devices' hosts may hold, and which of what forward made may wait there for backward."""
+"""Offload to host memory: the budget of a host, and the time to store activations there."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from autopar.errors import HardwareError
 from autopar.rules import TensorInfo
 from autopar.sharding import Forced
 
-# of a device's share of its host; the rest is left to the processes themselves, their batches, and
-# page-locked buffers
+# Share of a device's part of the host memory. The rest is left to the processes themselves, their
+# batches, and page-locked buffers.
 _SHARE = 0.8
 
 
 def host_budget(forced: Forced, profile: HardwareProfile) -> int:
-    """Bytes per device that may be used of the host; 0 where nothing may lie there.
+    """Compute the bytes of host memory that each device may use; 0 if nothing is offloaded.
 
     Raises:
-        HardwareError: where something may, and the profile says nothing of a host.
+        HardwareError: if something is offloaded and the profile does not describe a host.
     """
     stored = [name for name, layout in forced.storage.items() if layout.host]
     if forced.offload is None and not stored:
@@ -51,8 +51,19 @@ def away(
     mesh_shape: Sequence[int],
     price: Callable[[Collective], float],
 ) -> tuple[float, ...]:
-    """Seconds to store a tensor on the hosts, per layout of its graph: infinite of partial sums, of
-    parts with halos, and of layouts in which it may not be kept."""
+    """Compute the seconds to store a tensor on the hosts, per layout of its graph.
+
+    Args:
+        info: global shape and dtype of the tensor.
+        graph: its layout graph.
+        keepable: indices of the layouts in which it may be kept; None allows all.
+        mesh_shape: devices per mesh axis.
+        price: seconds of a collective.
+
+    Returns:
+        Seconds per layout; infinite for partial sums, parts with halos, layouts marked as uncast or
+        on the host, and layouts in which the tensor may not be kept.
+    """
     found = []
     for n, layout in enumerate(graph.layouts):
         may = (keepable is None or n in keepable) and not (
@@ -67,12 +78,20 @@ def away(
 
 
 def shared_by(forced: Forced, profile: HardwareProfile, num_stages: int) -> Forced:
-    """What is forced on each of so many stages of a device: they share its part of the host
-    evenly."""
+    """Divide the host memory of a device evenly among its stages.
+
+    Args:
+        forced: the constraints on all stages.
+        profile: the hardware.
+        num_stages: stages that one device runs.
+
+    Returns:
+        The constraints on each stage.
+    """
     whole = host_budget(forced, profile)
     if not whole or num_stages == 1:
         return forced
     asked = forced.offload or Offloaded(
         parameters=False, activations=False, host_bytes=None
-    )  # of what layouts force there
+    )  # only layouts put tensors on the host
     return replace(forced, offload=replace(asked, host_bytes=max(whole // num_stages, 1)))

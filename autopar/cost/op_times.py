@@ -29,15 +29,16 @@ from autopar.sharding import Member
 # With f flops, b bytes, P the peak, e the efficiency of large sizes, h `matmul_half_flops`, B the
 # memory bandwidth, g the efficiency of the kind and o the launch overhead:
 #
-# matmul, attention, attention_backward max((f + h) / (e P), b / (g B)) + o memory kinds b / (g B)
-# + o view 0
+#     matmul, attention, attention_backward    max((f + h) / (e P), b / (g B)) + o
+#     memory-bound kinds                       b / (g B) + o
+#     view                                     0
 #
 # (f + h) / (e P) is f over the peak at efficiency e · f / (f + h): a matmul of h flops runs at
 # half the speed of a large one, because it does not fill the device. A complex product is four
-# products of its parts. Where the profile has measured points of the kind (and dtype), their
-# curve, which holds the overhead, replaces the formula; matmul and attention still take no less
-# than an elementwise op over their bytes. The time falls in neither f nor b. The slowest of
-# several profiles takes the longest of their times.
+# products of its parts. If the profile has measured points of the kind (and dtype), their curve,
+# which includes the overhead, replaces the formula. matmul and attention still take no less than an
+# elementwise op over their bytes. The time never decreases as f or b grows. If a profile has
+# several parts, the time is the longest of theirs.
 
 _PARTS: Mapping[torch.dtype | str, torch.dtype] = {
     torch.complex32: torch.float16,
@@ -50,11 +51,15 @@ _Rates = tuple[Curve | None, float, float, Curve | None, float, float]
 
 
 def compute_time(work: Work, dtype: torch.dtype | str, profile: HardwareProfile) -> float:
-    """Seconds that `work` takes; `dtype` is the one it computes in and matters to matmul and
-    attention only.
+    """Compute the seconds that work takes on one device.
+
+    Args:
+        work: flops, bytes and kind.
+        dtype: dtype of the computation; matters for matmul and attention only.
+        profile: the hardware.
 
     Raises:
-        HardwareError: where the profile says nothing about matmul or attention in `dtype`.
+        HardwareError: if the profile has no peak for matmul or attention in `dtype`.
     """
     if work.kind == "view":
         return 0.0
@@ -100,7 +105,7 @@ def _rates(profile: HardwareProfile, kind: str, dtype: torch.dtype | str) -> _Ra
 
 
 class CollectivePrices:
-    """What collectives take on a mesh and profile, each by itself, remembered per collective."""
+    """Seconds of collectives on a mesh, each by itself. Prices are cached."""
 
     def __init__(self, mesh: Mesh, profile: HardwareProfile) -> None:
         self.mesh, self.profile = mesh, profile
@@ -116,8 +121,8 @@ class CollectivePrices:
         return self._known[collective]
 
     def share(self, collective: Collective) -> float:
-        """Of one that may share a bucket, what it takes as its share of it, or by itself where
-        that is less."""
+        """Seconds of a collective that may share a bucket: its share of the bucket, or its time by
+        itself if that is less."""
         kind, axis = collective.kind, collective.axis
         size, link = self.mesh.shape[axis], self.mesh.link(axis)
         if (kind, axis) not in self._per_byte:
@@ -130,14 +135,27 @@ class CollectivePrices:
 
 @lru_cache(maxsize=2**16)  # equal layers, and strategies of one op, ask for the same
 def local_info(info: TensorInfo, layout: Layout, mesh_shape: Sequence[int]) -> TensorInfo:
-    """What one rank holds of a tensor."""
+    """Compute the shape of the part of a tensor that one rank holds.
+
+    Args:
+        info: global shape and dtype.
+        layout: how the tensor lies on the mesh.
+        mesh_shape: devices per mesh axis.
+    """
     return TensorInfo(local_shape(info.shape, layout, mesh_shape), info.dtype)
 
 
 def call_time(
     call: Call, strategy: Strategy, mesh_shape: Sequence[int], profile: HardwareProfile
 ) -> float:
-    """Time of one op on its local tensors."""
+    """Compute the seconds of one op on its local tensors, without its own collectives.
+
+    Args:
+        call: the op with global shapes.
+        strategy: the layouts of its operands and results.
+        mesh_shape: devices per mesh axis.
+        profile: the hardware.
+    """
     inputs = [
         local_info(i, layout, mesh_shape)
         for i, layout in zip(call.inputs, strategy.inputs, strict=True)
@@ -165,7 +183,7 @@ def call_time(
 def own_collectives(
     members: Iterable[tuple[Member, Strategy]], mesh_shape: Sequence[int]
 ) -> tuple[Collective, ...]:
-    """What the members of a cluster move by themselves, one after another."""
+    """List the collectives that the members of a cluster issue themselves, in order."""
     return tuple(
         c for member, strategy in members for c in own_moves(member.call, strategy, mesh_shape)
     )

@@ -1,10 +1,10 @@
-"""Trace, classes, mesh and profile → Problem: every strategy and every collective priced in seconds
-and bytes.
+"""Build the optimization problem of a trace: every strategy and every collective in seconds and
+bytes.
 
-Gradients of 16-bit parameters are reduced over ranks in fp32, and priced so, and what is cast to a
-wider parameter's gradient is not reduced before; other partial sums in their own dtype. The map
-between the problem's ops and the trace stays in `Priced`, so that answers come back as node keys
-and layouts.
+Gradients of 16-bit parameters are reduced over ranks in fp32, and priced so. A tensor that is cast
+to the gradient of a wider parameter is not reduced before the cast. Other partial sums are reduced
+in their own dtype. `Priced` keeps the map between the ops of the problem and the trace, so that
+solutions can be stated as node keys and layouts.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from autopar.rules import TensorInfo
 from autopar.sharding import ClusterClass, ClusterStrategy, Forced, Ref, group_of
 
 # --------------------------------------------------------------------------------------------------
-# The ops and values of a problem, class by class: `price` asks for them in turn.
+# The ops and values of a problem, one kind after the other.
 
 _DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass
 class Builder:
-    """What has been read of a trace so far; `price` says what the fields are."""
+    """Collects the ops and values of a problem. The fields are the arguments of `price`."""
 
     trace: Trace
     mesh: Mesh
@@ -64,7 +64,7 @@ class Builder:
     infos: dict[Ref, TensorInfo] = field(default_factory=dict)
     graphs: dict[tuple[object, ...], LayoutGraph] = field(
         default_factory=dict
-    )  # by all that they follow from
+    )  # by the arguments of `layout_graph`
     only_cast: Mapping[str, torch.dtype] = field(
         init=False
     )  # gradients that are cast before they are reduced
@@ -75,62 +75,26 @@ class Builder:
         self.asked = asked_again(self.trace)
 
     def add(self, op: Op, source: Source) -> int:
+        """Add an op with what it stands for, and return its index."""
         self.ops.append(op)
         self.sources.append(source)
         return len(self.ops) - 1
 
-    def read(self, ref: Ref, op: int, operand: int, phase: Phase, *, again: bool = True) -> None:
+    def _add_reader(
+        self, ref: Ref, op: int, operand: int, phase: Phase, *, again: bool = True
+    ) -> None:
+        """Record that an op reads a tensor; `again` tells whether it does when it is recomputed."""
         self.readers.setdefault(ref, []).append(Use(op, operand, phase, again))
 
     def parameters(self) -> None:
-        """One op per class of equal parameters: the storage layout, in which the gradient
-        arrives as well."""
-        groups: dict[tuple[object, ...], list[Parameter]] = {}
+        """Add one op per class of equal parameters; its strategies are the storage layouts."""
         held = HeldPrices(self.profile, self.optimizer, self.moves, self.all_ways)
-        for p in self.trace.parameters:
-            rest = (
-                self.forced.storage.get(p.name),
-                self.forced.rests(p.name),
-                group_of(p.name, self.forced.starts),
-                self.uncast.get(p.name),
-            )
-            alike = (
-                _DIGITS.sub("*", p.name),
-                p.view,
-                p.dtype,
-                p.compute_dtype,
-                p.requires_grad,
-                p.gradient is None,
-                rest,
-            )
-            groups.setdefault(alike, []).append(p)
         outputs = _output_nodes(self.trace)
-        for (pattern, *_), members in groups.items():
+        for (pattern, *_), members in self._group_parameters().items():
             first = members[0]
-            wanted = self.forced.storage.get(first.name)
-            layouts = all_layouts(first.view, self.mesh.shape)
-            if wanted is not None:
-                layouts = (
-                    (wanted,)
-                    if not wanted.has_partial and wanted.fits(first.view, self.mesh.shape)
-                    else ()
-                )
-            storing = [
-                layout
-                for layout in layouts
-                if storable(first.shape, first.view, layout, self.mesh.shape)
-            ]
-            if (
-                wanted is None
-                and self.forced.offload is not None
-                and self.forced.offload.parameters
-            ):
-                storing += [layout.on_host() for layout in storing]
-            possible = self.forced.resting(first.name, storing)
-            if not possible:
-                raise cannot_rest(first, self.forced, layouts, self.mesh)
-            stages = self.forced.named.stages_of(first.name)
+            possible = self._storage_layouts(first)
             if self.accumulates:
+                stages = self.forced.named.stages_of(first.name)
                 strategies = held.strategies(first, possible, stages, self.uncast.get(first.name))
             else:
                 strategies = tuple(
@@ -149,12 +113,56 @@ class Builder:
                 self.made[p.node, 0] = (index, 0)
                 self.infos[p.node, 0] = TensorInfo(p.view, p.compute_dtype)
                 if p.gradient is not None:
-                    self.read((outputs[p.gradient].name, 0), index, 0, "backward")
+                    self._add_reader((outputs[p.gradient].name, 0), index, 0, "backward")
+
+    def _group_parameters(self) -> dict[tuple[object, ...], list[Parameter]]:
+        """Group parameters that are equal in all layers; a key begins with their common name."""
+        groups: dict[tuple[object, ...], list[Parameter]] = {}
+        for p in self.trace.parameters:
+            rest = (
+                self.forced.storage.get(p.name),
+                self.forced.rests(p.name),
+                group_of(p.name, self.forced.starts),
+                self.uncast.get(p.name),
+            )
+            alike = (
+                _DIGITS.sub("*", p.name),
+                p.view,
+                p.dtype,
+                p.compute_dtype,
+                p.requires_grad,
+                p.gradient is None,
+                rest,
+            )
+            groups.setdefault(alike, []).append(p)
+        return groups
+
+    def _storage_layouts(self, p: Parameter) -> Sequence[Layout]:
+        """The layouts in which a parameter may rest.
+
+        Raises:
+            ConstraintError: if there is none.
+        """
+        wanted = self.forced.storage.get(p.name)
+        layouts = all_layouts(p.view, self.mesh.shape)
+        if wanted is not None:
+            fits = not wanted.has_partial and wanted.fits(p.view, self.mesh.shape)
+            layouts = (wanted,) if fits else ()
+        storing = [at for at in layouts if storable(p.shape, p.view, at, self.mesh.shape)]
+        if wanted is None and self.forced.offload is not None and self.forced.offload.parameters:
+            storing += [layout.on_host() for layout in storing]
+        possible = self.forced.filter_storage(p.name, storing)
+        if not possible:
+            raise cannot_rest(p, self.forced, layouts, self.mesh)
+        return possible
 
     def placeholders(self) -> None:
-        """Buffers and the loss' tangent are replicated; inputs come in any layout (a rank copies
-        only its own part), and a gradient of theirs goes to every rank; those that cross come in
-        the layout in which their gradient goes back."""
+        """Add buffers, inputs and the tangent of the loss.
+
+        Buffers and the tangent are replicated. Inputs arrive in any layout, since a rank copies
+        only its own part; their gradients go to every rank. Inputs that cross between stages arrive
+        in the layout in which their gradient goes back.
+        """
         replicated = Layout.replicated(len(self.mesh.axes))
         for b in self.trace.buffers:
             size = local_bytes(b.view, b.dtype, replicated, self.mesh.shape)
@@ -172,11 +180,11 @@ class Builder:
                 i.path,
                 i.node,
                 TensorInfo(i.shape, i.dtype),
-                self._arriving(i),
+                self._arrival_strategies(i),
                 crosses=i.crosses,
             )
             if i.gradient is not None:
-                self.read((gradients[i.gradient].name, 0), len(self.ops) - 1, 0, "backward")
+                self._add_reader((gradients[i.gradient].name, 0), len(self.ops) - 1, 0, "backward")
         for loss in (o for o in self.trace.differentiable if o.is_loss):
             tangent = (OpStrategy(Strategy((), (replicated,)), 0.0),)
             self._placeholder(
@@ -188,10 +196,12 @@ class Builder:
                 phase="backward",
             )
 
-    def _arriving(self, i: Input) -> tuple[OpStrategy, ...]:
-        """One strategy per layout."""
+    def _arrival_strategies(self, i: Input) -> tuple[OpStrategy, ...]:
+        """One strategy per layout in which an input may arrive."""
         strategies, replicated = [], Layout.replicated(len(self.mesh.axes))
-        for layout in self._crossing(i) if i.crosses else all_layouts(i.shape, self.mesh.shape):
+        for layout in (
+            self._crossing_layouts(i) if i.crosses else all_layouts(i.shape, self.mesh.shape)
+        ):
             size = local_bytes(i.shape, i.dtype, layout, self.mesh.shape)
             if i.crosses:  # held like an activation, not like the batch
                 arrives_s, back = (
@@ -208,9 +218,9 @@ class Builder:
                 )
         return tuple(strategies)
 
-    def _crossing(self, border: Input | Output) -> Iterable[Layout]:
-        """The layouts in which a tensor may cross, or leave and come back: the one that is asked
-        for, else all."""
+    def _crossing_layouts(self, border: Input | Output) -> Iterable[Layout]:
+        """The layouts in which a tensor may cross between stages, or leave the model: the decided
+        one, or all."""
         if isinstance(border, Output) and border.whole:
             return (Layout.replicated(len(self.mesh.axes)),)
         wanted = self.crossing.layouts.get(border.path)
@@ -235,6 +245,7 @@ class Builder:
         self.infos[node, 0] = info
 
     def clusters(self, classes: Sequence[ClusterClass]) -> None:
+        """Add one op per class of equal clusters."""
         for cluster_class in classes:
             first = cluster_class.first
             strategies = tuple(
@@ -262,11 +273,13 @@ class Builder:
                     self.infos[ref] = calls[ref]
                 asked = {ref for m in cluster.members if m.node in self.asked for ref in m.reads}
                 for operand, ref in enumerate(cluster.operands):
-                    self.read(ref, index, operand, phase, again=phase == "backward" or ref in asked)
+                    self._add_reader(
+                        ref, index, operand, phase, again=phase == "backward" or ref in asked
+                    )
 
     def settle_sums(self) -> None:
-        """Where ZeRO's stage 1 is forced on an axis, gradients that are made as partial sums
-        along it add up so."""
+        """Keep only strategies that add up partial sums, for parameters whose gradients are made as
+        partial sums along an axis on which ZeRO stage 1 is forced."""
         axes = [axis for axis, stage in self.forced.named.zero.items() if stage == 1]
         gradients = {
             use.op: ref
@@ -282,7 +295,7 @@ class Builder:
             )
 
     def settle_recomputation(self, classes: Sequence[ClusterClass]) -> None:
-        """Which ops backward may run again."""
+        """Decide which ops backward may run again."""
         leaving = ((o.node, 0) for o in self.trace.outputs if o.crosses)
         borders = {self.made[ref][0] for ref in borders_of(classes, leaving)}
         for i, (op, source) in enumerate(zip(self.ops, self.sources, strict=True)):
@@ -304,14 +317,16 @@ class Builder:
         return OpStrategy(strategy.outer, compute_s + moved_s, communication_s=moved_s)
 
     def outputs(self) -> None:
-        """The loss is wanted whole; other outputs in any layout without partial sums; new buffer
-        values replicated. The tangent of any other output than the loss arrives in the layout in
-        which the output left."""
+        """Add outputs and new values of buffers.
+
+        The loss and new values of buffers are replicated. Other outputs have any layout without
+        partial sums; their tangents arrive in the same layout.
+        """
         replicated = Layout.replicated(len(self.mesh.axes))
         nodes = _output_nodes(self.trace)
         leaving = [o for o in self.trace.outputs if o.crosses or o.is_answered]
         for o in leaving:
-            self._leaving(o)
+            self._add_leaving_output(o)
         wanted = [
             (o.path, nodes[i].name, o.is_loss or o.whole)
             for i, o in enumerate(self.trace.outputs)
@@ -326,11 +341,11 @@ class Builder:
             index = self.add(
                 Op(path, "output", "forward", 1, (), strategies), Source("output", (path,), (node,))
             )
-            self.read((node, 0), index, 0, "forward")
+            self._add_reader((node, 0), index, 0, "forward")
 
-    def _leaving(self, o: Output) -> None:
+    def _add_leaving_output(self, o: Output) -> None:
         strategies = []
-        for layout in self._crossing(o):
+        for layout in self._crossing_layouts(o):
             crosses = o.crosses and o.tangent
             arrives_s = (
                 self.crossing.behind.time_s(local_bytes(o.shape, o.dtype, layout, self.mesh.shape))
@@ -341,7 +356,7 @@ class Builder:
             strategies.append(OpStrategy(layouts, arrives_s, communication_s=arrives_s))
         source = Source("output", (o.path,), (o.node,), crosses=o.crosses)
         index = self.add(Op(o.path, "output", "forward", 1, (), tuple(strategies)), source)
-        self.read((o.node, 0), index, 0, "forward")
+        self._add_reader((o.node, 0), index, 0, "forward")
         if o.tangent:
             self.made[o.tangent, 0] = (index, 0)
             self.infos[o.tangent, 0] = TensorInfo(o.shape, o.dtype)
@@ -386,8 +401,11 @@ class Builder:
         return values, variants, refs
 
     def _uses(self, ref: Ref) -> tuple[Use, ...]:
-        """Who reads a tensor; of instances of an op that read it as the same operand, backward
-        reads it again if one of them does."""
+        """The readers of a tensor, one per op, operand and phase.
+
+        Of several instances of an op the one counts that reads the tensor again in backward, if
+        there is one.
+        """
         readers = sorted(
             self.readers.get(ref, ()), key=lambda u: (u.op, u.operand, u.phase, u.again)
         )
@@ -396,8 +414,11 @@ class Builder:
     def _keepable(
         self, op: int, result: int, graph: LayoutGraph, uses: Sequence[Use]
     ) -> frozenset[int] | None:
-        """None where constraints demand it; on a grid, of those in which forward makes or reads
-        the value, those split the furthest."""
+        """Indices of the layouts in which a value may be kept; None allows all.
+
+        Empty if constraints force recomputation. On a grid: of the layouts in which forward makes
+        or reads the value, those that are split over the most devices.
+        """
         cluster, named = self.sources[op].cluster, self.forced.named
         if (
             cluster is not None
@@ -425,8 +446,8 @@ class Builder:
         graph: LayoutGraph,
         keepable: frozenset[int] | None,
     ) -> tuple[float, ...]:
-        """`Value.away_s`: of what forward makes, or what comes from another stage, where offload
-        is asked for."""
+        """`Value.away_s` of a value that forward makes or that arrives from another stage; empty
+        without offload of activations."""
         offload, source = self.forced.offload, self.sources[op]
         if (
             offload is None
@@ -453,7 +474,7 @@ class Builder:
         )
         reduces = (
             ref[0] not in self.only_cast or ref[0] in self.exposed
-        )  # of what crosses there may be no partial sums
+        )  # partial sums do not cross between stages
         key = (
             tuple(info.shape),
             info.dtype,
@@ -497,17 +518,30 @@ def price(
     exposed: Collection[str] = (),
     all_ways: bool = False,
 ) -> Priced:
-    """Price everything: see the module docstring.
+    """Build the optimization problem of a trace.
 
     Args:
+        trace: the trace of the model, or of one of its stages.
+        classes: its classes of clusters, with their strategies.
+        mesh: the mesh of the trace.
+        profile: the hardware.
+        budget_bytes: bytes of memory per device that a plan may use.
+        optimizer: a key of `autopar.cost.priced.OPTIMIZERS`.
+        forced: the constraints; None forces nothing.
         crossing: how tensors cross between stages, for the trace of a stage.
-        num_microbatches: how many steps of the trace one optimizer step takes; the optimizer's time
-            is shared among them.
-        num_in_flight: how many microbatches a stage holds the kept values of.
-        all_ways: of holding a parameter also those that take longer and more memory than others: a
-            plan for other hardware may have them.
-        exposed: nodes whose results may cross between stages, in any layout without partial sums:
-            their layout graphs hold all.
+        num_microbatches: microbatches of one optimizer step, among which its time is divided.
+        num_in_flight: number of microbatches whose kept values a stage holds at once.
+        exposed: nodes whose results may cross between stages, in any layout without partial sums.
+            Their layout graphs contain all layouts.
+        all_ways: include dominated ways to hold a parameter. A plan for other hardware may use
+            them.
+
+    Returns:
+        The problem, and what its ops and variants stand for.
+
+    Raises:
+        ConstraintError: if a parameter can rest in no layout that the constraints allow.
+        HardwareError: if the profile lacks a figure that is needed.
     """
     forced = forced or Forced.nothing()
     host_budget_bytes = host_budget(forced, profile)

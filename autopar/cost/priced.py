@@ -1,5 +1,5 @@
-"""A priced problem and what it stands for; how tensors cross between stages; what optimizers
-hold."""
+"""A priced problem and what its ops stand for; links between stages; memory and traffic of
+optimizers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Source:
     """What an op of the problem stands for.
 
     Attributes:
-        kind: as in `Op.kind`. names: parameter, buffer, input or output names of the instances (not
-            for compute).
-        nodes: placeholder or read node per instance (not for compute). cluster: the class (compute
-            only).
-        crosses: whether it crosses between stages. copies: whether what ops read are copies in a
-            narrower dtype, which forward makes.
+        kind: as in `Op.kind`.
+        names: parameter, buffer, input or output names of the instances (not for compute).
+        nodes: placeholder, or node of the output, per instance (not for compute).
+        cluster: the class of clusters (compute only).
+        crosses: whether it crosses between stages.
+        copies: whether ops read copies in a narrower dtype, which forward makes.
     """
 
     kind: OpKind
@@ -48,13 +48,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The link between two neighbouring stages, one direction; by default it costs nothing."""
+    """One direction of the link between two neighbouring stages. The default costs nothing."""
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = math.inf
 
     def time_s(self, num_bytes: int) -> float:
-        """Of sending so many bytes to a neighbour, which waits for them."""
+        """Seconds to send bytes to a neighbour that waits for them."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
@@ -63,9 +63,9 @@ class Crossing:
     """How tensors cross between stages.
 
     Attributes:
-        before, behind: the links to the stage before, over which values arrive, and to the one
-            behind, over which gradients return.
-        layouts: path of what crosses → the layout it crosses in, where that is settled.
+        before: the link to the previous stage, over which values arrive.
+        behind: the link to the next stage, over which gradients return.
+        layouts: path of a tensor that crosses → its layout there, if that is decided.
     """
 
     before: Wire = Wire()
@@ -74,8 +74,14 @@ class Crossing:
 
     @staticmethod
     def along(axis: str, mesh: Mesh, hardware: Hardware, stage: int = 0) -> Crossing:
-        """Over the link of a mesh axis, for one of the stages along it; free where there is
-        none, for a single stage."""
+        """The links of one of the stages along a mesh axis.
+
+        Args:
+            axis: name of the pipeline axis; "" for a single stage, whose links cost nothing.
+            mesh: the mesh of all stages.
+            hardware: the profiles of the devices.
+            stage: index of the stage.
+        """
         return Crossing(
             wire(axis, mesh, hardware, max(stage - 1, 0), stage),
             wire(axis, mesh, hardware, stage, stage + 1),
@@ -83,8 +89,14 @@ class Crossing:
 
 
 def wire(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wire:
-    """Between stages along an axis: of unequal devices the worst of both ends. Free where there
-    is no axis."""
+    """The link between stages along a mesh axis.
+
+    Args:
+        axis: name of the pipeline axis; "" for a single stage, whose link costs nothing.
+        mesh: the mesh of all stages.
+        hardware: the profiles of the devices.
+        stages: the stages that the link connects. If their devices differ, the slowest counts.
+    """
     if not axis:
         return Wire()
     name = mesh.link(mesh.names.index(axis))
@@ -93,9 +105,17 @@ def wire(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wire:
 
 
 def handing_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> float:
-    """Seconds in which every stage along an axis gets what one of them has: handed on from rank to
-    rank in pieces so small that all P − 1 links are busy at once, (P − 1) · latency + bytes /
-    bandwidth. What broadcasts reach on real links was not measured."""
+    """Estimate the seconds in which one stage sends data to all other stages along an axis.
+
+    Ranks hand the data on in pieces so small that all P − 1 links are busy at once: (P − 1) ·
+    latency + bytes / bandwidth. The bandwidth of broadcasts on real links was not measured.
+
+    Args:
+        axis: name of the pipeline axis; "" for a single stage.
+        mesh: the mesh of all stages.
+        hardware: the profiles of the devices.
+        num_bytes: bytes that each stage receives.
+    """
     if not axis or not num_bytes:
         return 0.0
     ranks = mesh.shape[mesh.names.index(axis)]
@@ -108,13 +128,15 @@ class Priced:
     """A problem, and what its ops and variants stand for.
 
     Attributes:
-        sources: per op. refs: per variant, the tensors (node, result) of its instances.
-        optimizer: whose state and traffic the parameters were priced with.
-        moves: collectives of parameters at the begin and the end of a step of several microbatches.
-        starts: groups of layers that decide for themselves
-            (`autopar.sharding.resolve_constraints`).
-        profile: at whose figures.
-        notes: what named plans do that their names do not say.
+        problem: the optimization problem, in seconds and bytes.
+        sources: what each op stands for.
+        refs: per variant, the tensors (node, result) of its instances.
+        optimizer: name of the optimizer whose state and traffic are priced.
+        moves: collectives of parameters at the beginning and the end of a step of several
+            microbatches.
+        profile: the hardware.
+        starts: groups of layers that decide separately (`autopar.sharding.resolve_constraints`).
+        notes: effects of named plans that their names do not tell.
     """
 
     problem: Problem

@@ -1,4 +1,4 @@
-"""From when to when a tensor of a trace is live, as positions of nodes."""
+"""Lifetimes of the tensors of a trace, as positions of nodes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ NEVER = -1
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a tensor is live: positions of nodes in the trace, `NEVER` where there is none.
+    """The lifetime of a tensor: positions of nodes in the trace, `NEVER` if there is no such node.
+
+    A node of backward *needs* a tensor if it reads it, or if an op that is recomputed for this node
+    reads it.
 
     Attributes:
-        made: what makes it. last_forward: its last reader in forward; that of a result of the model
-            is the end.
-        earliest: the first in backward that could ask for it; an op that runs again, because its
-            own result is asked for, asks for its operands. latest: the last that could. read: the
-            first in backward that itself reads it, or a view of it.
-        again: the first in backward for which what runs again could have read it.
-        asked: the first that asks for it if ops run again as late as they can. until: the last that
-            does.
-        is_view: it has no memory of its own. takes_over: it is written into what it reads.
-            is_gradient: of a parameter.
+        made: the node that makes it.
+        last_forward: its last reader in forward; the end of the trace for a result of the model.
+        earliest: the first node of backward that could need it.
+        latest: the last node of backward that could need it.
+        read: the first node of backward that itself reads it, or a view of it.
+        again: the first node of backward for which a recomputed op could have read it.
+        asked: the first node that needs it if ops are recomputed as late as possible.
+        until: the last node that needs it then.
+        is_view: whether it has no memory of its own.
+        takes_over: whether it is written into the memory of an operand.
+        is_gradient: whether it is the gradient of a parameter.
     """
 
     made: int
@@ -45,17 +49,24 @@ class Span:
 
     @property
     def has_memory(self) -> bool:
-        """Of its own."""
+        """Whether it has memory of its own."""
         return not self.is_view and not self.takes_over
 
     def is_made_anew(self, now: float) -> bool:
-        """Whether the node that runs makes it, beside what it reads."""
+        """Whether the node at position `now` makes it, in memory of its own."""
         return self.made == now and self.has_memory
 
     def waits(self, now: float, num_versions: int) -> bool:
-        """Whether all that is kept of it is there while this node of backward runs, since nothing
-        has asked for it yet. What only asks so that it can run again for this node has done so: it
-        may be gone, or a version of it that others do not read."""
+        """Whether all kept versions of it exist while a node of backward runs, because none was
+        needed yet.
+
+        An op that is recomputed for this node has read it before: then the tensor may be gone, or a
+        version of it that others do not read.
+
+        Args:
+            now: position of the node.
+            num_versions: number of layouts in which the tensor may be kept.
+        """
         left = self.read != NEVER and (num_versions == 1 or self.again != now)
         return self.earliest > now or (self.earliest == now and left)
 
@@ -63,14 +74,14 @@ class Span:
 def find_spans(
     trace: Trace, recomputable: Collection[str], gradients: Collection[str]
 ) -> dict[str, Span]:
-    """Find from when to when each tensor of a trace is live, whatever the plan.
+    """Find the lifetime of each tensor of a trace, for any plan.
 
     Args:
-        recomputable: nodes that could run again in backward, by name.
-        gradients: nodes that make gradients of parameters, by name.
+        recomputable: names of the nodes that backward could recompute.
+        gradients: names of the nodes that make gradients of parameters.
 
     Returns:
-        The span of each node but the output, by name.
+        Node name → span, for all nodes except the output.
     """
     nodes = list(trace.graph.nodes)
     positions = {node.name: place for place, node in enumerate(nodes)}
@@ -97,7 +108,7 @@ def _span(
     again = [spans[user.name] for user in repeated]
     viewing = [u for u in users if not has_own_memory(u) and u.meta["phase"] == own_phase]
     views = [spans[user.name] for user in viewing]
-    # Where ops that run again could read it, directly or through views.
+    # Positions at which recomputed ops could read it, directly or through views.
     through = [spans[user.name].earliest for user in repeated if user not in viewing]
     through += [span.again for span in views]
     asking = [span.asked for span in again if span.asked >= 0]

@@ -1,5 +1,5 @@
-"""What it costs to hold a parameter through a step of several microbatches, in each of the ways
-of `autopar.cost.zero_stages`."""
+"""Seconds and bytes of holding a parameter through a step of several microbatches, for each ZeRO
+stage (`autopar.cost.zero_stages`)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ from autopar.kernels.collectives import sum_dtype
 
 @dataclass(frozen=True, slots=True)
 class HeldPrices:
-    """The strategies of parameters whose gradients add up.
+    """Prices the strategies of parameters whose gradients add up.
 
-    What is per step is shared among microbatches: gathers, reductions, and the optimizer's traffic.
-    Per microbatch a gradient is added to its sum.
+    The time of gathers, reductions and the optimizer's traffic is divided among the microbatches of
+    a step. Each microbatch adds a gradient to its sum.
+
+    Attributes:
+        profile: the hardware.
+        optimizer: name of the optimizer.
+        moves: the collectives at the beginning and the end of a step.
+        all_ways: whether strategies that another one dominates are included.
     """
 
     profile: HardwareProfile
@@ -42,11 +48,17 @@ class HeldPrices:
         stages: ZeroStages,
         uncast: Uncast | None = None,
     ) -> tuple[OpStrategy, ...]:
-        """All ways to hold it that have these stages; of those that are the same for microbatches,
-        such as take less time or rest with less.
+        """Price the ways to hold a parameter.
 
         Args:
+            p: the parameter.
+            storages: the layouts in which it may rest.
+            stages: the ZeRO stages that are forced.
             uncast: how its gradient may be added without a cast, if at all.
+
+        Returns:
+            The strategies. Of those with equal layouts for microbatches, the dominated ones are
+            left out, unless `all_ways` is set.
         """
         mesh_shape, trained = self.moves.mesh_shape, p.gradient is not None
         found: dict[Strategy, list[OpStrategy]] = {}
@@ -63,8 +75,8 @@ class HeldPrices:
         )
 
     def _strategy(self, p: Parameter, held: Held, dtype: torch.dtype) -> OpStrategy | None:
-        """The strategy where its gradient is added in a dtype, left uncast if that is not its
-        own."""
+        """The strategy that adds gradients of this dtype, uncast if it is not the dtype of the
+        parameter; None if no collectives lead between the layouts."""
         moved_s = self.moves.seconds(p, held)
         if moved_s is None:
             return None
@@ -117,7 +129,7 @@ class HeldPrices:
 def _added_in(
     p: Parameter, held: Held, uncast: Uncast | None, mesh_shape: Sequence[int]
 ) -> tuple[torch.dtype, ...]:
-    """The dtypes in which gradients may come to be added."""
+    """The dtypes that a gradient may have when it is added."""
     if p.gradient is None or uncast is None or held.sums not in uncast.layouts:
         return (p.dtype,)
     return (uncast.dtype,) if is_made_there(held.sums, mesh_shape) else (p.dtype, uncast.dtype)
@@ -132,9 +144,18 @@ def held_time(
     added: int,
     storage: Layout,
 ) -> float:
-    """Seconds of compute per microbatch: its share of the optimizer's traffic over `rests` bytes,
-    and a gradient of `added` bytes added to `sums` bytes, which are read and written, but on the
-    first microbatch written only."""
+    """Compute the seconds per microbatch of the optimizer and of adding a gradient to its sum.
+
+    Args:
+        profile: the hardware.
+        optimizer: name of the optimizer.
+        num_microbatches: microbatches of a step.
+        rests: local bytes of the parameter at rest; 0 if it is not trained.
+        sums: local bytes of the sum. It is read and written, but only written on the first
+            microbatch.
+        added: local bytes of the gradient.
+        storage: layout at rest; on the hosts, their memory bandwidth counts.
+    """
     if not sums:
         return 0.0
     _, traffic = OPTIMIZERS[optimizer]
@@ -149,8 +170,14 @@ def held_time(
 def narrowing_s(
     p: Parameter, storage: Layout, mesh_shape: Sequence[int], profile: HardwareProfile
 ) -> float:
-    """Seconds to copy a parameter where it rests into the dtype in which it is read, where that
-    is not its own."""
+    """Compute the seconds to cast a parameter to the dtype in which ops read it; 0 without a cast.
+
+    Args:
+        p: the parameter.
+        storage: layout in which the copy is made.
+        mesh_shape: devices per mesh axis.
+        profile: the hardware.
+    """
     if not p.is_narrowed:
         return 0.0
     moved = sum(
@@ -168,8 +195,17 @@ def resting_strategy(
     optimizer: str,
     profile: HardwareProfile,
 ) -> OpStrategy:
-    """The strategy of a parameter that is read, and whose gradient is returned, as it rests; a copy
-    that is read is a value, which forward makes."""
+    """Price a parameter that ops read, and whose gradient arrives, in its storage layout.
+
+    A copy in a narrower dtype is a value that forward makes, and is not counted here.
+
+    Args:
+        p: the parameter.
+        layout: its storage layout.
+        mesh_shape: devices per mesh axis.
+        optimizer: name of the optimizer.
+        profile: the hardware.
+    """
     trained = p.gradient is not None
     size, cast_s = (
         local_bytes(p.view, p.dtype, layout, mesh_shape),
@@ -188,8 +224,7 @@ def resting_strategy(
 
 
 def bandwidth_at(storage: Layout, profile: HardwareProfile) -> float:
-    """Bytes per second of the memory in which a parameter rests, as those reach it that take the
-    optimizer's step."""
+    """Bytes per second that an optimizer step reaches in the memory in which a parameter rests."""
     if not storage.host:
         return profile.memory_bandwidth_bytes_per_s
     assert profile.host is not None, "nothing is offered on a host of which nothing is known"
@@ -197,7 +232,8 @@ def bandwidth_at(storage: Layout, profile: HardwareProfile) -> float:
 
 
 def adding_partial(strategies: Sequence[OpStrategy], axes: Sequence[int]) -> tuple[OpStrategy, ...]:
-    """Those with ZeRO's stage 1 on each of these axes on which the parameter rests sharded."""
+    """Select the strategies with ZeRO stage 1 on those of these axes on which the parameter rests
+    sharded."""
     return tuple(
         s for s in strategies if all(stage_on(held_of(s), axis) in (0, 1) for axis in axes)
     )
@@ -205,10 +241,14 @@ def adding_partial(strategies: Sequence[OpStrategy], axes: Sequence[int]) -> tup
 
 @dataclass
 class Making:
-    """What is made as partial sums: what only passes them on does so where it is given them.
+    """Finds out which tensors may be made as partial sums.
+
+    Ops that only pass partial sums on make them if their operands are partial sums.
 
     Args:
-        made: tensor → the op that makes it, and as which result.
+        ops: the ops of the problem.
+        sources: what each op stands for.
+        made: tensor → the op that makes it, and the index of the result.
     """
 
     ops: Sequence[Op]
@@ -217,17 +257,17 @@ class Making:
     _known: dict[tuple[tuple[str, int], int], bool] = field(default_factory=dict)
 
     def partial(self, ref: tuple[str, int], axis: int) -> bool:
-        """Whether a tensor may be made so over an axis."""
+        """Whether a tensor may be made as partial sums over a mesh axis."""
         if (ref, axis) not in self._known:
             self._known[ref, axis] = any(
-                all(self.partial(other, axis) for other in given)
-                for given in self._given(ref, axis)
+                all(self.partial(other, axis) for other in operands)
+                for operands in self._partial_operands(ref, axis)
             )
         return self._known[ref, axis]
 
-    def _given(self, ref: tuple[str, int], axis: int) -> Iterator[list[tuple[str, int]]]:
-        """Of each strategy that makes it so, the operands that have to be partial sums over the
-        axis themselves."""
+    def _partial_operands(self, ref: tuple[str, int], axis: int) -> Iterator[list[tuple[str, int]]]:
+        """Yield, for each strategy that makes a tensor as partial sums over the axis, the operands
+        that have to be partial sums over it."""
         op, result = self.made[ref]
         cluster = self.sources[op].cluster
         operands = () if cluster is None else cluster.first.operands
@@ -241,8 +281,10 @@ class Making:
 
 
 def _drop_dominated(alike: Sequence[OpStrategy]) -> Iterator[OpStrategy]:
-    """Those of which no other, or none before it, takes as little time and rests with as few
-    bytes, here and there."""
+    """Yield the strategies that no other one dominates in seconds and bytes on devices and hosts.
+
+    Of equal ones only the first is yielded.
+    """
     for i, s in enumerate(alike):
         cost = _costs(s)
         others = [

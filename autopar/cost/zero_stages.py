@@ -1,17 +1,16 @@
-"""How a parameter is held through a step of several microbatches: where it rests, in which layout
-microbatches read it, and in which layout its gradients add up.
+"""ZeRO stages: the three layouts of a parameter in a step of several microbatches.
 
-    storage   where it rests between steps, with its optimizer state
-    working   what microbatches read: gathered once at the begin of a step and held through it, or
-              as it rests
-    sums      gradients are added up there in fp32 (a wider dtype stays), partial sums over ranks
-              included, and go to storage once, at
-              the end of a step; what backward makes there in a narrower dtype need not be cast for
-              that (`autopar.cost.gradient_dtypes`)
+    storage   layout at rest between steps, also of its optimizer state
+    working   layout that microbatches read: gathered once at the beginning of a step and held
+              through it, or the storage layout
+    sums      layout in which gradients add up, possibly as partial sums over ranks, in fp32 or a
+              wider dtype of the parameter; they are reduced to storage once, at the end of a step;
+              a narrower gradient need not be cast before (`autopar.cost.gradient_dtypes`)
 
-Per mesh axis over which it rests sharded these are ZeRO's stages (Rajbhandari et al., "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models", 2020, section 5), with Ψ elements over P
-devices and M microbatches, elements that a device sends in a step:
+Per mesh axis over which the parameter rests sharded, these are the stages of ZeRO (Rajbhandari et
+al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5). The
+table gives the elements that a device sends in a step, for Ψ elements over P devices and M
+microbatches:
 
     stage   working      sums       moves
     1       gathered     partial    gathered once, reduced once: 2Ψ(P−1)/P
@@ -19,19 +18,17 @@ devices and M microbatches, elements that a device sends in a step:
     3       as it rests  sharded    gathered once or twice per microbatch, reduced per microbatch:
                                     2MΨ(P−1)/P or 3MΨ(P−1)/P
 
-Where it rests whole its gradients add up reduced, or as partial sums that are reduced once. Each
-axis of each parameter has a stage of its own; that they mix is the planner's choice. A copy that is
-gathered while gradients of the same axis add up where they rest, and the reverse, are stages 2 and
-3; partial sums of a parameter that is gathered per use are not offered: they hold more than stage
-1.
+If the parameter rests replicated, its gradients add up reduced, or as partial sums that are reduced
+once. Each axis of each parameter has its own stage, and the planner may mix them. Partial sums of a
+parameter that is gathered per use are not offered: they hold more than stage 1.
 
-Of a dim that several axes split only the innermost splitters are gathered or summed alone. A forced
-stage 1 or 2 on an outer one goes through the inner ones: once a step these are gathered first, and
-split again, so that what is held is still split over them.
+If several axes split a dim, only the innermost splitters can be gathered or summed alone. A forced
+stage 1 or 2 on an outer axis involves the inner ones: once a step these are gathered first and
+split again, so that the held tensor is still split over them.
 
-Where it rests on the hosts (`Layout.host`), it is copied to the devices once a step, and held there
-as it rests or gathered, or once per use; sums are the devices', and go to the hosts at the end of a
-step.
+A parameter that rests on the hosts (`Layout.host`) is copied to the devices once a step, and held
+there in its storage layout or gathered, or it is copied once per use. Sums are on the devices, and
+are copied to the hosts at the end of a step.
 """
 
 from __future__ import annotations
@@ -65,8 +62,10 @@ _MOST_TOLD = 8  # layouts in an error
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The three layouts; see the module docstring. Of a parameter without a gradient `sums` is
-    its storage layout."""
+    """The three layouts of a parameter; see the module docstring.
+
+    Without a gradient, `sums` is the storage layout.
+    """
 
     storage: Layout
     working: Layout
@@ -74,7 +73,7 @@ class Held:
 
 
 def held_of(strategy: OpStrategy) -> Held:
-    """What a parameter's strategy says."""
+    """Read the three layouts from a strategy of a parameter."""
     working = strategy.layouts.outputs[0]
     storage = strategy.storage or working
     return Held(
@@ -83,15 +82,17 @@ def held_of(strategy: OpStrategy) -> Held:
 
 
 def offered_as(strategy: OpStrategy) -> tuple[Strategy, ...]:
-    """A strategy of an op that is no cluster, as plans say it: what the graph sees, then where
-    it rests if that is elsewhere."""
+    """Convert a strategy of an op other than a cluster to the form of plans: the layouts that the
+    graph sees, then the storage layout if it differs."""
     seen, at = strategy.layouts, strategy.storage
     return (seen,) if at is None else (seen, Strategy((at,) if seen.inputs else (), (at,)))
 
 
 def own_time_s(op: Op, strategy: int) -> float:
-    """Of one instance of an op, without its own collectives, and what a parameter moves at the
-    begin and the end of a step."""
+    """Seconds of one instance of an op, without its own collectives.
+
+    The collectives of a parameter at the beginning and the end of a step are not counted either.
+    """
     chosen = op.strategies[strategy]
     return (
         chosen.time_s - chosen.communication_s
@@ -103,9 +104,16 @@ def own_time_s(op: Op, strategy: int) -> float:
 def held_ways(
     storage: Layout, mesh_shape: Sequence[int], *, trained: bool, stages: ZeroStages
 ) -> Iterator[Held]:
-    """Every way to hold a parameter that rests in `storage`."""
-    # Where a stage is forced there may be no other way to rest: an inner part of a stored dim is
-    # split in mesh order alone.
+    """Yield every way to hold a parameter.
+
+    Args:
+        storage: its layout at rest.
+        mesh_shape: devices per mesh axis.
+        trained: whether it has a gradient.
+        stages: the ZeRO stages that are forced.
+    """
+    # With a forced stage there may be no other storage layout: an inner part of a stored dim is
+    # split in mesh order only.
     through = frozenset(axis for axis, stage in stages.items() if stage in (1, 2))
     axes = [axis for axis, size in enumerate(mesh_shape) if size > 1]
     options = [list(_on_axis(storage.placements[axis], trained, stages.get(axis))) for axis in axes]
@@ -123,22 +131,22 @@ def held_ways(
 def _on_axis(
     rests: Placement, trained: bool, stage: int | None
 ) -> Iterator[tuple[Placement, Placement]]:
-    """Placements on one axis of what microbatches read and of sums."""
+    """Yield pairs of placements on one axis: of the working layout and of the sums."""
     if not isinstance(rests, Shard):
         yield from ((rests, REPLICATE), (rests, PARTIAL)) if trained else ((rests, REPLICATE),)
         return
     stages = {1: (REPLICATE, PARTIAL), 2: (REPLICATE, rests), 3: (rests, rests)}
     allowed = {None: (1, 2, 3), 1: (1, 2)}.get(
         stage, (stage,)
-    )  # a gradient that is made reduced has no partial sums: stage 2
+    )  # a gradient without partial sums has stage 2
     yield from (
         pair for number, pair in stages.items() if number in allowed and (trained or number > 1)
     )
 
 
 def _inner(storage: Layout, other: Layout, through: frozenset[int]) -> bool:
-    """Whether those axes of each split dim that are no longer split in `other` are its innermost
-    splitters, but for axes of `through`."""
+    """Whether, for each split dim, the axes that no longer split it in `other` are its innermost
+    splitters. Axes in `through` are ignored."""
     for dim in {p.dim for p in storage.placements if isinstance(p, Shard)}:
         gone = [
             not isinstance(other.placements[axis], Shard)
@@ -152,11 +160,12 @@ def _inner(storage: Layout, other: Layout, through: frozenset[int]) -> bool:
 
 @dataclass
 class StepMoves:
-    """The collectives at the begin and at the end of a step.
+    """The collectives of parameters at the beginning and at the end of a step.
 
     Args:
-        price: seconds of a collective, by itself and as a share of a bucket. num_microbatches:
-            among which what is done once is shared.
+        mesh_shape: devices per mesh axis.
+        price: seconds of a collective, by itself and as a share of a bucket.
+        num_microbatches: microbatches of a step, among which its time is divided.
     """
 
     mesh_shape: tuple[int, ...]
@@ -167,16 +176,17 @@ class StepMoves:
         self._known: dict[tuple[object, ...], tuple[Step, ...]] = {}
 
     def gathers(self, p: Parameter, held: Held) -> tuple[Step, ...]:
-        """From storage to what microbatches read, in order, with seconds per microbatch, of which
-        `seconds` counts shares of buckets.
+        """List the collectives from the storage to the working layout, in order.
+
+        Their seconds are per microbatch. `seconds` counts them as shares of buckets.
 
         Raises:
-            LayoutError: where no collectives lead there.
+            LayoutError: if no collectives lead there.
         """
         return self._chain(p.view, p.compute_dtype, held.storage, held.working)
 
     def reduces(self, p: Parameter, held: Held) -> tuple[Step, ...]:
-        """From sums to storage; arguments and errors as of `gathers`."""
+        """List the collectives from the sums to the storage layout; see `gathers`."""
         return (
             self._chain(p.view, sum_dtype(p.dtype), held.sums, held.storage)
             if p.gradient is not None
@@ -184,7 +194,7 @@ class StepMoves:
         )
 
     def seconds(self, p: Parameter, held: Held) -> float | None:
-        """Of both, per microbatch; None where no collectives lead there."""
+        """Seconds of `gathers` and `reduces` per microbatch; None if no collectives lead there."""
         try:
             return sum(step.counted_s for step in (*self.gathers(p, held), *self.reduces(p, held)))
         except LayoutError:
@@ -204,7 +214,7 @@ class StepMoves:
 
 
 def stage_on(held: Held, axis: int) -> int:
-    """ZeRO's stage on a mesh axis; 0 where it rests whole."""
+    """The ZeRO stage on a mesh axis; 0 if the parameter rests replicated there."""
     if not isinstance(held.storage.placements[axis], Shard):
         return 0
     if isinstance(held.sums.placements[axis], Partial):
@@ -215,15 +225,23 @@ def stage_on(held: Held, axis: int) -> int:
 def cannot_rest(
     p: Parameter, forced: Forced, layouts: Sequence[Layout], mesh: Mesh
 ) -> ConstraintError:
-    """Why a parameter can rest in none of `layouts`, which a mesh and constraints leave it."""
-    what = f"{p.name} of shape {p.shape} cannot rest as {forced.asked(p.name)} on mesh {mesh}"
-    if not forced.resting(p.name, layouts):
+    """Make the error of a parameter that has no storage layout.
+
+    Args:
+        p: the parameter.
+        forced: the constraints.
+        layouts: the layouts that the mesh and the constraints allow.
+        mesh: the mesh.
+    """
+    asked = forced.describe_storage(p.name)
+    what = f"{p.name} of shape {p.shape} cannot rest as {asked} on mesh {mesh}"
+    if not forced.filter_storage(p.name, layouts):
         some = (
             layout
             for layout in all_layouts(p.view, mesh.shape)
             if storable(p.shape, p.view, layout, mesh.shape)
         )
-        left = sorted({str(layout) for layout in forced.resting(p.name, list(some))})
+        left = sorted({str(layout) for layout in forced.filter_storage(p.name, list(some))})
         told = ", ".join(left[:_MOST_TOLD]) + (
             f" and {len(left) - _MOST_TOLD} more" if len(left) > _MOST_TOLD else ""
         )

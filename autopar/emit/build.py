@@ -345,7 +345,7 @@ def emit_staged(
 
 def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
     """Return how a program processes microbatches. For the arguments see `emit_staged`."""
-    outputs = {path: (label.joined, label.dim) for path, label in how.outputs.items()}
+    outputs = {path: (label.combination, label.dim) for path, label in how.outputs.items()}
     loss = None if part.loss is None else part.loss.path
     counts = (
         Count({g.path: g.kind for g in c.given}, LazyGraphModule({}, c.graph), c.buffers, c.inputs)

@@ -1,5 +1,5 @@
-"""Rules applied to nodes: clusters that share a decision, folded into classes, with their
-strategies."""
+"""Rules applied to a trace: clusters of nodes that share a decision, their classes and strategies,
+and the constraints on them."""
 
 from autopar.sharding.clusters import Cluster, Member, Ref, clusters_of, pattern_of
 from autopar.sharding.enumerate import ClusterClass, ClusterStrategy, apart, classes_of

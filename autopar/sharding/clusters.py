@@ -3,20 +3,24 @@
 Terms. A *cluster* is a set of nodes that share one decision, with no redistribution inside. A
 *pattern* is a node key in which the indices of repeated layers are written ``{0}``, ``{1}``, ….
 
-When is a node merged into the cluster of a producer? Only where no choice is lost that could pay:
-the node is no contraction or lookup (before these, a gathered operand can pay for itself); on every
-axis, whatever placement the producer can give, the node accepts, and where it reads several tensors
-of the cluster, whatever they can be together (of samples that are split the mean is a partial sum,
-which cannot be taken from them); and what it makes is no larger than what it reads, so that
-redistributing its result is never dearer than redistributing its operand; its own operands leave it
-no choice (a tensor made like another may lie in any way, and several such would multiply the
-cluster's strategies); it reads nothing that the cluster may read with a halo or mirrored, which
-would be another layout; and where the cluster is made of nothing, as zeros or a range is, it reads
-nothing else: such tensors are whole on every device, and what else it read would have to be whole
-beside them. A contraction can be the first node of a cluster, with followers. Where what backward
-reads of one memory is more than it holds (a tensor and a view of it), views are not merged into
-what makes that, nor others into views that backward reads: what is made together is kept together,
-and counted twice.
+A node is merged into the cluster of a producer only if no useful choice is lost:
+
+- The node is no contraction and no lookup. Before these, a gathered operand can pay for itself.
+- On every axis the node accepts every placement that the producer can give. If it reads several
+  tensors of the cluster, it accepts every combination of their placements. (The mean of split
+  samples is a partial sum, which cannot be subtracted from them.)
+- Its results are no larger than its operands, so that redistributing a result never costs more than
+  redistributing the operand.
+- The placements of its operands determine those of its results. A tensor that is created like
+  another one may have any placement, and several of them would multiply the strategies.
+- It reads no tensor that the cluster may read with a halo or mirrored, which is another layout.
+- If the cluster depends on no tensor (zeros, a range), neither does the node. Such tensors are
+  replicated, and other operands of the node would have to be replicated as well.
+
+A contraction can be the first node of a cluster and have followers. If backward reads more bytes of
+one memory than it holds (a tensor and a view of it), views are not merged into the producer, nor
+other nodes into views that backward reads. Tensors that are made together are kept together, and
+their memory would be counted twice.
 """
 
 from __future__ import annotations
@@ -42,27 +46,31 @@ from autopar.ops import random
 from autopar.rules import AxisOption, Call, TensorInfo, axis_options, call_of, operands_of
 
 # --------------------------------------------------------------------------------------------------
-# Which tensors of a trace lie in the same memory, and where more is kept for backward than that
-# memory holds.
+# Tensors that share memory, and memory of which backward reads more bytes than it holds.
 
 Ref = tuple[str, int]  # a tensor: node name, result index
 
 
 class Storages:
-    """The memory that the tensors of a trace lie in, by the tensor that it was made for.
+    """The memory of the tensors of a trace, identified by the tensor that it was allocated for.
 
-    A view of what is kept, kept as well, takes no memory, but counts as a tensor; where each may be
-    made again by itself, a plan that keeps one of them and makes the others again is counted as
-    what it is.
+    A kept view of a kept tensor takes no memory, but counts as a tensor. If both can be recomputed
+    separately, a plan that keeps one and recomputes the other is counted correctly.
     """
 
     def __init__(self) -> None:
         self._owner: dict[Ref, Ref] = {}
-        self._free: dict[Ref, int] = {}  # bytes of a memory less those of what is kept in it
+        self._free: dict[Ref, int] = {}  # bytes of a memory minus bytes of the tensors kept in it
         self._viewing: set[str] = set()
 
     def add(self, name: str, call: Call, reads: Sequence[Ref]) -> None:
-        """A node, after those that it reads."""
+        """Add a node, after the nodes that it reads.
+
+        Args:
+            name: name of the node.
+            call: its call.
+            reads: the tensors that it reads.
+        """
         views = (
             bool(reads)
             and is_view(call.target)
@@ -76,24 +84,24 @@ class Storages:
             self._free.update({} if views else {(name, result): size_of(info)})
 
     def keep(self, kept: Mapping[Ref, TensorInfo]) -> None:
-        """What backward reads of forward's tensors."""
+        """Count the tensors of forward that backward reads."""
         for ref, info in kept.items():
             owner = self._owner.get(ref, ref)
             self._free[owner] = self._free.get(owner, 0) - size_of(
                 info
-            )  # what the model is given rests: a view of it takes none
+            )  # parameters, buffers and inputs have no entry: views of them take no memory
 
     def is_view(self, name: str) -> bool:
-        """Whether a node's results lie in its operand's memory."""
+        """Whether the results of a node share the memory of its operand."""
         return name in self._viewing
 
     def are_full(self, refs: Sequence[Ref]) -> bool:
-        """Whether more is kept in the memory of one of these than it holds."""
+        """Whether more bytes are kept than the memory of one of these tensors holds."""
         return any(self._free.get(self._owner.get(ref, ref), 0) < 0 for ref in refs)
 
 
 def size_of(info: TensorInfo) -> int:
-    """Bytes of a whole tensor."""
+    """Bytes of a tensor on one device if it is replicated."""
     return info.dtype.itemsize * math.prod(info.shape)
 
 
@@ -103,12 +111,18 @@ def size_of(info: TensorInfo) -> int:
 Assignment = dict[Ref, Placement]  # on one axis
 Node = tuple[
     Sequence[Ref], Sequence[Ref], Iterable[AxisOption]
-]  # what it reads, what it makes, how it may
+]  # tensors that it reads, tensors that it makes, options
 
 
 def joint_options(nodes: Iterable[Node]) -> list[Assignment]:
-    """Every consistent choice of one option per node, in topological order, as tensor →
-    placement."""
+    """List every consistent choice of one option per node on one mesh axis.
+
+    Args:
+        nodes: operands, results and options of each node, in topological order.
+
+    Returns:
+        Each choice as tensor → placement.
+    """
     found: list[Assignment] = [{}]
     for reads, makes, options in nodes:
         options = tuple(options)
@@ -124,7 +138,7 @@ def joint_options(nodes: Iterable[Node]) -> list[Assignment]:
 def _join_option(
     state: Assignment, reads: Sequence[Ref], makes: Sequence[Ref], option: AxisOption
 ) -> Assignment | None:
-    """None where the option reads a tensor otherwise than it lies."""
+    """Add an option to a choice; None if it reads a tensor with another placement."""
     joined = dict(state)
     if any(
         joined.setdefault(ref, placement) != placement
@@ -166,7 +180,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=[./]|$)")
 
 
 def pattern_of(key: str) -> tuple[str, tuple[int, ...]]:
-    """A node key's pattern and the layer indices in it: ``layers.3.mlp/dot/…`` →
+    """Return the pattern of a node key and the layer indices in it: ``layers.3.mlp/dot/…`` →
     ``layers.{0}.mlp/dot/…``, (3,)."""
     module, slash, rest = key.partition("/")
     indices = tuple(int(m) for m in _INDEX.findall(module))
@@ -177,7 +191,7 @@ def pattern_of(key: str) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One node of a cluster: its call, and the tensors it reads and makes."""
+    """One node of a cluster: its call, and the tensors that it reads and makes."""
 
     node: str
     key: str
@@ -192,8 +206,11 @@ class Cluster:
     """Nodes that share one decision (see the module docstring).
 
     Attributes:
-        operands: tensors read from outside, each once. results: tensors read outside.
-        indices: the layer indices of this instance.
+        members: the nodes, in topological order.
+        operands: tensors from outside that members read, each once.
+        results: tensors that nodes outside read.
+        phase: phase of the members.
+        indices: layer indices of this instance.
     """
 
     members: tuple[Member, ...]
@@ -204,7 +221,7 @@ class Cluster:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What equal instances have in common."""
+        """A key that equal instances of repeated layers have in common."""
         local = {ref: i for i, ref in enumerate(self.operands)}
         names = {m.node: i for i, m in enumerate(self.members)}
         reads = tuple(
@@ -226,7 +243,7 @@ class _Graph:
     options: dict[str, tuple[AxisOption, ...]] = field(default_factory=dict)
     specially: dict[str, frozenset[Ref]] = field(
         default_factory=dict
-    )  # what a node may read with a halo or mirrored
+    )  # tensors that a node may read with a halo or mirrored
     position: dict[str, int] = field(default_factory=dict)
     from_nothing: set[str] = field(
         default_factory=set
@@ -234,7 +251,7 @@ class _Graph:
     storages: Storages = field(default_factory=Storages)
 
     def is_kept(self, name: str) -> bool:
-        """Whether backward reads what a node of forward makes."""
+        """Whether backward reads a result of a node of forward."""
         read = (reader for ref in self.members[name].makes for reader in self.readers.get(ref, ()))
         return self.phase[name] == "forward" and any(
             self.phase[reader] == "backward" for reader in read
@@ -242,8 +259,15 @@ class _Graph:
 
 
 def clusters_of(trace: Trace, apart: Container[str] = ()) -> tuple[Cluster, ...]:
-    """Merge the trace's nodes into clusters, in topological order of their first member; those
-    in `apart` into no producer's."""
+    """Merge the nodes of a trace into clusters.
+
+    Args:
+        trace: the trace.
+        apart: names of nodes that are not merged into the cluster of a producer.
+
+    Returns:
+        The clusters, in topological order of their first member.
+    """
     graph = _read_graph(trace)
     home = {name: name for name in graph.members}  # node → first node of its cluster
     content = {name: [name] for name in graph.members}
@@ -298,11 +322,11 @@ def _read_graph(trace: Trace) -> _Graph:
 
 
 def offered_options(call: Call) -> tuple[AxisOption, ...]:
-    """The options of a call that are worth a thought.
+    """List the options of a call that strategies are made of.
 
-    Partial sums pass through views, sums and additions, which may gather several of them before one
-    reduction; through a product they would only be reduced later, at no less than the same size, so
-    that is not offered.
+    Partial sums pass through views, sums and additions, so that several of them need one reduction.
+    Options that pass them through a product are left out: the reduction would only come later, and
+    its tensor would be no smaller.
     """
     options = axis_options(call)
     if call.target not in _PRODUCTS or len(call.inputs) < 2:
@@ -311,8 +335,8 @@ def offered_options(call: Call) -> tuple[AxisOption, ...]:
 
 
 def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[AxisOption, ...]:
-    """The options whose partial operands some producer can give; of a result that is taken of
-    several, those that are given."""
+    """The options whose partial operands some producer can give. A getitem reads what its producer
+    gives."""
     made = [(graph.options.get(name, ()), result) for name, result in reads]
     given = [
         {
@@ -325,6 +349,7 @@ def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[
     asked = (Partial, Mirrored) if call.target is operator.getitem else (Partial,)
 
     def possible(option: AxisOption) -> bool:
+        """Whether producers can give all operands of the option."""
         return all(
             not issubclass(type(p), asked) or p in ok
             for p, ok in zip(option.inputs, given, strict=True)
@@ -358,8 +383,7 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
     ):
         return False
     if graph.members[content[0]].call.target is ops.linear_cross_entropy:
-        # where it runs again for its gradients, what its losses are weighted with would count as
-        # asked for
+        # if it is recomputed for its gradients, the weights of its losses would count as needed
         return False
     if any(graph.specially[node].intersection(member.reads) for node in content):
         return False
@@ -384,8 +408,7 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
 def _would_be_counted_twice(
     graph: _Graph, content: Sequence[str], member: Member, reads: Sequence[Ref]
 ) -> bool:
-    """Whether `member`, in the cluster `content` that makes what it reads, might have memory
-    kept that is kept already."""
+    """Whether merging `member` into the cluster `content` might count kept memory twice."""
     if not graph.storages.are_full(reads):
         return False
     if graph.storages.is_view(member.node):
@@ -401,8 +424,8 @@ def _follows(options: Sequence[AxisOption]) -> bool:
 def _accepts_all(
     graph: _Graph, member: Member, name: str, operand: int, from_cluster: Sequence[int]
 ) -> bool:
-    """Whatever the producer gives is accepted, without asking for partial sums from elsewhere
-    (nothing redistributes to them)."""
+    """Whether a member accepts every placement that the producer of an operand can give, with no
+    partial sums as other operands: no collective makes those."""
     producer, result = member.reads[operand]
     given = {option.outputs[result] for option in graph.options[producer]}
     return given <= {
@@ -413,7 +436,7 @@ def _accepts_all(
 def _accepts_together(
     graph: _Graph, content: Sequence[str], member: Member, name: str, from_cluster: Sequence[int]
 ) -> bool:
-    """As `_accepts_all`, of all that it reads of the cluster together."""
+    """As `_accepts_all`, for all operands from the cluster together."""
     if len({member.reads[i] for i in from_cluster}) < 2:
         return True
     given = joint_options(
@@ -433,8 +456,7 @@ def _usable(
 
 
 def _depends(graph: _Graph, name: str, inside: set[str]) -> bool:
-    """Whether `name` reads, over any way, what the cluster makes. Nodes before the cluster's
-    first cannot."""
+    """Whether `name` depends on the cluster. Nodes before its first node cannot."""
     first = min(graph.position[n] for n in inside)
     frontier, seen = [name], {name}
     while frontier:

@@ -1,9 +1,9 @@
 """Classes of equal clusters, and the strategies that each chooses from.
 
-Terms. A cluster *class* is all clusters with the same patterns and the same calls: one decision for
-all of them. Per-axis options of a cluster are the consistent combinations of its members' options
-(no redistribution inside a cluster); strategies are their product over the mesh axes, in every
-order of the splitters.
+Terms. A cluster *class* contains all clusters with the same patterns and the same calls. It takes
+one decision for all of them. The options of a cluster on one axis are the consistent combinations
+of its members' options, without redistribution inside the cluster. Its strategies are the product
+of these options over the mesh axes, in every order of the splitters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autopar.sharding.resolve_constraints import Forced, Starts, group_of
 
 @dataclass(frozen=True, slots=True)
 class ClusterStrategy:
-    """A strategy of a cluster: its outer layouts, and every member's own."""
+    """A strategy of a cluster: layouts of its operands and results, and of those of each member."""
 
     outer: Strategy
     members: tuple[Strategy, ...]
@@ -49,18 +49,23 @@ class ClusterClass:
 
     @property
     def first(self) -> Cluster:
+        """The first instance, which stands for all."""
         return self.instances[0]
 
 
 def classes_of(
     trace: Trace, mesh_shape: Sequence[int], forced: Forced | None = None
 ) -> tuple[ClusterClass, ...]:
-    """Clusters of the trace, equal ones folded into classes, with their strategies on a mesh of
-    that shape.
+    """Fold the clusters of a trace into classes, and list their strategies.
+
+    Args:
+        trace: the trace.
+        mesh_shape: devices per mesh axis.
+        forced: the constraints; None forces nothing.
 
     Raises:
-        ConstraintError: where no strategy of an op meets what is forced on it; names the op and
-            what it could do.
+        ConstraintError: if no strategy of an op meets its constraints. The error names the op and
+            its possible layouts.
     """
     forced = forced or Forced.nothing()
     clusters = clusters_of(trace, forced.named.apart)
@@ -85,7 +90,7 @@ def classes_of(
 
 
 def apart(classes: Sequence[ClusterClass], starts: Starts) -> tuple[ClusterClass, ...]:
-    """The same strategies, for each group of layers by itself."""
+    """Split classes by groups of layers. The strategies stay the same."""
     found: list[ClusterClass] = []
     for each in classes:
         groups: dict[int, list[Cluster]] = {}
@@ -98,7 +103,7 @@ def apart(classes: Sequence[ClusterClass], starts: Starts) -> tuple[ClusterClass
 def _expand_presets(
     cluster: Cluster, partial: Sequence[set[Placement]], mesh_shape: Sequence[int], forced: Forced
 ) -> tuple[ClusterStrategy, ...]:
-    """The strategies that named plans admit."""
+    """The strategies of a cluster that named plans admit."""
     options = _joint_options(cluster, partial)
     replicated = [o for o in options if all(isinstance(p, Replicate) for p in o.values())]
     per_axis = [
@@ -114,7 +119,7 @@ def _expand_presets(
 def _admit_options(
     cluster: Cluster, options: Sequence[Assignment], axis: int, forced: Forced
 ) -> Sequence[Assignment]:
-    """The options that have the labels of the rows on this axis."""
+    """The options that agree with the rows of named plans on an axis."""
     rows = [
         (m, row)
         for m in cluster.members
@@ -132,7 +137,7 @@ def _admit_options(
 
 
 def _refusal(cluster: Cluster, mesh_shape: Sequence[int], forced: Forced) -> ConstraintError:
-    """Names the first tensor that cannot be split as the rows say."""
+    """The error of a cluster without strategies; names the first tensor that cannot be split."""
     for reason in (_too_short, _find_uneven):
         for member in cluster.members:
             rows = dict(forced.named.rows.get(member.node, ()))
@@ -173,7 +178,7 @@ def _refusal(cluster: Cluster, mesh_shape: Sequence[int], forced: Forced) -> Con
 
 
 def _too_short(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
-    """The first dim that does not fit the layout."""
+    """The first dim that is too short for the layout."""
     alone = [
         Layout(
             [p if isinstance(p, Shard) and p.dim == dim else REPLICATE for p in layout.placements]
@@ -186,7 +191,7 @@ def _too_short(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> i
 
 
 def _find_uneven(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
-    """The first dim that is split unevenly, where the op wants what is split to belong together."""
+    """The first dim that is split unevenly: some ops require parts that belong together."""
     return next(
         (dim for dim, size in enumerate(info.shape) if size % layout.num_shards(dim, mesh_shape)),
         None,
@@ -215,12 +220,13 @@ def _filter_allowed(
 def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[Assignment]:
     """Every consistent choice of one option per member on one axis, as tensor → placement.
 
-    `partial` says, per operand, which partial placements some producer can give: others would never
-    be used.
+    `partial` lists per operand the partial placements that some producer can give. Others would
+    never be used.
     """
     given = dict(zip(cluster.operands, partial, strict=True))
 
     def options_of(member: Member) -> list[AxisOption]:
+        """The options of a member whose partial operands can be given."""
         pairs = (
             (o, zip(member.reads, o.inputs, strict=True)) for o in offered_options(member.call)
         )
@@ -238,8 +244,8 @@ def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[
 def _partial_operands(
     clusters: Sequence[Cluster], groups: Mapping[tuple[object, ...], Sequence[Cluster]]
 ) -> dict[tuple[object, ...], list[set[Placement]]]:
-    """Per class and operand, the partial placements that a producer of any instance can give on
-    an axis."""
+    """Class → for each operand, the partial placements that a producer of any instance can give on
+    one axis."""
     signature_of = {id(c): s for s, group in groups.items() for c in group}
     can: dict[Ref, set[Placement]] = {}
     result: dict[tuple[object, ...], list[set[Placement]]] = {
@@ -262,14 +268,34 @@ def _partial_operands(
 def expand(
     cluster: Cluster, per_axis: Sequence[Sequence[Assignment]], mesh_shape: Sequence[int]
 ) -> tuple[ClusterStrategy, ...]:
-    """Strategies over all axes: the product of each one's options, in every order of the
-    splitters."""
+    """List the strategies of a cluster over all mesh axes.
+
+    Args:
+        cluster: the cluster.
+        per_axis: the options on each axis, as tensor → placement.
+        mesh_shape: devices per mesh axis.
+
+    Returns:
+        The product of the options, in every order of the splitters. Strategies with layouts that do
+        not fit are left out; of those with equal layouts of operands and results the first is kept.
+    """
     shapes = _shapes(cluster)
     found: dict[Strategy, ClusterStrategy] = {}
-    known: dict[tuple[object, ...], Layout | None] = {}  # few placements make many strategies
+    known: dict[tuple[object, ...], Layout | None] = {}  # many strategies share few layouts
 
-    def layout_of(ref: Ref, chosen: Sequence[Assignment], order: tuple[int, ...]) -> Layout | None:
-        """None where it does not fit."""
+    def make_layout(
+        ref: Ref, chosen: Sequence[Assignment], order: tuple[int, ...]
+    ) -> Layout | None:
+        """Make the layout of a tensor.
+
+        Args:
+            ref: the tensor.
+            chosen: one option per axis.
+            order: order of the splitters.
+
+        Returns:
+            The layout; None if it does not fit the shape.
+        """
         placements = [option[ref] for option in chosen]
         key = (ref, order, *map(id, placements))
         if key not in known:
@@ -281,7 +307,7 @@ def expand(
         for order in _orders(chosen, shapes):
             layouts: dict[Ref, Layout] = {}
             for ref in shapes:
-                layout = layout_of(ref, chosen, order)
+                layout = make_layout(ref, chosen, order)
                 if layout is None:
                     break
                 layouts[ref] = layout
@@ -310,8 +336,7 @@ def _shapes(cluster: Cluster) -> dict[Ref, tuple[int, ...]]:
 def _orders(
     chosen: Sequence[Assignment], shapes: Mapping[Ref, tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """All orders of the axes where two of them split one dim of some tensor, else mesh order
-    alone."""
+    """All orders of the axes if two of them split one dim of some tensor, else only mesh order."""
     natural = tuple(range(len(chosen)))
     for ref in shapes:
         dims = [p.dim for option in chosen if splits(p := option[ref])]  # type: ignore[attr-defined]

@@ -1,14 +1,12 @@
-"""One mesh axis over a whole graph: from how a few tensors lie on it to how all do.
+"""Propagation along one mesh axis: from the placements of a few tensors to those of all tensors.
 
-Terms as of `autopar.sharding.propagate`.
+`spread` walks the graph in its own order, forward and then backward. Every node takes the option of
+its rule that reads its operands in their present placements. A weight has the placement that its
+first reader needs. Other constants stay free: no tensor has to be moved for them.
 
-The graph is walked forward, then backward, in its own order. Every node takes the option of its
-rule that reads what is there as it lies. A weight lies as its first reader asks. Other constants
-stay free: nothing has to be moved for them.
-
-A whole tensor that is *made split* by a product with a split weight carries its *source*, the
-product's pattern, and so do all that are split because of it, down to where they are contracted.
-Where nothing reads a split tensor as it lies, its sources are what is to blame.
+If a product with a split weight makes a split tensor, the tensor carries its *source*, the pattern
+of the product. So do all tensors that are split because of it, up to the node that contracts them.
+If a node cannot read a split tensor in its placement, the sources of the tensor are to blame.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from autopar.rules import AxisOption, Call, call_of, operands_of
 from autopar.sharding.clusters import HEADS, Ref, offered_options, pattern_of
 
 # --------------------------------------------------------------------------------------------------
-# How tensors lie on one mesh axis under a named plan.
+# Placements on one mesh axis under a named plan.
 #
-# Terms. A *label* says how a tensor lies on the axis: split (`Shard`) or *whole* (`Replicate`). A
-# partial sum counts as whole: where it is summed is the planner's. A *row* is what is forced on a
-# node: the labels of its operands and results, None where it is free.
+# Terms. A *label* is the placement of a tensor on the axis: split (`Shard`) or *whole*
+# (`Replicate`). A partial sum counts as whole: the planner decides where it is summed. A *row* is
+# forced on a node: the labels of its operands and results, or None for free ones.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class Row:
 
 
 def label_of(placement: Placement) -> Placement:
-    """The label of a placement: mirrored parts are parts, too."""
+    """Return the label of a placement. Mirrored parts count as split."""
     if isinstance(placement, Partial):
         return REPLICATE
     return Shard(placement.dim) if isinstance(placement, Mirrored) else placement
@@ -60,7 +58,7 @@ def label_of(placement: Placement) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A node that reads no split tensor as it lies, and the sources of those it cannot."""
+    """A node that cannot read its operands in their placements, and the sources to blame."""
 
     node: str
     sources: frozenset[str]
@@ -68,18 +66,20 @@ class Failure:
 
 @dataclass(slots=True)
 class Spread:
-    """How all tensors lie on the axis.
+    """The placements of all tensors on the axis.
 
     Attributes:
-        rows: per node that is forced. labels: per tensor that is not free.
-        sources: per split tensor. contracted, scored: sources of what ended in a product, in a
-            cross entropy.
-        apart: nodes that read an operand otherwise than it is made.
-        weights: names of weights that rest as they are read, of what else is data parallelism.
-        gathering: nodes that read split tensors whole since they cannot compute on a part; along a
-            sequence those that make nothing split.
-        uneven: how the batch is split, in words, where it is unevenly. failure: where the walk
-            stopped, if it did.
+        rows: node → row, for nodes on which one is forced.
+        labels: tensor → label, for tensors that are not free.
+        sources: split tensor → its sources.
+        contracted: sources of tensors that a product contracts.
+        scored: sources of tensors that a cross entropy reads.
+        apart: nodes that read an operand in another placement than it is made in.
+        weights: weights that data parallelism leaves in the placement in which they are read.
+        gathering: nodes that gather split operands because they cannot compute on a part; along a
+            sequence, those that make no split result.
+        uneven: description of an uneven split of the batch, else "".
+        failure: the node at which the walk stopped, if it did.
     """
 
     rows: dict[str, Row] = field(default_factory=dict)
@@ -95,35 +95,40 @@ class Spread:
 
 
 def nothing_to_split(plan: Parallelism, why: str, wish: str = "the constraint") -> ConstraintError:
-    """The error of a model that has nothing that a named plan could split.
+    """Make the error of a model that has nothing a named plan could split.
 
     Args:
-        wish: what of the plan asks for it.
+        plan: the named plan.
+        why: the reason.
+        wish: the argument or constraint to leave out.
     """
     return ConstraintError(f"{plan}: {why}", remedy=f"leave {wish} out for this model")
 
 
 # --------------------------------------------------------------------------------------------------
-# A trace, read once for all axes before plans are spread over it.
+# Dependencies in a trace, found once for all axes.
 #
-# Terms. A tensor is *constant* where it does not depend on the batch; a *weight* is a constant
-# that depends on parameters.
+# Terms. A tensor is *constant* if it does not depend on the batch. A *weight* is a constant that
+# depends on parameters.
 
 _SAME_SHAPE = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default))
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A trace, and what depends on what in it.
+    """A trace and its dependencies.
 
     Attributes:
-        nodes, calls, reads: per compute node its name, its call and the tensors that it reads.
-        on_batch, on_parameters: names of the nodes that depend on inputs or the loss' tangent, and
-            on parameters.
-        masked: forward nodes, no products or lookups, that join weights with what depends on the
-            batch alone: a bias with a mask.
-        gradient_of: node that makes a parameter's gradient, or a part of the sum that it is → the
-            parameter's placeholder.
+        trace: the trace.
+        nodes: name → compute node.
+        calls: name → its call.
+        reads: name → the tensors that it reads.
+        on_batch: names of the nodes that depend on inputs or the tangent of the loss.
+        on_parameters: names of the nodes that depend on parameters.
+        masked: forward nodes other than products and lookups that join weights with tensors that
+            depend on the batch only, such as a bias with a mask.
+        gradient_of: node that makes the gradient of a parameter, or a term of it → placeholder of
+            the parameter.
     """
 
     trace: Trace
@@ -140,12 +145,12 @@ class Read:
         return name in self.on_parameters and name not in self.on_batch
 
     def pattern(self, node: fx.Node) -> str:
-        """What equal nodes of repeated layers have in common."""
+        """The pattern of a node's key, which equal nodes of repeated layers share."""
         return pattern_of(node.meta["key"])[0]
 
 
 def read_trace(trace: Trace) -> Read:
-    """Read a trace."""
+    """Find the dependencies in a trace."""
     nodes = {node.name: node for node in trace.graph.nodes if node.op == "call_function"}
     calls: dict[str, Call] = {}
     reads: dict[str, tuple[Ref, ...]] = {}
@@ -202,7 +207,7 @@ def _gradients(trace: Trace) -> dict[str, str]:
 
 
 def product_of(graph: Read, node: fx.Node) -> tuple[Ref, Ref] | None:
-    """(activation, weight) of a forward product of the two, or None."""
+    """Return (activation, weight) of a forward product of the two; None for any other node."""
     if node.target is not ops.dot or node.meta["phase"] != "forward":
         return None
     first, second = graph.reads[node.name][:2]
@@ -213,20 +218,19 @@ def product_of(graph: Read, node: fx.Node) -> tuple[Ref, Ref] | None:
 
 LOSS_SUMS = frozenset(
     (ops.sum_exp, ops.pick, torch.ops.aten.amax.default)
-)  # what a cross entropy takes of its logits
+)  # what a cross entropy computes of its logits
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the walk starts from, and what it may do.
+    """Where the walk starts, and what it may do.
 
     Attributes:
-        inputs: batch tensor → label; those that are not here stay free, and what depends on them
-            alone.
-        weights: tensor → label of weights that are settled beforehand.
-        columns: product node → label of its weight, taken where the product's other operand is
+        inputs: batch tensor → label. Others stay free, with the tensors that depend only on them.
+        weights: tensor → label of weights that are decided beforehand.
+        columns: product node → label of its weight, used if the other operand of the product is
             whole.
-        slices: a whole tensor may be read split.
+        slices: whether a whole tensor may be read split.
     """
 
     inputs: Mapping[str, Placement]
@@ -236,11 +240,13 @@ class Policy:
 
 
 def spread(graph: Read, policy: Policy) -> Spread:
-    """Walk the graph: see the module docstring."""
+    """Propagate placements from the start of a policy over the graph; see the module docstring."""
     return Walk(graph, policy).run()
 
 
 class Walk:
+    """The walk over the graph; subclasses choose options in other ways."""
+
     def __init__(self, graph: Read, policy: Policy) -> None:
         self.graph, self.policy, self.found = graph, policy, Spread()
         self.labels = self.found.labels
@@ -248,6 +254,7 @@ class Walk:
         self.wholly: dict[Ref, set[str]] = {}  # tensor → nodes that read it whole
 
     def run(self) -> Spread:
+        """Visit all nodes. Stops at the first that cannot read its operands (`Spread.failure`)."""
         self.labels.update({(name, 0): label for name, label in self.policy.inputs.items()})
         for ref, label in self.policy.weights.items():
             self.demand(ref, label)
@@ -266,40 +273,39 @@ class Walk:
                 self._take(node, option)
             elif (
                 node.name not in self.graph.on_parameters
-            ):  # a mask or an index that is not split: readers take their part
+            ):  # a mask or an index that is not split: readers slice it
                 self.free.add(node.name)
                 self._release(node.name)
             else:
-                self.found.failure = Failure(node.name, self._blamed(node))
+                self.found.failure = Failure(node.name, self._find_blamed_sources(node))
                 break
         return self.found
 
     def _is_weight(self, name: str) -> bool:
-        """Where the batch is whole, weights that it only masks are made as they are asked for,
-        too."""
+        """Whether a node makes weights. If the batch is whole, weights that it only masks count as
+        well."""
         return self.graph.is_weight(name) or (not self.policy.inputs and name in self.graph.masked)
 
     def _is_activation(self, name: str) -> bool:
-        """Whether it depends on the batch and lies as the walk found."""
+        """Whether a node depends on the batch and its placement follows from the walk."""
         return name in self.graph.on_batch and name not in self.free and not self._is_weight(name)
 
     def _is_free(self, node: fx.Node) -> bool:
-        """Whether all that it reads of the batch is free."""
+        """Whether all operands that depend on the batch are free."""
         graph = self.graph
         return node.name not in graph.on_parameters and all(
             n in self.free for n, _ in graph.reads[node.name] if n in graph.on_batch
         )
 
     def _release(self, name: str) -> None:
-        """What a free node is made of may be made in any way: a mask comes whole more cheaply
-        than it is gathered."""
+        """Free the operands of a free node: making a mask whole is cheaper than gathering it."""
         for ref in self.graph.reads[name]:
             if ref[0] in self.graph.on_batch and self.found.rows.pop(ref[0], None) is not None:
                 self._release(ref[0])
 
     def _turn_back(self) -> str:
-        """Tangents are read as what they are of was made, whole where that is a partial sum or
-        the loss; the phase that begins."""
+        """Label the tangents and return the phase that begins. A tangent has the label of its
+        output; it is whole for a partial sum or the loss."""
         for o in self.graph.trace.differentiable:
             made = self.labels.get((o.node, 0), REPLICATE)
             self.labels[o.tangent, 0] = (
@@ -313,7 +319,7 @@ class Walk:
             self.demand(product[1], wanted)
 
     def _state(self, ref: Ref) -> Placement | None:
-        """The label with which it is there; None where it is free or open."""
+        """The label of a tensor; None if it is free or not decided."""
         return None if ref[0] in self.free else self.labels.get(ref)
 
     def _is_whole(self, ref: Ref) -> bool:
@@ -337,7 +343,7 @@ class Walk:
         )
         if (
             self.policy.columns and node.target is ops.square_sum
-        ):  # summed over ranks, between two linears, it ends no chain of theirs
+        ):  # a sum over ranks between two linears would not end their chain
             options = tuple(o for o in options if not isinstance(o.outputs[0], Partial))
         product = None if self.policy.slices else product_of(self.graph, node)
         if product is None or node.name in self.policy.columns or not self._is_whole(product[0]):
@@ -345,9 +351,11 @@ class Walk:
         return tuple(o for o in options if not any(isinstance(p, Shard) for p in o.outputs))
 
     def _score(self, node: fx.Node, option: AxisOption) -> tuple[int, ...] | None:
-        """What the option costs: weights gathered, gradients that lie otherwise than their
-        parameter, whole tensors sliced, free
-        ones split. None where it does not read what is there."""
+        """The cost of an option; None if it does not read the operands in their placements.
+
+        In order: weights gathered, gradients in another placement than their parameter, whole
+        tensors sliced, free tensors split.
+        """
         gathers = slices = spreads = 0
         for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
             label, split = self._state(ref), isinstance(placement, Shard)
@@ -370,6 +378,7 @@ class Walk:
         return gathers, wrong, slices, spreads + made
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
+        """Apply an option to a node: settle weights, split operands, and pass sources on."""
         carried: set[str] = set()
         for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
             label = label_of(placement)
@@ -395,7 +404,7 @@ class Walk:
             )
 
     def _settle(self, name: str, option: AxisOption) -> None:
-        """Write down an option as the node's row."""
+        """Record an option as the row of a node."""
         reads = self.graph.reads[name]
         labels = [
             (
@@ -413,9 +422,14 @@ class Walk:
             (readers.add if label == REPLICATE else readers.discard)(name)
 
     def _made_split(self, ref: Ref, label: Placement, reader: str) -> dict[str, AxisOption] | None:
-        """Options with which a tensor that was to be made whole, and is read by nothing else so, is
-        made split instead, and those with which the tensors that it is made of are; None where it
-        can only be sliced where it is read."""
+        """Find options that make a tensor split instead of whole.
+
+        That is possible if no other node reads it whole. Its operands may have to be made split as
+        well.
+
+        Returns:
+            Node → option; None if the reader has to slice the tensor.
+        """
         name = ref[0]
         made_here = (
             name in self.found.rows and self._is_activation(name) and self.labels[ref] == REPLICATE
@@ -442,8 +456,10 @@ class Walk:
         return None
 
     def demand(self, ref: Ref, label: Placement) -> None:
-        """Settle how a weight lies, and what it is made of; one that cannot be made so is made
-        whole."""
+        """Decide the label of a weight and of the weights that it is computed from.
+
+        A weight that cannot be computed in this placement is computed whole.
+        """
         if ref in self.labels:
             return
         self.labels[ref] = label
@@ -468,7 +484,7 @@ class Walk:
         self.found.rows[ref[0]] = Row(inputs, option.outputs)
 
     def _strain(self, name: str, option: AxisOption) -> tuple[int, int]:
-        """Weights that lie otherwise, and constants of other kinds that would have to be split."""
+        """Numbers of weights with another label, and of other constants that would be split."""
         pairs = list(zip(self.graph.reads[name], option.inputs, strict=True))
         otherwise = sum(
             self.labels.get(ref, placement) != placement
@@ -479,8 +495,8 @@ class Walk:
             isinstance(p, Shard) for ref, p in pairs if not self._is_weight(ref[0])
         )
 
-    def _blamed(self, node: fx.Node) -> frozenset[str]:
-        """The sources of those split operands that the best option does not read as they lie."""
+    def _find_blamed_sources(self, node: fx.Node) -> frozenset[str]:
+        """The sources of the split operands that the best option cannot read."""
         best: frozenset[str] | None = None
         for option in self._options(node):
             sources: set[str] = set()
@@ -500,6 +516,6 @@ class Walk:
 
 
 def _reads_alike(reads: Sequence[Ref], option: AxisOption) -> bool:
-    """Whether a tensor that is read twice, as a distance of samples from each other does, is
-    read in one way."""
+    """Whether a tensor that a node reads twice, such as for distances between samples, has one
+    placement."""
     return len(set(zip(reads, option.inputs, strict=True))) == len(set(reads))

@@ -1,12 +1,13 @@
-"""Constraints, resolved to the nodes and parameters of a trace. Named plans are resolved in
-`autopar.sharding.resolve_presets`.
+"""Constraints resolved to the nodes and parameters of a trace, and groups of equal layers.
 
-A module pattern matches a *scope*: the module and everything below it. ``weight`` concerns every
-node of the scope that reads the parameter, forward or backward. ``input`` concerns tensors of
-forward that come from outside the scope, wherever nodes of the scope read them: in forward, and in
-backward where they are read again. ``output`` concerns those that forward nodes outside read from
-the scope, as the scope makes them. A scope that ends in a contraction over a sharded dim makes
-partial sums: force its readers' ``input``.
+`autopar.sharding.resolve_presets` resolves named plans.
+
+A module pattern matches a *scope*: the module and everything below it. ``weight`` applies to every
+node of the scope that reads the parameter, in forward or backward. ``input`` applies to tensors of
+forward from outside the scope, at every node of the scope that reads them, in forward or backward.
+``output`` applies to tensors of the scope that forward nodes outside read, as the scope makes them.
+A scope that ends in a contraction over a sharded dim makes partial sums: force the ``input`` of its
+readers.
 """
 
 from __future__ import annotations
@@ -40,36 +41,36 @@ from autopar.sharding.presets.tensor import around_softmax
 from autopar.sharding.resolve_presets import Named, Rest, resolve_named
 
 # --------------------------------------------------------------------------------------------------
-# Runs of equal layers in groups, each of which decides for itself.
+# Groups of equal layers, each of which decides separately.
 #
-# Equal layers take one decision as long as that is good enough. Where the best would be a mixture
-# (say, memory for two thirds of the layers to keep something), a list of layers is cut: what
-# stands in the layers before a cut is one class, what stands behind it another.
+# Equal layers take one decision as long as that is good enough. If the best plan is a mixture (for
+# example, memory suffices for two thirds of the layers to keep a value), a list of layers is cut.
+# The layers before a cut are one class, the layers after it another one.
 
 Starts = Mapping[str, tuple[int, ...]]
 """Path of a list of layers → the layers at which its second and later groups begin, ascending."""
-_MOST_CUTS = 3  # of a list; layers that alternate stay together
+_MOST_CUTS = 3  # per list; alternating layers stay together
 
 
 def layer_of(key: str) -> tuple[str, int] | None:
-    """The outermost list of layers that a node key or a parameter's name lies in, and in which
-    layer; None where it lies in none."""
+    """Return the outermost list of layers of a node key or a parameter's name, and the index of the
+    layer; None if it belongs to no list."""
     pattern, indices = pattern_of(key)
     return (pattern[: pattern.index("{0}")].rstrip("."), indices[0]) if indices else None
 
 
 def group_of(key: str, starts: Starts) -> int:
-    """In which group of its list of layers a node or a parameter is."""
+    """Return the index of the group to which the layer of a node or a parameter belongs."""
     where = layer_of(key) if starts else None
     return sum(where[1] >= start for start in starts.get(where[0], ())) if where else 0
 
 
 def frozen_starts(trace: Trace) -> Starts:
-    """Where backward begins to read other things of layers that are alike in forward: gradients end
-    there, since all before it is frozen.
+    """Find the layers at which backward ends, because all earlier layers are frozen.
 
-    Were such layers to decide alike, what backward runs again for one would be run again for all,
-    and nothing would read it in some.
+    Backward reads other tensors of these layers than of later ones, although they are equal in
+    forward. If both took one decision, an op that backward recomputes for one would be recomputed
+    for all, and in some nothing would read the result.
     """
     if all(p.gradient is not None for p in trace.parameters):
         return {}
@@ -98,7 +99,7 @@ def frozen_starts(trace: Trace) -> Starts:
 
 
 def together(some: Starts, others: Starts) -> Starts:
-    """The groups in which both are apart."""
+    """Combine two groupings: layers that either separates are separate."""
     return {
         path: tuple(sorted({*some.get(path, ()), *others.get(path, ())}))
         for path in (*some, *(p for p in others if p not in some))
@@ -110,18 +111,17 @@ Slot = tuple[str, int, Layout]  # ("input" | "output", operand or result index, 
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """What constraints force.
+    """The constraints on a trace.
 
     Attributes:
-        slots: node name → layouts of its operands and results. storage: parameter name → storage
-            layout.
+        slots: node name → layouts of its operands and results.
+        storage: parameter name → storage layout.
         named: what named plans force, axis by axis.
-        recompute: what backward runs again (`autopar.constraints.megatron`), None where it is the
-            planner's.
-        softmax: the nodes that selective recomputation runs again.
-        starts: groups of layers that decide for themselves
-            (`autopar.sharding.resolve_constraints`); the planner's own, no user's.
-        offload: what may lie in the hosts' memory; None where nothing may.
+        recompute: what backward recomputes (`autopar.constraints.megatron`); None leaves it to the
+            planner.
+        softmax: names of the nodes that selective recomputation runs again.
+        starts: groups of layers that decide separately. The planner sets them, not the user.
+        offload: what may be kept in host memory; None for nothing.
     """
 
     slots: Mapping[str, tuple[Slot, ...]]
@@ -134,16 +134,23 @@ class Forced:
 
     @staticmethod
     def nothing() -> Forced:
+        """No constraints."""
         return Forced({}, {})
 
     def rests(self, parameter: str) -> tuple[Rest, ...]:
-        """How named plans let a parameter rest, the first that can be stored; () where none
-        speaks of it."""
+        """Return the alternatives of named plans for the storage of a parameter.
+
+        The first one that can be stored applies. Empty if no plan concerns the parameter.
+        """
         return self.named.rests.get(parameter, ())
 
-    def resting(self, parameter: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
-        """Those of the layouts in which a parameter can be stored that named plans let it rest
-        in."""
+    def filter_storage(self, parameter: str, layouts: Sequence[Layout]) -> Sequence[Layout]:
+        """Select the storage layouts of a parameter that named plans allow.
+
+        Args:
+            parameter: name of the parameter.
+            layouts: layouts in which it can be stored.
+        """
         rests, gathered = self.rests(parameter), self.named.gathered.get(parameter, frozenset())
         found = (
             [layout for layout in layouts if _meets(rest, layout) and _can_gather(gathered, layout)]
@@ -151,8 +158,8 @@ class Forced:
         )
         return next(filter(None, found), []) if rests else layouts
 
-    def asked(self, parameter: str) -> str:
-        """What is forced on how a parameter rests, in words."""
+    def describe_storage(self, parameter: str) -> str:
+        """Describe the storage layouts that constraints allow a parameter, for error messages."""
         if parameter in self.storage:
             return str(self.storage[parameter])
         placements = (
@@ -166,8 +173,10 @@ class Forced:
 
 
 def _beside(named: Named, given: Mapping[str, Layout]) -> Named:
-    """Plans beside how parameters rest already: where that is none of the ways that they ask
-    for, it stays, and is read otherwise."""
+    """Drop what named plans force on parameters whose given storage layout contradicts it.
+
+    These keep the given layout, and are redistributed when they are read.
+    """
     otherwise = {
         n
         for n, at in given.items()
@@ -185,8 +194,8 @@ def _meets(rest: Rest, layout: Layout) -> bool:
 
 
 def _can_gather(axes: frozenset[int], layout: Layout) -> bool:
-    """Whether these axes can be gathered and the others stay: of each dim they are the innermost
-    splitters."""
+    """Whether some axes can be gathered without the others: they are the innermost splitters of
+    each dim."""
     splitters = (
         [axis in axes for axis in layout.splitters(p.dim)]
         for p in layout.placements
@@ -196,12 +205,17 @@ def _can_gather(axes: frozenset[int], layout: Layout) -> bool:
 
 
 def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forced:
-    """Find what every constraint concerns.
+    """Resolve constraints to the nodes and parameters of a trace.
+
+    Args:
+        trace: the trace.
+        constraints: the constraints of the user.
+        mesh: the mesh of the trace.
 
     Raises:
-        ConstraintError: where a part of a constraint matches nothing, forces a dim that the tensor
-            does not have, or contradicts another on how a parameter rests; where a named plan
-            cannot hold.
+        ConstraintError: if a part of a constraint matches nothing, forces a dim that the tensor
+            does not have, or contradicts another one on the storage of a parameter; if a named plan
+            cannot be met.
     """
     constraints = tuple(constraints)
     slots: dict[str, list[Slot]] = {}
@@ -209,24 +223,8 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
     for constraint in constraints:
         if isinstance(constraint, Resting):
             storage |= _as_elsewhere(trace, constraint)
-        if not isinstance(constraint, LayoutConstraint):
-            continue
-        for kind in KINDS:
-            layout = getattr(constraint, kind)
-            if layout is None:
-                continue
-            found = (
-                list(_storage(trace, constraint))
-                if kind == "storage"
-                else list(_slots(trace, constraint, kind))
-            )
-            if not found:
-                raise ConstraintError(
-                    f"{kind}={str(layout)!r} on {constraint.pattern!r} matches nothing in the"
-                    " model",
-                    remedy=_nearest(trace, constraint.pattern, kind),
-                )
-            for name, forced in found:
+        if isinstance(constraint, LayoutConstraint):
+            for name, forced in _match(trace, constraint):
                 if not isinstance(forced, Layout):
                     slots.setdefault(name, []).append(forced)
                 elif storage.setdefault(name, forced) != forced:
@@ -254,16 +252,50 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
             "recompute='selective': the model has no attention",
             remedy="pass recompute='full', or leave it out",
         )
+    slots_of = {name: tuple(found) for name, found in slots.items()}
+    offload = _find_offload(constraints)
+    return Forced(slots_of, storage, named, recompute, softmax, offload=offload)
+
+
+def _match(
+    trace: Trace, constraint: LayoutConstraint
+) -> Iterable[tuple[str, Slot] | tuple[str, Layout]]:
+    """Yield the node names with slots, and the parameter names with storage layouts, on which a
+    constraint forces layouts.
+
+    Raises:
+        ConstraintError: if a part of the constraint matches nothing.
+    """
+    for kind in KINDS:
+        layout = getattr(constraint, kind)
+        if layout is None:
+            continue
+        found = (
+            list(_storage(trace, constraint))
+            if kind == "storage"
+            else list(_slots(trace, constraint, kind))
+        )
+        if not found:
+            raise ConstraintError(
+                f"{kind}={str(layout)!r} on {constraint.pattern!r} matches nothing in the model",
+                remedy=_nearest(trace, constraint.pattern, kind),
+            )
+        yield from found
+
+
+def _find_offload(constraints: Iterable[Constraint]) -> Offloaded | None:
+    """The constraint that says what may be offloaded, if there is one.
+
+    Raises:
+        ConstraintError: if there are several.
+    """
     offloads = [c for c in constraints if isinstance(c, Offloaded)]
     if len(offloads) > 1:
         raise ConstraintError(
             f"{offloads[0]} and {offloads[1]} both say what may be offloaded",
             remedy="pass one of them",
         )
-    slots_of = {name: tuple(found) for name, found in slots.items()}
-    return Forced(
-        slots_of, storage, named, recompute, softmax, offload=offloads[0] if offloads else None
-    )
+    return offloads[0] if offloads else None
 
 
 def _slots(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tuple[str, Slot]]:
@@ -275,11 +307,12 @@ def _slots(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tu
 
 
 def view_layout(layout: Layout, parameter: Parameter) -> Layout:
-    """A layout over the stored dims as one over the dims in the graph: of a dim seen as several,
-    the last is sharded.
+    """Convert a layout over the stored dims of a parameter to its dims in the graph.
+
+    If the graph sees a dim as several dims, the last one is sharded.
 
     Raises:
-        ConstraintError: where the parameter has no such dim.
+        ConstraintError: if the parameter does not have a dim that the layout shards.
     """
     last: list[int] = []  # stored dim → its last dim in the view
     position = 0
@@ -328,10 +361,10 @@ def _storage(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, 
 
 
 def _as_elsewhere(trace: Trace, constraint: Resting) -> dict[str, Layout]:
-    """How parameters are to rest, each under the name that it has here.
+    """Parameter name in this trace → storage layout that another plan gives it.
 
     Raises:
-        ConstraintError: where one has no such layout.
+        ConstraintError: if a layout shards a dim that the parameter does not have.
     """
     layouts = dict(constraint.storage)
     found = {
@@ -389,8 +422,7 @@ def _scope(module: str, constraint: LayoutConstraint) -> str:
 
 
 def _nearest(trace: Trace, pattern: str, kind: str) -> str:
-    """What to write instead of a pattern that matches nothing: the module paths that are most
-    like it."""
+    """The remedy for a pattern that matches nothing: the most similar module paths."""
     named = [p.name.rpartition(".")[0] for p in trace.parameters]
     run = [n.meta["module"] for n in trace.graph.nodes if n.op == "call_function"]
     modules = list(dict.fromkeys(path for path in (*named, *run) if path))

@@ -1,9 +1,10 @@
-"""The named plans (`autopar.constraints`) on a trace: which label every tensor has on which axis,
-and how parameters may rest.
+"""Named plans (`autopar.constraints`) resolved to a trace.
 
-Data parallelism starts from the batch, dim 0 of the inputs (`autopar.sharding.presets.context`),
-context parallelism from their dim 1 (`autopar.sharding.presets.context`), tensor parallelism from
-weights (`autopar.sharding.presets.tensor`, on grids `autopar.sharding.presets.grids`).
+A plan determines the labels of tensors on its axes, and the storage layouts of parameters.
+
+Data parallelism starts from the batch, dim 0 of the inputs, and context parallelism from their dim
+1 (`autopar.sharding.presets.context`). Tensor parallelism starts from weights
+(`autopar.sharding.presets.tensor`; on grids, `autopar.sharding.presets.grids`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from autopar.sharding.propagate import Policy, Read, Row, Spread, nothing_to_spl
 log = logging.getLogger("autopar")
 Rest = tuple[
     frozenset[Placement] | None, ...
-]  # per mesh axis the placements with which a parameter may rest; None is any
+]  # per mesh axis, the placements in which a parameter may rest; None allows any
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +46,18 @@ class Named:
     """What named plans force.
 
     Attributes:
-        rows: node name → (axis, row) of each axis that a plan speaks of.
-        rests: parameter name → how it may rest, the first that can be stored. plans: per axis the
-            plan in words, or "".
-        grid: axes of grids, over which activations are kept until backward split as far as forward
+        rows: node name → (axis, row) for each axis with a plan.
+        rests: parameter name → alternatives for its storage. The first one that can be stored
+            applies.
+        plans: per axis the plan as text, or "".
+        grid: axes of grids. Over these, activations are kept for backward split as far as forward
             has them.
-        gathered: parameter name → axes over which it is gathered alone, so that they are to be the
-            innermost splitters.
-        apart: nodes that read an operand otherwise than it is made.
-        zero: per axis of data parallelism ZeRO's stage, 0 where parameters rest whole.
-        parted: parameter name → axes of data parallelism over which it is read in parts: experts.
-        notes: what plans do that their names do not say, a sentence each.
+        gathered: parameter name → axes over which it is gathered without the others, so that they
+            must be the innermost splitters.
+        apart: nodes that read an operand in another placement than it is made in.
+        zero: axis of data parallelism → ZeRO stage, 0 if parameters rest replicated.
+        parted: parameter name → axes of data parallelism over which it is read in parts (experts).
+        notes: effects of plans that their names do not tell, one sentence each.
     """
 
     rows: Mapping[str, tuple[tuple[int, Row], ...]] = field(default_factory=dict)
@@ -69,21 +71,29 @@ class Named:
     notes: tuple[str, ...] = ()
 
     def stages_of(self, parameter: str) -> Mapping[int, int]:
-        """`zero`, and 3 where the parameter is read in parts: it is neither gathered nor summed
-        there."""
+        """Return the ZeRO stage of a parameter per axis.
+
+        It is that of `zero`, or 3 on axes over which the parameter is read in parts, since it is
+        neither gathered nor summed there.
+        """
         return {**self.zero, **dict.fromkeys(self.parted.get(parameter, ()), 3)}
 
     @property
     def holds(self) -> bool:
-        """Whether parameters are to be held gathered through a step, of one microbatch too."""
+        """Whether parameters are held gathered through a step, even with one microbatch."""
         return any(stage in (1, 2) for stage in self.zero.values())
 
 
 def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Named:
-    """Apply plans to a trace.
+    """Apply named plans to a trace.
+
+    Args:
+        trace: the trace.
+        plans: the plans.
+        mesh: the mesh of the trace.
 
     Raises:
-        ConstraintError: naming the op that a plan cannot split.
+        ConstraintError: if a plan cannot split an op. The error names the op.
     """
     plans = tuple(plans)
     if not plans:
@@ -143,7 +153,7 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
 
 
 def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
-    """Per axis of more than one device how tensors lie on it."""
+    """Axis of a plan with more than one device → the placements on it."""
     axes = [axis for axis in axes_of(plan, mesh) if mesh.shape[axis] > 1]
     if not axes:
         return {}
@@ -173,7 +183,7 @@ def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
 
 
 def _is_side(plan: Parallelism, mesh: Mesh, axis: int) -> bool:
-    """Whether parameters rest split over this axis of a grid: over all but the depth."""
+    """Whether parameters rest split over an axis of a grid: all except the depth."""
     return (
         plan.kind in SIDES
         and mesh.names[axis] in (plan.axes or ())[: 2 if plan.kind == "2.5d" else None]
@@ -183,10 +193,10 @@ def _is_side(plan: Parallelism, mesh: Mesh, axis: int) -> bool:
 def _alternatives(
     p: Parameter, rest: Sequence[frozenset[Placement] | None], axes: Sequence[int], *, apart: bool
 ) -> tuple[Rest, ...]:
-    """With any dim split over each of `axes`; where that cannot be stored over fewer of them, at
-    last over none.
+    """The alternatives for the storage of a parameter.
 
-    `apart`: dims that no other axis splits come first.
+    First any dim is split over each of `axes`, then over fewer of them, and finally over none. With
+    `apart`, dims that no other axis splits come first.
     """
     shards = frozenset(Shard(dim) for dim, size in enumerate(p.view) if size > 1)
     taken = frozenset(
@@ -210,8 +220,10 @@ def _alternatives(
 
 
 def _data_parallel(graph: Read, plan: Parallelism, sizes: Sequence[int]) -> Spread:
-    """Every input is split over its dim 0, on axes of these sizes, and all that follows from
-    them; experts, too, where asked for."""
+    """Split every input over its dim 0, on axes of these sizes, and propagate.
+
+    Experts are split as well if the plan says so.
+    """
     inputs = [i for i in graph.trace.inputs if i.shape]
     batch = inputs[0].shape[0] if inputs else 0
     split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
@@ -227,7 +239,7 @@ def _data_parallel(graph: Read, plan: Parallelism, sizes: Sequence[int]) -> Spre
         if experts
         else SampleWalk(graph, policy, batch, sizes).run()
     )
-    check_batch(plan, batch, sizes)  # what experts need, they have said
+    check_batch(plan, batch, sizes)  # `by_experts` has raised its own errors before
     if found.failure is not None:
         _refuse(
             graph,
@@ -239,8 +251,8 @@ def _data_parallel(graph: Read, plan: Parallelism, sizes: Sequence[int]) -> Spre
 
 
 def _context_parallel(graph: Read, plan: Parallelism) -> Spread:
-    """Every input is split over its dim 1, the sequence, and all that follows from them but what
-    reads all of it."""
+    """Split every input over its dim 1, the sequence, and propagate up to nodes that read all of
+    it."""
     found = along_sequence(graph)
     if found is None:
         raise nothing_to_split(plan, "no input has a sequence to split; its dim 1 would be it")
@@ -250,7 +262,7 @@ def _context_parallel(graph: Read, plan: Parallelism) -> Spread:
 
 
 def _tensor_parallel(graph: Read, plan: Parallelism) -> Spread:
-    """Weights are split, and all that follows from them."""
+    """Split weights, and propagate."""
     found = by_columns(graph, plan)
     if found.failure is not None:
         _refuse(
@@ -260,8 +272,10 @@ def _tensor_parallel(graph: Read, plan: Parallelism) -> Spread:
 
 
 def _refuse_part(graph: Read, plan: Parallelism, found: Spread) -> NoReturn:
-    """That a node cannot be computed on a part: what was taken to be the sequence, or holds
-    features, and what of it the node reads."""
+    """Raise the error of a node that cannot compute on a part of the sequence.
+
+    It tells which dim was taken for the sequence, and what the node reads.
+    """
     assert found.failure is not None, "a node refuses"
     inputs = [i for i in graph.trace.inputs if isinstance(found.labels.get((i.node, 0)), Shard)]
     taken = " and ".join(f"dim 1 of input {i.path}, {list(i.shape)}" for i in inputs)

@@ -1,9 +1,9 @@
-"""A trace cut into the traces of pipeline stages.
+"""Pipeline stages: one trace cut into several.
 
-A *cut* is a position in the order of forward nodes: what comes before belongs to an earlier stage.
-Every stage is a `Trace` of its own, with what crosses to and from its neighbours as inputs and
-outputs, so that all that is done with a trace (pricing, planning, emission, the lockstep
-interpreter, the prediction of memory) is done with a stage.
+A *cut* is a position in the order of forward nodes. Nodes before it belong to an earlier stage.
+Every stage is a `Trace` whose inputs and outputs include the tensors that cross to and from its
+neighbours. Pricing, planning, emission, the interpreter and the prediction of memory therefore work
+on a stage as on a whole trace.
 """
 
 from autopar.stages.cutting import Cut, cut_trace

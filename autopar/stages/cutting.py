@@ -1,4 +1,8 @@
-"""`cut`: one trace into the traces of its stages."""
+"""Cut one trace into the traces of its pipeline stages.
+
+`cut_trace` builds one `Trace` per stage from the assignment of nodes (`autopar.stages.placing`) and
+the tensors that cross between stages (`autopar.stages.seams`).
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,10 @@ class Cut:
     Attributes:
         stages: one trace per stage. Equal nodes have the names and keys that they have in the whole
             trace.
-        boundaries: what crosses from each stage to the next.
-        shared: parameter name → the stages that hold it, for parameters that several hold. Each has
-            a part of the gradient; their sum, once per step, is the gradient.
+        boundaries: the tensors that cross from each stage to the next.
+        shared: parameter name → the stages that hold it, for parameters that several stages hold.
+            Each stage computes a part of the gradient. The gradient is their sum, taken once per
+            step.
     """
 
     stages: tuple[Trace, ...]
@@ -35,11 +40,13 @@ class Cut:
 
 
 def cut_trace(trace: Trace, positions: Sequence[int]) -> Cut:
-    """Cut a trace before the forward nodes at `positions`, which are distinct
-    (`autopar.stages.placing`).
+    """Cut a trace into pipeline stages.
+
+    Args:
+        positions: indices of forward nodes, distinct. Each of these nodes begins a new stage.
 
     Raises:
-        CutError: where the model cannot be cut there, saying which op refuses.
+        CutError: if the model cannot be cut there. The error names the op that prevents it.
     """
     placing = place(trace, positions)
     crossing = boundaries(trace, placing, len(positions) + 1)
@@ -54,7 +61,7 @@ def cut_trace(trace: Trace, positions: Sequence[int]) -> Cut:
 
 @dataclass
 class _Stage:
-    """One stage's trace while it is built."""
+    """The trace of one stage while it is built."""
 
     trace: Trace
     placing: Placing
@@ -66,6 +73,7 @@ class _Stage:
     results: list[fx.Node] = field(default_factory=list)
 
     def build(self) -> Trace:
+        """Build the stage: placeholders, its own and copied nodes, and the outputs."""
         nodes = {n.name: n for n in self.trace.graph.nodes}
         flat = next(iter(reversed(self.trace.graph.nodes))).args[0]
         before = self.crossing[self.number - 1] if self.number else Boundary((), ())
@@ -87,8 +95,8 @@ class _Stage:
     def _find_needed(
         self, nodes: dict[str, fx.Node], flat: Sequence[fx.Node], after: Boundary, before: Boundary
     ) -> set[str]:
-        """What this stage runs: its own nodes, and the copied ones that these, its outputs and
-        its buffers read."""
+        """Names of the nodes that this stage runs: its own, and the copied nodes that its own
+        nodes, its outputs and its buffers read."""
         arriving = {*before.values, *after.gradients} - {""}
         needed = {n for n in nodes if self._mine(n)} - arriving
         needed |= {
@@ -98,7 +106,8 @@ class _Stage:
         }
         read: set[str] = set()
 
-        def close(stack: list[str]) -> None:
+        def add_copied_operands(stack: list[str]) -> None:
+            """Add the copied nodes that the nodes on the stack read, directly or indirectly."""
             while stack:
                 for operand in nodes[stack.pop()].all_input_nodes:
                     read.add(operand.name)
@@ -106,8 +115,8 @@ class _Stage:
                         needed.add(operand.name)
                         stack.append(operand.name)
 
-        close(sorted(needed))
-        for name, index in self.trace.mutated.items():  # a buffer's new value comes with the buffer
+        add_copied_operands(sorted(needed))
+        for name, index in self.trace.mutated.items():  # the stage of a buffer makes its new value
             buffer = next(b.node for b in self.trace.buffers if b.name == name)
             value = flat[index].name
             home = self.placing.homes.get(value) == self.number and _leads_to(
@@ -115,11 +124,15 @@ class _Stage:
             )
             if value in self.placing.copied and value not in needed and (home or buffer in read):
                 needed.add(value)
-                close([value])
+                add_copied_operands([value])
         return needed
 
-    def _placeholders(self, nodes: dict[str, fx.Node], before: Boundary, after: Boundary) -> None:
-        read = {o.name for name in self._needed for o in nodes[name].all_input_nodes}
+    def _held_placeholders(self, nodes: dict[str, fx.Node]) -> set[str]:
+        """Placeholders that belong to this stage even if none of its nodes reads them.
+
+        These are its parameters, inputs that it returns as outputs, the buffers that it updates,
+        and, in the last stage, the buffers that nothing reads.
+        """
         held = {
             p.node for p in self.trace.parameters if self.number in self.placing.holders[p.name]
         }
@@ -133,20 +146,22 @@ class _Stage:
             name for name, index in self.trace.mutated.items() if flat[index].name in self._needed
         }
         held |= {b.node for b in self.trace.buffers if b.name in changed}
-        if self.number == len(
-            self.positions
-        ):  # the last stage has the buffers that only what is given of the batch follows from
+        if self.number == len(self.positions):
             held |= {
                 b.node
                 for b in self.trace.buffers
                 if not nodes[b.node].users and b.name not in self.trace.mutated
             }
+        return held
+
+    def _placeholders(self, nodes: dict[str, fx.Node], before: Boundary, after: Boundary) -> None:
+        """Create the placeholders of the stage, in the order in which a trace has them."""
+        held = self._held_placeholders(nodes)
+        read = {o.name for name in self._needed for o in nodes[name].all_input_nodes}
+        read -= {p.node for p in self.trace.parameters}  # read by a stage only if it holds them
         for entries in (self.trace.parameters, self.trace.buffers, self.trace.inputs):
             for entry in entries:
-                if entry.node in held or (
-                    entry.node in read
-                    and not any(entry.node == p.node for p in self.trace.parameters)
-                ):
+                if entry.node in held or entry.node in read:
                     self._placeholder(nodes[entry.node])
         for name in before.values:
             self._placeholder(nodes[name])
@@ -215,7 +230,7 @@ class _Stage:
         )
 
     def _returns(self, name: str) -> bool:
-        """Whether this stage returns a model's output."""
+        """Whether this stage returns an output of the model, given by its node."""
         return self.placing.returning[name] == self.number
 
     def _add_result(self, name: str) -> int:
@@ -234,7 +249,7 @@ class _Stage:
         return replace(p, gradient=index)
 
     def _sum(self, terms: Sequence[fx.Node]) -> int:
-        """The result's index of a sum of gradients."""
+        """Add up gradients; returns the index of the sum among the results."""
         total = terms[0]
         for ordinal, term in enumerate(terms[1:]):
             like = total
@@ -248,8 +263,7 @@ class _Stage:
 
 
 def _leads_to(node: fx.Node, value: fx.Node, among: Collection[str]) -> bool:
-    """Whether all that is made of a node is a step on the way to `value`, by nodes of these
-    names."""
+    """Whether every path from a node ends at `value` and passes only through nodes in `among`."""
     left, seen = [node], {value}
     while left:
         here = left.pop()

@@ -1,11 +1,13 @@
-"""Which stage runs which node.
+"""Cut points of a model, and the assignment of nodes to pipeline stages.
 
-Forward nodes go by their position; those that depend on no parameter (masks, positions, numbers of
-labels) are *copied*: every stage that needs one computes it itself from the batch. Backward flows
-from the last stage to the first. At each boundary a backward node is *late* (in a later stage) or
-*early*. A reader of a forward value that stays on one side is on that side, a parameter's gradient
-is where the parameter is; of all ways to place the others, which add and reshape gradients, the one
-is taken that moves the fewest bytes over the boundary: a minimum cut.
+`cut_points` lists the places at which stages may begin. `place` assigns every node to a stage.
+
+The stage of a forward node follows from its position. Forward nodes that depend on no parameter
+(masks, positions, numbers of labels) are *copied*: every stage that needs one computes it from the
+batch. Backward flows from the last stage to the first. At each boundary a backward node is *late*
+(in a later stage) or *early*. A node that reads a forward value available on one side only is on
+that side. The gradient of a parameter is computed where the parameter is. The remaining nodes add
+and reshape gradients. A minimum cut places them so that the fewest bytes cross the boundary.
 """
 
 from __future__ import annotations
@@ -24,14 +26,12 @@ from autopar.errors import EmissionError
 from autopar.rules import where_of
 
 # --------------------------------------------------------------------------------------------------
-# Where a model may be cut: before the first node of every layer and of every part that is no
-# layer.
+# Cut points: before the first node of every layer and of every other part of the model.
 #
-# Where these places are fewer than are needed, the parts are those that lie deeper: modules
-# within layers, one level after the other, and at last what each parameter is read for. So any
-# model has places as long as it has parameters.
+# If these are fewer than needed, modules within layers are used, one level of nesting after the
+# other, and finally the first use of each parameter. Any model with parameters has cut points.
 
-_DEEPER = 6  # levels within a layer
+_DEEPER = 6  # levels of modules within a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class CutPoint:
     """A place to cut.
 
     Attributes:
-        position: index of a forward node among the forward nodes; a cut there puts it, and all
-            after it, into a later stage.
-        module: the layer or part that begins there.
+        position: index among the forward nodes. A cut puts this node and all later ones into a
+            later stage.
+        module: path of the layer or module that begins there.
     """
 
     position: int
@@ -49,14 +49,14 @@ class CutPoint:
 
 
 def forward_nodes(trace: Trace) -> list[fx.Node]:
-    """The forward's compute nodes, in order."""
+    """The compute nodes of forward, in order."""
     return [
         n for n in trace.graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"
     ]
 
 
 def layer_of(module: str) -> str:
-    """A module's path up to its first layer index; up to its second part where it has none."""
+    """Path of a module up to its first layer index, or up to its second part if it has none."""
     parts = module.split(".")
     for place, part in enumerate(parts):
         if part.isdigit():
@@ -65,10 +65,11 @@ def layer_of(module: str) -> str:
 
 
 def cut_points(trace: Trace, at_least: int = 1) -> tuple[CutPoint, ...]:
-    """Places to cut, in order; none before the first parameter is read.
+    """List the places to cut a model, in order; none lies before the first read of a parameter.
 
     Args:
-        at_least: of the coarsest parts that have so many places; of the finest, if none has.
+        at_least: number of places wanted. The coarsest level with so many is returned, or the
+            finest level if none has so many.
     """
     points: tuple[CutPoint, ...] = ()
     for points in levels(trace):
@@ -78,11 +79,14 @@ def cut_points(trace: Trace, at_least: int = 1) -> tuple[CutPoint, ...]:
 
 
 def levels(trace: Trace) -> Iterator[tuple[CutPoint, ...]]:
-    """The places of layers, then those of finer and finer parts, each level with more than the
-    one before."""
+    """Yield the cut points between layers, then those of finer and finer parts of the model.
+
+    Each level has more places than the level before.
+    """
     names = {p.node: p.name for p in trace.parameters}
 
-    def read(node: fx.Node) -> str:
+    def first_parameter(node: fx.Node) -> str:
+        """Name of the first parameter that a node reads; "" if it reads none."""
         return next(
             (names[operand.name] for operand in node.all_input_nodes if operand.name in names), ""
         )
@@ -90,20 +94,21 @@ def levels(trace: Trace) -> Iterator[tuple[CutPoint, ...]]:
     num = -1
     for depth in range(_DEEPER + 1):
 
-        def part(node: fx.Node, depth: int = depth) -> str:
+        def part_at_depth(node: fx.Node, depth: int = depth) -> str:
+            """Path of the part that a node belongs to, `depth` levels within its layer."""
             return _part_of(node.meta["module"], depth)
 
-        points = tuple(_points(trace, part))
+        points = tuple(_points(trace, part_at_depth))
         if len(points) > num:
             yield points
         num = max(num, len(points))
-    points = tuple(_points(trace, read))
+    points = tuple(_points(trace, first_parameter))
     if len(points) > num:
         yield points
 
 
 def _part_of(module: str, deeper: int) -> str:
-    """The path of the layer that a module is in, or of what lies so much deeper in it."""
+    """Path of the layer of a module, or of the module `deeper` levels within that layer."""
     layer = layer_of(module)
     return ".".join([layer, *module[len(layer) + 1 :].split(".")[:deeper]]).rstrip(".")
 
@@ -123,28 +128,29 @@ def _points(trace: Trace, part_of: Callable[[fx.Node], str]) -> Iterator[CutPoin
 
 
 _add = torch.ops.aten.add.Tensor
-_NO_CARRIER = 2**60  # dearer than all that can cross
+_NO_CARRIER = 2**60  # more bytes than any set of tensors that can cross
 _Kind = tuple[tuple[int, ...], torch.dtype | None]
 
 
 class CutError(EmissionError):
-    """The model cannot be cut there; says which op refuses. Where it can be cut, or what else to
-    do, says who asked."""
+    """The model cannot be cut at a place; names the op that prevents it. The caller adds the
+    remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Where each node runs.
+    """The stage of each node.
 
     Attributes:
-        stage: node name → stage, tangents included; not for copied nodes and other placeholders.
-        returning: what the model returns → the stage that returns it.
-        copied: nodes that every stage computes itself where it needs them. homes: where they would
-            be by their position.
+        stage: node name → stage. Tangents are included; copied nodes and other placeholders are
+            not.
+        returning: node of an output of the model → the stage that returns it.
+        copied: nodes that every stage computes for itself if it needs them.
+        homes: forward node → stage according to its position, copied nodes included.
         holders: parameter name → the stages that read it.
         terms: parameter name → the nodes whose sum is its gradient, for parameters that several
             stages hold.
-        dropped: the additions of these terms, which no stage runs.
+        dropped: the additions of these terms. No stage runs them.
     """
 
     stage: Mapping[str, int]
@@ -157,18 +163,21 @@ class Placing:
 
 
 def place(trace: Trace, positions: Sequence[int]) -> Placing:
-    """Place all nodes for cuts at `positions`.
+    """Assign all nodes to stages, for cuts at `positions`.
+
+    Args:
+        positions: indices of forward nodes, in any order.
 
     Raises:
-        CutError: where a value would have to flow backwards.
+        CutError: if a value would have to flow against the order of stages.
     """
     return _Placer(trace, sorted(positions)).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """Of each backward node, where it has to be: behind all boundaries before `late_before`, not
-    behind those from `early_from` on."""
+    """Constraints on the stage of each backward node: it is late at all boundaries before
+    `late_before`, and early at all boundaries from `early_from` on."""
 
     late_before: dict[str, int]
     early_from: dict[str, int]
@@ -191,9 +200,10 @@ class _Placer:
     )  # boundary → kinds of forward values that cross it
 
     def run(self) -> Placing:
+        """Place forward, then backward from the last boundary to the first, then check."""
         self._forward()
         holders = self._holders()
-        returning = self._returning(holders)
+        returning = self._assign_outputs(holders)
         self.stage.update({o.tangent: returning[o.node] for o in self.trace.differentiable})
         terms, dropped = self._terms(holders)
         backward = [
@@ -201,8 +211,8 @@ class _Placer:
             for n in self._calls("backward")
             if n.name not in dropped and n.name not in self.copied
         ]
-        pinned = self._pinned(holders, terms)
-        self._crossing()
+        pinned = self._pin_gradients(holders, terms)
+        self._record_carriers()
         sides = self._sides(backward, pinned)
         late: set[str] = set()
         stages: dict[str, int] = {n.name: 0 for n in backward}
@@ -256,8 +266,7 @@ class _Placer:
                     )
 
     def _holders(self) -> dict[str, tuple[int, ...]]:
-        """A parameter that only backward reads is where that is; one that nothing reads, in the
-        first stage."""
+        """Parameter name → the stages that read it in forward; the first stage if none does."""
         nodes = {n.name: n for n in self.trace.graph.nodes}
         found = {}
         for p in self.trace.parameters:
@@ -267,9 +276,9 @@ class _Placer:
             found[p.name] = tuple(sorted(reading)) or (0,)
         return found
 
-    def _returning(self, holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """What a stage makes it returns; a parameter is returned where it is, and what every
-        stage has by the last one."""
+    def _assign_outputs(self, holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """Output's node → the stage that returns it: the one that computes it, or the last one
+        that holds it if it is a parameter, or the last stage if every stage has it."""
         last, at = len(self.positions), {p.node: holders[p.name][-1] for p in self.trace.parameters}
         return {o.node: self.stage.get(o.node, at.get(o.node, last)) for o in self.trace.outputs}
 
@@ -284,11 +293,14 @@ class _Placer:
                 terms[p.name] = tuple(_addends(results[p.gradient], dropped))
         return terms, dropped
 
-    def _pinned(
+    def _pin_gradients(
         self, holders: Mapping[str, Sequence[int]], terms: Mapping[str, Sequence[fx.Node]]
     ) -> dict[str, int]:
-        """Nodes whose stage is settled: gradients of a parameter, and what reads it in backward,
-        are where it is; where several stages hold it, with the reader of the same module."""
+        """Backward node → its stage, for gradients of parameters and backward readers of them.
+
+        These run where the parameter is. If several stages hold it, they run in the stage whose
+        forward reader belongs to the same module.
+        """
         nodes = {n.name: n for n in self.trace.graph.nodes}
         results = next(iter(reversed(self.trace.graph.nodes))).args[0]
         pinned = {}
@@ -330,8 +342,8 @@ class _Placer:
                     raise CutError(what, where=where_of(node))
 
     def _check_buffers(self, stages: Mapping[str, int]) -> None:
-        """A buffer whose new value one stage makes is read there alone: another's copy of it
-        would not change."""
+        """Refuse a buffer that one stage updates and another one reads: the copy of the other
+        stage would not change."""
         nodes, results = (
             {n.name: n for n in self.trace.graph.nodes},
             next(iter(reversed(self.trace.graph.nodes))).args[0],
@@ -341,7 +353,7 @@ class _Placer:
             value = results[index]  # type: ignore[index]
             if value.name not in stages:
                 continue
-            others = sorted(self._reading(buffers[name], stages) - {stages[value.name]})
+            others = sorted(self._stages_reading(buffers[name], stages) - {stages[value.name]})
             if others:
                 what = (
                     f"buffer {name!r} is read in stage {others[0]} and gets its new value in stage"
@@ -349,8 +361,8 @@ class _Placer:
                 )
                 raise CutError(what, where=where_of(value))
 
-    def _reading(self, node: fx.Node, stages: Mapping[str, int]) -> set[int]:
-        """The stages that read what a node makes, or what is copied and made of it."""
+    def _stages_reading(self, node: fx.Node, stages: Mapping[str, int]) -> set[int]:
+        """The stages that read the result of a node, directly or through copied nodes."""
         found, left, seen = set[int](), [node], set[fx.Node]()
         while left:
             for user in left.pop().users:
@@ -363,8 +375,8 @@ class _Placer:
     def _late(
         self, backward: Sequence[fx.Node], boundary: int, after: set[str], sides: _Sides
     ) -> set[str]:
-        """The backward nodes that run behind the boundary, `after` (behind the next one) among
-        them."""
+        """The backward nodes that are late at a boundary; includes `after`, those that are late at
+        the next one."""
         late = after | {n.name for n in backward if boundary < sides.late_before[n.name]}
         early = {n.name for n in backward if boundary >= sides.early_from[n.name]}
         for node in backward if late & early else ():
@@ -383,8 +395,8 @@ class _Placer:
             self._carriers.get(boundary, set()),
         )
 
-    def _crossing(self) -> None:
-        """Of each boundary, the kinds of forward values that cross it."""
+    def _record_carriers(self) -> None:
+        """Record the shapes and dtypes of the forward values that cross each boundary."""
         for node in forward_nodes(self.trace):
             made = self.stage.get(node.name)
             for boundary in (
@@ -393,15 +405,17 @@ class _Placer:
                 self._carriers.setdefault(boundary, set()).add(_kind(node))
 
     def _sides(self, backward: Sequence[fx.Node], pinned: Mapping[str, int]) -> _Sides:
-        """What is settled of backward: what a late node reads is late, what reads an early one,
-        or an early output's tangent, is early."""
+        """The constraints on backward nodes: operands of a late node are late; readers of an early
+        node, or of the tangent of an early output, are early."""
         sides = _Sides(
             {n.name: 0 for n in backward}, {n.name: len(self.positions) + 1 for n in backward}
         )
         late_before, early_from = sides.late_before, sides.early_from
         for node in backward:
-            made = [self.stage[o.name] for o in self._read(node)]
-            read = [self.last_reader.get(o.name, self.stage[o.name]) for o in self._read(node)]
+            made = [self.stage[o.name] for o in self._stage_operands(node)]
+            read = [
+                self.last_reader.get(o.name, self.stage[o.name]) for o in self._stage_operands(node)
+            ]
             at = [pinned[node.name]] if node.name in pinned else []
             late_before[node.name] = max([0, *made, *at])
             before = [early_from[o.name] for o in node.all_input_nodes if o.name in early_from]
@@ -419,15 +433,17 @@ class _Placer:
                     )
         return sides
 
-    def _read(self, node: fx.Node) -> list[fx.Node]:
-        """What a backward node reads of what forward or the loss made; what picks a result goes
-        with its producer."""
+    def _stage_operands(self, node: fx.Node) -> list[fx.Node]:
+        """The operands of a backward node that forward or the loss made.
+
+        A getitem has none: it runs in the stage of its operand.
+        """
         operands = () if node.target is operator.getitem else node.all_input_nodes
         return [o for o in operands if o.name in self.stage and o.op != "placeholder"]
 
 
 def _addends(node: fx.Node, dropped: set[str]) -> Iterable[fx.Node]:
-    """The terms of a sum of gradients; the additions go into `dropped`."""
+    """Yield the terms of a sum of gradients, and add the names of the additions to `dropped`."""
     plain = (
         node.target is _add and all(isinstance(a, fx.Node) for a in node.args) and not node.kwargs
     )
@@ -442,10 +458,11 @@ def _addends(node: fx.Node, dropped: set[str]) -> Iterable[fx.Node]:
 def _cheapest(
     free: Sequence[fx.Node], late: set[str], all_names: set[str], carriers: set[_Kind]
 ) -> set[str]:
-    """Of the nodes that may be on either side, those that are late when the fewest bytes cross.
+    """Choose the late nodes among those that may be on either side, so that the fewest bytes cross.
 
-    Each node is an edge of its bytes, cut where its value crosses, which it only does where a
-    forward value of its shape does. No late node reads an early one.
+    In the flow graph each node is an edge with the bytes of its result as capacity. The edge is cut
+    if the result crosses the boundary, which requires that a forward value of the same shape and
+    dtype crosses there. No late node reads an early one.
     """
     graph = nx.DiGraph()
     undecided = {n.name for n in free}

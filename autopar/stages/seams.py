@@ -1,4 +1,8 @@
-"""The places at which a model can be cut, and where stages are sewn together there."""
+"""Legal cut points of a model, the tensors that cross between stages, and the nodes next to a cut.
+
+`boundaries` lists what crosses, `usable_points` the cut points that are legal, `seams` the nodes
+that read or make tensors of other stages.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,9 @@ from autopar.stages.placing import CutError, CutPoint, Placing, levels, place
 # What crosses each boundary between stages.
 #
 # A forward value crosses every boundary from the stage that makes it to the last one that reads
-# it: stages between pass it on. A gradient goes the other way, on the back of a forward value of
-# its shape and dtype, in whose layout it crosses: mostly the one that it is the gradient of.
+# it; stages between pass it on. A gradient crosses in the opposite direction. It is paired with a
+# forward value of its shape and dtype, and crosses in the layout of that value, which mostly is the
+# value that it is the gradient of.
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,8 @@ class Boundary:
     """What crosses from one stage to the next, by names of nodes in the whole trace.
 
     Attributes:
-        values: forward values. gradients: what comes back for each, ``""`` where nothing does.
+        values: forward values.
+        gradients: the gradient that comes back for each value, ``""`` if none does.
     """
 
     values: tuple[str, ...]
@@ -34,16 +40,22 @@ class Boundary:
 
 
 def boundaries(trace: Trace, placing: Placing, num_stages: int) -> tuple[Boundary, ...]:
-    """All boundaries, in order.
+    """List what crosses each boundary between stages, in order.
+
+    Args:
+        trace: the whole trace.
+        placing: the stage of each node.
+        num_stages: number of stages; there is one boundary less.
 
     Raises:
-        CutError: where a gradient finds no value to ride on.
+        CutError: if a gradient crosses and no forward value of its shape and dtype does, or if a
+            node with several results would cross.
     """
     nodes = {n.name: n for n in trace.graph.nodes}
     forward = _spans(trace, placing, "forward")
     backward = _spans(trace, placing, "backward")
     found: list[Boundary] = []
-    carried: dict[str, str] = {}  # gradient → the value it rode on at the boundary behind
+    carried: dict[str, str] = {}  # gradient → the value it is paired with at the next boundary
     for boundary in reversed(range(num_stages - 1)):
         values = [name for name, (first, last) in forward.items() if first <= boundary < last]
         gradients = [name for name, (first, last) in backward.items() if last <= boundary < first]
@@ -54,7 +66,7 @@ def boundaries(trace: Trace, placing: Placing, num_stages: int) -> tuple[Boundar
 
 
 def _spans(trace: Trace, placing: Placing, phase: str) -> dict[str, tuple[int, int]]:
-    """Node name → the stage that makes it and the farthest that reads it, where these differ."""
+    """Node name → the stage that makes it and the farthest stage that reads it, if these differ."""
     spans: dict[str, tuple[int, int]] = {}
     for node in trace.graph.nodes:
         made = placing.stage.get(node.name)
@@ -83,9 +95,12 @@ def _check_plain(node: fx.Node) -> None:
 def _carriers(
     values: Sequence[fx.Node], gradients: Sequence[fx.Node], before: Mapping[str, str]
 ) -> dict[str, str]:
-    """Gradient → the value that it rides on. One that came over the boundary behind stays where it
-    is if it can; the others ride in the order in which backward makes them, which is that of their
-    values reversed."""
+    """Gradient → the forward value that it is paired with.
+
+    A gradient keeps the value of the next boundary (`before`) if that value crosses here too. The
+    others are paired in the order in which backward makes them, which is the reversed order of
+    their values.
+    """
     free = {v.name: v for v in values if v.meta["val"].is_floating_point()}
     riding: dict[str, str] = {}
     for gradient in gradients:
@@ -116,16 +131,16 @@ NO_PIPELINE = (
 
 
 def usable_points(trace: Trace, at_least: int = 1) -> tuple[tuple[CutPoint, ...], Placing]:
-    """The places at which the model can be cut, and where everything is if it is cut at all of
-    them.
+    """Find the legal cut points, and the assignment of nodes if the model is cut at all of them.
 
-    Each place is legal on its own. Several together need not be: `find_refusal` says.
+    Each point is legal on its own. `find_refusal` tells whether several are legal together.
 
     Args:
-        at_least: of the coarsest parts that have so many such places; else of those that have most.
+        at_least: number of points wanted. The coarsest level with so many legal points is used, or
+            the level with the most.
 
     Raises:
-        ConstraintError: where there is none.
+        ConstraintError: if the model has no legal cut point.
     """
     found: tuple[CutPoint, ...] = ()
     refusal: CutError | None = None
@@ -147,7 +162,8 @@ def usable_points(trace: Trace, at_least: int = 1) -> tuple[tuple[CutPoint, ...]
 def _legal(
     trace: Trace, points: Sequence[CutPoint]
 ) -> tuple[tuple[CutPoint, ...], CutError | None]:
-    """Those at which the model can be cut, each alone, and all placed together; why not at all."""
+    """The points at which the model can be cut one at a time and that can be placed together, and
+    the error of cutting at all points, if there is one."""
     refusal = find_refusal(trace, [p.position for p in points]) if points else None
     if refusal is None:
         return tuple(points), None
@@ -172,7 +188,7 @@ def _can_place(trace: Trace, points: Sequence[CutPoint]) -> bool:
 
 
 def find_refusal(trace: Trace, positions: Sequence[int]) -> CutError | None:
-    """Why the model cannot be cut at these positions together; None where it can."""
+    """Return the error of cutting the model at all these positions, or None if it can be cut."""
     try:
         boundaries(trace, place(trace, positions), len(positions) + 1)
     except CutError as error:
@@ -182,11 +198,12 @@ def find_refusal(trace: Trace, positions: Sequence[int]) -> CutError | None:
 
 @dataclass(frozen=True, slots=True)
 class Seams:
-    """What lies at the borders of a cut.
+    """The nodes next to the boundaries of a cut.
 
     Attributes:
-        apart: nodes that read what another stage, or each stage for itself, makes. exposed: nodes
-            whose results another stage reads.
+        apart: nodes that read a result of another stage, or one that each stage computes for
+            itself.
+        exposed: nodes whose results another stage reads.
     """
 
     apart: frozenset[str]
@@ -194,9 +211,10 @@ class Seams:
 
 
 def seams(trace: Trace, placing: Placing) -> Seams:
-    """Of a trace that is cut so."""
+    """Find the nodes of a trace that lie next to the boundaries of a cut."""
 
     def side(node: fx.Node) -> object:
+        """The stage of a node, or the reason why it has none."""
         if node.name in placing.copied:
             return "copied"
         return (

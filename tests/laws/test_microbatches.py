@@ -154,7 +154,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_every_kind(name: str) -> None:
     loss, kind = LOSSES[name]
-    assert traced(Head(loss), batch())[2].outputs["loss"].joined == kind
+    assert traced(Head(loss), batch())[2].outputs["loss"].combination == kind
     assert error(Head(loss), batch()) < 1e-12
 
 

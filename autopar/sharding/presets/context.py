@@ -1,14 +1,13 @@
-"""Context parallelism on one mesh axis: the sequence is split, and whatever reads all of it,
-attention, gets the other tensors whole.
+"""Context, data and expert parallelism on one mesh axis.
 
-The walk is that of data parallelism (`autopar.sharding.propagate`), along the sequence instead of
-the batch. Where an op reads no option's operands as they lie, the smallest of the split ones are
-gathered such that the op still makes split what it makes, and the gradient of what was gathered is
-scattered as that lay.
+Context parallelism splits the sequence. The walk is that of `autopar.sharding.propagate`, along the
+sequence instead of the batch. If an op has no option that reads its operands in their placements,
+as attention, the smallest split operands are gathered such that the results are still split. The
+gradient of a gathered tensor is scattered in the placement that the tensor had.
 
-Sequence parallelism (`autopar.sharding.presets.tensor`) walks in the same way, and goes on where an
-op cannot compute on a part of the sequence at all, such as a view that joins it with the batch:
-that op reads all whole, and so do those behind it up to one that can.
+Sequence parallelism (`autopar.sharding.presets.tensor`) walks in the same way, but continues at an
+op that cannot compute on a part of the sequence at all, such as a view that joins it with the
+batch. That op reads all operands whole, and so do later ops up to one that can compute on a part.
 """
 
 from __future__ import annotations
@@ -32,8 +31,16 @@ from autopar.sharding.propagate import Policy, Read, Row, Spread, Walk, nothing_
 
 
 def along_sequence(graph: Read, *, gathers: bool = False) -> Spread | None:
-    """How tensors lie when the sequence, dim 1 of the inputs, is split; None where no input has
-    one. `gathers`: what cannot compute on a part of it reads all whole, else it is the failure."""
+    """Find the placements if the sequence, dim 1 of the inputs, is split.
+
+    Args:
+        graph: the trace and its dependencies.
+        gathers: whether a node that cannot compute on a part of the sequence reads all operands
+            whole. Otherwise it is the failure.
+
+    Returns:
+        The placements; None if no input has a sequence.
+    """
     inputs = [i for i in graph.trace.inputs if len(i.shape) > 1 and i.shape[1] > 1]
     lengths = [i.shape[1] for i in inputs]
     if not lengths:
@@ -44,8 +51,10 @@ def along_sequence(graph: Read, *, gathers: bool = False) -> Spread | None:
 
 
 def read_otherwise(graph: Read, rows: Mapping[str, Row]) -> set[str]:
-    """The nodes that read an operand otherwise than it is made, or otherwise than a node before
-    them reads it."""
+    """Find the nodes that read an operand in another placement than it is made in.
+
+    Free operands count as well, if an earlier node reads them in another placement.
+    """
     found = _apart_on_free(graph, rows)
     for name, row in rows.items():
         made = (
@@ -59,8 +68,8 @@ def read_otherwise(graph: Read, rows: Mapping[str, Row]) -> set[str]:
 
 
 def _apart_on_free(graph: Read, rows: Mapping[str, Row]) -> set[str]:
-    """The nodes that can read a free tensor, such as a range of labels, in no way in which it
-    can be made and those before them can."""
+    """The nodes that read a free tensor, such as a range of labels, only in placements in which it
+    cannot be made or earlier nodes cannot read it."""
     found: set[str] = set()
     read = _made_free(graph, rows)
     for name, row in rows.items():
@@ -81,7 +90,7 @@ def _apart_on_free(graph: Read, rows: Mapping[str, Row]) -> set[str]:
 
 
 def _made_free(graph: Read, rows: Mapping[str, Row]) -> dict[Ref, set[Placement]]:
-    """In which ways the tensors that no row speaks of can be made of operands as those are made."""
+    """Tensor without a row → the placements in which it can be made from its operands."""
     made: dict[Ref, set[Placement]] = {}
     for name, call in graph.calls.items():
         if name in rows:
@@ -99,11 +108,14 @@ def _made_free(graph: Read, rows: Mapping[str, Row]) -> dict[Ref, set[Placement]
 
 
 class ContextWalk(Walk):
+    """The walk along the sequence; arguments as in `along_sequence`."""
+
     def __init__(self, graph: Read, policy: Policy, *, gathers: bool) -> None:
         super().__init__(graph, policy)
         self.gathers = gathers
 
     def run(self) -> Spread:
+        """Walk, and find the nodes that read an operand in another placement than it is made in."""
         found = super().run()
         found.apart |= read_otherwise(self.graph, found.rows)
         return found
@@ -128,7 +140,8 @@ class ContextWalk(Walk):
         return best
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
-        gathered = {self._shape(ref): self.labels[ref] for ref in self._gathered(node, option)}
+        operands = self._gathered_operands(node, option)
+        gathered = {self._shape(ref): self.labels[ref] for ref in operands}
         super()._take(node, option)
         for i, placement in enumerate(option.outputs):
             if (
@@ -138,10 +151,10 @@ class ContextWalk(Walk):
                 self.labels[node.name, i] = like
                 self.found.apart.update(
                     user.name for user in node.users
-                )  # it is scattered before anything reads it
+                )  # it is scattered before any of them reads it
 
     def _stays(self, node: fx.Node, option: AxisOption) -> bool:
-        """Whether operands are read as they lie, whole, or as their part of what is whole."""
+        """Whether operands are read in their placement, gathered, or sliced."""
         pairs = zip(self.graph.reads[node.name], option.inputs, strict=True)
         return not any(
             isinstance(p, Partial)
@@ -151,39 +164,38 @@ class ContextWalk(Walk):
             for ref, p in pairs
         )
 
-    def _gathered(self, node: fx.Node, option: AxisOption) -> list[Ref]:
+    def _gathered_operands(self, node: fx.Node, option: AxisOption) -> list[Ref]:
         """Split activations that the option reads whole."""
         pairs = zip(self.graph.reads[node.name], option.inputs, strict=True)
         split = [ref for ref, p in pairs if p == REPLICATE and isinstance(self._state(ref), Shard)]
         return [ref for ref in split if self._is_activation(ref[0])]
 
     def _gathered_elements(self, node: fx.Node, option: AxisOption) -> tuple[int, int]:
-        gathered = self._gathered(node, option)
+        gathered = self._gathered_operands(node, option)
         return sum(math.prod(self._shape(ref)) for ref in gathered), len(gathered)
 
     def _shape(self, ref: Ref) -> tuple[int, ...]:
-        """() of a result that is None."""
+        """Shape of a tensor; () for a result that is None."""
         value = self.graph.trace.node(ref[0]).meta["val"]
         value = value[ref[1]] if isinstance(value, tuple | list) else value
         return () if value is None else tuple(value.shape)
 
 
 # --------------------------------------------------------------------------------------------------
-# Data parallelism on one mesh axis: the batch is split, and what couples samples gets the samples
-# of others.
+# Data parallelism on one mesh axis: the batch is split, and ops that couple samples gather them.
 #
-# The walk is that of `autopar.sharding.propagate`, along the batch. An op that cannot compute
-# on a part of the batch (a contrastive loss, a row that a whole batch adds up to) has gathered as
-# little of what it reads as lets it still make its own part, all of it where it can make none.
-# What it then makes whole, of the shape of what was gathered, its readers take their part of.
+# The walk is that of `autopar.sharding.propagate`, along the batch. For an op that cannot compute
+# on a part of the batch (a contrastive loss, a sum over the batch), as few operands are gathered as
+# possible such that it still makes its own part, or all of them if it cannot. Readers slice a whole
+# result that has the shape of a gathered operand.
 #
-# A batch that the devices do not divide is split unevenly, the last part being shorter. An op in
-# which such parts are none of what it makes (a view that joins samples with tokens: three of
-# eight samples are not a third of all tokens, rounded up) cannot compute on them either.
+# A batch that the number of devices does not divide is split unevenly: the last part is shorter. An
+# op whose results do not have such parts (a view that joins samples with tokens: three of eight
+# samples are not a third of all tokens, rounded up) cannot compute on a part either.
 
 
 class SampleWalk(ContextWalk):
-    """`batch` samples over axes of these `sizes`."""
+    """The walk along a batch of `batch` samples, split over axes of these `sizes`."""
 
     def __init__(self, graph: Read, policy: Policy, batch: int, sizes: Sequence[int]) -> None:
         super().__init__(graph, policy, gathers=True)
@@ -203,7 +215,7 @@ class SampleWalk(ContextWalk):
         )
 
     def _has_parts(self, call: Call, option: AxisOption) -> bool:
-        """Whether the uneven parts of the operands and results are there and belong together."""
+        """Whether the uneven parts of operands and results fit and belong together."""
         inputs, outputs = (
             tuple(Layout([p] * len(self.sizes)) for p in placements)
             for placements in (option.inputs, option.outputs)
@@ -221,7 +233,7 @@ class SampleWalk(ContextWalk):
         return option
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
-        lay = {self._shape(ref): self.labels[ref] for ref in self._gathered(node, option)}
+        lay = {self._shape(ref): self.labels[ref] for ref in self._gathered_operands(node, option)}
         super()._take(node, option)
         if any(isinstance(placement, Shard) for placement in option.outputs):
             return
@@ -233,12 +245,19 @@ class SampleWalk(ContextWalk):
                 self.labels[node.name, i] = like
                 self.found.apart.update(
                     user.name for user in node.users
-                )  # they take their part before they read it
+                )  # they slice it before they read it
 
 
 def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
-    """Raises:
-    ConstraintError: where a batch of so many samples cannot be split over axes of these sizes.
+    """Check that a batch can be split over the axes of a plan.
+
+    Args:
+        plan: the named plan.
+        batch: number of samples.
+        sizes: devices per axis of the plan.
+
+    Raises:
+        ConstraintError: if it cannot.
     """
     num = math.prod(sizes)
     if Layout([Shard(0)] * len(sizes)).fits((batch,), sizes):
@@ -257,8 +276,17 @@ def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
 
 
 def notes_on(plan: Parallelism, graph: Read, found: Spread) -> tuple[str, ...]:
-    """What a plan of data parallelism does that its name does not say: the ops, with ``*`` for
-    layers, that read samples of others."""
+    """Describe the effects of a plan of data parallelism that its name does not tell.
+
+    Args:
+        plan: the named plan.
+        graph: the trace and its dependencies.
+        found: the placements under the plan.
+
+    Returns:
+        A sentence that names the ops that gather samples, with ``*`` for layer indices; empty if
+        there are none.
+    """
     if plan.sequence or not found.gathering:
         return ()
     nodes = (node for name, node in graph.nodes.items() if name in found.gathering)
@@ -275,31 +303,37 @@ def notes_on(plan: Parallelism, graph: Read, found: Spread) -> tuple[str, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Expert parallelism on one mesh axis: tokens are split with the batch, experts over the same
-# devices, which each compute only with theirs.
+# Expert parallelism on one mesh axis: tokens are split with the batch, and experts over the same
+# devices. Each device computes only with its own experts.
 #
-# The walk is that of data parallelism (`autopar.sharding.propagate`), but for experts
-# (`autopar.ops.experts`) and their gradients. These read weights split by experts. Either their
-# tokens, picks and gates are gathered, and what they make of tokens are partial sums, which are
-# scattered as the tokens lie; or these are read as they lie, and dispatched
-# (`autopar.rules.dispatch`). Where the plan does not say which, the node's row leaves it open.
+# The walk is that of data parallelism, except for experts (`autopar.ops.experts`) and their
+# gradients. These read weights split by experts. Either tokens, picks and gates are gathered, and
+# the results are partial sums that are scattered in the placement of the tokens. Or they are read
+# in their placement and dispatched (`autopar.rules.dispatch`). If the plan does not say which, the
+# row of the node leaves it open.
 
 BY_EXPERTS = Shard(0)
 _WEIGHTS = {
     ops.experts: 3,
     ops.experts_backward: 4,
-}  # the operand that is up's weight; down's is next, tokens are three before
+}  # index of the up weight; the down weight is next, the tokens are three before
 
 
 def by_experts(
     graph: Read, plan: Parallelism, policy: Policy, batch: int, sizes: Sequence[int]
 ) -> Spread:
-    """How tensors lie where the batch, of so many samples, and the experts are split over axes of
-    these sizes.
+    """Find the placements if the batch and the experts are split.
+
+    Args:
+        graph: the trace and its dependencies.
+        plan: the named plan.
+        policy: the labels of the inputs.
+        batch: number of samples.
+        sizes: devices per axis of the plan.
 
     Raises:
-        ConstraintError: where the model has no experts that are one op, their number does not
-            divide, or tokens are to be dispatched over several axes.
+        ConstraintError: if the model has no experts that are one op, if the number of experts is no
+            multiple of the devices, or if tokens are to be dispatched over several axes.
     """
     if plan.tokens == "dispatched" and len(sizes) > 1:
         what = (
@@ -341,6 +375,8 @@ def by_experts(
 
 
 class _ExpertWalk(SampleWalk):
+    """The walk of `by_experts`; `tokens` is how the plan moves them, or "" to leave it open."""
+
     def __init__(
         self, graph: Read, policy: Policy, batch: int, sizes: Sequence[int], tokens: str
     ) -> None:
@@ -375,4 +411,4 @@ class _ExpertWalk(SampleWalk):
                 self.labels[node.name, i] = tokens
         self.found.apart.update(
             user.name for user in node.users
-        )  # partial sums are scattered before anything reads them
+        )  # partial sums are scattered before any of them reads them

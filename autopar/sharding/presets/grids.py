@@ -1,18 +1,17 @@
-"""Grids of tensor parallelism (`autopar.constraints.parallel`) on a trace: how every tensor lies on
-each side of the grid.
+"""Grids of tensor parallelism (`autopar.constraints.parallel`): placements on each side of a grid.
 
-A side that splits samples, and the depth, are data parallelism. On the others, walked here,
-activations *rest* split over a dim: where they come from a product by columns, over its features;
-where from one whose sums are scattered, over its samples (`SAMPLES`) or, on the second side of
-``2d``, its features. A product with a weight is by *columns* (it reads the activation whole and the
-weight split over what it makes) or by *rows* (both split over what it contracts; it makes partial
-sums). On the second side of ``2d`` all are by columns. On those of ``3d`` a product is by rows
-where features are split, and by columns where samples are: what is split swaps from one product to
-the next, and on the two sides it is never the same.
+The sides that split samples, and the depth, are data parallelism. On the other sides activations
+*rest* split over a dim. The result of a product by columns is split over its features. A result
+whose partial sums are scattered is split over its samples (`SAMPLES`) or, on the second side of
+``2d``, over its features. A product with a weight is by *columns* (it reads the whole activation,
+and the weight split over dims of the result) or by *rows* (both are split over the contracted dim;
+it makes partial sums). On the second side of ``2d`` all products are by columns. On the sides of
+``3d`` a product is by rows if features are split, and by columns if samples are. So the split dim
+alternates from one product to the next, and differs between the two sides.
 
-All else reads its operands as they rest. What cannot (a norm over split features) reads them split
-over another dim (tokens), and what it makes rests as they did; the log names it. What can do
-neither refuses.
+All other nodes read their operands as these rest. A node that cannot (a norm over split features)
+reads them split over another dim (tokens), and its result rests as they did. The log names such
+nodes. If a node can do neither, the plan is refused.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from autopar.sharding.propagate import (
 log = logging.getLogger("autopar")
 Side = Literal[
     "columns", "inner", "outer"
-]  # the second of 2d; that of 3d where the residual stream's features are split; its other
+]  # the second side of 2d; of 3d, the side that splits features of the residual stream; the other
 SIDES: Mapping[str, tuple[Side | None, ...]] = {
     "2d": (None, "columns"),
     "2.5d": (None, "columns", None),
@@ -58,11 +57,12 @@ SAMPLES = Shard(0)
 
 
 def walk_sides(graph: Read, plan: Parallelism) -> dict[Side, Spread]:
-    """How tensors lie on the sides of a plan's grid that are not data parallelism; a failure is in
-    the spread.
+    """Find the placements on the sides of a plan's grid that are not data parallelism.
+
+    If a node cannot read its operands, `Spread.failure` names it.
 
     Raises:
-        ConstraintError: where the model has no product with a weight.
+        ConstraintError: if the model has no product with a weight.
     """
     if not any(product_of(graph, node) for node in graph.nodes.values()):
         raise nothing_to_split(plan, "the model has no linear to split")
@@ -85,9 +85,9 @@ class _Side(Walk):
     """The walk over one side.
 
     Attributes:
-        labels: how tensors rest; how they are made is in the rows.
-        pending: what is made as partial sums.
-        aside: nodes that read operands split otherwise than these rest → such operands.
+        labels: labels of tensors at rest; the rows have the labels in which they are made.
+        pending: tensors that are made as partial sums.
+        aside: node → operands that it reads split over another dim than these rest.
     """
 
     def __init__(self, graph: Read, side: Side) -> None:
@@ -104,18 +104,19 @@ class _Side(Walk):
                 self.demand(product_of(graph, node)[1], label)  # type: ignore[index]
 
     def run(self) -> Spread:
+        """Walk, and find the nodes that read an operand in another placement than it is made in."""
         found = super().run()
         for name, row in found.rows.items():
             pairs = [
-                (label, self._made(ref))
+                (label, self._made_label(ref))
                 for ref, label in zip(self.graph.reads[name], row.inputs, strict=True)
             ]
             if any(label is not None and made not in (None, label) for label, made in pairs):
                 found.apart.add(name)
         return found
 
-    def _made(self, ref: Ref) -> Placement | None:
-        """The label with which a node makes a tensor."""
+    def _made_label(self, ref: Ref) -> Placement | None:
+        """The label in which a node makes a tensor; None without a row."""
         return self.found.rows[ref[0]].outputs[ref[1]] if ref[0] in self.found.rows else None
 
     def _choose(self, node: fx.Node) -> AxisOption | None:
@@ -132,11 +133,11 @@ class _Side(Walk):
             if found:
                 return min(found, key=lambda o: self._cost(node, o))
         best = min(options, key=lambda o: self._cost(node, o), default=None)
-        if best is None or not self._moved(node, best):
+        if best is None or not self._moved_operands(node, best):
             return best
         if not any(isinstance(p, Shard | Partial) for p in best.outputs):
             return None
-        self.aside[node.name] = self._moved(node, best)
+        self.aside[node.name] = self._moved_operands(node, best)
         return best
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
@@ -153,7 +154,7 @@ class _Side(Walk):
             ref = node.name, i
             if isinstance(placement, Partial):
                 self.pending.add(ref)
-                self.labels[ref] = self._like_activation(node) or self._summed(node, option, i)
+                self.labels[ref] = self._like_activation(node) or self._sum_label(node, option, i)
             elif isinstance(placement, Shard) and (like := self._like_activation(node)) is not None:
                 self.labels[ref] = like
             elif len(option.outputs) == 1:
@@ -163,13 +164,15 @@ class _Side(Walk):
                 )
 
     def _is_possible(self, node: fx.Node, option: AxisOption) -> bool:
-        """Partial sums that nothing else reads are read as such by what adds several up, and by
-        what only moves them."""
+        """Whether an option reads partial sums only where that is useful.
+
+        Such nodes add several of them up, or only move them, and nothing else reads the sums.
+        """
         reads, call = self.graph.reads[node.name], self.graph.calls[node.name]
         if node.target is operator.getitem:
             is_pending = reads[0] in self.pending
             return isinstance(option.inputs[0], Partial) == is_pending and (
-                is_pending or option.inputs[0] == self._made(reads[0])
+                is_pending or option.inputs[0] == self._made_label(reads[0])
             )
         if not any(isinstance(p, Partial) for p in option.inputs):
             return True
@@ -179,8 +182,8 @@ class _Side(Walk):
             p == PARTIAL and ref in self.pending and self.num_reads[ref] == 1 for ref, p in pairs
         )
 
-    def _moved(self, node: fx.Node, option: AxisOption) -> list[Ref]:
-        """Activations that are read otherwise than they rest, where that takes a collective."""
+    def _moved_operands(self, node: fx.Node, option: AxisOption) -> list[Ref]:
+        """Activations that an option reads in another placement than they rest, by a collective."""
         pairs = zip(self.graph.reads[node.name], option.inputs, strict=True)
         return [
             ref
@@ -191,8 +194,8 @@ class _Side(Walk):
         ]
 
     def _cost(self, node: fx.Node, option: AxisOption) -> tuple[int, ...]:
-        """Operands moved, weights gathered, whole operands sliced, partial sums that are summed;
-        then the later dim."""
+        """The cost of an option, in order: operands moved, weights gathered, whole operands sliced,
+        partial sums added up; of equal options, the later dim is preferred."""
         gathers = slices = 0
         for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
             label = self._state(ref)
@@ -201,15 +204,17 @@ class _Side(Walk):
             else:
                 gathers += isinstance(label, Shard) and placement != label
         moved, summed = (
-            len(self._moved(node, option)),
+            len(self._moved_operands(node, option)),
             sum(not isinstance(p, Partial) for p in option.inputs),
         )
         dims = [p.dim for p in option.outputs if isinstance(p, Shard)]
         return moved, gathers, slices, summed, bool(dims) != bool(moved), -max(dims, default=0)
 
-    def _summed(self, node: fx.Node, option: AxisOption, result: int) -> Placement:
-        """How partial sums rest: those of a product scattered, others whole, and a sum of
-        several as they do."""
+    def _sum_label(self, node: fx.Node, option: AxisOption, result: int) -> Placement:
+        """The label in which partial sums rest.
+
+        Those of a product are scattered, others are whole, and a sum of several rests as they do.
+        """
         for i, (ref, placement) in enumerate(
             zip(self.graph.reads[node.name], option.inputs, strict=True)
         ):
@@ -228,8 +233,10 @@ class _Side(Walk):
         return target if is_product and shape[target.dim] > 1 else REPLICATE
 
     def _like_activation(self, node: fx.Node) -> Placement | None:
-        """How the activation of a weight's last forward product rests, of a node that makes its
-        gradient."""
+        """For a node that makes the gradient of an activation: the label of that activation.
+
+        The activation is the operand of the last forward product with the same weight.
+        """
         if node.target is not ops.dot or node.meta["phase"] != "backward":
             return None
         for ref in self.graph.reads[node.name]:
@@ -243,7 +250,7 @@ class _Side(Walk):
         return tuple((value[ref[1]] if isinstance(value, tuple | list) else value).shape)
 
     def _by_product(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
-        """A forward product with a weight: by rows or by columns."""
+        """Options of a forward product with a weight: by rows or by columns."""
         product = product_of(self.graph, node)
         if product is None:
             return []
@@ -266,8 +273,8 @@ class _Side(Walk):
         ]
 
     def _by_table(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
-        """A forward lookup by ids of the batch: as its table lies, else by samples or by
-        features."""
+        """Options of a forward lookup by ids of the batch: by the label of its table, else by
+        samples or by features."""
         table = (
             self.graph.reads[node.name][0]
             if node.target is ops.embedding and node.meta["phase"] == "forward"
@@ -286,14 +293,14 @@ class _Side(Walk):
         return [o for o in options if o.outputs[0] == wanted]
 
     def _by_gradient(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
-        """A product that makes a weight's gradient makes it as the weight lies."""
+        """Options of a product that makes the gradient of a weight: by the label of the weight."""
         wanted = self.labels.get((self.graph.gradient_of.get(node.name, ""), 0))
         if node.target not in HEADS or not isinstance(wanted, Shard):
             return []
         return [o for o in options if o.outputs[0] == wanted]
 
     def _by_weight(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
-        """A product in backward reads a weight as it lies."""
+        """Options of a product in backward that reads a weight with its label."""
         for i, ref in enumerate(self.graph.reads[node.name]):
             label = self.labels.get(ref)
             if node.target is ops.dot and self._is_weight(ref[0]) and isinstance(label, Shard):
@@ -301,7 +308,7 @@ class _Side(Walk):
         return []
 
     def _by_start(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
-        """Where activations begin, with an op that reads inputs and weights: by samples or by
+        """Options of the first op of activations, which reads inputs and weights: by samples or by
         features."""
         reads = self.graph.reads[node.name]
         if any(self._is_activation(name) for name, _ in reads) or not any(
@@ -318,12 +325,12 @@ class _Side(Walk):
         ]
 
     def _made_split(self, ref: Ref, label: Placement, reader: str) -> dict[str, AxisOption] | None:
-        """Not what is summed, or one of several results: these are made as they are."""
+        """As in `Walk`; partial sums and results of getitem stay as they are made."""
         node = self.graph.nodes.get(ref[0])
         fixed = node is None or ref in self.pending or node.target is operator.getitem
         return None if fixed else super()._made_split(ref, label, reader)
 
-    def _blamed(self, node: fx.Node) -> frozenset[str]:
+    def _find_blamed_sources(self, node: fx.Node) -> frozenset[str]:
         return frozenset()
 
 
@@ -346,7 +353,7 @@ def _row_label(graph: Read, node: fx.Node) -> Placement | None:
 
 
 def _splits_of_weight(graph: Read, node: fx.Node) -> list[tuple[Placement, Shard, Placement]]:
-    """Of each way to split a product's weight the placements of activation, weight and result."""
+    """Placements of activation, weight and result for each way to split a product's weight."""
     product = product_of(graph, node)
     assert product is not None
     x, weight = (graph.reads[node.name].index(ref) for ref in product)
@@ -357,7 +364,7 @@ def _splits_of_weight(graph: Read, node: fx.Node) -> list[tuple[Placement, Shard
 
 
 def _find_tied(graph: Read) -> Iterable[fx.Node]:
-    """The products whose weight is also a table of a lookup."""
+    """The products whose weight is also the table of a lookup."""
     tables = {graph.reads[n.name][0] for n in graph.nodes.values() if n.target is ops.embedding}
     return [
         n

@@ -1,11 +1,12 @@
-"""Tensor parallelism on one axis: column and row products, found by trying.
+"""Tensor parallelism on one axis, with sequence parallelism and selective recomputation.
 
-At first every product of a whole activation and a weight is split by columns, and every large
-enough table by rows; where a split tensor is read by an op that does not read it as it lies (a
-norm, a sum with the residual stream), or is read by none, the products that are to blame try
-another dim of their weight, then stay whole; and the walk begins again. Equal products of repeated
-layers are judged together. A norm over a split dim reads it whole, or shows in backward at the
-latest: what it sums there is whole, and meets what is split. What stays whole for an op is logged.
+`by_columns` finds column and row products by trial. At first every product of a whole activation
+and a weight is split by columns, and every large enough table by rows. If an op cannot read a split
+tensor in its placement (a norm, a sum with the residual stream), or nothing contracts it, the
+products to blame try another dim of their weight, and finally stay whole. Then the walk begins
+again. Equal products of repeated layers are decided together. A norm over a split dim reads it
+whole, or fails in backward at the latest, where its sums are whole and other operands split. The
+log names products that stay whole.
 """
 
 from __future__ import annotations
@@ -45,13 +46,12 @@ log = logging.getLogger("autopar")
 
 @dataclass(slots=True)
 class _Columns:
-    """What is tried.
+    """The state of the trials.
 
     Attributes:
-        dims: per product pattern the dims of its weight that are left to try, the first of them
-            now.
-        tables: which are split by rows. whole: products that stay whole → the node that does not
-            read what they make in parts.
+        dims: pattern of a product → dims of its weight that are left to try; the first is current.
+        tables: tables that are split by rows, with their labels.
+        whole: pattern of a product that stays whole → the node that cannot read its split result.
     """
 
     dims: dict[str, list[int]]
@@ -60,10 +60,12 @@ class _Columns:
 
 
 def by_columns(graph: Read, plan: Parallelism) -> Spread:
-    """See the module docstring; `Spread.failure` is the node where nothing is left to try.
+    """Split products by columns and rows; see the module docstring.
+
+    If nothing is left to try, `Spread.failure` is the node that cannot read its operands.
 
     Raises:
-        ConstraintError: where no chain from one linear to another can be split.
+        ConstraintError: if no chain from one linear to another can be split.
     """
     nodes = [n for n in graph.nodes.values() if product_of(graph, n) is not None]
     tried = _Columns(
@@ -110,8 +112,13 @@ def by_columns(graph: Read, plan: Parallelism) -> Spread:
 def _try_next(
     graph: Read, nodes: Sequence[fx.Node], tried: _Columns, blamed: frozenset[str], by: str
 ) -> bool:
-    """The blamed products take their next dim, if any, or stay whole for the node `by`; a table
-    that one of them reads as its weight stays whole with it. False where nothing is left to try."""
+    """Let the blamed products try their next dim, or stay whole because of the node `by`.
+
+    A table that is also the weight of such a product stays whole with it.
+
+    Returns:
+        False if nothing is left to try.
+    """
     changed = False
     for pattern in blamed:
         if tried.dims.get(pattern):
@@ -119,7 +126,7 @@ def _try_next(
             changed = True
         if not tried.dims.get(
             pattern
-        ):  # a table would be split for look-ups and, in its gradient, whole for the product
+        ):  # the table would be split for lookups, and whole in the gradient of the product
             weights = {product_of(graph, n)[1] for n in nodes if graph.pattern(n) == pattern}  # type: ignore[index]
             changed |= bool(weights & tried.tables.keys())
             tried.tables = {ref: label for ref, label in tried.tables.items() if ref not in weights}
@@ -129,7 +136,7 @@ def _try_next(
 
 
 def _column_dims(graph: Read, node: fx.Node) -> list[int]:
-    """Dims of a product's weight that only the weight and the result have, the last first."""
+    """Dims of a product's weight that only the weight and the result have, in descending order."""
     product = product_of(graph, node)
     assert product is not None
     x, weight = (graph.reads[node.name].index(ref) for ref in product)
@@ -143,9 +150,12 @@ def _column_dims(graph: Read, node: fx.Node) -> list[int]:
 
 
 def _tables(graph: Read) -> dict[Ref, Placement]:
-    """Tables that are looked up by ids of the batch and have more rows than columns, to be split by
-    rows, but for weights of a loss by rows, which reads them whole; experts' weights, to be split
-    by what lies between their two linears."""
+    """Tables and weights of experts to split.
+
+    Tables with more rows than columns that are looked up by ids of the batch are split by rows,
+    unless a loss by rows reads them whole. Weights of experts are split over the features between
+    their two linears.
+    """
     found: dict[Ref, Placement] = {}
     whole = {
         graph.reads[name][1]
@@ -169,10 +179,10 @@ def _tables(graph: Read) -> dict[Ref, Placement]:
 
 
 def _ends_well(graph: Read, node: fx.Node, found: Spread) -> bool:
-    """Whether what the product makes in parts is contracted, or scored by a cross entropy and
-    large enough to be worth it."""
+    """Whether the split result of a product is contracted, or read by a cross entropy with more
+    classes than features."""
     if found.labels.get((node.name, 0)) == REPLICATE:
-        return True  # it is a row product here, or whole
+        return True  # a row product, or whole
     pattern = graph.pattern(node)
     if pattern in found.contracted:
         return True
@@ -184,27 +194,34 @@ def _ends_well(graph: Read, node: fx.Node, found: Spread) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Sequence parallelism on the axes of 1D tensor parallelism: what lies outside of chains of
-# linears is split along the sequence.
+# Sequence parallelism on the axes of 1D tensor parallelism: tensors outside of chains of linears
+# are split along the sequence.
 #
-# Two walks over the graph are put together: that of tensor parallelism says what is split inside a
-# chain, that of context parallelism (`autopar.sharding.presets.context`) where the sequence is in
-# all tensors. A node that tensor parallelism leaves whole takes the second one's row. So a chain's
-# first linears gather the sequence, and the partial sums of its last are scattered over it.
+# Two walks over the graph are combined. Tensor parallelism determines the labels inside a chain.
+# Context parallelism (`autopar.sharding.presets.context`) determines those along the sequence. A
+# node that tensor parallelism leaves whole takes the row of context parallelism. So the first
+# linears of a chain gather the sequence, and the partial sums of its last one are scattered over
+# it.
 #
-# Two kinds of nodes stay as tensor parallelism has them: what adds up partial sums that nothing
-# else reads, so that they are scattered once, and what a cross entropy makes of logits that are
-# split by classes, one number for each token.
+# Two kinds of nodes keep the row of tensor parallelism: nodes that add up partial sums which
+# nothing else reads, so that these are scattered once; and the ops of a cross entropy after logits
+# that are split by classes, which have one number per token.
 
 _KEEPS_SUMS = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default))
 
 
 def with_sequence(graph: Read, plan: Parallelism, chains: Spread) -> Spread:
-    """What tensor parallelism leaves whole is split along the sequence, but for what cannot compute
-    on a part of it, which the log names; a failure is in the spread.
+    """Split the tensors that tensor parallelism leaves whole along the sequence.
+
+    Nodes that cannot compute on a part of the sequence gather it; the log names them.
+
+    Args:
+        graph: the trace and its dependencies.
+        plan: the named plan.
+        chains: the labels of tensor parallelism.
 
     Raises:
-        ConstraintError: where no input has a sequence.
+        ConstraintError: if no input has a sequence.
     """
     along = along_sequence(graph, gathers=True)
     if along is None:
@@ -239,8 +256,13 @@ def with_sequence(graph: Read, plan: Parallelism, chains: Spread) -> Spread:
 
 
 def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
-    """`chains` of tensor parallelism with what they leave whole split as in `along`; parameters
-    rest as `chains` has them."""
+    """Combine the labels of tensor parallelism with those along the sequence.
+
+    Args:
+        graph: the trace and its dependencies.
+        chains: the labels of tensor parallelism; parameters rest as in these.
+        along: the labels along the sequence, used for nodes that `chains` leaves whole.
+    """
     rows: dict[str, Row] = {}
     sums, of_loss = set[Ref](), set[str]()
     num_reads = Counter(ref for reads in graph.reads.values() for ref in reads)
@@ -264,25 +286,25 @@ def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
 
 
 def _contracts(node: fx.Node, row: Row) -> bool:
-    """Whether it makes partial sums."""
+    """Whether a node contracts a split dim, so that it makes partial sums."""
     return node.target in HEADS and not any(isinstance(label, Shard) for label in row.outputs)
 
 
 # --------------------------------------------------------------------------------------------------
-# What lies around a softmax in attention, which selective recomputation runs again.
+# The ops around the softmax of attention, which selective recomputation runs again.
 #
 # Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
-# section 5: the product of queries and keys, the softmax and its dropout make tensors of [heads,
-# s, s], which are large and cheap to make again from queries, keys and values. Where attention is
-# one op, it makes none, and it runs again as a whole: its result and its softmax' sums are not
-# kept, but what the linear behind it reads is.
+# section 5: the product of queries and keys, the softmax and its dropout make tensors of shape
+# [heads, s, s]. These are large, and cheap to recompute from queries, keys and values. If attention
+# is one op, it makes no such tensors and is recomputed as a whole: its result and the sums of its
+# softmax are not kept, but the operand of the next linear is.
 
 _SOFTMAX = frozenset((torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default))
 
 
 def around_softmax(trace: Trace) -> frozenset[str]:
-    """Names of the forward nodes that make scores, what becomes of them up to their product with
-    values, and attention as one op."""
+    """Find the forward nodes from the scores of attention up to their product with the values, and
+    attention as one op. Returns names."""
     found: set[str] = set()
     for node in trace.graph.nodes:
         if node.op != "call_function" or node.meta["phase"] != "forward":
@@ -300,8 +322,7 @@ def around_softmax(trace: Trace) -> frozenset[str]:
 
 
 def _reach(start: fx.Node, *, backwards: bool) -> list[fx.Node]:
-    """The node, and forward nodes next to it with as many elements, up to products, these
-    included."""
+    """The node and its forward neighbours with as many elements, up to and including products."""
     found, stack = {start: None}, [start]
     while stack:
         node = stack.pop()

@@ -165,30 +165,30 @@ def test_the_law_finds_a_wrong_power(name: str) -> None:
     _, (expected,) = run(case, wholes, SAMPLES)
     parts = [parts_of(x, label, 0) for x, label in zip(wholes, labels, strict=True)]
     made = [run(case, [p[m] for p in parts], SAMPLES // NUM)[1][0] for m in range(NUM)]
-    assert not is_so(made, expected, way.results[0].raised(1))
+    assert not is_so(made, expected, way.results[0].raise_by(1))
 
 
 SPLIT = Label("split", 0)
 FOUND: tuple[tuple[str, tuple[Label, ...], Label], ...] = (
     ("add", (SPLIT, SPLIT), SPLIT),
-    ("add scalars", (TERM, WHOLE.raised(-1)), TERM),
+    ("add scalars", (TERM, WHOLE.raise_by(-1)), TERM),
     ("add scalars", (MEAN, WHOLE), MEAN),
-    ("mul", (SPLIT.raised(-1), WHOLE.raised(1)), SPLIT),
-    ("mul rows", (MEAN, WHOLE.raised(-1)), TERM),
+    ("mul", (SPLIT.raise_by(-1), WHOLE.raise_by(1)), SPLIT),
+    ("mul rows", (MEAN, WHOLE.raise_by(-1)), TERM),
     ("div scalars", (TERM, WHOLE), TERM),
     ("mean", (SPLIT,), MEAN),
-    ("mean over samples", (SPLIT.raised(-1),), TERM),
+    ("mean over samples", (SPLIT.raise_by(-1),), TERM),
     ("sum over features", (SPLIT,), SPLIT),
     ("mean loss", (SPLIT, SPLIT), MEAN),
-    ("gradient of a mean loss", (WHOLE.raised(-1), SPLIT, SPLIT), SPLIT),
+    ("gradient of a mean loss", (WHOLE.raise_by(-1), SPLIT, SPLIT), SPLIT),
     ("gradient of a summed loss", (WHOLE, SPLIT, SPLIT), SPLIT),
     ("product with a bias", (SPLIT, WHOLE, WHOLE), SPLIT),
-    ("gradient of a weight", (SPLIT, SPLIT.raised(-1)), TERM.raised(-1)),
-    ("expanded", (WHOLE.raised(-1),), SPLIT.raised(-1)),
+    ("gradient of a weight", (SPLIT, SPLIT.raise_by(-1)), TERM.raise_by(-1)),
+    ("expanded", (WHOLE.raise_by(-1),), SPLIT.raise_by(-1)),
     ("a number less", (MEAN,), MEAN),
     ("the number of samples less", (TERM,), TERM),
-    ("over the number of samples", (SPLIT,), SPLIT.raised(1)),
-    ("times the number of samples", (TERM,), TERM.raised(-1)),
+    ("over the number of samples", (SPLIT,), SPLIT.raise_by(1)),
+    ("times the number of samples", (TERM,), TERM.raise_by(-1)),
 )
 
 
@@ -203,9 +203,9 @@ def test_labels_that_need_no_repair(name: str, labels: tuple[Label, ...], result
 RAISED: tuple[tuple[str, tuple[Label, ...], tuple[int, ...]], ...] = (
     ("add scalars", (TERM, MEAN), (1, 0)),
     ("add scalars", (WHOLE, TERM), (0, 1)),
-    ("add", (SPLIT, SPLIT.raised(-1)), (0, 1)),
+    ("add", (SPLIT, SPLIT.raise_by(-1)), (0, 1)),
     ("and a number", (TERM,), (1,)),
-    ("square", (SPLIT.raised(-1),), (1,)),
+    ("square", (SPLIT.raise_by(-1),), (1,)),
 )
 
 
@@ -223,14 +223,14 @@ COUPLED: tuple[tuple[str, tuple[Label, ...]], ...] = (
     ("mul rows", (TERM, TERM)),
     ("div scalars", (WHOLE, TERM)),
     ("exp", (MEAN,)),
-    ("square", (SPLIT.raised(1),)),
+    ("square", (SPLIT.raise_by(1),)),
     ("clamp", (TERM,)),
     ("variance", (SPLIT,)),
     ("largest", (SPLIT,)),
     ("scores", (SPLIT, SPLIT)),
     ("softmax over samples", (SPLIT,)),
     ("flipped", (SPLIT,)),
-    ("a number less", (MEAN.raised(1),)),
+    ("a number less", (MEAN.raise_by(1),)),
 )
 
 
@@ -260,8 +260,8 @@ def test_zeros_stay_zeros_where_they_are_chosen_beside_terms_and_moved() -> None
     zero, row, chosen = torch.zeros(()), torch.ones(WIDTH), torch.tensor([True, False] * 2)
     where = aten.where.self
     call = call_on(where, (chosen, zero, row), {}, where(chosen, zero, row))[0]
-    way = find_way(call, call, (WHOLE, Label("zero"), TERM.raised(-1)), NUM)
-    assert way is not None and way.is_free and way.results == (TERM.raised(-1),)
+    way = find_way(call, call, (WHOLE, Label("zero"), TERM.raise_by(-1)), NUM)
+    assert way is not None and way.is_free and way.results == (TERM.raise_by(-1),)
     whole, part = (
         call_on(aten.expand.default, (zero, [n]), {}, zero.expand(n))[0]
         for n in (SAMPLES, SAMPLES // NUM)
