@@ -209,7 +209,11 @@ def _versions_allowed(
     if kept is None:
         return set(keepable), set()
     allowed = keepable & set(kept)
-    stored = {n for n in keepable - allowed if value.stored_version(n) in kept and value.away(n) < math.inf}
+    stored = {
+        n
+        for n in keepable - allowed
+        if value.stored_version(n) in kept and value.away(n) < math.inf
+    }
     return allowed, stored
 
 
