@@ -19,7 +19,8 @@ times its weight. P is what moves
     and a fetch)·h[v,l]
     (1) Σ_s x[n,s] = 1                                                     (5) Σ_s rc[n,s] ≤ 1
     (2) r[a] ≥ f[c,a], r[a] ≤ Σ_c f[c,a]
-    (3) supply(l) + Σ_{head(a)=l} f[c,a] − Σ_{tail(a)=l} f[c,a] ≥ demand(c,l)         per reader c, phase and layout l
+    (3) supply(l) + Σ_{head(a)=l} f[c,a] − Σ_{tail(a)=l} f[c,a] ≥ demand(c,l)
+        per reader c, phase and layout l
         supply: strategies that make l; in backward of what forward made k[v,l] + h[v,l], strategies
         with which it is made again, and, of what rests anyway, those that make l. demand:
         strategies of c that read l; of what forward reads, in backward those with which c runs
@@ -33,7 +34,8 @@ times its weight. P is what moves
     (k) k[v,l] ≤ 1
     (10) Σ_g h[g,a] ≤ r[a]      (11) Σ_a h[g,a] ≤ strategies of g     kernel g does collective a
                                 beside its product: −count·saved·h[g,a]
-    (6) Σ bytes of everything that certainly lives at a point of the step ≤ budget    (`autopar.certificate.proof`)
+    (6) Σ bytes of everything that certainly lives at a point of the step ≤ budget
+        (`autopar.certificate.proof`)
 
 Every multiplier of the right sign proves a bound: the right sides, times their multipliers, and
 each variable's reduced cost where that is negative. Stored are π[c,l] ≥ 0 of (3), μ[l] and ν[l] ≥ 0
@@ -55,7 +57,7 @@ and d[rc] likewise without κ, μ and ν; the last term is of kernels that the s
 whose savings, like compute, weigh λ: what a collective costs beyond its worth is the multiplier of
 (10), what a kernel saves beyond that the one of (11). Collectives whose tail nothing leads to, or
 whose head leads to no reader, carry nothing and are left out.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

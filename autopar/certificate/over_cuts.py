@@ -6,7 +6,8 @@ differently. Names are those of `autopar.certificate.bound`; a stored π is of a
 same readers together, and each gets its share. Beside π there is μ ≥ 0 of one more row, which holds
 of every choice, and one in place of (4) for what rests anyway:
 
-    (9) k[v,l] ≤ strategies that make l + Σ_{head(a)=l} r[a]          (4') k[v,l] ≤ strategies of forward readers that read l
+    (9)  k[v,l] ≤ strategies that make l + Σ_{head(a)=l} r[a]
+    (4') k[v,l] ≤ strategies of forward readers that read l
 
 Given π and μ the best of the others are κ[l] = max(0, Σ_c π[c,l] − μ[l]) over readers c in
 backward, and so
@@ -38,7 +39,7 @@ the prices and by the multipliers of its own devices, then takes (M − 1) · ma
 least the sum of units and of what is at its two borders, in some layouts; the least over all is the
 bound. Of interleaved stages it is what follows from the least Σ τ
 (`autopar.certificate.schedules.least_of_cuts`).
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

@@ -1,51 +1,62 @@
-"""The program, formula by formula.
+"""The integer program, formula by formula.
 
 Indices: n op, s strategy, v variant of a value, l layout of the value, a arc (one collective), c
-reader (op and operand). All variables are multiplied in the objective by the number of instances
-they stand for (`count`), so that repeated layers cost one block of variables.
+reader (op and operand). The objective multiplies each variable by the number of instances that it
+stands for (`count`), so repeated layers cost one block of variables.
 
-    x[n,s] ∈ {0,1}    op n runs with strategy s                                 Σ_s x[n,s] = 1   (1)
-    f[c,a] ∈ [0,1]    reader c gets the value over arc a
-    r[a]   ≥ f[c,a]   arc a is paid once for all readers c of the same phase                     (2)
-    supply(l) + Σ_{a into l} f[c,a] − Σ_{a from l} f[c,a] ≥ demand(c,l)                for every reader c, layout l (3)
-        demand(c,l) = Σ_{s: s reads the operand in l} x[c,s]
-        supply(l)   = Σ_{s: s makes the value in l} x[producer,s]                      readers of
-                    the same phase
-        supply(l)   = k[v,l] + Σ_s rc[producer,s: makes l]                             backward
-                    readers of forward values
-                      (+ the producer's own layout where the value is resident: parameters, inputs)
-    k[v,l] ∈ {0,1}    version l is kept for backward     k[v,l] + h[v,l] ≤ supply(l) + Σ_{c forward}
-                                                         demand(c,l)  (4)
-                      (where the value is not keepable in l there is none)
-    h[v,l] ∈ {0,1}    version l is stored on the hosts, and fetched in backward: k[v,l] in rows (3),
-                      (9), (12) and (18) is k[v,l] + h[v,l]
-    rc[n,s] ∈ {0,1}   backward runs n again with s       Σ_s rc[n,s] ≤ 1; its operands are backward
-                                                         readers        (5)
-                      (but those that only what backward has no use for is made of:
-                      `autopar.core.problem.Use.again`)
-    k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]            a version is made, or arrives: once, for
-                                                         all its readers  (9)
-    k[v,l] ≤ Σ_{c forward} demand(c,l)   where v rests anyway, what supply(l) makes needs no k   (9)
-    Σ host·x + Σ count·bytes(l)·h[v,l] ≤ the host's budget, if something may lie there          (19)
-    budget rows (6), (7), (8): see `autopar.solve.memory_rows`; rows (10) to (18), of kernels: see
-    `autopar.solve.kernel_rows`
+Variables:
 
-    minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] + Σ count·price·h[v,l] −
-    what kernels save prices: see `autopar.solve.prices` (what early communication takes beyond the
-    compute that hides it comes on top: `autopar.solve.overlap_rows`)
+    x[n,s]  ∈ {0,1}   op n runs with strategy s
+    f[c,a]  ∈ [0,1]   reader c gets the value over arc a
+    r[a]    ∈ [0,1]   arc a is paid, once for all readers of the same phase
+    k[v,l]  ∈ {0,1}   version l of v is kept on the devices for backward; none if l is not keepable
+    h[v,l]  ∈ {0,1}   version l is stored on the hosts and fetched in backward
+    rc[n,s] ∈ {0,1}   backward runs op n again with strategy s
+
+Rows:
+
+    (1)  Σ_s x[n,s] = 1                                        one strategy per op
+    (2)  r[a] ≥ f[c,a]                                         an arc is paid by all its readers
+    (3)  supply(l) + Σ_{a into l} f[c,a] − Σ_{a from l} f[c,a] ≥ demand(c,l)
+                                                               each reader c is supplied in each l
+    (4)  k[v,l] + h[v,l] ≤ supply(l) + Σ_{c forward} demand(c,l)
+                                                               only what exists is kept
+    (5)  Σ_s rc[n,s] ≤ 1                                       an op runs again at most once
+    (9)  k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]             a version is made, or arrives, once
+         k[v,l] ≤ Σ_{c forward} demand(c,l)                    if v rests anyway
+    (19) Σ host·x + Σ count·bytes(l)·h[v,l] ≤ host budget      if something may lie on the hosts
+
+with
+
+    demand(c,l) = Σ_{s: s reads the operand in l} x[c,s]
+    supply(l)   = Σ_{s: s makes the value in l} x[producer,s]          for readers in the same phase
+    supply(l)   = k[v,l] + Σ_{s: s makes l} rc[producer,s]             for backward readers of a
+                  (+ the producer's layout if the value is resident)   value of forward
+
+In rows (3), (9), (12) and (18), k[v,l] stands for k[v,l] + h[v,l]. The operands of rc are backward
+readers, except those that only ops without a use in backward need (`core.problem.Use.again`).
+Budget rows (6), (7) and (8) are in `autopar.solve.memory_rows`, rows (10) to (18), of overlap
+kernels, in `autopar.solve.kernel_rows`.
+
+Objective, with the prices of `autopar.solve.prices`:
+
+    minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] + Σ count·price·h[v,l]
+             − what overlap kernels save
+
+Early communication that outlasts the compute next to it is added by `autopar.solve.overlap_rows`.
 
 The flow form (3) has the same relaxation value as a table of layout pairs with far fewer variables,
 and finds chains of collectives by itself. Two readers share without rows (2): f[c,a] = g[a] +
 h[c,a], paid as g[a] + h[1,a] + h[2,a]. Versions (4, 5) replace a keep bit per op: keeping the
 sharded tensor and gathering it again in backward is one of the choices, and so are ZeRO-3 and its
 mixtures, since parameters are values like others. An op whose results neither backward nor another
-op's recomputation can read has no rc. Budget rows are added by those who want them; without, the
-program is a relaxation.
+op's recomputation can read has no rc. Budget rows are added on demand; without them the program is
+a relaxation.
 
-Rows (9) cut off no choices, only mixtures of them: several readers together, or a layout at rest
-beside one that was gathered, offer more under (4) than one version. They are kept apart
-(`Formulation.tighter`), for searches that branch; (4) alone is what certificates speak of.
-"""  # noqa: E501
+Rows (9) cut off no integer solution, only fractional ones: several readers together, or a layout at
+rest next to one that was gathered, offer more under (4) than one version. They are kept separately
+(`Formulation.tighter`) for searches that branch; certificates use (4) alone.
+"""
 
 from __future__ import annotations
 

@@ -8,12 +8,14 @@ follow.
                                             on the hosts
     f17.layers.0.act.S_0__to_R              the collective between two layouts; others that start
                                             with f are kernels and routes
-    choose3. …, flow5_0_0_2. …, share, keep, again, host, memory0.start_of_backward, hidden_forward    rows
+    choose3. …, flow5_0_0_2. …, share,      rows
+    keep, again, host, hidden_forward,
+    memory0.start_of_backward
 
 The objective is in microseconds. All budget rows are in, and both rows of early communication.
 Characters that LP files do not allow everywhere are underscores, and a long key loses its middle;
 what stands before the first point makes a name unique.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

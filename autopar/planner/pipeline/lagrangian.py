@@ -10,8 +10,9 @@ variant together, and are shared among them.
 the shared multipliers prove a bound of it (weak duality): per instance of an op the least reduced
 cost of its strategies,
 
-    d[x] = time + Σ π of what it reads − Σ π of what it supplies − Σ κ of what it makes or reads        κ[l] = Σ π[l] of backward readers
-    d[rc] = time + Σ π of what it reads again − Σ π of what backward reads of it           min(0, ·)
+    d[x]  = time + Σ π of what it reads − Σ π of what it supplies − Σ κ of what it makes or reads
+    d[rc] = min(0, time + Σ π of what it reads again − Σ π of what backward reads of it)
+    κ[l]  = Σ π[l] of backward readers
 
 Equal instances with equal neighbours have equal costs. What collectives' reduced costs fall below 0
 by is subtracted: where the tensor crosses, what they do in a stage, on both sides.
@@ -52,7 +53,7 @@ have each for themselves it is less by all that is saved.
 Any multipliers ≥ 0 prove something; what has to hold beside is that a stage's problem has no choice
 that the whole's lacks. For that the whole is to be priced with `apart` and `exposed` of `seams`: no
 cluster crosses a border, and what crosses can take any layout.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

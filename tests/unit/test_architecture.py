@@ -1,0 +1,42 @@
+"""The page on the package's structure (`autopar/README.md`) names what is there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "autopar"
+PAGE = (PACKAGE / "README.md").read_text(encoding="utf-8")
+FLOW = PAGE.split("```")[1]
+STEPS = re.findall(r"│  ([a-z_.]+)", FLOW) + re.findall(
+    r"^([a-z_]+\.[a-z_.]+\.[A-Z]\w+)", FLOW, re.M
+)
+
+
+def test_the_flow_has_a_function_per_step() -> None:
+    assert len(STEPS) >= 7
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_function_and_type_of_the_flow_is_there(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    assert hasattr(importlib.import_module(f"autopar.{module}"), attribute)
+
+
+def test_each_package_has_a_row_in_the_table() -> None:
+    table = PAGE[PAGE.index("## Where things are") : PAGE.index("## Five data types")]
+    rows = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))))
+    units = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    units |= {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    assert units <= rows, f"without a row: {sorted(units - rows)}"
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`([a-z_/]+\.py|[a-z_]+/)`", PAGE))))
+def test_each_file_that_is_named_is_there(path: str) -> None:
+    root = (
+        PACKAGE.parent if path.startswith(("tests/", "autopar_csrc/", "cost_models/")) else PACKAGE
+    )
+    assert (root / path).exists()
