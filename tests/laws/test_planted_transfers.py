@@ -347,7 +347,7 @@ RUNS: dict[str, Callable[[Patch], Any]] = {
         expert_layers.Together, "count", of_other_experts
     ),
     "rows go back by the sizes with which they left": lambda p: p.setattr(
-        expert_layers.Together, "back", back_as_they_came
+        expert_layers.Together, "send_back", back_as_they_came
     ),
     "gates are left out": lambda p: p.setattr(
         expert_layers,

@@ -235,7 +235,6 @@ OPTIONS: dict[str, Program] = {
         ("check_choice 0 | batch", {"batch": "mine"}, "local", {"batch": "local"}),
         ("check_choice 0 | outputs", {"outputs": "none"}, "loss", {"outputs": "loss"}),
         ("check_choice 0 | precision", {"precision": "bfloat16"}, "bf16", {"precision": "bf16"}),
-        ("check_choice 0 | solver", {"solver": "glpk"}, "highs", {"solver": "highs"}),
         ("_check_budget 0", {"memory_bytes": "80 GB"}, "80 * 2**30", {"memory_bytes": 80 * 2**30}),
         ("_check_count 0", {"num_microbatches": 0}, '"auto"', {"num_microbatches": "auto"}),
         ("_check_count 0 | rows", {"loss_rows": -1}, "a number from 0", {"loss_rows": 0}),

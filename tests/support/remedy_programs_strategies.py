@@ -188,22 +188,22 @@ NAMED: dict[str, Program] = {
 }
 
 FORCED: dict[str, Program] = {
-    "sharding/resolve_constraints.py resolve 0": Program(
+    "sharding/resolve_constraints.py _match 0": Program(
         _plan(layout("layer.*", weight="S(0)")),
         "did you mean 'layers.*'",
         _plan(layout("layers.*", weight="R")),
     ),
-    "sharding/resolve_constraints.py resolve 1": Program(
+    "sharding/resolve_constraints.py resolve 0": Program(
         _plan(layout("layers.0.up", storage="R"), layout("*.up", storage="S(0)")),
         "force one storage layout on it",
         _plan(layout("*.up", storage="S(0)")),
     ),
-    "sharding/resolve_constraints.py resolve 2": Program(
+    "sharding/resolve_constraints.py resolve 1": Program(
         _plan(megatron(tp=2, recompute="selective")),
         "recompute='full', or leave it out",
         _plan(megatron(tp=2, recompute="full")),
     ),
-    "sharding/resolve_constraints.py resolve 3": Program(
+    "sharding/resolve_constraints.py _find_offload 0": Program(
         _plan(offload(), offload(activations=False), hardware="h100-sxm"),
         "pass one of them",
         _plan(offload(), hardware="h100-sxm"),
