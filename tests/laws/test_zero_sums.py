@@ -114,3 +114,19 @@ def test_a_gradient_that_is_off_by_more_than_its_noise_is_not_equal(
     monkeypatch.setattr(check, "compare", off)
     with pytest.raises(autopar.errors.VerificationError):
         autopar.verify(plan, model, (x,))
+
+
+def test_noise_excuses_no_error_that_the_largest_gradient_would_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, model, x = normed_twice()
+    judge = check.compare
+
+    def off(ours: Results, reference: Results, *rest: Any) -> Any:
+        moved = {n: y + 1e-8 * (n == "first.bias") for n, y in ours.gradients.items()}
+        return judge(Results(ours.outputs, ours.buffers, moved), reference, *rest)
+
+    monkeypatch.setattr(check, "compare", off)
+    monkeypatch.setattr(check, "noise_of_rounding", lambda _: {"first.bias": 1.0})
+    with pytest.raises(autopar.errors.VerificationError):
+        autopar.verify(plan, model, (x,))
