@@ -3,7 +3,7 @@ flag of the command line.
 
 A field of `PlanOptions` is an option. Its `Option` says all else. Derived from these are the
 signatures and docstrings of the functions that take options (`autopar.api.options`), the flags of
-``autopar plan`` (`autopar.cli.options`), and what a plan records. The table of options in
+``autopar plan`` (`autopar.cli.shared_options`), and what a plan records. The table of options in
 `docs/planning.md` is tested against them. A new option is a field here, and a line of
 `PlanKeywords`.
 

@@ -29,7 +29,7 @@ from autopar.capture import Trace, capture
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Problem, Value
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.cost.price import price
 from autopar.cost.priced import Priced, Source
 from autopar.errors import InfeasibleError
@@ -100,7 +100,7 @@ class _Case:
             solver=options.solver,
             bound_only=True,
         )
-        if not isinstance(found, Choices):
+        if not isinstance(found, Solution):
             raise InfeasibleError("no layouts fit", remedy="more memory")
         return self.planned(with_layouts(priced, found.strategies))
 

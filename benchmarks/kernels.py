@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar import ops
-from autopar.kernels import library, normed, packing, rows
+from autopar.kernels import library, normed, packing, row_kernels
 from autopar.kernels.packing import BucketLayout
 from benchmarks import exchanges
 from benchmarks.common import ROOT, Row, run_rows
@@ -266,7 +266,9 @@ def _row_norm_timed(dtype: torch.dtype) -> Timed:
         )
 
     return Timed(
-        lambda: rows.rms_norm(x, squares, weight, n, EPS, squares.dtype, squares.dtype, dtype),
+        lambda: row_kernels.rms_norm(
+            x, squares, weight, n, EPS, squares.dtype, squares.dtype, dtype
+        ),
         2 * x.nbytes,
         exact,
     )
@@ -278,12 +280,12 @@ def _row_product_timed(dtype: torch.dtype) -> Timed:
     def exact() -> Tensor:
         return ops.rms_product(grad.double(), x.double(), weight.double(), torch.float64)
 
-    return Timed(lambda: rows.rms_product(grad, x, weight, dtype), 2 * x.nbytes, exact)
+    return Timed(lambda: row_kernels.rms_product(grad, x, weight, dtype), 2 * x.nbytes, exact)
 
 
 def _row_norm_backward_timed(dtype: torch.dtype) -> Timed:
     x, grad, squares, weight = _row_inputs(dtype)
-    product, n = rows.rms_product(grad, x, weight, dtype), x.shape[-1]
+    product, n = row_kernels.rms_product(grad, x, weight, dtype), x.shape[-1]
 
     def exact() -> Tensor:
         wide = [each.double() for each in (grad, x, squares, product)]
@@ -292,7 +294,7 @@ def _row_norm_backward_timed(dtype: torch.dtype) -> Timed:
         )
 
     return Timed(
-        lambda: rows.rms_norm_backward(grad, x, squares, product, weight, n, EPS, dtype),
+        lambda: row_kernels.rms_norm_backward(grad, x, squares, product, weight, n, EPS, dtype),
         3 * x.nbytes,
         exact,
     )
@@ -308,7 +310,9 @@ def _row_weight_gradient_timed(dtype: torch.dtype) -> Timed:
         )
 
     return Timed(
-        lambda: rows.rms_weight_gradient(grad, x, squares, n, EPS, dtype), 2 * x.nbytes, exact
+        lambda: row_kernels.rms_weight_gradient(grad, x, squares, n, EPS, dtype),
+        2 * x.nbytes,
+        exact,
     )
 
 
@@ -321,18 +325,22 @@ def _row_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _sum_exp_timed(dtype: torch.dtype) -> Timed:
     x = _random(LOGITS, dtype)
     m = x.amax(-1)
-    return Timed(lambda: rows.sum_exp(x, m), x.nbytes, lambda: ops.sum_exp(x.double(), m.double()))
+    return Timed(
+        lambda: row_kernels.sum_exp(x, m), x.nbytes, lambda: ops.sum_exp(x.double(), m.double())
+    )
 
 
 def _cross_entropy_backward_timed(dtype: torch.dtype) -> Timed:
     x, index = _random(LOGITS, dtype), torch.randint(LOGITS[1], LOGITS[:1], device="cuda")
     m, scale = x.amax(-1), torch.rand(LOGITS[0], device="cuda")
-    s = rows.sum_exp(x, m)
+    s = row_kernels.sum_exp(x, m)
 
     def exact() -> Tensor:
         return ops.cross_entropy_backward(x.double(), m.double(), s.double(), index, scale.double())
 
-    return Timed(lambda: rows.cross_entropy_backward(x, m, s, index, scale), 2 * x.nbytes, exact)
+    return Timed(
+        lambda: row_kernels.cross_entropy_backward(x, m, s, index, scale), 2 * x.nbytes, exact
+    )
 
 
 CASES: dict[str, Case] = {

@@ -21,7 +21,7 @@ from autopar.capture import Trace, capture
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Op, Problem
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.emit import emit
@@ -105,7 +105,7 @@ def random_choices(
     loudness: tuple[float, float] = (0.0, 1.5),
     recompute_share: float | None = None,
     recompute_otherwise: bool = False,
-) -> tuple[Choices, Evaluation]:
+) -> tuple[Solution, Evaluation]:
     """The choices of `random_plan`, and what they cost."""
     rng = random.Random(seed)
     problem = prepared.priced.problem
@@ -146,7 +146,7 @@ def _noisy(problem: Problem, rng: random.Random, scale_s: float) -> Problem:
 
 
 def _recomputation(
-    problem: Problem, choices: Choices, rng: random.Random, share: float
+    problem: Problem, choices: Solution, rng: random.Random, share: float
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]] | None]:
     """Ops that backward runs again, each with its own strategy, and which versions may be kept:
     none of their results."""
@@ -188,7 +188,7 @@ def _without_partial(op: Op) -> list[int]:
 
 def finish(
     prepared: Prepared,
-    choices: Choices,
+    choices: Solution,
     evaluation: Evaluation,
     name: str,
     *,

@@ -66,7 +66,7 @@ PROCESS_GROUP_UNITS = {
 # Placement and tensor types, which make no process group, are words of the vocabulary.
 PLACEMENT_MODULES = ("torch.distributed.tensor",)
 PRIVATE_TORCH_ONLY_IN = "autopar.capture.dynamo"
-TRANSFORMERS_ONLY_IN = ("autopar.capture.hugging_face", "autopar.hf.building")
+TRANSFORMERS_ONLY_IN = ("autopar.capture.hugging_face", "autopar.hf.models")
 OPTIONAL_ONLY_IN = ("cli", "integrations")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 110
@@ -182,8 +182,7 @@ def check_foreign_imports(modules: Mapping[str, Module]) -> list[str]:
                 and module.unit not in OPTIONAL_ONLY_IN
             ):
                 problems.append(
-                    f"{where}: only capture/hugging_face.py, hf/building.py, integrations and"
-                    " cli may"
+                    f"{where}: only capture/hugging_face.py, hf/models.py, integrations and cli may"
                 )
             if first in ("accelerate", "peft", "lightning") and module.unit != "integrations":
                 problems.append(f"{where}: only integrations/ may")

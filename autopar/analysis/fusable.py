@@ -1,7 +1,7 @@
 """Ops that kernels can fuse: passes of norms, sums and norms after products, rows of experts.
 
 The first section counts what the pieces of a root-mean-square norm (`autopar.ops.norms`,
-`autopar.kernels.rows`) read and write, pass by pass.
+`autopar.kernels.row_kernels`) read and write, pass by pass.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def passes(
         args: arguments as in the graph.
         inputs: local shapes and dtypes of the operands.
         outputs: local shapes and dtypes of the results.
-        by_kernels: whether norms run as the kernels of `autopar.kernels.rows`, if these support the
-            dtypes.
+        by_kernels: whether norms run as the kernels of `autopar.kernels.row_kernels`, if these
+            support the dtypes.
     """
     num, dtypes, out = math.prod(inputs[0].shape), [info.dtype for info in inputs], outputs[0].dtype
     pieces, kernel = PIECES[target], _KERNELS.get(target) if by_kernels else None

@@ -33,9 +33,9 @@ from autopar.analysis.microbatch_calls import (
     label_by_shape,
 )
 from autopar.analysis.microbatch_sites import (
+    CallPair,
     Edge,
     Raises,
-    Site,
     find_sites,
     find_unknown,
     is_floating,
@@ -153,7 +153,7 @@ class _Pass:
 
     # One node.
 
-    def _label(self, site: Site) -> list[str]:
+    def _label(self, site: CallPair) -> list[str]:
         """Label a node, or repair its operands and return the nodes to label again."""
         node = site.node
         if node.name in self.given:
@@ -179,13 +179,13 @@ class _Pass:
     def _label_of(self, node: fx.Node) -> Label:
         return self.labels[node.name, 0]
 
-    def _reads(self, site: Site) -> list[Label]:
+    def _reads(self, site: CallPair) -> list[Label]:
         return [
             self.raises.label_read(self._label_of(operand), (site.node.name, index))
             for index, operand in enumerate(site.operands)
         ]
 
-    def _repair(self, site: Site, way: Way | None, reads: list[Label]) -> list[str]:
+    def _repair(self, site: CallPair, way: Way | None, reads: list[Label]) -> list[str]:
         """Give or raise operands of a node, and return the nodes to label again; empty if only the
         user's promise can help."""
         raises = way.raises if way is not None else (1,) * len(reads)
@@ -211,7 +211,7 @@ class _Pass:
             return False
         return node.name not in self.given and self._label_of(node).is_count
 
-    def _label_by_promise(self, site: Site, call: Call, part: Call) -> Way:
+    def _label_by_promise(self, site: CallPair, call: Call, part: Call) -> Way:
         """Label by shapes. In backward, a result of the batch's shape may be a term or a copy."""
         reads, found = self._reads(site), []
         for x, y in zip(call.outputs, part.outputs, strict=True):

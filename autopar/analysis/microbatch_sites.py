@@ -81,7 +81,7 @@ Edge = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class CallPair:
     """A node of the batch's graph.
 
     Attributes:
@@ -102,7 +102,7 @@ class Site:
         return bool(self.node.meta["phase"] == "forward")
 
 
-def find_sites(whole: Trace, part: Trace, num: int) -> list[Site]:
+def find_sites(whole: Trace, part: Trace, num: int) -> list[CallPair]:
     """List the calls that outputs and gradients depend on: those of forward, then of backward.
 
     Args:
@@ -116,17 +116,17 @@ def find_sites(whole: Trace, part: Trace, num: int) -> list[Site]:
     here = {n.meta["key"]: n for n in part.graph.nodes if n.op == "call_function"}
     words = _words(whole), _words(part)
 
-    def make_site(node: fx.Node) -> Site:
+    def make_site(node: fx.Node) -> CallPair:
         """Pair a node with its counterpart in the microbatch's graph."""
         operands = operands_of(node)
         if node.target is operator.getitem:
-            return Site(node, operands, None, None)
+            return CallPair(node, operands, None, None)
         its = here.get(node.meta["key"])
         if its is None:
             raise refusal(node, num, "the graph of one microbatch has no such op")
         if [words[0][o.name] for o in operands] != [words[1][o.name] for o in operands_of(its)]:
             raise refusal(node, num, "the op of one microbatch reads what other ops make")
-        return Site(node, operands, call_of(node), call_of(its))
+        return CallPair(node, operands, call_of(node), call_of(its))
 
     nodes = _calls_needed(whole)
     return [
@@ -232,7 +232,7 @@ class Raises:
 
     def note(
         self,
-        site: Site,
+        site: CallPair,
         linear: tuple[tuple[int, ...], ...],
         label_of: Callable[[fx.Node], Label],
         given: Mapping[str, Label],
@@ -261,7 +261,7 @@ class Raises:
         costs = [(sum(map(cost, group)), group) for group in groups if group]
         self._costs[site.node.name] = min(costs, default=_NONE)
 
-    def note_getitem(self, site: Site) -> None:
+    def note_getitem(self, site: CallPair) -> None:
         """Record that raising one of several results raises all of them."""
         self._costs[site.node.name] = self._costs.get(site.operands[0].name, _NONE)
 

@@ -198,7 +198,7 @@ def works(
         output_infos: as in `work`.
         num_senders: for experts with dispatched rows, the number of ranks that send rows.
         mirrored: as in `work`.
-        by_kernels: whether norms run as the kernels of `autopar.kernels.rows`.
+        by_kernels: whether norms run as the kernels of `autopar.kernels.row_kernels`.
     """
     if target is linear_cross_entropy:
         x, weight, index = input_infos

@@ -24,7 +24,7 @@ from autopar.core.mesh import HardwareLike, is_unshaped
 from autopar.errors import PlanError, RuntimeStateError
 from autopar.plans import Plan
 from autopar.request import Backend, CompileKeywords, PlanOptions, check_choice
-from autopar.runtime.gradients import refuse_tracing, refuse_transforms
+from autopar.runtime.backward import refuse_tracing, refuse_transforms
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.module_shell import is_plain
 from autopar.runtime.staged_module import StagedModule

@@ -29,8 +29,8 @@ from autopar.core.units import microbatches, seconds
 from autopar.planner import Planned, TooSlow, make_plan, make_staged_plan
 from autopar.planner.candidates import Elsewhere
 from autopar.planner.clock import Progress
-from autopar.planner.pipeline.search import check_order
-from autopar.planner.pipeline.units import check_parts
+from autopar.planner.pipeline.stage_construction import check_order
+from autopar.planner.pipeline.stage_units import check_parts
 from autopar.request import PlanOptions
 from autopar.stages.placing import cut_points
 

@@ -23,7 +23,7 @@ from autopar.errors import ConstraintError, InfeasibleError, size_text
 from autopar.planner import Planned
 from autopar.planner.clock import Clock
 from autopar.planner.min_memory import Need, prefer_fastest, proven_bytes
-from autopar.planner.pipeline.search import staged_search
+from autopar.planner.pipeline.stage_construction import staged_search
 from autopar.planner.report_infeasible import find_conflict
 from autopar.planner.search import finish_search, need_of, needs, prepare_search
 from autopar.request import PlanOptions
@@ -33,7 +33,7 @@ from autopar.request import PlanOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PlanKind:
     """Plans of one kind under some constraints.
 
     Attributes:
@@ -53,7 +53,7 @@ def in_one_piece(
     options: PlanOptions,
     model_name: str,
     clock: Clock,
-) -> Kind:
+) -> PlanKind:
     """Describe plans of the whole batch at once, on the whole mesh.
 
     Args:
@@ -71,7 +71,7 @@ def in_one_piece(
         return None if found is None else finish_search(found, clock, options)
 
     proven = proven_bytes(trace, search.ungrouped_layers.priced, options.solve_s)
-    return Kind(Need(proven, options.budget(slowest(hardware))), lightest)
+    return PlanKind(Need(proven, options.budget(slowest(hardware))), lightest)
 
 
 def in_stages(
@@ -84,7 +84,7 @@ def in_stages(
     wish: Pipelined,
     model_name: str,
     clock: Clock,
-) -> Kind:
+) -> PlanKind:
     """Describe plans of a pipeline, or of one stage that processes microbatches one after another.
 
     Args:
@@ -100,7 +100,7 @@ def in_stages(
     search = staged_search(
         whole, part, how, mesh, hardware, options, wish, clock, model_name=model_name
     )
-    return Kind(search.proven_need(), search.lightest)
+    return PlanKind(search.proven_need(), search.lightest)
 
 
 log = logging.getLogger("autopar")
@@ -250,7 +250,7 @@ class _Shortage:
         need = self._least(constraints)
         return need is not None and need.fits
 
-    def _kinds(self, constraints: Sequence[Constraint]) -> Iterator[Kind]:
+    def _kinds(self, constraints: Sequence[Constraint]) -> Iterator[PlanKind]:
         """Yield the kinds of plans that `Chooser.plan` tries under these constraints, except those
         that the constraints rule out."""
         rest = tuple(c for c in constraints if not _is_number(c))
@@ -279,7 +279,7 @@ def _is_number(constraint: Constraint) -> bool:
     return isinstance(constraint, Pipelined) and constraint.axis == ""
 
 
-def _of_pipelines(chooser: Chooser) -> Iterator[Kind]:
+def _of_pipelines(chooser: Chooser) -> Iterator[PlanKind]:
     asked = pipeline_in(chooser.options.constraints, chooser.mesh)
     alone = asked is None and chooser.options.num_microbatches in (1, "auto")
     yield from _known(
@@ -289,7 +289,7 @@ def _of_pipelines(chooser: Chooser) -> Iterator[Kind]:
 
 def _known(
     chooser: Chooser, ways: Iterator[tuple[str, int]] | Sequence[tuple[str, int]], wish: Pipelined
-) -> Iterator[Kind]:
+) -> Iterator[PlanKind]:
     """Yield a kind per axis and number of microbatches (0 for one piece), except those that are
     impossible."""
     for axis, num in ways:
@@ -305,12 +305,12 @@ def _known(
         yield replace(kind, lightest=partial(_plan_with_marks, chooser, kind))
 
 
-def _plan_with_marks(chooser: Chooser, kind: Kind) -> Planned | None:
+def _plan_with_marks(chooser: Chooser, kind: PlanKind) -> Planned | None:
     found = kind.lightest()
     return None if found is None else chooser.note_loss_rows(found)
 
 
-def _of_one_piece(chooser: Chooser) -> Kind:
+def _of_one_piece(chooser: Chooser) -> PlanKind:
     trace, clock = by_rows(chooser.trace, chooser.rows), Clock(chooser.progress)
     return in_one_piece(
         trace,
@@ -322,7 +322,7 @@ def _of_one_piece(chooser: Chooser) -> Kind:
     )
 
 
-def _of_stages(chooser: Chooser, wish: Pipelined, num: int) -> Kind:
+def _of_stages(chooser: Chooser, wish: Pipelined, num: int) -> PlanKind:
     here = replace(wish, schedule="1f1b" if wish.schedule == AUTO else wish.schedule)
     part, how = chooser.part(num, independent=here.independent)
     return in_stages(

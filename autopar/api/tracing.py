@@ -26,7 +26,7 @@ from autopar.capture.chunked_loss import loss_alone, loss_by_rows, outputs_whole
 from autopar.capture.trees import paths_in
 from autopar.certificate import Certificate, Finding
 from autopar.emit import emit, emit_staged
-from autopar.emit.build import microbatches_of
+from autopar.emit.program_builder import microbatches_of
 from autopar.errors import (
     AutoparError,
     CaptureError,

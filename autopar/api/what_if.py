@@ -50,7 +50,7 @@ _NUMBER = "num_microbatches"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ConstraintChange:
     """The options without the constraints that are left out, and the constraints that are added;
     both also as their user writes them."""
 
@@ -66,7 +66,7 @@ class Change:
 
 def change_options(
     options: PlanOptions, without: Iterable[str | Constraint], more: Iterable[Constraint]
-) -> Change:
+) -> ConstraintChange:
     """Leave out some constraints of a plan and add others.
 
     Args:
@@ -90,7 +90,7 @@ def change_options(
                 f"the plan obeys {in_words(constraint)} already",
                 remedy="ask for another constraint, or for none",
             )
-    return Change(options, more, tuple(left_out))
+    return ConstraintChange(options, more, tuple(left_out))
 
 
 def obeyed_by(options: PlanOptions) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 """What a plan says about each module."""
 
-from autopar.breakdown.parts import (
+from autopar.breakdown.module_parts import (
     CROSSING,
     INPUTS,
     PARALLELISMS,
-    Part,
+    ModulePart,
     Transfer,
     Weight,
     breakdown,
@@ -28,7 +28,7 @@ __all__ = [
     "INPUTS",
     "PARALLELISMS",
     "WAITING",
-    "Part",
+    "ModulePart",
     "StepParts",
     "Transfer",
     "Weight",

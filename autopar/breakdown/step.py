@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.breakdown.parts import CROSSING, breakdown
+from autopar.breakdown.module_parts import CROSSING, breakdown
 from autopar.plans import RESTING, Pipeline, Plan
 
 WAITING = "waiting (the bubble)"

@@ -28,7 +28,7 @@ from autopar.capture.hugging_face import (
 )
 from autopar.capture.normalize import PASSES
 from autopar.capture.normalize.clean import inline_constants
-from autopar.capture.normalize.random import number_draws, replace_random
+from autopar.capture.normalize.random_draws import number_draws, replace_random
 from autopar.capture.precision import settle_dtypes
 from autopar.capture.python_attributes import (
     tell_of_known,

@@ -80,7 +80,7 @@ def shape_given(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["example_value"].shape)
 
 
-class Places:
+class FormulaPlaces:
     """Positions of nodes in a graph, and the nodes that affect what others compute by writing into
     a tensor or by switching gradients or autocast. Formulas are not joined across these."""
 
@@ -195,7 +195,7 @@ def join_activations(graph: fx.Graph) -> None:
     An activation is left as it is if a node between its operand and its result writes into a
     tensor, or switches gradients or autocast.
     """
-    places = Places(graph)
+    places = FormulaPlaces(graph)
     for t in [node for node in graph.nodes if name_of(node) in _ACTIVATIONS]:
         activation = _ACTIVATIONS[name_of(t)]
         ends = _ends(t, activation)
@@ -379,7 +379,7 @@ class _Norm:
 
 def join_norms(graph: fx.Graph) -> None:
     """Replace each root-mean-square norm in a graph of torch functions."""
-    places = Places(graph)
+    places = FormulaPlaces(graph)
     for node in list(graph.nodes):
         found = _match_call(node) if name_of(node) == "rms_norm" else _written_out(node)
         if found is None or any(

@@ -226,7 +226,7 @@ _SETATTR = (os.path.join("torch", "nn", "modules", "module.py"), "__setattr__")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ValuePlace:
     """Where Dynamo found a value: its own name for it, the object (None where it is not the
     model's), and the user's words.
 
@@ -252,7 +252,7 @@ class Write:
         read: whether forward looked at what was there before; of a container, at what it holds.
     """
 
-    place: Place
+    place: ValuePlace
     holder: Any
     attribute: str
     value: Any
@@ -353,7 +353,7 @@ def _asks(guard: Any) -> bool:
     )
 
 
-def _constants(places: Iterable[Place], tensors: frozenset[str]) -> Iterator[ModuleAttribute]:
+def _constants(places: Iterable[ValuePlace], tensors: frozenset[str]) -> Iterator[ModuleAttribute]:
     """Yield the plain values and the tensors read by the graph, except parameters, buffers and
     `training`."""
     for place in places:
@@ -370,7 +370,7 @@ def _constants(places: Iterable[Place], tensors: frozenset[str]) -> Iterator[Mod
             yield ModuleAttribute(place.path, place.name, Stamp.of(place.found))
 
 
-def _place(source: str, scope: dict[str, Any]) -> Place | None:
+def _place(source: str, scope: dict[str, Any]) -> ValuePlace | None:
     """Follow Dynamo's name for a value from its local variable; None if no module holds the
     value."""
     root = re.match(r"L\['(\w+)'\]", source)
@@ -395,7 +395,7 @@ def _place(source: str, scope: dict[str, Any]) -> Place | None:
                 "",
             )
             path = re.sub(r"\.+", ".", path)
-    return Place(source, found, path.strip("."), name.lstrip("."))
+    return ValuePlace(source, found, path.strip("."), name.lstrip("."))
 
 
 def of_the_model(attributes: Iterable[Constant], model: nn.Module) -> tuple[Constant, ...]:
@@ -455,7 +455,7 @@ def _writes(
     for name, value in (attributes or {}).items():
         inner = f"{source}.{name}"
         if place is not None:
-            at = Place(
+            at = ValuePlace(
                 inner,
                 getattr(place.found, name, None),
                 place.path,
@@ -507,7 +507,9 @@ def _of_hook(source: str) -> str:
 def _elsewhere(source: str, name: str, stacks: Iterable[Any], *, read: bool = True) -> Write:
     """Return a write to a place that no module holds: a global variable, an attribute of a
     class."""
-    return Write(Place(source, None, "", name), None, name, UNKNOWN, {}, read, _line(stacks, name))
+    return Write(
+        ValuePlace(source, None, "", name), None, name, UNKNOWN, {}, read, _line(stacks, name)
+    )
 
 
 def _reads(source: str, seen: set[str], *, within: bool = False) -> bool:

@@ -15,7 +15,7 @@ from autopar.capture.dynamo.joint import RawJoint
 from autopar.capture.dynamo.preparing import Prepared
 from autopar.capture.folding import Run, repeat
 from autopar.capture.graphs import dtype_of, emit, is_tensor, shape_of, sweep
-from autopar.capture.normalize.random import next_state
+from autopar.capture.normalize.random_draws import next_state
 from autopar.capture.normalize.tangents import add_tangents_last
 from autopar.capture.precision import absorb_casts, before_cast, cast_input, widen_gradient
 from autopar.capture.trace import Input, KnownBuffer, Output, Parameter, Trace

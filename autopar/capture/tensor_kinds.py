@@ -36,30 +36,32 @@ _OPAQUE = "use a tensor of torch's default layout: `x.to_dense()`"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorKind:
     """A kind of tensor that is refused: what it is, and what to use instead."""
 
     name: str
     remedy: str
 
 
-def unusual_kind(x: Tensor) -> Kind | None:
+def unusual_kind(x: Tensor) -> TensorKind | None:
     """Return the kind of `x` if programs do not compute with it; None for dense tensors of torch's
     own class."""
     if x.is_nested:
-        return Kind("a nested tensor (torch.nested), whose rows have lengths of their own", _NESTED)
+        return TensorKind(
+            "a nested tensor (torch.nested), whose rows have lengths of their own", _NESTED
+        )
     if type(x).__name__ == "MaskedTensor":
-        return Kind("a masked tensor (torch.masked)", _MASKED)
+        return TensorKind("a masked tensor (torch.masked)", _MASKED)
     if x.layout is torch._mkldnn:  # type: ignore[attr-defined]
-        return Kind("a tensor in the layout of mkldnn", _OPAQUE)
+        return TensorKind("a tensor in the layout of mkldnn", _OPAQUE)
     if x.layout is not torch.strided:
-        return Kind(f"a sparse tensor ({x.layout})", _SPARSE)
+        return TensorKind(f"a sparse tensor ({x.layout})", _SPARSE)
     if x.is_quantized:
-        return Kind(
+        return TensorKind(
             f"a quantized tensor ({x.dtype})", "use the values that it stands for: `x.dequantize()`"
         )
     if not _is_torchs_class(x):
-        return Kind(
+        return TensorKind(
             f"a {type(x).__name__}, a subclass of torch.Tensor, whose own methods a program does"
             " not call",
             "use the plain tensor: `x.as_subclass(torch.Tensor)`, or `x.full_tensor()` of a"
@@ -100,18 +102,18 @@ def refuse_state_and_inputs(model: nn.Module, inputs: Iterable[tuple[str, object
             _refuse(f"the input {name!r}", unusual_kind(value), "")
 
 
-def _conjugate(x: Tensor) -> Kind | None:
+def _conjugate(x: Tensor) -> TensorKind | None:
     """Return a kind for a conjugated or negated view: ranks would send the values that it is a view
     of."""
     if not (x.is_conj() or x.is_neg()):
         return None
-    return Kind(
+    return TensorKind(
         "a conjugated or negated view",
         "keep the values themselves: `x.resolve_conj().resolve_neg()`",
     )
 
 
-def _refuse(name: str, kind: Kind | None, module: str) -> None:
+def _refuse(name: str, kind: TensorKind | None, module: str) -> None:
     if kind is not None:
         raise CaptureError(
             f"{name} is {kind.name}: {_PROGRAMS}", where=Where(module=module), remedy=kind.remedy
@@ -129,7 +131,7 @@ def refusal_in_words(text: str, source: str) -> CaptureError | None:
     return None if kind is None else of_forward(kind, Where(source=source))
 
 
-def of_forward(kind: Kind, where: Where) -> CaptureError:
+def of_forward(kind: TensorKind, where: Where) -> CaptureError:
     """Return the error for forward making such a tensor, or reading one that is not an argument."""
     return CaptureError(
         f"forward computes with {kind.name}: {_PROGRAMS}", where=where, remedy=kind.remedy
@@ -147,15 +149,15 @@ _SAID = (
             r"wrap sparse Tensor|SparseC\w+Impl|SparseTensorImpl|sparse tensor"
             r" creation|\bsparse_\w+_tensor\b"
         ),
-        Kind("a sparse tensor", _SPARSE),
+        TensorKind("a sparse tensor", _SPARSE),
     ),
     (
         re.compile(r"aten\._nested|nested_tensor|NestedTensorImpl"),
-        Kind("a nested tensor (torch.nested)", _NESTED),
+        TensorKind("a nested tensor (torch.nested)", _NESTED),
     ),
-    (re.compile(r"OpaqueTensorImpl"), Kind("a tensor in the layout of mkldnn", _OPAQUE)),
+    (re.compile(r"OpaqueTensorImpl"), TensorKind("a tensor in the layout of mkldnn", _OPAQUE)),
     (
         re.compile(r"function `(masked_tensor|as_masked_tensor)`"),
-        Kind("a masked tensor (torch.masked)", _MASKED),
+        TensorKind("a masked tensor (torch.masked)", _MASKED),
     ),
 )

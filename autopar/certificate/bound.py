@@ -35,7 +35,7 @@ times its weight. P is what moves
     (10) Σ_g h[g,a] ≤ r[a]      (11) Σ_a h[g,a] ≤ strategies of g     kernel g does collective a
                                 beside its product: −count·saved·h[g,a]
     (6) Σ bytes of everything that certainly lives at a point of the step ≤ budget
-        (`autopar.certificate.proof`)
+        (`autopar.certificate.multiplier_proof`)
 
 Every multiplier of the right sign proves a bound: the right sides, times their multipliers, and
 each variable's reduced cost where that is negative. Stored are π[c,l] ≥ 0 of (3), μ[l] and ν[l] ≥ 0

@@ -15,8 +15,8 @@ import torch
 from autopar.capture.trace import Parameter, Trace
 from autopar.certificate.facts import Context, Facts
 from autopar.certificate.intra_op import call_s
-from autopar.certificate.moves import held_so
 from autopar.certificate.rates import Rates, sent_s
+from autopar.certificate.redistributions import held_so
 from autopar.certificate.report import Finding, near
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout, Strategy

@@ -28,7 +28,7 @@ TensorKey = tuple[str, int]  # node key, result
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class TensorReader:
     """Operand `operand` of node `key`, which runs in `phase`."""
 
     key: str
@@ -56,7 +56,7 @@ class Tensor:
     dtype: torch.dtype
     sum_dtype: torch.dtype
     resident: bool
-    readers: tuple[Reader, ...]
+    readers: tuple[TensorReader, ...]
     given: bool = False
 
 
@@ -89,7 +89,7 @@ class Facts:
         origins = _Origins.of(trace, accumulates=accumulates)
         nodes = {n.meta["key"]: n for n in trace.graph.nodes if n.op == "call_function"}
         names = {**origins.keys, **{node.name: key for key, node in nodes.items()}}
-        readers: dict[TensorKey, list[Reader]] = {}
+        readers: dict[TensorKey, list[TensorReader]] = {}
         for ref, reader in (*_reads(nodes), *_results(trace)):
             readers.setdefault(ref, []).append(reader)
         cast_to, tensors = cast_alone(trace), dict[TensorKey, Tensor]()
@@ -169,7 +169,7 @@ def _values_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _choose_sum_dtype(
-    dtype: torch.dtype, readers: Collection[Reader], cast_to: torch.dtype
+    dtype: torch.dtype, readers: Collection[TensorReader], cast_to: torch.dtype
 ) -> torch.dtype:
     """Return the dtype in which partial sums are reduced; see `Tensor.sum_dtype`.
 
@@ -206,14 +206,14 @@ def _find_asked(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str
     return frozenset(found)
 
 
-def _reads(nodes: Mapping[str, fx.Node]) -> Iterator[tuple[tuple[str, int], Reader]]:
+def _reads(nodes: Mapping[str, fx.Node]) -> Iterator[tuple[tuple[str, int], TensorReader]]:
     for key, node in nodes.items():
         part = int(node.args[1]) if node.target is operator.getitem else 0  # type: ignore[arg-type]
         for operand, source in enumerate(operands_of(node)):
-            yield (source.name, part), Reader(key, operand, node.meta["phase"])
+            yield (source.name, part), TensorReader(key, operand, node.meta["phase"])
 
 
-def _results(trace: Trace) -> Iterator[tuple[tuple[str, int], Reader]]:
+def _results(trace: Trace) -> Iterator[tuple[tuple[str, int], TensorReader]]:
     """Yield each result of the graph and its reader: outputs of the model, new values of buffers,
     and gradients, which their parameters read."""
     made = next(iter(reversed(trace.graph.nodes))).args[0]
@@ -228,7 +228,7 @@ def _results(trace: Trace) -> Iterator[tuple[tuple[str, int], Reader]]:
         (i.gradient, input_key(i.path), "backward") for i in trace.inputs if i.gradient is not None
     ]
     for position, key, phase in wanted:
-        yield (made[position].name, 0), Reader(key, 0, phase)  # type: ignore[index, union-attr]
+        yield (made[position].name, 0), TensorReader(key, 0, phase)  # type: ignore[index, union-attr]
 
 
 @dataclass(frozen=True, slots=True)

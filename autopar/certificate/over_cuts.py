@@ -38,7 +38,7 @@ on both sides with what they cost in stages that it crosses between. Any cut int
 the prices and by the multipliers of its own devices, then takes (M − 1) · max τ + Σ τ with τ at
 least the sum of units and of what is at its two borders, in some layouts; the least over all is the
 bound. Of interleaved stages it is what follows from the least Σ τ
-(`autopar.certificate.schedules.least_of_cuts`).
+(`autopar.certificate.rank_schedules.least_of_cuts`).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from autopar.certificate.unit_places import (
     Flags,
     Floats,
     Ints,
-    Place,
     Places,
+    UnitPlace,
     beyond_worth,
     ends_of,
     flags,
@@ -67,7 +67,7 @@ from autopar.certificate.unit_places import (
 from autopar.core.collective import HOST_KINDS
 from autopar.core.layout_graph import all_layouts
 from autopar.core.problem import Value, at_best
-from autopar.cost.kernels import in_any_stage
+from autopar.cost.kernel_offers import in_any_stage
 from autopar.cost.priced import Priced, Wire
 from autopar.sharding import Forced, Ref
 from autopar.stages.placing import Placing
@@ -161,7 +161,7 @@ def _taus(
 
 
 @dataclass(frozen=True, slots=True)
-class Pipelines:
+class PipelineFigures:
     """The pipelines that a bound covers.
 
     Attributes:
@@ -218,8 +218,8 @@ class _Tensor:
     variant: int
     ref: Ref
     value: Value
-    makers: Sequence[Place]
-    reads: Sequence[Sequence[Place]]
+    makers: Sequence[UnitPlace]
+    reads: Sequence[Sequence[UnitPlace]]
     now: Mapping[int, Floats]
     later: Mapping[int, Floats]
     mu: Floats
@@ -253,12 +253,12 @@ class Unfolded:
         crosses: the tensors that may cross, by border.
     """
 
-    ways: Pipelines
+    ways: PipelineFigures
     prices: Prices
     versions: Mapping[int, Mapping[int, float]]
     places: Places = field(init=False)
-    x: dict[Place, Floats] = field(default_factory=dict)
-    again: dict[Place, Floats] = field(default_factory=dict)
+    x: dict[UnitPlace, Floats] = field(default_factory=dict)
+    again: dict[UnitPlace, Floats] = field(default_factory=dict)
     units: list[float] = field(default_factory=list)
     crosses: list[dict[Ref, Crosses]] = field(default_factory=list)
 
@@ -333,7 +333,9 @@ class Unfolded:
             has_unpriced,
         )
 
-    def _read_later(self, v: int, ref: Ref, reads: Sequence[Sequence[Place]]) -> dict[int, Floats]:
+    def _read_later(
+        self, v: int, ref: Ref, reads: Sequence[Sequence[UnitPlace]]
+    ) -> dict[int, Floats]:
         """Use → π in backward, of uses whose instances all read the tensor as backward runs
         them."""
         uses, num = self.problem.variants[v].uses, len(self._value(v).graph.layouts)
@@ -547,7 +549,7 @@ class Unfolded:
             )
         return self._at[key]
 
-    def _pi(self, v: int, use: int, later: bool, reads: Sequence[Place], num: int) -> Floats:
+    def _pi(self, v: int, use: int, later: bool, reads: Sequence[UnitPlace], num: int) -> Floats:
         """Return π of one reader, shifted so that the least is 0: only differences count."""
         found = np.zeros(num)
         for layout, worth in self.prices.get((v, use, later), {}).items():

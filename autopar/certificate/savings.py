@@ -24,7 +24,7 @@ Normed = Sequence[tuple[Call, Strategy]]
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class SavingProduct:
     """A product whose operand or result is moved by a collective.
 
     Attributes:

@@ -18,15 +18,13 @@ from dataclasses import dataclass, replace
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
 from autopar.certificate.bars import is_simulated
-from autopar.certificate.check import certify
 from autopar.certificate.crossings import budgets, cuts
 from autopar.certificate.facts import Context, Facts
 from autopar.certificate.marks import as_asked, check_capture, identity, notes, of_stages
-from autopar.certificate.over_cuts import Pipelines, Unfolded, least_over_cuts
-from autopar.certificate.proof import Stored, check_proof
-from autopar.certificate.rates import handed_on_s, wire_between
-from autopar.certificate.report import Certificate, Finding, list_unverified, near
-from autopar.certificate.schedules import (
+from autopar.certificate.multiplier_proof import Stored, check_proof
+from autopar.certificate.over_cuts import PipelineFigures, Unfolded, least_over_cuts
+from autopar.certificate.plan_claims import certify
+from autopar.certificate.rank_schedules import (
     actions_of,
     held_by_chunks,
     interleaves,
@@ -36,6 +34,8 @@ from autopar.certificate.schedules import (
     shared_memory,
     step_by_longest_path,
 )
+from autopar.certificate.rates import handed_on_s, wire_between
+from autopar.certificate.report import Certificate, Finding, list_unverified, near
 from autopar.constraints import Constraint, Pipelined, read_constraint
 from autopar.core.hardware import Hardware, HardwareProfile, profile_of
 from autopar.core.layout import Layout, Strategy
@@ -221,7 +221,7 @@ def _unfold_part(
         exposed=sewn.exposed,
     )
     stored = Stored(part, plan, priced, Facts.of(part, accumulates=priced.problem.accumulates))
-    ways = Pipelines(part, priced, forced, placing, len(points) + 1, sewn.exposed, mesh.shape)
+    ways = PipelineFigures(part, priced, forced, placing, len(points) + 1, sewn.exposed, mesh.shape)
     return (
         Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()}),
         stored,

@@ -26,7 +26,7 @@ Loose = tuple[
 ]  # op, number of the instance, and the tensors that it makes in each unit that reads them
 
 
-class Place(NamedTuple):
+class UnitPlace(NamedTuple):
     """Instance `number` of an op, as it is in a unit."""
 
     op: int
@@ -52,13 +52,13 @@ class Places:
 
     priced: Priced
     placing: Placing
-    shares: dict[Place, float] = field(default_factory=dict)
-    again: set[Place] = field(default_factory=set)
-    makers: dict[Ref, list[Place]] = field(default_factory=dict)
-    readers: dict[tuple[Ref, int, int], list[Place]] = field(default_factory=dict)
+    shares: dict[UnitPlace, float] = field(default_factory=dict)
+    again: set[UnitPlace] = field(default_factory=set)
+    makers: dict[Ref, list[UnitPlace]] = field(default_factory=dict)
+    readers: dict[tuple[Ref, int, int], list[UnitPlace]] = field(default_factory=dict)
     hidden: set[Ref] = field(default_factory=set)
     everywhere: set[Ref] = field(default_factory=set)
-    alone: set[Place] = field(default_factory=set)
+    alone: set[UnitPlace] = field(default_factory=set)
     unasked: set[tuple[Ref, int, int]] = field(default_factory=set)
 
     @staticmethod
@@ -170,10 +170,10 @@ class Places:
         reads: tuple[Ref, ...],
         makes: tuple[Ref, ...],
         share: float = 1.0,
-    ) -> Place:
+    ) -> UnitPlace:
         """Record that instance `number` of an op is in a unit, with the tensors that it reads and
         makes there and the share of its time."""
-        place = Place(op, number, unit)
+        place = UnitPlace(op, number, unit)
         self.shares[place] = share
         for operand, ref in enumerate(reads):
             self.readers.setdefault((ref, op, operand), []).append(place)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.checkpoint.parts import Copy, write_bytes
+from autopar.checkpoint.rank_parts import Copy, write_bytes
 from autopar.checkpoint.safetensors_files import TensorFile, damage_error, unsafe, write_tensors
 from autopar.checkpoint.values import Tensors, decode, encode
 from autopar.core.json_text import read_json

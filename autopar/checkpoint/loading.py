@@ -23,7 +23,7 @@ from torch.futures import Future
 from autopar.checkpoint.contents import CONTENTS, SavedBox, SavedValues, name_box, read_contents
 from autopar.checkpoint.earlier_format import FILE as OLD_CONTENTS
 from autopar.checkpoint.earlier_format import OldPlanner, OldReader
-from autopar.checkpoint.parts import completed_future, find_reasons, no_warning_if_alone
+from autopar.checkpoint.rank_parts import completed_future, find_reasons, no_warning_if_alone
 from autopar.checkpoint.safetensors_files import UNSAFE, TensorFile
 from autopar.errors import RuntimeStateError
 from autopar.runtime.rank_comm import by_all
@@ -67,7 +67,7 @@ def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> No
     reader, planner = (
         (OldReader(place, found[0]), OldPlanner())
         if is_old
-        else (Reader(place, found[0]), Planner())
+        else (TensorsReader(place, found[0]), Planner())
     )
     try:
         with no_warning_if_alone():
@@ -85,7 +85,7 @@ def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> No
         ) from error
 
 
-class Reader(StorageReader):
+class TensorsReader(StorageReader):
     """Storage reader of the files that `contents.json` names.
 
     Args:

@@ -53,7 +53,7 @@ from autopar.checkpoint.files import (
     seen_by_all,
     sync_folder,
 )
-from autopar.checkpoint.parts import collect_parts
+from autopar.checkpoint.rank_parts import collect_parts
 from autopar.checkpoint.state import keys_of_model, read_states, state_of
 from autopar.checkpoint.weights import MAX_FILE_BYTES, export
 from autopar.checkpoint.writing import Background, HostCopies, Saving

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.checkpoint.files import SEEN_WITHIN_S, seen_by_all
 from autopar.checkpoint.loading import load_parts, read_metadata
-from autopar.checkpoint.parts import save_parts
+from autopar.checkpoint.rank_parts import save_parts
 from autopar.core.terminal import progress_of_long
 from autopar.errors import RuntimeStateError
 from autopar.runtime.dtensor_checkpoints import CheckpointTensor

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autopar.checkpoint.companion_states import Others
 from autopar.checkpoint.files import ABOUT, SHARE, about_text, sync_folder
-from autopar.checkpoint.parts import Parts, write_bytes
+from autopar.checkpoint.rank_parts import CheckpointParts, write_bytes
 from autopar.checkpoint.safetensors_files import SUFFIX, TensorFile
 from autopar.core.json_text import read_json
 from autopar.errors import RuntimeStateError
@@ -60,7 +60,7 @@ class Saving:
     place: Path
     rank: int
     num_ranks: int
-    parts: Parts
+    parts: CheckpointParts
     others: Others
     about: Mapping[str, Any]
     plan: Plan | None

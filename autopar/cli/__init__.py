@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from autopar.cli.commands import app
-from autopar.cli.options import as_flags
+from autopar.cli.shared_options import as_flags
 from autopar.core.terminal import complain
 from autopar.errors import AutoparError
 

@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.options import (
+from autopar.cli.plan_command import plan_command
+from autopar.cli.shared_options import (
     DTYPES,
     Batch,
     Constraints,
@@ -28,7 +29,6 @@ from autopar.cli.options import (
     check_dtype,
     check_there,
 )
-from autopar.cli.plan import plan_command
 from autopar.core.mesh import read_mesh
 from autopar.core.terminal import check_writable, parse_size, progress, say, show
 from autopar.version import VERSION

@@ -9,13 +9,13 @@ import torch
 
 from autopar import hf
 from autopar.api import flips
-from autopar.cli.options import BATCH, DTYPE, RESTING, check_dtype, check_named
+from autopar.cli.shared_options import BATCH, DTYPE, RESTING, check_dtype, check_named
 from autopar.core.terminal import progress, say
 from autopar.errors import AutoparError
 from autopar.plans import Flips, Plan
 
 
-class Asked(TypedDict):
+class ModelOptions(TypedDict):
     """The options of a plan that `built` takes."""
 
     inference: bool
@@ -75,7 +75,7 @@ def turning_of(
         return flips(plan, network, example, most=num)
 
 
-def options_asked(plan: Plan) -> Asked:
+def options_asked(plan: Plan) -> ModelOptions:
     """Return the options of a plan that affect how its model is built: whether it has no backward,
     and the precision in which parameters are read."""
     return {

@@ -13,7 +13,7 @@ from autopar.api import as_call
 from autopar.api.options import PlanRequest
 from autopar.api.planning import plan_call
 from autopar.cli.models import built
-from autopar.cli.options import as_flags
+from autopar.cli.shared_options import as_flags
 from autopar.constraints import Constraint
 from autopar.core.hardware import Hardware
 from autopar.core.mesh import Mesh, Unshaped

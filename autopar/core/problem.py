@@ -31,7 +31,7 @@ from autopar.core.layout_graph import LayoutGraph
 Phase = Literal["forward", "backward"]
 Slack = Literal[
     "critical", "prefetchable", "deferrable"
-]  # of a collective, see `autopar.solve.moves`
+]  # of a collective, see `autopar.solve.tensor_moves`
 OpKind = Literal["compute", "parameter", "buffer", "input", "output"]
 
 
@@ -192,7 +192,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class MemoryPoint:
     """A point of the step, and what is certainly live then in addition to what rests for the whole
     step.
 
@@ -215,7 +215,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Hidden:
+class OverlapOption:
     """The saving of a kernel that runs its product and collective `arc` (of the tensor's layout
     graph) concurrently, in chunks.
 
@@ -233,7 +233,7 @@ class Hidden:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class OverlapKernel:
     """A collective-overlap kernel that may be chosen: a matrix product that reads a gathered
     operand, or whose partial sums are scattered.
 
@@ -251,7 +251,7 @@ class Kernel:
     op: int
     again: bool
     strategies: tuple[int, ...]
-    hides: tuple[Hidden, ...]
+    hides: tuple[OverlapOption, ...]
     added: tuple[int, tuple[int, ...]] | None = None
     also: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
@@ -263,7 +263,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class PeerRoute:
     """An alternative for the rows that an op sends itself: it writes them directly into the memory
     of their receivers.
 
@@ -276,7 +276,7 @@ class Route:
     regions: tuple[int, ...]
 
 
-Kernels = Mapping[tuple[int, bool], tuple[Kernel, ...]]
+Kernels = Mapping[tuple[int, bool], tuple[OverlapKernel, ...]]
 """(variant, whether it is moved in backward though forward made it) → the kernels on offer."""
 
 
@@ -296,7 +296,7 @@ class Problem:
         accumulates: whether gradients are added to sums that are held through the step.
         overlap_slowdown: seconds by which a second of concurrent communication delays compute; 1 if
             nothing is hidden.
-        kernels: the collective-overlap kernels on offer (`autopar.cost.kernels`).
+        kernels: the collective-overlap kernels on offer (`autopar.cost.kernel_offers`).
         routes: (op, strategy) → the route on offer (`autopar.cost.expert_routes`).
         regions: bytes of each region that kernels and routes share with their peers
             (`autopar.kernels.chunked`); each is allocated for the whole step, once for all its
@@ -308,12 +308,12 @@ class Problem:
     values: tuple[Value, ...]
     variants: tuple[Variant, ...]
     budget_bytes: int
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[MemoryPoint, ...] = ()
     num_in_flight: int = 1
     accumulates: bool = False
     overlap_slowdown: float = 1.0
     kernels: Kernels = field(default_factory=dict)
-    routes: Mapping[tuple[int, int], Route] = field(default_factory=dict)
+    routes: Mapping[tuple[int, int], PeerRoute] = field(default_factory=dict)
     regions: tuple[int, ...] = ()
     host_budget_bytes: int = 0
 
@@ -343,7 +343,7 @@ def is_early(problem: Problem, v: int, *, late: bool) -> bool:
             is the one that makes the value.
 
     Returns:
-        True if all these collectives are prefetchable or deferrable (`autopar.solve.moves`).
+        True if all these collectives are prefetchable or deferrable (`autopar.solve.tensor_moves`).
     """
     variant = problem.variants[v]
     value = problem.values[variant.value]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.core.streams import ON_COMPUTE, Balance
+from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Multipliers:
     bound_s: float
     potentials_s: Mapping[tuple[int, int, int, int], float]
     memory_s: Mapping[str, float]
-    balance: Balance = ON_COMPUTE
+    balance: OverlapWeights = COMPUTE_BOUND
     versions_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     copies_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     once_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class Solution:
     """The solver's answer.
 
     Attributes:
@@ -88,9 +88,9 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class FractionalGroups:
     """Which ops would decide apart, of a search that has met no plan on the way: `mixed` and
-    `bound_s` as of `Choices`."""
+    `bound_s` as of `Solution`."""
 
     mixed: Mapping[int, tuple[float, ...]]
     bound_s: float

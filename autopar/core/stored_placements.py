@@ -59,7 +59,7 @@ def stored_dims(shape: Sequence[int], view: Sequence[int]) -> tuple[tuple[int, .
 
 
 @dataclass(frozen=True, slots=True)
-class Resting:
+class StoredPlacements:
     """The arguments of a DTensor: its mesh dims and placements.
 
     Attributes:
@@ -74,7 +74,7 @@ class Resting:
 
 def stored_placements(
     shape: Sequence[int], view: Sequence[int], layout: Layout, mesh_shape: Sequence[int]
-) -> Resting:
+) -> StoredPlacements:
     """Return torch's placements over the dims of `shape`; axes of size 1 replicate.
 
     Args:
@@ -120,7 +120,7 @@ def stored_placements(
         sizes[dim] = -(-sizes[dim] // num_parts)
     if interleaved:
         _check_interleaved(tuple(result.values()), layout)
-    return Resting(tuple(result), tuple(result.values()))
+    return StoredPlacements(tuple(result), tuple(result.values()))
 
 
 def _joined_axes(

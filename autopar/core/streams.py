@@ -16,8 +16,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 PHASES = ("forward", "backward")
-Balance = tuple[float, float]  # λ of forward and of backward
-ON_COMPUTE: Balance = (1.0, 1.0)
+OverlapWeights = tuple[float, float]  # λ of forward and of backward
+COMPUTE_BOUND: OverlapWeights = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Load:
         work that belongs to neither phase."""
         return self.serial_s - self.saved_s(slowdown)
 
-    def priced_s(self, slowdown: float, balance: Balance) -> float:
+    def priced_s(self, slowdown: float, balance: OverlapWeights) -> float:
         """Return λ(C + s·P) + (1 − λ)P + K seconds, a lower bound of `least_s` that is a sum over
         all pieces of work."""
         phases = zip(self.compute_s, self.early_s, balance, strict=True)

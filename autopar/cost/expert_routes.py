@@ -24,8 +24,8 @@ from autopar.analysis.work import Work, computes_in
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Strategy
 from autopar.core.mesh import Mesh
-from autopar.core.problem import Problem, Route
-from autopar.cost.kernels import NO_ROOM, out_of_reach
+from autopar.core.problem import PeerRoute, Problem
+from autopar.cost.kernel_offers import NO_ROOM, out_of_reach
 from autopar.cost.op_times import CollectivePrices, compute_time
 from autopar.cost.priced import Priced, Source
 from autopar.kernels.routed import MOST_RANKS
@@ -109,7 +109,7 @@ def with_routes(
     if ROUTE not in profile.kernels:
         return problem
     mesh_shape, numbers = price.mesh.shape, dict[SharedRows, int]()
-    routes: dict[tuple[int, int], Route] = {}
+    routes: dict[tuple[int, int], PeerRoute] = {}
     for n, source in enumerate(sources):
         for s, calls in _dispatch_strategies(source, mesh_shape):
             saved_s = sum(sum(savings(*each, price, profile)) for each in calls)
@@ -118,7 +118,7 @@ def with_routes(
                 regions = {
                     len(problem.regions) + numbers.setdefault(rows, len(numbers)) for rows in shared
                 }
-                routes[n, s] = Route(saved_s, tuple(sorted(regions)))
+                routes[n, s] = PeerRoute(saved_s, tuple(sorted(regions)))
     return replace(
         problem, routes=routes, regions=(*problem.regions, *(rows.num_bytes for rows in numbers))
     )

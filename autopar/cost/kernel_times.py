@@ -74,7 +74,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class KernelSite:
     """A product and the collective before or after it, on one rank.
 
     Attributes:
@@ -152,7 +152,7 @@ def terms_of(call: Call) -> tuple[str, str, str]:
     return chunked.terms_of(str(call.args[0]))
 
 
-def seconds_saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple[float, int]:
+def seconds_saved(site: KernelSite, moved_s: float, profile: HardwareProfile) -> tuple[float, int]:
     """Compute the seconds that a kernel saves, with the best number of chunks.
 
     Args:
@@ -179,7 +179,7 @@ def seconds_saved(site: Site, moved_s: float, profile: HardwareProfile) -> tuple
     return min(reached * most + tail_s, moved_s) if tail_s > 0.0 else 0.0, best
 
 
-def _tail_s(site: Site, profile: HardwareProfile) -> float:
+def _tail_s(site: KernelSite, profile: HardwareProfile) -> float:
     """Seconds saved by the norm in the pass that adds up; 0 if the profile has no figure for it."""
     reached = profile.kernels.get(TAIL, 0.0)
     if not reached:
@@ -194,12 +194,12 @@ def _tail_s(site: Site, profile: HardwareProfile) -> float:
     )
 
 
-def _length(site: Site) -> int:
+def _length(site: KernelSite) -> int:
     """Local length of the dim that is cut into chunks."""
     return site.infos()[1][0].shape[site.result_dim]
 
 
-def _together(site: Site, moved_s: float, chunks: int, profile: HardwareProfile) -> float:
+def _together(site: KernelSite, moved_s: float, chunks: int, profile: HardwareProfile) -> float:
     """Seconds of product and collective in chunks, by the formulas of the module docstring."""
     others = (site.size - 1) * chunks
     product_s, own_s = site.seconds(profile, site.size * chunks), site.seconds(profile, site.size)
@@ -211,7 +211,7 @@ def _together(site: Site, moved_s: float, chunks: int, profile: HardwareProfile)
     )
 
 
-def _pass_s(site: Site, num: int, profile: HardwareProfile) -> float:
+def _pass_s(site: KernelSite, num: int, profile: HardwareProfile) -> float:
     """Seconds in which a rank reads or writes `num` parts of the scattered tensor."""
     made = site.infos()[1][0]
     part_bytes = made.dtype.itemsize * math.prod(made.shape) // site.size

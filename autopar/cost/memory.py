@@ -18,7 +18,7 @@ from torch import fx
 from autopar import ops
 from autopar.capture.trace import Trace
 from autopar.core.layout import local_shape
-from autopar.core.problem import Moment, Value
+from autopar.core.problem import MemoryPoint, Value
 from autopar.cost.gradient_dtypes import WIDENED, widened_bytes
 from autopar.cost.priced import Priced
 from autopar.cost.spans import Span, find_spans
@@ -62,7 +62,7 @@ class Liveness:
     widened: dict[str, tuple[int, list[int]]] = field(
         init=False
     )  # node → its op, `widened_bytes`; nodes that may make partial sums
-    _certain: tuple[Moment, ...] | None = None
+    _certain: tuple[MemoryPoint, ...] | None = None
 
     def __post_init__(self) -> None:
         nodes = list(self.trace.graph.nodes)
@@ -175,7 +175,7 @@ class Liveness:
             if self.spans[node].latest < now:
                 add(live, sizes, op, 1)
 
-    def moment(self, node: str, phase: str, running: Collection[str] = ()) -> Moment:
+    def moment(self, node: str, phase: str, running: Collection[str] = ()) -> MemoryPoint:
         """Count what is live while a node runs, without reserve.
 
         Args:
@@ -202,7 +202,7 @@ class Liveness:
         if node.endswith(WIDENED):
             op, sizes = self.widened[node.removesuffix(WIDENED)]
             add(live, sizes, op, 1)
-        return Moment(
+        return MemoryPoint(
             node,
             tuple((v, n) for v, n in tally.kept.items() if n),
             freeze_sizes(live),
@@ -280,7 +280,7 @@ class Liveness:
             for s in strategies
         ]
 
-    def certain(self) -> tuple[Moment, ...]:
+    def certain(self) -> tuple[MemoryPoint, ...]:
         """List what any plan holds while an op of backward runs.
 
         These are the results of the op, its operands in the layouts in which it reads them, every
@@ -291,7 +291,7 @@ class Liveness:
             self._certain = (*self._at_ops(), *self.widenings())
         return self._certain
 
-    def _at_ops(self) -> Iterator[Moment]:
+    def _at_ops(self) -> Iterator[MemoryPoint]:
         for index, source in enumerate(self.priced.sources):
             if source.cluster is not None and self.priced.problem.ops[index].phase == "backward":
                 now, which = min(
@@ -308,7 +308,7 @@ class Liveness:
             op, sizes = self.scratch[node]
             add(live, sizes, op, 1)
 
-    def widenings(self) -> Iterator[Moment]:
+    def widenings(self) -> Iterator[MemoryPoint]:
         """Yield the moments at which partial sums are widened.
 
         Each counts the sums in both dtypes, every kept value that nothing has needed yet, the
@@ -339,7 +339,7 @@ class Liveness:
                         self.add_gradient(n, value, live)
             self.add_returned(live, now)
             add(live, self.widened[name][1], op, 1)
-            yield Moment(
+            yield MemoryPoint(
                 name + WIDENED, tuple((v, n) for v, n in held.items() if n), freeze_sizes(live)
             )
 
@@ -376,7 +376,9 @@ class Liveness:
                 add(made, self.sizes_of(self.priced.problem.values[result]), op, 1)
         return made
 
-    def _while(self, op: int, cluster: Cluster, now: int, live: dict[int, list[int]]) -> Moment:
+    def _while(
+        self, op: int, cluster: Cluster, now: int, live: dict[int, list[int]]
+    ) -> MemoryPoint:
         """The moment at which the first node of a cluster runs; `live` holds what it makes."""
         problem, first = self.priced.problem, cluster.members[0]
         values = [problem.values[variant.value] for variant in problem.variants]
@@ -397,7 +399,9 @@ class Liveness:
                 if v in held:
                     held[v] -= self.spans[ref[0]].waits(now, value.num_versions)
         self.add_returned(live, now)
-        return Moment(first.node, tuple((v, n) for v, n in held.items() if n), freeze_sizes(live))
+        return MemoryPoint(
+            first.node, tuple((v, n) for v, n in held.items() if n), freeze_sizes(live)
+        )
 
     def _num_waiting(self, refs: Sequence[Ref], now: float, num_versions: int) -> int:
         return sum(self.spans[name].waits(now, num_versions) for name, _ in refs)
@@ -427,5 +431,5 @@ def add(total: dict[int, list[int]], sizes: Sequence[int], op: int, count: int) 
 
 
 def freeze_sizes(sizes: Mapping[int, Sequence[int]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Convert a mapping of sizes into tuples, as a `Moment` stores it."""
+    """Convert a mapping of sizes into tuples, as a `MemoryPoint` stores it."""
     return tuple((op, tuple(each)) for op, each in sizes.items())

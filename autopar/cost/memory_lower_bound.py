@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.core.problem import Moment
+from autopar.core.problem import MemoryPoint
 from autopar.cost.memory import Liveness, add, freeze_sizes
 from autopar.cost.spans import NEVER
 from autopar.sharding import Cluster
 
 
-def surely(liveness: Liveness) -> tuple[Moment, ...]:
+def surely(liveness: Liveness) -> tuple[MemoryPoint, ...]:
     """List moments at which any plan holds the memory given.
 
     There is one moment for each op whose position is the same in every plan, and one for each
@@ -87,7 +87,7 @@ class _Now:
         """Whether the op belongs to backward."""
         return self.liveness.priced.problem.ops[self.op].phase == "backward"
 
-    def moment(self) -> Moment:
+    def moment(self) -> MemoryPoint:
         """The bytes that any plan holds while the op runs."""
         live = self.liveness.made_at(self.op, self.cluster.members[0].node)
         held: dict[int, int] = {}
@@ -95,7 +95,7 @@ class _Now:
         self._add_operands(live, held)
         if self.is_backward:
             self.liveness.add_returned(live, self.now)
-        return Moment(
+        return MemoryPoint(
             self.cluster.members[0].node,
             tuple((v, n) for v, n in held.items() if n),
             freeze_sizes(live),

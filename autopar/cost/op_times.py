@@ -21,7 +21,7 @@ from autopar.core.layout import Layout, Strategy, local_shape
 from autopar.core.mesh import Mesh
 from autopar.errors import HardwareError
 from autopar.rules import Call, TensorInfo, num_senders, own_moves
-from autopar.sharding import Member
+from autopar.sharding import ClusterMember
 
 # --------------------------------------------------------------------------------------------------
 # Time of one op on one device.
@@ -181,7 +181,7 @@ def call_time(
 
 
 def own_collectives(
-    members: Iterable[tuple[Member, Strategy]], mesh_shape: Sequence[int]
+    members: Iterable[tuple[ClusterMember, Strategy]], mesh_shape: Sequence[int]
 ) -> tuple[Collective, ...]:
     """List the collectives that the members of a cluster issue themselves, in order."""
     return tuple(

@@ -27,7 +27,7 @@ from autopar.core.stored_placements import storable
 from autopar.cost.expert_routes import with_routes
 from autopar.cost.gradient_dtypes import Uncast, left_uncast
 from autopar.cost.keeping import borders_of, is_never_kept, may_run_again, split_furthest
-from autopar.cost.kernels import with_kernels
+from autopar.cost.kernel_offers import with_kernels
 from autopar.cost.offload import away, host_budget
 from autopar.cost.op_times import CollectivePrices, call_time, own_collectives
 from autopar.cost.priced import Crossing, Priced, Source

@@ -1,8 +1,8 @@
 """Trace and plan → Program."""
 
 from autopar.emit.buckets import WaitingError, apply_buckets, can_share, on_bucket, slack_of
-from autopar.emit.build import emit, emit_staged, returned_of
 from autopar.emit.overlap import Orders, apply_overlap, least_overlap, places
+from autopar.emit.program_builder import emit, emit_staged, returned_of
 from autopar.emit.simulation import simulate_program
 
 __all__ = [

@@ -155,7 +155,7 @@ def rests(node: fx.Node) -> bool:
 
 
 @dataclass
-class Job:
+class LoweringContext:
     """What both phases share.
 
     Attributes:

@@ -71,11 +71,11 @@ def places(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
 # --------------------------------------------------------------------------------------------------
 # The order of one phase.
 #
-# Terms. An *early* step has slack (`autopar.solve.moves`) and is communication. A *follower* is a
-# node that belongs only to such steps: a slice among them, a cast around a reduction in a wider
-# dtype, or the pack or unpack of a bucket. All other nodes are the *spine*, which keeps its order.
-# `work` is compute in seconds without communication beside it. During a second of communication
-# beside compute, 1 − s seconds of work are done (`autopar.core.streams`).
+# Terms. An *early* step has slack (`autopar.solve.tensor_moves`) and is communication. A *follower*
+# is a node that belongs only to such steps: a slice among them, a cast around a reduction in a
+# wider dtype, or the pack or unpack of a bucket. All other nodes are the *spine*, which keeps its
+# order. `work` is compute in seconds without communication beside it. During a second of
+# communication beside compute, 1 − s seconds of work are done (`autopar.core.streams`).
 #
 # The stream of early steps is fed just in time. Before each node of the spine, while the stream
 # would run empty during it, a step is started: the next prefetchable one if it would come too late
@@ -155,7 +155,7 @@ class PhaseWork:
 
 
 @dataclass
-class Schedule:
+class OverlapSchedule:
     """Builds one phase's order.
 
     Attributes:
@@ -186,10 +186,10 @@ class Schedule:
         self.streams = Streams(self.slowdown)
         self.pending = dict(self.phase.latest)
 
-    def within(self, limit: int) -> Schedule:
+    def within(self, limit: int) -> OverlapSchedule:
         """Return a new schedule of the phase in which early steps may hold no more than `limit`
         bytes."""
-        return Schedule(self.phase, Room(limit, self.room.pieces))
+        return OverlapSchedule(self.phase, Room(limit, self.room.pieces))
 
     def run(self) -> list[Action]:
         """Return the order, which ends with the graph's output."""
@@ -427,7 +427,7 @@ class Orders:
             )
         return _allow_bytes(overlap, held)
 
-    def _schedules(self, overlap: Overlap) -> dict[str, Schedule]:
+    def _schedules(self, overlap: Overlap) -> dict[str, OverlapSchedule]:
         """Return the schedules of the phases in which early steps may hold anything."""
         limits = {
             "forward": Room(overlap.forward_bytes, overlap.forward_room),
@@ -439,7 +439,7 @@ class Orders:
             if overlap.slowdown < 1.0 and room.most_bytes > 0
         }
         return {
-            phase: Schedule(self._phase(phase, overlap.slowdown), room)
+            phase: OverlapSchedule(self._phase(phase, overlap.slowdown), room)
             for phase, room in allowed.items()
         }
 

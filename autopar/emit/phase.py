@@ -1,9 +1,9 @@
 """Write the forward or the backward graph.
 
-One invariant: a tensor is requested in a layout and a phase (`Phase.get`), and whatever is needed
-to have it there is emitted on the way: the collective whose target it is (and before that, its
-source), the saved value, or the node that backward runs again. Collectives that shrink what they
-read are issued as soon as their input exists, the others as late as their first reader.
+One invariant: a tensor is requested in a layout and a phase (`PhaseBuilder.get`), and whatever is
+needed to have it there is emitted on the way: the collective whose target it is (and before that,
+its source), the saved value, or the node that backward runs again. Collectives that shrink what
+they read are issued as soon as their input exists, the others as late as their first reader.
 Recomputation happens when backward first requests it, so a layer is recomputed when its own
 backward comes.
 """
@@ -22,11 +22,11 @@ from autopar.analysis.gradients import has_own_memory, operand_written, owner_of
 from autopar.capture.graphs import IN_PLACE
 from autopar.capture.trace import Parameter
 from autopar.core.layout import Layout, Strategy
-from autopar.emit import kernels
+from autopar.emit import kernel_calls
 from autopar.emit.context import (
     CALLS,
     CAST,
-    Job,
+    LoweringContext,
     Moved,
     Ref,
     buffer_key,
@@ -107,7 +107,7 @@ Have = dict[Ref, dict[Layout, fx.Node]]
 
 
 @dataclass
-class Phase:
+class PhaseBuilder:
     """One phase's graph while it is built.
 
     Attributes:
@@ -120,11 +120,11 @@ class Phase:
         copied: placeholders of parameters that are cast here to the dtype in which they are read.
     """
 
-    job: Job
+    job: LoweringContext
     phase: str
     graph: fx.Graph = field(default_factory=fx.Graph)
     have: Have = field(default_factory=dict)
-    earlier: Phase | None = None
+    earlier: PhaseBuilder | None = None
     saved: dict[fx.Node, fx.Node] = field(default_factory=dict)
     done: set[tuple[str, bool]] = field(default_factory=set)
     in_progress: set[tuple[Ref, Layout]] = field(default_factory=set)
@@ -234,7 +234,9 @@ class Phase:
         if step is not None and step.kernel is not None:
             made = self.job.nodes[ref[0]]
             self.compute(
-                kernels.product_of(made, step) if step.collective.kind == "all_gather" else made,
+                kernel_calls.product_of(made, step)
+                if step.collective.kind == "all_gather"
+                else made,
                 again=step.kernel.again,
             )
             if layout in self.have.get(ref, {}):
@@ -348,7 +350,7 @@ class Phase:
                 refs[0], strategy.inputs[0], key
             )
             return
-        if kernels.emit_kernel(self, node, strategy, refs, again):
+        if kernel_calls.emit_kernel(self, node, strategy, refs, again):
             return
         operands = [
             self.get(ref, layout, key) for ref, layout in zip(refs, strategy.inputs, strict=True)

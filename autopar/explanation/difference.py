@@ -18,7 +18,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from autopar.breakdown import CROSSING, Part, breakdown, copies_of, label, owner
+from autopar.breakdown import CROSSING, ModulePart, breakdown, copies_of, label, owner
 from autopar.constraints import read_constraint
 from autopar.constraints.words import in_words
 from autopar.core.units import seconds, share, size
@@ -65,7 +65,7 @@ class Share:
     compute_s: float
     communication_s: float
     kept_bytes: int
-    part: Part
+    part: ModulePart
     axes: tuple[str, ...]
 
     @property
@@ -75,7 +75,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DifferenceRow:
     """A module, or some of its copies, in two plans; None in a plan that does not have them."""
 
     module: str
@@ -97,7 +97,7 @@ class _Piece:
     flying: int
 
 
-def rows(first: Plan, second: Plan) -> tuple[Row, ...]:
+def rows(first: Plan, second: Plan) -> tuple[DifferenceRow, ...]:
     """Return the modules of both plans: in the order in which the first plan reaches them, then
     those of the second alone."""
     places = _places(first), _places(second)
@@ -128,7 +128,7 @@ def rows(first: Plan, second: Plan) -> tuple[Row, ...]:
         module = (
             parts[0].module if len({part.module for part in parts}) == 1 else key[0]
         )  # a stage may have but one of the layers
-        found.append(Row(replace(parts[0], module=module, copies=copies).name, *shares))
+        found.append(DifferenceRow(replace(parts[0], module=module, copies=copies).name, *shares))
     return tuple(found)
 
 
@@ -174,7 +174,7 @@ def _places(plan: Plan) -> Mapping[tuple[str, tuple[int, ...]], _Place]:
 
 
 _Cell = Callable[[str, tuple[int, ...]], tuple[_Place, _Place]]
-_Found = dict[tuple[str, tuple[_Place, _Place]], list[tuple[int, _Piece, Part]]]
+_Found = dict[tuple[str, tuple[_Place, _Place]], list[tuple[int, _Piece, ModulePart]]]
 
 
 def _collect_parts(plan: Plan, cell: _Cell) -> _Found:
@@ -215,7 +215,7 @@ def axes_of(plans: Sequence[Plan]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis.name for axis in found if axis.size > 1)) or plans[0].mesh.names
 
 
-def over_axes(part: Part, names: tuple[str, ...], axes: tuple[str, ...]) -> Part:
+def over_axes(part: ModulePart, names: tuple[str, ...], axes: tuple[str, ...]) -> ModulePart:
     """Return a part with its layouts over other axes.
 
     Tensors are whole over axes that the part's own mesh lacks.
@@ -248,7 +248,7 @@ def over_axes(part: Part, names: tuple[str, ...], axes: tuple[str, ...]) -> Part
 
 
 def _share(
-    plan: Plan, parts: list[tuple[int, _Piece, Part]], axes: tuple[str, ...]
+    plan: Plan, parts: list[tuple[int, _Piece, ModulePart]], axes: tuple[str, ...]
 ) -> Share | None:
     if not parts:
         return None
@@ -521,12 +521,14 @@ def _of_stage(first: Plan | None, second: Plan | None, prefix: str) -> tuple[lis
     return changes, equal
 
 
-def _minus(b: Part | None, a: Part | None) -> tuple[float, float, int]:
+def _minus(b: ModulePart | None, a: ModulePart | None) -> tuple[float, float, int]:
     x, y = ((p.compute_s, p.communication_s, p.kept_bytes) if p else (0.0, 0.0, 0) for p in (b, a))
     return x[0] - y[0], x[1] - y[1], x[2] - y[2]
 
 
-def _describe_change(a: Part | None, b: Part | None, axes: tuple[str, ...]) -> Iterator[str]:
+def _describe_change(
+    a: ModulePart | None, b: ModulePart | None, axes: tuple[str, ...]
+) -> Iterator[str]:
     if a is None or b is None:
         yield "only in the first plan" if b is None else "only in the second plan"
         return

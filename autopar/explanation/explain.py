@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.breakdown import Part, breakdown
+from autopar.breakdown import ModulePart, breakdown
 from autopar.core.hardware import Hardware
 from autopar.errors import PlanError
+from autopar.explanation.link_prices import LinkValue, worth
 from autopar.explanation.plan_tables import Explanation
-from autopar.explanation.prices import Worth, worth
 from autopar.explanation.stage_tables import StagedExplanation, sections_of
 from autopar.plans import Flip, Plan
 
@@ -25,8 +25,8 @@ def explain(
     best other choice. Of a plan with a pipeline also its schedule and what crosses between stages,
     then the same per stage.
 
-    Which parallelism a module has is derived from its layouts; `autopar.breakdown.parts` states the
-    criteria.
+    Which parallelism a module has is derived from its layouts; `autopar.breakdown.module_parts`
+    states the criteria.
 
     Args:
         plan: or its file. module: a module path with shell wildcards; only these modules, with
@@ -41,7 +41,7 @@ def explain(
     """
     plan = Plan.of(plan)
     pipeline = plan.pipeline
-    priced = Worth() if module is not None else worth(plan, profile)
+    priced = LinkValue() if module is not None else worth(plan, profile)
     if pipeline is None:
         parts = breakdown(plan)
         mine = tuple(p for p in parts if module is None or p.matches(module))
@@ -72,7 +72,7 @@ def explain(
     return found
 
 
-def _of(flips: Sequence[Flip], stage: int | None, parts: Sequence[Part]) -> tuple[Flip, ...]:
+def _of(flips: Sequence[Flip], stage: int | None, parts: Sequence[ModulePart]) -> tuple[Flip, ...]:
     """Select the flips of one stage, and of the entries that are asked for."""
     keys = {entry.key for part in parts for entry in part.entries}
     return tuple(flip for flip in flips if flip.stage == stage and flip.key in keys)

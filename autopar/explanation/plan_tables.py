@@ -11,11 +11,11 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from autopar.breakdown import CROSSING, INPUTS, Part, Transfer, in_words, label
+from autopar.breakdown import CROSSING, INPUTS, ModulePart, Transfer, in_words, label
 from autopar.core.collective import HOST_KINDS
 from autopar.core.layout import Layout
 from autopar.core.units import seconds, share, size
-from autopar.explanation.prices import Worth, longer_step_s
+from autopar.explanation.link_prices import LinkValue, longer_step_s
 from autopar.explanation.summary import (
     Readable,
     as_emitted,
@@ -160,10 +160,10 @@ class Explanation(Readable):
     """
 
     plan: Plan
-    parts: tuple[Part, ...]
+    parts: tuple[ModulePart, ...]
     pattern: str | None = None
     of: str = "step"
-    worth: Worth = Worth()  # noqa: RUF009 - frozen
+    worth: LinkValue = LinkValue()  # noqa: RUF009 - frozen
     flips: tuple[Flip, ...] = ()
     stage_of: tuple[Plan, int] | None = None
 
@@ -298,7 +298,7 @@ class Explanation(Readable):
     def _parallelism(self) -> list[tuple[str, str, str]]:
         """Return each kind of parallelism with its share of the step and its modules, the largest
         share first. The shares add up to the whole."""
-        found: dict[str, list[Part]] = {}
+        found: dict[str, list[ModulePart]] = {}
         for part in self.parts:
             others = {INPUTS: _BATCH, **dict.fromkeys(CROSSING, _RECEIVED)}
             found.setdefault(
@@ -384,7 +384,7 @@ _HOSTS = {"fetch": " from the host", "store": " to the host"}
 _OVER_SPACE = ("convolution", "max_pool", "avg_pool", "upsample")
 
 
-def _layouts(part: Part, names: tuple[str, ...]) -> tuple[str, ...]:
+def _layouts(part: ModulePart, names: tuple[str, ...]) -> tuple[str, ...]:
     large = [w for w in part.weights if w.name != "bias"] or list(part.weights)
     weights = [f"{w.name}: {_change((w.storage, *w.compute), names, 'weight')}" for w in large]
     shown = tuple(layout for layout in (part.enters, part.leaves) if layout is not None)
@@ -407,7 +407,7 @@ def _change(layouts: tuple[Layout, ...], names: tuple[str, ...], role: str) -> s
     )
 
 
-def _costs(part: Part, names: tuple[str, ...]) -> tuple[str, ...]:
+def _costs(part: ModulePart, names: tuple[str, ...]) -> tuple[str, ...]:
     transfers = sorted(part.transfers, key=lambda t: (t.phase != "forward", -t.time_s))
     again = f"{', '.join(part.recomputed)} ({seconds(part.recompute_s)})" if part.recomputed else ""
     lines = "\n".join(_transfer(t, names) for t in transfers if t.kind != "slice")

@@ -15,10 +15,10 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from autopar.breakdown import Part, in_words, receiving_s
+from autopar.breakdown import ModulePart, in_words, receiving_s
 from autopar.core.units import microbatches, seconds, share, size
+from autopar.explanation.link_prices import LinkValue
 from autopar.explanation.plan_tables import Explanation, in_buckets
-from autopar.explanation.prices import Worth
 from autopar.explanation.summary import (
     Readable,
     as_emitted,
@@ -71,7 +71,7 @@ class StagedExplanation(Readable):
     plan: Plan
     sections: tuple[Section, ...]
     pattern: str | None = None
-    worth: Worth = Worth()  # noqa: RUF009 - frozen
+    worth: LinkValue = LinkValue()  # noqa: RUF009 - frozen
 
     @property
     def pipeline(self) -> Pipeline:
@@ -80,7 +80,7 @@ class StagedExplanation(Readable):
         return self.plan.pipeline
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ModulePart, ...]:
         """The parts of all sections."""
         return tuple(part for section in self.sections for part in section.explanation.parts)
 
@@ -319,14 +319,14 @@ def sections_of(explanations: tuple[Explanation, ...]) -> tuple[Section, ...]:
     return tuple(sections)
 
 
-def _same(parts: tuple[Part, ...], others: tuple[Part, ...]) -> bool:
+def _same(parts: tuple[ModulePart, ...], others: tuple[ModulePart, ...]) -> bool:
     """Return whether two stages do the same, except for the numbers of their layers."""
     return len(parts) == len(others) and all(
         _facts(a) == _facts(b) for a, b in zip(parts, others, strict=True)
     )
 
 
-def _facts(part: Part) -> Part:
+def _facts(part: ModulePart) -> ModulePart:
     """A part without what names its copies and its decisions."""
     copies = tuple((i,) for i in range(len(part.instances)))
     return replace(part, instances=copies, copies="", main=None, entries=())

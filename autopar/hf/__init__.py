@@ -14,14 +14,14 @@ from autopar.hf.specs import KNOWN, parse
 
 if TYPE_CHECKING:
     from autopar.hf.batches import unlabelled
-    from autopar.hf.building import Built, build, load_function
+    from autopar.hf.models import Built, build, load_function
 else:
     __getattr__, __dir__ = lazily(
         "autopar.hf",
         {
-            "Built": "autopar.hf.building",
-            "build": "autopar.hf.building",
-            "load_function": "autopar.hf.building",
+            "Built": "autopar.hf.models",
+            "build": "autopar.hf.models",
+            "load_function": "autopar.hf.models",
             "unlabelled": "autopar.hf.batches",
         },
     )

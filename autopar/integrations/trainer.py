@@ -190,7 +190,7 @@ def check_optimizer(args: Any, given: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainModel:
+class TrainerPlainModel:
     """The plain model in the state after it was compiled.
 
     Attributes:
@@ -201,7 +201,7 @@ class PlainModel:
     parameters: tuple[Noted, ...]
 
     @staticmethod
-    def release_weights(model: nn.Module) -> PlainModel:
+    def release_weights(model: nn.Module) -> TrainerPlainModel:
         """Move the weights of a model to meta, and note them. Weights that modules share stay
         shared."""
         made: dict[nn.Parameter, nn.Parameter] = {}
@@ -213,7 +213,9 @@ class PlainModel:
                             parameter.detach().to("meta"), requires_grad=parameter.requires_grad
                         )
                     module._parameters[name] = made[parameter]
-        return PlainModel(model, tuple(each for each in note_tensors(model) if each.is_parameter))
+        return TrainerPlainModel(
+            model, tuple(each for each in note_tensors(model) if each.is_parameter)
+        )
 
     def check(self, model: nn.Module) -> None:
         """Check that the trainer's model is still this one, and that its parameters were not
@@ -306,7 +308,7 @@ class Trainer(transformers.Trainer):
             example_inputs,
         )
         self._compiled: Any = None
-        self._left: PlainModel | None = None
+        self._left: TrainerPlainModel | None = None
         super().__init__(model, args, *rest, **others)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -347,7 +349,7 @@ class Trainer(transformers.Trainer):
                     **{**options, **self._compile_options},
                 )
             self.accelerator.plain = {self._compiled: self.model}
-            self._left = PlainModel.release_weights(self.model)
+            self._left = TrainerPlainModel.release_weights(self.model)
             if rank() == 0 and num_ranks() > 1:
                 size = self._train_batch_size if trains else self.args.eval_batch_size
                 log.warning(

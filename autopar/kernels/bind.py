@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.core.collective import HOST_KINDS
-from autopar.kernels import bound_ops, dispatched, fused, host, rows
+from autopar.kernels import bound_ops, dispatched, fused, host, row_kernels
 from autopar.kernels.collectives import (
     COPIES,
     PARTS,
@@ -37,9 +37,9 @@ def bind(
     axes.
 
     Graphs are captured on the CPU. In the copy, ops that name a device make their tensors on
-    `device`, and on a GPU norms and softmaxes are kernels of one pass (`autopar.kernels.rows`).
-    Steps along axes of size 1 are removed, except `halo`, which pads there, and `local_start`
-    becomes a literal.
+    `device`, and on a GPU norms and softmaxes are kernels of one pass
+    (`autopar.kernels.row_kernels`). Steps along axes of size 1 are removed, except `halo`, which
+    pads there, and `local_start` becomes a literal.
 
     Args:
         graph_module: an emitted graph; the copy shares its tensors. groups: this rank's group along
@@ -69,8 +69,8 @@ def _bind_call(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -
 
 def _place_on_device(node: fx.Node, device: str | None) -> None:
     """Let an op run on `device`: by a kernel of one pass, or with its results there."""
-    if device == "cuda" and node.target in rows.ON_GPU:
-        node.target = rows.ON_GPU[node.target]  # type: ignore[index]
+    if device == "cuda" and node.target in row_kernels.ON_GPU:
+        node.target = row_kernels.ON_GPU[node.target]  # type: ignore[index]
     elif device == "cuda" and node.meta.get("on_host"):
         # Copies from memory that is not page-locked do not run beside compute.
         node.kwargs = {**node.kwargs, "pin_memory": True}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopar.core.layout import part_range
 from autopar.kernels import library
-from autopar.kernels.peers import COMPUTE, COPY, Lane, Peers, Phase, Regions, addresses
+from autopar.kernels.peers import COMPUTE, COPY, Lane, Peers, Regions, TransferPhase, addresses
 from autopar.ops.products import bias_term, dot
 
 _SLOT_ALIGNMENT = 128  # kSlotAlignment
@@ -178,7 +178,14 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
                 if length > 0:
                     jobs[rank].consume(begin, length)
 
-    peers.run(tuple(jobs), (Phase(COMPUTE, publish), Phase(COPY, pull), Phase(COMPUTE, consume)))
+    peers.run(
+        tuple(jobs),
+        (
+            TransferPhase(COMPUTE, publish),
+            TransferPhase(COPY, pull),
+            TransferPhase(COMPUTE, consume),
+        ),
+    )
 
 
 def gather_regions(peers: Peers, shards: Shards) -> Regions:
@@ -265,7 +272,14 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
         )
         lane.call("matmul_reduce_scatter_reduce", *what, shards.seen_by(rank), epochs[rank])
 
-    peers.run(tuple(jobs), (Phase(COMPUTE, produce), Phase(COPY, push), Phase(COMPUTE, add_up)))
+    peers.run(
+        tuple(jobs),
+        (
+            TransferPhase(COMPUTE, produce),
+            TransferPhase(COPY, push),
+            TransferPhase(COMPUTE, add_up),
+        ),
+    )
 
 
 def scatter_regions(peers: Peers, shards: Shards) -> Regions:

@@ -72,7 +72,7 @@ Work = Callable[[Lane, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class TransferPhase:
     """A piece of a rank's work: `work(lane, rank)`, run in its compute or its copy lane."""
 
     lane: str
@@ -95,7 +95,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class LaneStreams:
     """A rank's two lanes on a device.
 
     Copies and their signals have priority: they are short, and a product beside them can wait.
@@ -105,9 +105,9 @@ class Streams:
     copy: torch.cuda.Stream
 
     @staticmethod
-    def new(device: torch.device) -> Streams:
+    def new(device: torch.device) -> LaneStreams:
         """Make the two streams of a rank."""
-        return Streams(torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
+        return LaneStreams(torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
 
     def fork(self) -> None:
         """Let both lanes begin after what is enqueued on the current stream."""
@@ -191,7 +191,7 @@ class Peers(ABC):
         """The ranks whose work this process does."""
 
     @abstractmethod
-    def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
+    def run(self, ranks: Sequence[int], phases: Sequence[TransferPhase]) -> None:
         """Run the phases for some of `ranks`; return when they are done or, on a GPU, enqueued."""
 
     def move(self, lane: Lane, name: str, *arguments: object) -> None:
@@ -256,7 +256,7 @@ class VirtualRanks(Peers):
         super().__init__(size, torch.device(device), blocks)
         self._pause = pause
         self._streams = (
-            [Streams.new(self.device) for _ in range(size)] if self.kind == "cuda" else []
+            [LaneStreams.new(self.device) for _ in range(size)] if self.kind == "cuda" else []
         )
 
     @property
@@ -264,7 +264,7 @@ class VirtualRanks(Peers):
         """All ranks."""
         return tuple(range(self.size))
 
-    def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
+    def run(self, ranks: Sequence[int], phases: Sequence[TransferPhase]) -> None:
         """See `Peers.run`."""
         if tuple(ranks) != self.ranks:
             raise KernelError(
@@ -308,7 +308,7 @@ class HostThreads(Peers):
         """All ranks."""
         return tuple(range(self.size))
 
-    def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
+    def run(self, ranks: Sequence[int], phases: Sequence[TransferPhase]) -> None:
         """See `Peers.run`."""
         if len(ranks) == 1:
             self._run_one(ranks[0], phases)
@@ -331,14 +331,14 @@ class HostThreads(Peers):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run_one(self, rank: int, phases: Sequence[Phase]) -> None:
+    def _run_one(self, rank: int, phases: Sequence[TransferPhase]) -> None:
         copying = self._copies[rank].submit(self._run_lane, COPY, rank, phases)
         try:
             self._run_lane(COMPUTE, rank, phases)
         finally:
             copying.result()
 
-    def _run_lane(self, name: str, rank: int, phases: Sequence[Phase]) -> None:
+    def _run_lane(self, name: str, rank: int, phases: Sequence[TransferPhase]) -> None:
         for index, phase in enumerate(phases):
             if phase.lane == name:
                 if self._pause is not None:
@@ -366,10 +366,10 @@ class SymmetricMemory(Peers):
         """The rank of this process."""
         return (self._rank,)
 
-    def run(self, ranks: Sequence[int], phases: Sequence[Phase]) -> None:
+    def run(self, ranks: Sequence[int], phases: Sequence[TransferPhase]) -> None:
         """See `Peers.run`."""
         assert tuple(ranks) == self.ranks, f"this process is rank {self._rank}, not {tuple(ranks)}"
-        streams = Streams(torch.cuda.current_stream(self.device), self._copy)
+        streams = LaneStreams(torch.cuda.current_stream(self.device), self._copy)
         streams.fork()
         for phase in phases:
             lane = streams.lane(phase.lane)

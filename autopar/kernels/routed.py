@@ -39,8 +39,8 @@ from autopar.kernels.peers import (
     COMPUTE,
     Lane,
     Peers,
-    Phase,
     Regions,
+    TransferPhase,
     addresses,
     peers_of,
     say_once,
@@ -170,7 +170,12 @@ def dispatch(peers: Peers, routes: Routes, jobs: Mapping[int, Dispatch]) -> None
         )
 
     peers.run(
-        tuple(jobs), (Phase(COMPUTE, _announce), Phase(COMPUTE, _push), Phase(COMPUTE, _collect))
+        tuple(jobs),
+        (
+            TransferPhase(COMPUTE, _announce),
+            TransferPhase(COMPUTE, _push),
+            TransferPhase(COMPUTE, _collect),
+        ),
     )
 
 
@@ -215,7 +220,7 @@ def combine(peers: Peers, routes: Routes, jobs: Mapping[int, Combine]) -> None:
         made = _pointers(job.position, job.weights, job.returned, job.y)
         lane.call("moe_combine_sum", *made, library.code_of(job.y.dtype), *last[rank])
 
-    peers.run(tuple(jobs), (Phase(COMPUTE, _push), Phase(COMPUTE, _add_up)))
+    peers.run(tuple(jobs), (TransferPhase(COMPUTE, _push), TransferPhase(COMPUTE, _add_up)))
 
 
 def count(
@@ -235,7 +240,7 @@ def count(
     def _copy_table(lane: Lane, rank: int) -> None:
         lane.call("expert_rows_table", tables[rank].data_ptr(), *last[rank])
 
-    peers.run(tuple(own), (Phase(COMPUTE, _announce), Phase(COMPUTE, _copy_table)))
+    peers.run(tuple(own), (TransferPhase(COMPUTE, _announce), TransferPhase(COMPUTE, _copy_table)))
     return tables
 
 
@@ -272,7 +277,7 @@ def send(
     def _wait(lane: Lane, rank: int) -> None:
         lane.call("expert_rows_await", *last[rank])
 
-    peers.run(tuple(jobs), (Phase(COMPUTE, _push), Phase(COMPUTE, _wait)))
+    peers.run(tuple(jobs), (TransferPhase(COMPUTE, _push), TransferPhase(COMPUTE, _wait)))
     return {rank: regions.data[rank] for rank in jobs}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autopar.capture.trace import Trace
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Problem
-from autopar.core.solution import Apart, Choices
+from autopar.core.solution import FractionalGroups, Solution
 from autopar.cost.priced import Priced
 from autopar.emit.context import placeholder_keys
 from autopar.plans import Plan, RunnerUp
@@ -33,12 +33,12 @@ class PlanDraft:
     trace: Trace
     mesh: Mesh
     priced: Priced
-    choices: Choices
+    choices: Solution
     evaluation: Evaluation
     runner_ups: Mapping[int, RunnerUp]
 
     @staticmethod
-    def of(trace: Trace, mesh: Mesh, priced: Priced, choices: Choices) -> PlanDraft:
+    def of(trace: Trace, mesh: Mesh, priced: Priced, choices: Solution) -> PlanDraft:
         """Make the draft of choices, without runner-ups.
 
         Args:
@@ -78,7 +78,7 @@ Elsewhere = Callable[[float, float], float]
 compute of any plan, and returns the seconds that a plan of this kind may take."""
 
 
-def beside(look: Elsewhere, problem: Problem, found: Choices | Apart) -> float:
+def beside(look: Elsewhere, problem: Problem, found: Solution | FractionalGroups) -> float:
     """Search for plans of another kind.
 
     Args:
@@ -89,7 +89,9 @@ def beside(look: Elsewhere, problem: Problem, found: Choices | Apart) -> float:
     Returns:
         Seconds that a plan of this kind may take.
     """
-    return look(math.inf if isinstance(found, Apart) else found.objective_s, problem.computing_s)
+    return look(
+        math.inf if isinstance(found, FractionalGroups) else found.objective_s, problem.computing_s
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from autopar.planner.pipeline.stage_cache import Alike
 from autopar.planner.timeline import simulated_s
 from autopar.plans import Bucket, Communication, Member, Overlap, Piece, Plan
 from autopar.program.executor import Returned
-from autopar.program.memory import NodePeak, PeakMemory, all_peaks
+from autopar.program.peak_memory import NodePeak, PeakMemory, all_peaks
 from autopar.program.program import Program
 from autopar.program.reorder import write_order
 from autopar.program.schedule import Action
@@ -432,7 +432,7 @@ def _seconds(tried: Candidate) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class StageSchedule:
     """The schedule that a stage is planned for.
 
     Attributes:
@@ -461,7 +461,7 @@ class Peaks:
     """
 
     options: PlanOptions
-    schedule: Schedule | None = None
+    schedule: StageSchedule | None = None
     num_in_flight: int = 1
     alike: Alike = field(default_factory=Alike)
 
@@ -482,7 +482,7 @@ class Peaks:
             lambda: all_peaks(program, batch=self.options.batch, outputs=self.options.outputs),
         )
 
-    def _of_stage(self, schedule: Schedule, program: Program) -> int:
+    def _of_stage(self, schedule: StageSchedule, program: Program) -> int:
         if schedule.actions:
             memory = self.alike.memory(program, lambda: chunk_memory(program, self.options.outputs))
             return rank_peak({schedule.stage: memory}, schedule.actions, schedule.num_microbatches)

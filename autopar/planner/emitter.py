@@ -1,4 +1,4 @@
-"""Choices → candidate: the plan, its program, and the peak memory of that program."""
+"""Solution → candidate: the plan, its program, and the peak memory of that program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 from autopar.capture.trace import Trace
 from autopar.core.mesh import Mesh
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.emit import emit
 from autopar.planner.candidates import Candidate, PlanDraft
 from autopar.planner.clock import Clock
@@ -38,7 +38,7 @@ class Emitter:
     budget: int
     peaks: Peaks
 
-    def emit(self, groups: LayerGroups, choices: Choices) -> Candidate:
+    def emit(self, groups: LayerGroups, choices: Solution) -> Candidate:
         """Emit the plan of choices and measure its peak.
 
         Args:

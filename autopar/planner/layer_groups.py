@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from autopar.core.solution import Apart, Choices
+from autopar.core.solution import FractionalGroups, Solution
 from autopar.cost.priced import Priced, Source
 from autopar.sharding import Starts, layer_of
 
@@ -19,7 +19,7 @@ _CUTS = 2  # of a list
 _NEAR = 16  # cuts that are nearer to each other than this part of the list are one
 
 
-def starts_of(priced: Priced, choices: Choices | Apart) -> Starts:
+def starts_of(priced: Priced, choices: Solution | FractionalGroups) -> Starts:
     """Find the groups that would bring a plan nearer to the bound; none if all equal layers decide
     alike in the relaxation."""
     wanted: dict[str, Counter[int]] = {}

@@ -15,12 +15,12 @@ from torch import fx
 
 from autopar.analysis.gradients import has_own_memory
 from autopar.capture.trace import Trace
-from autopar.core.problem import Moment, Problem
-from autopar.core.solution import Choices, Multipliers
+from autopar.core.problem import MemoryPoint, Problem
+from autopar.core.solution import Multipliers, Solution
 from autopar.cost.gradient_dtypes import WIDENED
 from autopar.cost.memory import Liveness
 from autopar.cost.priced import Priced
-from autopar.program.memory import NodePeak
+from autopar.program.peak_memory import NodePeak
 from autopar.sharding import Starts
 from autopar.solve import evaluate_choices
 
@@ -50,8 +50,8 @@ class Learnt:
     """
 
     liveness: Liveness
-    latest: Mapping[str, Moment]
-    retained: tuple[Moment, ...] = ()
+    latest: Mapping[str, MemoryPoint]
+    retained: tuple[MemoryPoint, ...] = ()
 
     @staticmethod
     def empty(liveness: Liveness) -> Learnt:
@@ -76,7 +76,7 @@ class Learnt:
         return bool(self.latest)
 
     @property
-    def moments(self) -> tuple[Moment, ...]:
+    def moments(self) -> tuple[MemoryPoint, ...]:
         """All moments of the problem, those that are certain first."""
         return (*self.liveness.certain(), *self.latest.values(), *self.retained)
 
@@ -86,7 +86,7 @@ class Learnt:
         return {node: moment.reserve_bytes for node, moment in self.latest.items()}
 
     def further(
-        self, choices: Choices, peaks: Iterable[NodePeak], beside_bytes: int, budget: int
+        self, choices: Solution, peaks: Iterable[NodePeak], beside_bytes: int, budget: int
     ) -> Learnt:
         """Learn the moments at which a plan is over the budget, and update those that are known.
 
@@ -248,8 +248,8 @@ def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
 
 
 def explain_peaks(
-    liveness: Liveness, choices: Choices, seen: Seen, nodes: Iterable[str]
-) -> dict[str, Moment]:
+    liveness: Liveness, choices: Solution, seen: Seen, nodes: Iterable[str]
+) -> dict[str, MemoryPoint]:
     """Make the moments of nodes, each with the reserve that explains the measured peak.
 
     Results that were live since they had been computed again count for the ops that run again, even

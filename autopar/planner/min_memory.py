@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from autopar.capture.trace import Trace
 from autopar.core.problem import Problem
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.cost.memory import Liveness
 from autopar.cost.memory_lower_bound import surely
 from autopar.cost.priced import Priced
@@ -62,7 +62,7 @@ def proven_bytes(trace: Trace, priced: Priced, time_limit_s: float) -> int:
 
 
 def light(
-    trace: Trace, priced: Priced, time_limit_s: float, emit: Callable[[Choices], Candidate]
+    trace: Trace, priced: Priced, time_limit_s: float, emit: Callable[[Solution], Candidate]
 ) -> tuple[Candidate, ...]:
     """Find some plans that need little memory, without kernels.
 
@@ -73,7 +73,7 @@ def light(
         emit: emits choices.
     """
     lightest = Lightest(within(_with_moments(trace, priced), frozenset()), time_limit_s)
-    found: list[Choices] = []
+    found: list[Solution] = []
     for weight in _WEIGHTS:
         choices = lightest.choices(weight)
         if choices is not None and choices not in found:
@@ -102,7 +102,7 @@ def _with_moments(trace: Trace, priced: Priced) -> Problem:
     return replace(priced.problem, moments=surely(Liveness(trace, priced)))
 
 
-def refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleError:
+def refusal(budget: int, last: Solution | Least, smallest: int) -> InfeasibleError:
     """Make the error for a budget within which no plan was found.
 
     Args:
@@ -110,7 +110,7 @@ def refusal(budget: int, last: Choices | Least, smallest: int) -> InfeasibleErro
         last: the last answer of the solver.
         smallest: least peak of the plans that were emitted, in bytes; 0 if none was.
     """
-    if smallest or isinstance(last, Choices):
+    if smallest or isinstance(last, Solution):
         tried = f"; the smallest that was tried needs {size_text(smallest)}"
         return shortage(
             f"no plan was found that fits into {size_text(budget)} per device{tried}", smallest

@@ -8,8 +8,8 @@ from autopar.analysis.fusable import NORMED
 from autopar.core.collective import HOST_KINDS
 from autopar.core.layout_graph import Arc
 from autopar.cost.expert_routes import ROUTE, savings, why_not
+from autopar.cost.kernel_offers import why_none, why_not_normed
 from autopar.cost.kernel_times import NAMES, TAIL
-from autopar.cost.kernels import why_none, why_not_normed
 from autopar.cost.op_times import own_collectives
 from autopar.cost.priced import Priced
 from autopar.cost.zero_stages import held_of

@@ -15,7 +15,7 @@ from autopar.constraints import Constraint, Pipelined, check, pipeline_in
 from autopar.constraints.words import in_words
 from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
-from autopar.planner.pipeline.bound import part_constraints
+from autopar.planner.pipeline.pipeline_bound import part_constraints
 from autopar.sharding import classes_of, resolve
 from autopar.stages import seams, usable_points
 

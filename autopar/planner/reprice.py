@@ -19,7 +19,7 @@ from autopar.core.layout import Strategy
 from autopar.core.mesh import Mesh
 from autopar.core.streams import Load, work
 from autopar.cost.expert_routes import saved_of
-from autopar.cost.kernel_times import Site, seconds_saved, terms_of
+from autopar.cost.kernel_times import KernelSite, seconds_saved, terms_of
 from autopar.cost.op_times import CollectivePrices
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced, Source, handing_s
@@ -32,9 +32,9 @@ from autopar.emit.context import (
     placeholder_keys,
     storage_key,
 )
-from autopar.emit.kernels import product_of
+from autopar.emit.kernel_calls import product_of
 from autopar.errors import PlanError
-from autopar.planner.pipeline.schedule import scheduled_time
+from autopar.planner.pipeline.step_schedule import scheduled_time
 from autopar.plans import Communication, Plan, counted_time, moved_load
 from autopar.request import UNLIMITED, PlanOptions
 from autopar.rules import call_of, operands_of
@@ -79,7 +79,7 @@ def reprice_plan(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlanPart:
     """A plan without stages, or a stage's, with the problem that it answers.
 
     Attributes:
@@ -96,7 +96,7 @@ class Part:
 
 def problems_of(
     plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions
-) -> Iterator[Part]:
+) -> Iterator[PlanPart]:
     """Generate the plan, or its stages in order, each with its problem on its devices.
 
     Memory has no limit in the problems, tensors may cross in any layout, and copies of a parameter
@@ -110,7 +110,7 @@ def problems_of(
     forced = resolve(trace, [c for c in options.constraints if not isinstance(c, Pipelined)], left)
     if pipeline is None:
         forced = replace(forced, starts=plan.starts)
-        yield Part(
+        yield PlanPart(
             plan,
             trace,
             mesh,
@@ -127,7 +127,7 @@ def problems_of(
         priced = _price_trace(
             stage, left, profile, options, here, crossing, pipeline.num_microbatches
         )
-        yield Part(staged, stage, left, priced, made.shared)
+        yield PlanPart(staged, stage, left, priced, made.shared)
         chosen = staged.node_choices()
         shared = [p.name for p in stage.parameters if p.name in made.shared]
         rests = {
@@ -137,7 +137,7 @@ def problems_of(
         forced = replace(forced, storage={**forced.storage, **rests})
 
 
-def _phases(part: Part, profile: HardwareProfile, num: int) -> tuple[float, float]:
+def _phases(part: PlanPart, profile: HardwareProfile, num: int) -> tuple[float, float]:
     """Seconds of forward and of all else, of a step or of a stage's microbatch."""
     plan, mesh, priced = part.plan, part.mesh, part.priced
     strategies, again = decisions(priced, plan)
@@ -167,7 +167,7 @@ def _phases(part: Part, profile: HardwareProfile, num: int) -> tuple[float, floa
     return forward, rest
 
 
-def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfile) -> float:
+def _saved_s(part: PlanPart, c: Communication, once_s: float, profile: HardwareProfile) -> float:
     """Seconds that a kernel saves of one instance of a collective and its product; 0 if there is
     no kernel."""
     if c.kernel is None:
@@ -189,7 +189,7 @@ def _saved_s(part: Part, c: Communication, once_s: float, profile: HardwareProfi
     adds = not gathers and product is not made
     after = normed_after(product) if c.kernel.name == NORMED else None
     normed = tuple((call_of(node), chosen[node.meta["key"]]) for node in after or ())
-    site = Site(
+    site = KernelSite(
         call, strategy, sizes, c.collective.kind, sizes[c.collective.axis], dim, adds, normed
     )
     return seconds_saved(site, once_s, profile)[0]

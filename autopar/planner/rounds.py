@@ -14,8 +14,8 @@ A large search, or one where memory binds, first asks for plans only, since most
 use: if the plan does not fit, the bound of its problem is far below any plan that does. If that
 bound may be near the best plan, the search is repeated to its end or to the limit of its work.
 
-A search is a chain of states (`State`). Each phase (`Phase`) is a function from a state to the next
-one, and decides from the state, the options and the time that is left.
+A search is a chain of states (`SearchState`). Each phase (`SearchPhase`) is a function from a state
+to the next one, and decides from the state, the options and the time that is left.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from enum import Enum, auto
 from functools import cached_property, partial
 
 from autopar.core.problem import Problem
-from autopar.core.solution import Apart, Choices
-from autopar.core.streams import ON_COMPUTE, Balance
+from autopar.core.solution import FractionalGroups, Solution
+from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.cost.priced import Priced
 from autopar.planner.candidates import Candidate, Elsewhere, TooSlow, beside
 from autopar.planner.emitter import Emitter
@@ -61,7 +61,7 @@ class Solving:
 
     options: PlanOptions
     alike: Alike
-    likely: Balance = ON_COMPUTE
+    likely: OverlapWeights = COMPUTE_BOUND
     has_plan: bool = False
     common: Common = field(default_factory=Common)
 
@@ -72,14 +72,14 @@ class Solving:
         *,
         learnt: bool,
         regions: frozenset[int] | None,
-        met: Choices | None = None,
-    ) -> Choices | Least | Apart:
+        met: Solution | None = None,
+    ) -> Solution | Least | FractionalGroups:
         """Solve a problem.
 
         Args:
             learnt: whether it has moments that were learnt, which leave a part of the gap to what
                 they do not know.
-            regions: what kernels may share with their peers (`autopar.core.problem.Choices`). met:
+            regions: what kernels may share with their peers (`autopar.core.problem.Solution`). met:
                 as in `autopar.solve.choices_or_least`.
         """
         spent = self.common.work.spent
@@ -87,9 +87,9 @@ class Solving:
             spent + max(_WORK_SHARE * spent, _LEAST_WORK) if effort is Effort.END else math.inf
         )
         found = self._ask_solver(within(problem, regions), effort, met, learnt=learnt)
-        if regions is None or isinstance(found, Apart):
+        if regions is None or isinstance(found, FractionalGroups):
             return found
-        if isinstance(found, Choices):
+        if isinstance(found, Solution):
             return replace(found, regions=regions)
         return (
             found
@@ -98,8 +98,8 @@ class Solving:
         )
 
     def _ask_solver(
-        self, problem: Problem, effort: Effort, met: Choices | None, *, learnt: bool
-    ) -> Choices | Least | Apart:
+        self, problem: Problem, effort: Effort, met: Solution | None, *, learnt: bool
+    ) -> Solution | Least | FractionalGroups:
         known = None if learnt else self.alike.known(problem, effort)
         if known is not None:
             return known
@@ -116,8 +116,8 @@ class Solving:
             common=self.common,
             met=met,
         )
-        self.has_plan = self.has_plan or isinstance(found, Choices)
-        if isinstance(found, Choices) and found.multipliers is not None:
+        self.has_plan = self.has_plan or isinstance(found, Solution)
+        if isinstance(found, Solution) and found.multipliers is not None:
             self.likely = found.multipliers.balance
         if not isinstance(found, Least) and not learnt:
             self.alike.learn(problem, found, effort)
@@ -128,7 +128,7 @@ _ROUNDS = 12  # each finds a plan that fits, or adds moments at which the plan b
 _WASTE = 0.02  # share of the budget: if a plan leaves more unused, moments may admit a better one
 
 
-class Phase(Enum):
+class SearchPhase(Enum):
     """What a search does next."""
 
     ASK = auto()  # solve until it is known which equal layers decide apart
@@ -139,16 +139,16 @@ class Phase(Enum):
     REGROUP = auto()  # put layers into the groups that the learned moments ask for
     FINISH = auto()  # prove the best plan to the end, and order its communications
     SHRINK = auto()  # no plan fits: search without kernels, or for little memory
-    DONE = auto()  # `State.best` is the answer
+    DONE = auto()  # `SearchState.best` is the answer
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class SearchState:
     """The state of a search.
 
     Attributes:
         groups: the layers in their groups. regions: what kernels may share with their peers
-            (`autopar.core.problem.Choices`), None for all.
+            (`autopar.core.problem.Solution`), None for all.
         limit_s: a plan that takes as long is not wanted.
         effort: of each round's solve: MIXED while layers may still be put into groups, else WHOLE.
         answer: of the last solve, to an assignment or a refusal.
@@ -157,13 +157,13 @@ class State:
         candidate: the last plan tried. best: the fastest that fits. smallest: the least peak, or 0.
     """
 
-    phase: Phase
+    phase: SearchPhase
     groups: LayerGroups
     regions: frozenset[int] | None
     limit_s: float
     effort: Effort = Effort.MIXED
-    answer: Choices | Least | Apart | None = None
-    free: tuple[Priced, Choices] | None = None
+    answer: Solution | Least | FractionalGroups | None = None
+    free: tuple[Priced, Solution] | None = None
     decided: tuple[object, ...] = ()
     candidate: Candidate | None = None
     best: Candidate | None = None
@@ -180,7 +180,7 @@ class PlannerLoop:
         limit_s: a plan that takes as long is not wanted.
         elsewhere: asked once, before a search goes on for long.
         whole: whether layers stay as `pricing` has them, and are put into no groups.
-        regions: as of `State`.
+        regions: as in `SearchState`.
     """
 
     emitter: Emitter
@@ -206,14 +206,16 @@ class PlannerLoop:
             InfeasibleError: no plan that fits was found. TooSlow: the bound is not below `limit_s`.
         """
         effort = Effort.WHOLE if self.whole else Effort.MIXED
-        state = State(Phase.ASK, self.ungrouped_layers, self.regions, self.limit_s, effort)
+        state = SearchState(
+            SearchPhase.ASK, self.ungrouped_layers, self.regions, self.limit_s, effort
+        )
         state = self._next_round(state)
-        while state.phase is not Phase.DONE:
+        while state.phase is not SearchPhase.DONE:
             state = self.step(state)
         assert state.best is not None, "a search without a plan raises"
         return state.best
 
-    def step(self, state: State) -> State:
+    def step(self, state: SearchState) -> SearchState:
         """Run the phase of a state.
 
         Returns:
@@ -223,14 +225,14 @@ class PlannerLoop:
             As `find_best`.
         """
         steps = {
-            Phase.ASK: self._ask,
-            Phase.GROUP: self._group,
-            Phase.SOLVE: self._solve,
-            Phase.TRY: self._try,
-            Phase.LEARN: self._learn,
-            Phase.REGROUP: self._regroup,
-            Phase.FINISH: self._finish,
-            Phase.SHRINK: self._shrink,
+            SearchPhase.ASK: self._ask,
+            SearchPhase.GROUP: self._group,
+            SearchPhase.SOLVE: self._solve,
+            SearchPhase.TRY: self._try,
+            SearchPhase.LEARN: self._learn,
+            SearchPhase.REGROUP: self._regroup,
+            SearchPhase.FINISH: self._finish,
+            SearchPhase.SHRINK: self._shrink,
         }
         return steps[state.phase](state)
 
@@ -273,13 +275,13 @@ class PlannerLoop:
             self.emitter.order(found) if found is not None and self.emitter.fits(found) else found
         )
 
-    def _next_round(self, state: State) -> State:
+    def _next_round(self, state: SearchState) -> SearchState:
         if len(state.decided) == _ROUNDS:
-            return replace(state, phase=Phase.FINISH)
-        phase = Phase.ASK if state.effort is Effort.MIXED else Phase.SOLVE
+            return replace(state, phase=SearchPhase.FINISH)
+        phase = SearchPhase.ASK if state.effort is Effort.MIXED else SearchPhase.SOLVE
         return replace(state, phase=phase)
 
-    def _ask(self, state: State) -> State:
+    def _ask(self, state: SearchState) -> SearchState:
         """Solve until it is known which equal layers decide apart."""
         state = self._solve_problem(state, Effort.MIXED)
         found = state.answer
@@ -287,20 +289,20 @@ class PlannerLoop:
             return state
         assert found is not None, "a solve has an answer"
         is_too_slow = found.bound_s >= state.limit_s
-        if isinstance(found, Choices) and (is_too_slow or not found.mixed or self.options.is_late):
+        if isinstance(found, Solution) and (is_too_slow or not found.mixed or self.options.is_late):
             return state  # it is close enough, too slow, or was searched for to the end
         if not is_too_slow and self.elsewhere is not None:
             limit_s = min(state.limit_s, beside(self.elsewhere, state.groups.priced.problem, found))
             state = replace(state, limit_s=limit_s)
         if found.bound_s >= state.limit_s:
             raise TooSlow(found.bound_s)
-        return replace(state, phase=Phase.GROUP, effort=Effort.WHOLE)
+        return replace(state, phase=SearchPhase.GROUP, effort=Effort.WHOLE)
 
-    def _group(self, state: State) -> State:
+    def _group(self, state: SearchState) -> SearchState:
         """Put layers into the groups that the answer asks for, if these are better than none."""
         mixed = state.answer
-        assert isinstance(mixed, Choices | Apart), "only such an answer mixes decisions"
-        met = mixed if isinstance(mixed, Choices) else None
+        assert isinstance(mixed, Solution | FractionalGroups), "only such an answer mixes decisions"
+        met = mixed if isinstance(mixed, Solution) else None
         starts = starts_of(state.groups.priced, mixed)
         if not starts:
             return self._solve_problem(state, Effort.WHOLE, met)
@@ -308,27 +310,29 @@ class PlannerLoop:
             replace(state, groups=self.group_layers(starts)), Effort.WHOLE
         )
         finer = grouped.answer
-        if isinstance(finer, Choices) and self._is_enough(finer, met):
+        if isinstance(finer, Solution) and self._is_enough(finer, met):
             return grouped
         as_before = self._solve_problem(replace(state, free=grouped.free), Effort.WHOLE, met)
         alike = as_before.answer
-        if not isinstance(finer, Choices):
+        if not isinstance(finer, Solution):
             return as_before
-        if isinstance(alike, Choices) and alike.objective_s <= finer.objective_s:
+        if isinstance(alike, Solution) and alike.objective_s <= finer.objective_s:
             return as_before
         return grouped
 
-    def _is_enough(self, finer: Choices, met: Choices | None) -> bool:
+    def _is_enough(self, finer: Solution, met: Solution | None) -> bool:
         """Whether an answer for groups needs no comparison with one for layers as they were."""
         if met is None:
             return finer.gap <= self.options.gap
         return finer.objective_s < met.objective_s
 
-    def _solve(self, state: State) -> State:
+    def _solve(self, state: SearchState) -> SearchState:
         """Solve for the groups as they are."""
         return self._solve_problem(state, Effort.WHOLE)
 
-    def _solve_problem(self, state: State, effort: Effort, met: Choices | None = None) -> State:
+    def _solve_problem(
+        self, state: SearchState, effort: Effort, met: Solution | None = None
+    ) -> SearchState:
         """Solve the problem of a state; the answer is tried next.
 
         Args:
@@ -339,25 +343,25 @@ class PlannerLoop:
             found = self._solving.answer(
                 groups.problem, effort, learnt=learnt, regions=state.regions, met=met
             )
-        if isinstance(found, Choices) and not learnt:
+        if isinstance(found, Solution) and not learnt:
             state = replace(state, free=(groups.priced, found))
-        return replace(state, phase=Phase.TRY, answer=found)
+        return replace(state, phase=SearchPhase.TRY, answer=found)
 
-    def _try(self, state: State) -> State:
+    def _try(self, state: SearchState) -> SearchState:
         """Emit the answer, and compare it with the best plan.
 
         The rounds end if there is no answer, it is the last plan again, or it is good enough.
         """
         found, groups = state.answer, state.groups
-        if not isinstance(found, Choices):
-            return replace(state, phase=Phase.FINISH)
+        if not isinstance(found, Solution):
+            return replace(state, phase=SearchPhase.FINISH)
         if state.regions is None:
             groups = _take_proof(groups, found)
             if groups.bound_s >= state.limit_s:
                 raise TooSlow(groups.bound_s)
         decided = groups.starts, found.strategies, found.recomputed, found.kept, found.regions
         if state.decided and decided == state.decided[-1]:
-            return replace(state, phase=Phase.FINISH, groups=groups)
+            return replace(state, phase=SearchPhase.FINISH, groups=groups)
         if decided in state.decided:  # the search goes in a circle: both plans' moments are to hold
             groups = replace(groups, learnt=groups.learnt.retain_latest())
         candidate = self.emitter.emit(groups, found)
@@ -367,7 +371,7 @@ class PlannerLoop:
         )
         state = replace(
             state,
-            phase=Phase.LEARN,
+            phase=SearchPhase.LEARN,
             groups=groups,
             decided=(*state.decided, decided),
             candidate=candidate,
@@ -376,7 +380,7 @@ class PlannerLoop:
         )
         if not self.emitter.fits(candidate) or (improved and self._may_improve(candidate, groups)):
             return state
-        return replace(state, phase=Phase.FINISH)
+        return replace(state, phase=SearchPhase.FINISH)
 
     def _may_improve(self, candidate: Candidate, groups: LayerGroups) -> bool:
         """Whether moments learned from a plan that fits may admit a better one."""
@@ -384,17 +388,17 @@ class PlannerLoop:
         is_far = candidate.gap > self.options.gap
         return wasted and bool(groups.learnt) and is_far and not self.options.is_late
 
-    def _learn(self, state: State) -> State:
+    def _learn(self, state: SearchState) -> SearchState:
         """Add the moments at which the last plan is over its budget."""
         assert state.candidate is not None, "a plan was tried"
         learnt = self.emitter.learn(state.groups.learnt, state.candidate)
         state = replace(state, groups=replace(state.groups, learnt=learnt))
         may_regroup = state.groups.starts and state.regions is None and not state.was_regrouped
         if may_regroup and not self.options.is_late:
-            return replace(state, phase=Phase.REGROUP, was_regrouped=True)
+            return replace(state, phase=SearchPhase.REGROUP, was_regrouped=True)
         return self._next_round(state)
 
-    def _regroup(self, state: State) -> State:
+    def _regroup(self, state: SearchState) -> SearchState:
         """Put layers into the groups that the learned moments ask for, if these are others.
 
         The groups before are not solved again with the moments: that takes as long as a round.
@@ -403,25 +407,27 @@ class PlannerLoop:
         whole = _expect(self.group_layers({}), reserves)
         asked = self._solve_problem(replace(state, groups=whole), Effort.MIXED)
         mixed = asked.answer
-        starts = starts_of(whole.priced, mixed) if isinstance(mixed, Choices | Apart) else {}
+        starts = (
+            starts_of(whole.priced, mixed) if isinstance(mixed, Solution | FractionalGroups) else {}
+        )
         if starts and starts != state.groups.starts:
             asked = self._solve_problem(
                 replace(asked, groups=self.group_layers(starts)), Effort.WHOLE
             )
             free = asked.answer
-            if isinstance(free, Choices) and free.bound_s < state.limit_s:
+            if isinstance(free, Solution) and free.bound_s < state.limit_s:
                 groups = _expect(_take_proof(asked.groups, free), reserves)
                 return self._next_round(replace(state, groups=groups, free=asked.free))
         return self._next_round(replace(state, free=asked.free))
 
-    def _finish(self, state: State) -> State:
+    def _finish(self, state: SearchState) -> SearchState:
         """Prove the best plan to the end, and order its communications."""
         if state.best is None:
-            return replace(state, phase=Phase.SHRINK)
+            return replace(state, phase=SearchPhase.SHRINK)
         best = self.emitter.order(self._prove_to_the_end(state, state.best))
-        return replace(state, phase=Phase.DONE, best=best)
+        return replace(state, phase=SearchPhase.DONE, best=best)
 
-    def _prove_to_the_end(self, state: State, best: Candidate) -> Candidate:
+    def _prove_to_the_end(self, state: SearchState, best: Candidate) -> Candidate:
         """Search to the end if the bound may come near the best plan.
 
         Returns:
@@ -438,7 +444,7 @@ class PlannerLoop:
         met = replace(choices, bound_s=0.0)
         state = self._solve_problem(replace(state, groups=state.groups.forget()), Effort.END, met)
         found = state.answer
-        if not isinstance(found, Choices) or found.bound_s <= state.groups.bound_s:
+        if not isinstance(found, Solution) or found.bound_s <= state.groups.bound_s:
             return best
         groups = state.groups
         groups = replace(groups, bound_s=found.bound_s, multipliers=found.multipliers)
@@ -448,25 +454,27 @@ class PlannerLoop:
                 return better
         return self.emitter.emit(groups, choices)
 
-    def _shrink(self, state: State) -> State:
+    def _shrink(self, state: SearchState) -> SearchState:
         """Search again without kernels, or, if there are none, for a plan of little memory.
 
         Raises:
             InfeasibleError: no plan that fits was found.
         """
         if state.regions is None and state.groups.priced.problem.regions:
-            again = State(Phase.SOLVE, state.groups.forget(), frozenset(), state.limit_s)
+            again = SearchState(
+                SearchPhase.SOLVE, state.groups.forget(), frozenset(), state.limit_s
+            )
             return replace(again, effort=Effort.WHOLE, was_regrouped=state.was_regrouped)
         smallest = state.smallest
         lightest = self.find_lightest(state.groups.bound_s) if smallest else None
         if lightest is not None and self.emitter.fits(lightest):
-            return replace(state, phase=Phase.DONE, best=lightest)
+            return replace(state, phase=SearchPhase.DONE, best=lightest)
         smallest = min(smallest, lightest.peak_bytes) if lightest is not None else smallest
-        assert isinstance(state.answer, Choices | Least), "the rounds end with such an answer"
+        assert isinstance(state.answer, Solution | Least), "the rounds end with such an answer"
         raise refusal(self.emitter.budget, state.answer, smallest)
 
 
-def _take_proof(groups: LayerGroups, choices: Choices) -> LayerGroups:
+def _take_proof(groups: LayerGroups, choices: Solution) -> LayerGroups:
     """The groups with what an answer proves of all their plans, those with kernels included.
 
     Learned moments hold reserves, which are right for the plans that they were learned from only.

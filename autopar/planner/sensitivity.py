@@ -17,9 +17,9 @@ from autopar.core.collective import with_faster
 from autopar.core.hardware import Hardware, HardwareProfile
 from autopar.core.layout_graph import Arc
 from autopar.core.mesh import Mesh
-from autopar.core.problem import Hidden, Kernel, Kernels, OpStrategy, Problem
-from autopar.core.solution import Choices
-from autopar.core.streams import Balance, Load
+from autopar.core.problem import Kernels, OpStrategy, OverlapKernel, OverlapOption, Problem
+from autopar.core.solution import Solution
+from autopar.core.streams import Load, OverlapWeights
 from autopar.cost.op_times import CollectivePrices, own_collectives
 from autopar.cost.priced import Priced
 from autopar.cost.zero_stages import StepMoves, held_of
@@ -43,7 +43,7 @@ from autopar.solve import evaluate_choices, op_load, routed_load, variant_load, 
 _EXACT = 3  # candidates priced exactly per op
 
 
-def runner_ups(problem: Problem, choices: Choices) -> Mapping[int, RunnerUp]:
+def runner_ups(problem: Problem, choices: Solution) -> Mapping[int, RunnerUp]:
     """Find the best other strategy of each op that has one."""
     touching = variants_by_op(problem)
     step = evaluate_choices(problem, choices).load
@@ -72,7 +72,7 @@ def variants_by_op(problem: Problem) -> Mapping[int, list[int]]:
 
 
 def _best_other(
-    problem: Problem, choices: Choices, index: int, touched: Sequence[int], step: Load
+    problem: Problem, choices: Solution, index: int, touched: Sequence[int], step: Load
 ) -> RunnerUp | None:
     op, current = problem.ops[index], choices.strategies[index]
     now = local_load(problem, choices, index, current, touched)
@@ -108,7 +108,7 @@ def _best_other(
 
 
 def local_load(
-    problem: Problem, choices: Choices, index: int, strategy: int, touched: Sequence[int]
+    problem: Problem, choices: Solution, index: int, strategy: int, touched: Sequence[int]
 ) -> Load | None:
     """Compute the load that depends on one op's strategy.
 
@@ -220,7 +220,7 @@ def flips(
         shared: parameters that other stages hold, too.
     """
     strategies, again = decisions(priced, plan)
-    choices = Choices(strategies, again, {}, 0.0, 0.0)
+    choices = Solution(strategies, again, {}, 0.0, 0.0)
     links = dict.fromkeys(mesh.link(axis) for axis, size in enumerate(mesh.shape) if size > 1)
     touching = variants_by_op(priced.problem)
     forward, backward = load_of(plan).outlasts_compute(profile.overlap_slowdown)
@@ -283,14 +283,14 @@ class _Local:
 
     priced: Priced
     parameters: Mapping[str, Parameter]
-    choices: Choices
+    choices: Solution
     index: int
     others: Sequence[int]
     touched: Sequence[int]
     mesh: Mesh
     profile: HardwareProfile
     what: str
-    balance: Balance
+    balance: OverlapWeights
 
     def delta_s(self, factor: float) -> float:
         """By how much the runner-up is dearer."""
@@ -330,10 +330,10 @@ class _Local:
             kernels=kernels,
         )
 
-    def _kernels_saving(self, saved_s: Callable[[Hidden, int], float]) -> Kernels:
+    def _kernels_saving(self, saved_s: Callable[[OverlapOption, int], float]) -> Kernels:
         """The kernels of what the op touches, where each saves so much of a variant's collective:
         as before, but no more than the shorter of collective and product then takes."""
-        found = dict[tuple[int, bool], tuple[Kernel, ...]]()
+        found = dict[tuple[int, bool], tuple[OverlapKernel, ...]]()
         for (v, late), kernels in self.priced.problem.kernels.items():
             if v in self.touched:
                 hides = [tuple(replace(h, saved_s=saved_s(h, v)) for h in k.hides) for k in kernels]

@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.capture.trace import Trace
 from autopar.core.problem import OpStrategy
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.cost.priced import Priced
 from autopar.emit.simulation import simulate_program
 from autopar.plans import Plan, Prediction, beyond_shares_s
@@ -39,7 +39,7 @@ OUTSIDE = (INPUTS, BEFORE, BEHIND, PARAMETERS, OPTIMIZER)  # of the graphs
 
 
 def timeline(
-    trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluation
+    trace: Trace, priced: Priced, choices: Solution, evaluation: Evaluation
 ) -> tuple[Bar, ...]:
     """List all bars of a step, in order.
 
@@ -132,7 +132,7 @@ def _stretch(lane: list[Bar], bar: Bar) -> None:
 
 
 def _events(
-    trace: Trace, priced: Priced, choices: Choices, evaluation: Evaluation
+    trace: Trace, priced: Priced, choices: Solution, evaluation: Evaluation
 ) -> Iterator[Event]:
     compute, again = _compute(trace, priced, choices)
     moves = _moves(priced, evaluation)
@@ -168,7 +168,7 @@ def _events(
 
 
 def crossing_times(
-    trace: Trace, priced: Priced, choices: Choices
+    trace: Trace, priced: Priced, choices: Solution
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Compute the seconds that a stage waits for values from other stages.
 
@@ -193,7 +193,7 @@ def crossing_times(
     return tuple(found["input"]), tuple(found["output"])
 
 
-def step_time(priced: Priced, choices: Choices) -> float:
+def step_time(priced: Priced, choices: Solution) -> float:
     """Seconds per microbatch of what parameters and gradients move at the begin and the end of a
     step."""
     ops = zip(priced.problem.ops, choices.strategies, strict=True)
@@ -202,7 +202,7 @@ def step_time(priced: Priced, choices: Choices) -> float:
     )
 
 
-def own_time(priced: Priced, choices: Choices) -> float:
+def own_time(priced: Priced, choices: Solution) -> float:
     """Seconds of what ops move by themselves."""
     ops, runs = priced.problem.ops, [*enumerate(choices.strategies), *choices.recomputed.items()]
     return sum(
@@ -213,7 +213,7 @@ def own_time(priced: Priced, choices: Choices) -> float:
 
 
 def _compute(
-    trace: Trace, priced: Priced, choices: Choices
+    trace: Trace, priced: Priced, choices: Solution
 ) -> tuple[dict[str, _Both], dict[str, _Both]]:
     """Seconds of compute and of own collectives by first node of each cluster, and those of what
     backward runs again by layer."""
@@ -264,7 +264,7 @@ def _moves(priced: Priced, evaluation: Evaluation) -> dict[tuple[str, str, bool]
     return moves
 
 
-def _seconds_resting(priced: Priced, choices: Choices, kind: str) -> float:
+def _seconds_resting(priced: Priced, choices: Solution, kind: str) -> float:
     ops = zip(priced.problem.ops, choices.strategies, strict=True)
     return sum(op.count * op.strategies[s].time_s for op, s in ops if op.kind == kind)
 

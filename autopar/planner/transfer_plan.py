@@ -18,7 +18,7 @@ from autopar.constraints.together import axes_from, held_to
 from autopar.core.hardware import Hardware, HardwareProfile, profile_of, slowest
 from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.core.stored_placements import storable
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced, handing_s
@@ -26,12 +26,12 @@ from autopar.emit.context import input_key, parameter_key, placeholder_keys, sto
 from autopar.errors import ChangedPlanError, PlanError
 from autopar.planner.candidates import Candidate
 from autopar.planner.clock import Clock
-from autopar.planner.comm_schedule import Peaks, Schedule
+from autopar.planner.comm_schedule import Peaks, StageSchedule
 from autopar.planner.emitter import Emitter
 from autopar.planner.learned_moments import LayerGroups
-from autopar.planner.pipeline.schedule import step_of
 from autopar.planner.pipeline.shared_memory import Sharing
 from autopar.planner.pipeline.stage_cache import Alike
+from autopar.planner.pipeline.step_schedule import step_of
 from autopar.planner.reprice import decisions
 from autopar.planner.search import Planned
 from autopar.plans import Entry, Kept, NodeChoice, Overlap, Pipeline, Plan
@@ -197,7 +197,7 @@ def carry_plan(
     if plan.pipeline is None or there.pipeline is None:
         profile = slowest(hardware)
         tried = carrier.emit(
-            _Piece(
+            _CarriedPiece(
                 there,
                 trace,
                 profile,
@@ -228,7 +228,7 @@ def carry_plan(
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _CarriedPiece:
     """A plan without stages, or one stage's, on the other mesh.
 
     Attributes:
@@ -241,7 +241,7 @@ class _Piece:
     profile: HardwareProfile
     budget: int
     has_kernels: bool
-    schedule: Schedule | None = None
+    schedule: StageSchedule | None = None
     flying: int = 1
 
 
@@ -255,7 +255,10 @@ class _Carrier:
     alike: Alike = field(default_factory=Alike)
 
     def emit(
-        self, piece: _Piece, crossing: Crossing | None = None, pipeline: Pipeline | None = None
+        self,
+        piece: _CarriedPiece,
+        crossing: Crossing | None = None,
+        pipeline: Pipeline | None = None,
     ) -> Candidate:
         """Emit a piece's plan on this mesh, in the order in which it runs fastest within its
         budget.
@@ -283,7 +286,7 @@ class _Carrier:
         strategies, again = decisions(priced, piece.plan)
         regions = None if piece.has_kernels else frozenset[int]()
         kept = _kept_variants(priced, piece.plan, piece.trace)
-        choices = Choices(strategies, again, kept, 0.0, 0.0, regions=regions)
+        choices = Solution(strategies, again, kept, 0.0, 0.0, regions=regions)
         found = emitter.emit(LayerGroups.of(piece.trace, priced, piece.plan.starts), choices)
         if emitter.fits(found):
             return emitter.order(found)
@@ -291,7 +294,7 @@ class _Carrier:
             found, plan=replace(found.plan, overlap=Overlap(priced.problem.overlap_slowdown))
         )
 
-    def _price_piece(self, piece: _Piece, crossing: Crossing | None, num: int) -> Priced:
+    def _price_piece(self, piece: _CarriedPiece, crossing: Crossing | None, num: int) -> Priced:
         forced = replace(
             self.forced,
             starts=piece.plan.starts,
@@ -362,7 +365,7 @@ def _share_memory(
 
 def _pieces(
     before: Pipeline, there: Pipeline, trace: Trace, hardware: Hardware, sharing: Sharing
-) -> Iterator[_Piece]:
+) -> Iterator[_CarriedPiece]:
     """The stages."""
     made = cut_trace(trace, there.positions) if there.positions else Cut((trace,), (), {})
     for number, (old, new, part) in enumerate(
@@ -371,7 +374,7 @@ def _pieces(
         has_kernels = any(c.kernel for c in old.communications)
         schedule = sharing.schedule(there.schedule, number)
         profile = profile_of(hardware, there.axis, number)
-        yield _Piece(
+        yield _CarriedPiece(
             new,
             part,
             profile,
@@ -387,7 +390,7 @@ def _planned_of(candidate: Candidate) -> Planned:
     return Planned(replace(candidate.plan, prediction=prediction), candidate.program, {})
 
 
-def _check_inputs(piece: _Piece, mesh: Mesh, pipeline: Pipeline | None) -> None:
+def _check_inputs(piece: _CarriedPiece, mesh: Mesh, pipeline: Pipeline | None) -> None:
     """That the batch, or a microbatch, can be split as the plan splits it.
 
     Raises:
@@ -415,7 +418,7 @@ def _check_inputs(piece: _Piece, mesh: Mesh, pipeline: Pipeline | None) -> None:
             raise PlanError(what, remedy=f"ask about smaller axes, or plan for that mesh{fewer}")
 
 
-def _rests(piece: _Piece, mesh: Mesh) -> dict[str, Layout]:
+def _rests(piece: _CarriedPiece, mesh: Mesh) -> dict[str, Layout]:
     """How parameters rest, where they can: how that competes with other ways is not asked."""
     chosen, found = piece.plan.node_choices(), {}
     for p in piece.trace.parameters:

@@ -1,6 +1,17 @@
 """Plans and their parts."""
 
 from autopar.plans.consistency import OPTIONS
+from autopar.plans.flips import (
+    COMPUTE,
+    FARTHEST,
+    NO_CHOICE,
+    NO_DEARER,
+    NO_FLIP,
+    NO_OTHER,
+    Flip,
+    Flips,
+    idle_axes,
+)
 from autopar.plans.load import beyond_shares_s, counted_time, forward_load, load_of, moved_load
 from autopar.plans.parts import (
     KERNELS_BUFFERS,
@@ -21,17 +32,6 @@ from autopar.plans.parts import (
 )
 from autopar.plans.plan import FORMAT, VERSION, Pipeline, Plan
 from autopar.plans.proof import OnProfile, Potential, Proof, Version
-from autopar.plans.sensitivity import (
-    COMPUTE,
-    FARTHEST,
-    NO_CHOICE,
-    NO_DEARER,
-    NO_FLIP,
-    NO_OTHER,
-    Flip,
-    Flips,
-    idle_axes,
-)
 
 __all__ = [
     "COMPUTE",

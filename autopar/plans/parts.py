@@ -82,7 +82,7 @@ class Kept:
 @dataclass(frozen=True, slots=True)
 class InKernel:
     """The collective-overlap kernel that runs a collective concurrently with a matrix product
-    (`autopar.cost.kernels`).
+    (`autopar.cost.kernel_offers`).
 
     Attributes:
         name: ``all_gather_matmul``, ``matmul_reduce_scatter``, or ``matmul_reduce_add_rmsnorm``,
@@ -121,7 +121,7 @@ class Communication:
             collective may be in a bucket, and counts as overlapped or runs once per step, this is
             the least share of a bucket.
         slack: ``critical``; ``prefetchable`` or ``deferrable`` if it may overlap with compute
-            (`autopar.solve.moves`).
+            (`autopar.solve.tensor_moves`).
         beside: whether the objective counts it as overlapped with compute, because it has slack for
             all choices (`autopar.solve.prices`).
         kernel: the kernel that runs it together with a product, if any.

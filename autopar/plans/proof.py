@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.core.streams import ON_COMPUTE, Balance
+from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Proof:
     searched_bound_s: float = 0.0
     potentials: tuple[Potential, ...] = ()
     memory_s: Mapping[str, float] = field(default_factory=dict)
-    balance: Balance = ON_COMPUTE
+    balance: OverlapWeights = COMPUTE_BOUND
     versions: tuple[Version, ...] = ()
     on_profiles: tuple[OnProfile, ...] = ()
 

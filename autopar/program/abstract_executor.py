@@ -107,7 +107,7 @@ class LiveBytes(TorchDispatchMode):
 # shapes, strides, dtypes, literals and which operands share memory.
 
 
-class Storage:
+class AbstractStorage:
     """Memory of a value in a graph, counted while it lives; by `outer` if a tensor from outside has
     it."""
 
@@ -158,12 +158,12 @@ Lie = tuple[
 ]  # size, stride, offset, dtype; read conjugated, negated
 
 
-class Value:
+class AbstractValue:
     """A tensor of a graph: its storage and its lie in it."""
 
     __slots__ = ("lie", "storage")
 
-    def __init__(self, storage: Storage, lie: Lie) -> None:
+    def __init__(self, storage: AbstractStorage, lie: Lie) -> None:
         self.storage, self.lie = storage, lie
         storage.holders += 1
 
@@ -172,7 +172,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """The place of a result: the number of its storage (an operand's, then those that the call
     makes), and its lie in it."""
 
@@ -202,7 +202,7 @@ class Operands:
 
     def __init__(self, env: Mapping[fx.Node, Any]) -> None:
         self.env = env
-        self.storages: list[Storage] = []
+        self.storages: list[AbstractStorage] = []
         self.started: list[list[Any]] = []
         self.num_bytes: list[int] = []
         self.freed: frozenset[int] = frozenset()
@@ -225,12 +225,12 @@ class Operands:
         return kind, x
 
     def _of_value(self, value: Any) -> Any:
-        if isinstance(value, Value):
+        if isinstance(value, AbstractValue):
             return self._number(value.storage), value.lie
         if isinstance(value, list):  # of a step that was started
             self.started.append(value)
             for each in value:
-                if isinstance(each, Value):
+                if isinstance(each, AbstractValue):
                     number = self._number(each.storage)
                     self._in_lists[number] = self._in_lists.get(number, 0) + 1
             return "started", tuple(map(self._of_value, value))
@@ -238,7 +238,7 @@ class Operands:
             return tuple(map(self._of_value, value))
         return type(value), value
 
-    def _number(self, storage: Storage) -> int:
+    def _number(self, storage: AbstractStorage) -> int:
         number = self._numbers.setdefault(id(storage), len(self.storages))
         if number == len(self.storages):
             self.storages.append(storage)
@@ -301,7 +301,7 @@ class _Trial:
         return Effect(rise, tuple(self.made), places, bool(given) and not any(given))
 
     def _real(self, x: Any) -> Any:
-        if isinstance(x, Value):
+        if isinstance(x, AbstractValue):
             number = self.numbers[id(x.storage)]
             base = self.flat[number]
             if base is None:
@@ -323,7 +323,7 @@ class _Trial:
                     self.memory.mark(key),
                 )
                 self.made.append((storage.nbytes(), host.is_on_host(x)))
-            return Place(self.known[key], lie_of(x))
+            return NodePlace(self.known[key], lie_of(x))
         return type(x)(map(self._place, x)) if isinstance(x, list | tuple) else x
 
 
@@ -500,7 +500,7 @@ class _Run:
             effect = _effects[key] = tried_out(node, call, env, self.memory)
         storages = [
             *call.storages,
-            *(Storage(size, self.memory, on_host=there) for size, there in effect.made),
+            *(AbstractStorage(size, self.memory, on_host=there) for size, there in effect.made),
         ]
         value = _place_storages(effect.result, storages)
         if effect.emptied:
@@ -531,9 +531,9 @@ def _sees_most_at_last(reader: fx.Node, start: fx.Node) -> bool:
     return reader.kwargs.get("q_start") is start and "mirrored_in" not in reader.kwargs
 
 
-def _place_storages(tree: Any, storages: Sequence[Storage]) -> Any:
-    if isinstance(tree, Place):
-        return Value(storages[tree.storage], tree.lie)
+def _place_storages(tree: Any, storages: Sequence[AbstractStorage]) -> Any:
+    if isinstance(tree, NodePlace):
+        return AbstractValue(storages[tree.storage], tree.lie)
     return (
         type(tree)(_place_storages(each, storages) for each in tree)
         if isinstance(tree, list | tuple)
@@ -542,13 +542,13 @@ def _place_storages(tree: Any, storages: Sequence[Storage]) -> Any:
 
 
 def _copy_value(value: Any) -> Any:
-    return Value(value.storage, value.lie) if isinstance(value, Value) else value
+    return AbstractValue(value.storage, value.lie) if isinstance(value, AbstractValue) else value
 
 
 def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
     """Return values that stand for the operands, and release these. Saved values stay as they
     are."""
-    saved = [x.storage for x in operands if isinstance(x, Value)]
+    saved = [x.storage for x in operands if isinstance(x, AbstractValue)]
     storages = {
         held.outer.untyped_storage()._cdata: held for held in saved if held.outer is not None
     }
@@ -559,9 +559,9 @@ def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
             continue
         storage = x.untyped_storage()
         held = storages.setdefault(
-            storage._cdata, Storage(storage.nbytes(), memory, x, on_host=is_on_host(x))
+            storage._cdata, AbstractStorage(storage.nbytes(), memory, x, on_host=is_on_host(x))
         )
-        values.append(Value(held, lie_of(x)))
+        values.append(AbstractValue(held, lie_of(x)))
     operands.clear()
     return values
 
@@ -572,7 +572,7 @@ def _handed_over(values: list[Any]) -> list[Any]:
     for value in values:
         results.append(
             as_lying(value.storage.tensor(value.lie[3]), value.lie)
-            if isinstance(value, Value)
+            if isinstance(value, AbstractValue)
             else value
         )
     return results

@@ -30,7 +30,7 @@ from autopar.errors import RuntimeStateError
 from autopar.kernels.bind import bind
 from autopar.kernels.collectives import FIRST, Groups, all_gather, all_reduce, use_groups
 from autopar.kernels.packing import from_bucket, into_bucket
-from autopar.kernels.rows import ON_GPU
+from autopar.kernels.row_kernels import ON_GPU
 from autopar.ops import linear_cross_entropy
 from autopar.ops.in_place import functional_form
 from autopar.program.program import (

@@ -94,7 +94,7 @@ def run_staged(
     device = device_of((*parameters.values(), *inputs.values()))
     tangents = _tangents_of_parts(program, dtype, device, tangent)
     trained = any(t.has_gradient for stage in program.stages for t in stage.parameters)
-    stages = [_Stage(p, parameters, dtype, observe, tolerance, device) for p in program.stages]
+    stages = [_StageRun(p, parameters, dtype, observe, tolerance, device) for p in program.stages]
     state = dict(buffers)
     outputs: dict[str, list[Tensor]] = {}
     new_buffers: dict[str, Tensor] = {}
@@ -138,7 +138,7 @@ def _tangents_of_parts(
     return parts_of(whole, program.microbatches)
 
 
-class _Stage:
+class _StageRun:
     """One stage's ranks: its parameters, its saved values, and the sums of its gradients."""
 
     def __init__(

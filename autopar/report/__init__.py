@@ -2,7 +2,7 @@
 them; and what a notebook shows."""
 
 from autopar.report.card import card
-from autopar.report.figures import layouts, memory
+from autopar.report.charts import layouts, memory
 from autopar.report.page import report
 from autopar.report.timelines import schedule, stage_memory, timeline
 

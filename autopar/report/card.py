@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-from autopar.breakdown import Part, in_words, peak_kinds, rank_memory, step_parts
+from autopar.breakdown import ModulePart, in_words, peak_kinds, rank_memory, step_parts
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.core.units import seconds, share, size
@@ -19,7 +19,7 @@ from autopar.explanation import Explanation, StagedExplanation, explain
 from autopar.explanation.summary import fullest
 from autopar.plans import Plan
 from autopar.plans.plan import shown_by
-from autopar.report.figures import COLOURS, INK, LIGHT, MEMORY_COLOURS, shown
+from autopar.report.charts import COLOURS, INK, LIGHT, MEMORY_COLOURS, shown
 
 _STYLE = """
 .autopar-plan{font:13px/1.45 system-ui,sans-serif;max-width:1150px}
@@ -161,7 +161,7 @@ def _tables(explained: Explanation | StagedExplanation) -> Iterator[str]:
         )
 
 
-def _fold_parts(title: str, mesh: Mesh, parts: Sequence[Part], *, is_open: bool) -> str:
+def _fold_parts(title: str, mesh: Mesh, parts: Sequence[ModulePart], *, is_open: bool) -> str:
     columns = (
         "module",
         "×",
@@ -185,7 +185,7 @@ def _fold_parts(title: str, mesh: Mesh, parts: Sequence[Part], *, is_open: bool)
     )
 
 
-def _cells(part: Part, mesh: Mesh) -> Iterator[str]:
+def _cells(part: ModulePart, mesh: Mesh) -> Iterator[str]:
     yield f"<td><code>{escape(part.name)}</code></td><td>{len(part.instances)}</td>"
     for kind in part.parallelism:
         yield f"<td>{_chip(kind) if kind else ''}</td>"

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.explanation import StagedExplanation, explain
 from autopar.plans import Flip, Plan
-from autopar.report.figures import canvas, layouts, layouts_height, memory
+from autopar.report.charts import canvas, layouts, layouts_height, memory
 from autopar.report.timelines import schedule, schedule_height, stage_memory, timeline
 
 _PICTURES = (".png", ".svg", ".pdf")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.core.units import seconds
 from autopar.plans import Plan
-from autopar.report.figures import COLOURS, FAINT, INK, canvas, quiet
+from autopar.report.charts import COLOURS, FAINT, INK, canvas, quiet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from autopar.breakdown import rank_memory
 from autopar.core.units import microbatches, size
-from autopar.planner.pipeline.schedule import simulate, simulated_phases_s
+from autopar.planner.pipeline.step_schedule import simulate, simulated_phases_s
 from autopar.plans import Pipeline
-from autopar.report.figures import GIB, MEMORY_COLOURS, peak_bar
+from autopar.report.charts import GIB, MEMORY_COLOURS, peak_bar
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

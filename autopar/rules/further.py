@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.rules import families as f
-from autopar.rules import windows
+from autopar.rules import spatial
 from autopar.rules.call import Call, argument
 from autopar.rules.notation import EITHER, FIRST, WHOLE, Factors, Row, parse
 
@@ -187,11 +187,11 @@ IMAGES: Mapping[Any, f.Family] = {
     aten.reflection_pad1d_backward.default: Row(f"{_ONE}, {_ONE} -> {_ONE}", FIRST),
     aten.reflection_pad2d_backward.default: Row(f"{_TWO}, {_TWO} -> {_TWO}", FIRST),
     aten.replication_pad2d_backward.default: Row(f"{_TWO}, {_TWO} -> {_TWO}", FIRST),
-    aten.upsample_nearest1d.default: windows.nearest(1),
-    aten.upsample_nearest2d.default: windows.nearest(2),
-    aten.upsample_nearest3d.default: windows.nearest(3),
-    aten.upsample_nearest2d_backward.default: windows.nearest(2, gradient=True),
-    aten.upsample_nearest3d_backward.default: windows.nearest(3, gradient=True),
+    aten.upsample_nearest1d.default: spatial.nearest(1),
+    aten.upsample_nearest2d.default: spatial.nearest(2),
+    aten.upsample_nearest3d.default: spatial.nearest(3),
+    aten.upsample_nearest2d_backward.default: spatial.nearest(2, gradient=True),
+    aten.upsample_nearest3d_backward.default: spatial.nearest(3, gradient=True),
     aten.adaptive_max_pool2d.default: Row(f"{_TWO} -> {_TWO}, {_TWO}"),
     aten.adaptive_max_pool2d_backward.default: Row(f"{_TWO}, {_TWO}, {_TWO} -> {_TWO}", FIRST),
     aten.im2col.default: columns,

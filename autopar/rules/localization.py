@@ -18,7 +18,7 @@ from autopar import ops
 from autopar.core.layout import Strategy
 from autopar.ops import random
 from autopar.ops.formats import torchs_own
-from autopar.rules import dispatch, flex, windows
+from autopar.rules import dispatch, flex_attention, spatial
 from autopar.rules.call import Call, argument, replace_arguments
 from autopar.rules.families import dims_of
 from autopar.rules.further import RESIZE_GRADIENTS
@@ -226,8 +226,8 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
     **{op: _mean_loss(1) for op in LOSS_GRADIENTS},
     aten.native_group_norm.default: _group_norm(0),
     aten.native_group_norm_backward.default: _group_norm(1),
-    **windows.LOCALIZERS,
-    **flex.LOCALIZERS,
+    **spatial.LOCALIZERS,
+    **flex_attention.LOCALIZERS,
 }
 
 

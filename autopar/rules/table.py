@@ -17,7 +17,7 @@ from autopar import ops
 from autopar.ops import extremes, norms, random
 from autopar.ops.formats import torchs_own
 from autopar.rules import families as f
-from autopar.rules import flex, networks, windows
+from autopar.rules import flex_attention, networks, spatial
 from autopar.rules import networks as losses
 from autopar.rules.call import argument
 from autopar.rules.dispatch import dispatch_options
@@ -35,11 +35,11 @@ MATMUL: Mapping[Any, f.Family] = {
     aten.bmm.default: Row("b m k, b k n -> b m n", EITHER),
     aten.addmm.default: Row("m n, m _, _ n -> m n", ((0, 1), (0, 2))),
     aten.baddbmm.default: Row("b m n, b m _, b _ n -> b m n", ((0, 1), (0, 2))),
-    aten.convolution.default: windows.convolution,
-    aten.convolution_backward.default: windows.convolution_backward,
+    aten.convolution.default: spatial.convolution,
+    aten.convolution_backward.default: spatial.convolution_backward,
     ops.attention: networks.attention,
     ops.attention_backward: networks.attention_backward,
-    **flex.ROWS,
+    **flex_attention.ROWS,
 }
 
 EMBEDDING: Mapping[Any, f.Family] = {
@@ -104,14 +104,14 @@ NORMS: Mapping[Any, f.Family] = {
 }
 
 POOLING: Mapping[Any, f.Family] = {
-    aten.max_pool2d_with_indices.default: windows.max_pool(2),
-    aten.max_pool3d_with_indices.default: windows.max_pool(3),
-    aten.max_pool2d_with_indices_backward.default: windows.max_pool_backward(2),
-    aten.max_pool3d_with_indices_backward.default: windows.max_pool_backward(3),
-    aten.avg_pool2d.default: windows.avg_pool(2),
-    aten.avg_pool3d.default: windows.avg_pool(3),
-    aten.avg_pool2d_backward.default: windows.avg_pool_backward(2),
-    aten.avg_pool3d_backward.default: windows.avg_pool_backward(3),
+    aten.max_pool2d_with_indices.default: spatial.max_pool(2),
+    aten.max_pool3d_with_indices.default: spatial.max_pool(3),
+    aten.max_pool2d_with_indices_backward.default: spatial.max_pool_backward(2),
+    aten.max_pool3d_with_indices_backward.default: spatial.max_pool_backward(3),
+    aten.avg_pool2d.default: spatial.avg_pool(2),
+    aten.avg_pool3d.default: spatial.avg_pool(3),
+    aten.avg_pool2d_backward.default: spatial.avg_pool_backward(2),
+    aten.avg_pool3d_backward.default: spatial.avg_pool_backward(3),
     aten._adaptive_avg_pool2d.default: Row("... _ _ -> ... _ _", FIRST),
     aten._adaptive_avg_pool3d.default: Row("... _ _ _ -> ... _ _ _", FIRST),
     aten._adaptive_avg_pool2d_backward.default: Row("... _ _, ... _ _ -> ... _ _", FIRST),

@@ -53,7 +53,7 @@ from autopar.runtime.gather_fallback import (
     tensors_in,
     written_by,
 )
-from autopar.runtime.outputs import READS
+from autopar.runtime.guarded_outputs import READS
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_consistency import Beside
 

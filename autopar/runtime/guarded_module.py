@@ -1,5 +1,5 @@
-"""`Compiled`: a module that checks whether its program was made for a call, and passes other calls
-to another program."""
+"""`Compiled`: a module that checks whether its program was made for a call, and passes other
+calls to another program."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from autopar.capture.trace import Constant, KnownBuffer
 from autopar.core.autocast_state import autocast_around
 from autopar.errors import RuntimeStateError
 from autopar.program.program import ProgramTensor
-from autopar.runtime.arguments import Arguments
-from autopar.runtime.gradients import refuse_tracing, refuse_transforms
+from autopar.runtime.backward import refuse_tracing, refuse_transforms
+from autopar.runtime.call_arguments import Arguments
 from autopar.runtime.guards import (
     AsksForGradient,
     Frozen,
     KnownBuffers,
     Misfit,
     OtherMode,
+    ProgramVariant,
     Unfrozen,
-    Variant,
 )
 from autopar.runtime.parameter_module import Holder
 from autopar.runtime.plain_model import PlainModel
@@ -207,7 +207,7 @@ class Compiled(Holder):
         self._set_up(variant)
         return variant(*args, **kwargs)
 
-    def _set_up(self, variant: Variant) -> None:
+    def _set_up(self, variant: ProgramVariant) -> None:
         """Copy tensors that the user has replaced here, such as parameters, into a variant."""
         if not isinstance(variant, Compiled):
             return

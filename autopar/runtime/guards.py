@@ -232,7 +232,7 @@ class Unfrozen(Misfit):
     """A call that trains a parameter which was frozen when the program was made."""
 
 
-class Variant(Protocol):
+class ProgramVariant(Protocol):
     """A module with a program of its own."""
 
     training: bool
@@ -244,7 +244,7 @@ class Variant(Protocol):
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Make = Callable[[Any, bool, tuple[Any, ...], dict[str, Any]], Variant]
+Make = Callable[[Any, bool, tuple[Any, ...], dict[str, Any]], ProgramVariant]
 """Makes a variant from the main module, the mode and the arguments of a call with the whole batch.
 All ranks call it with the same arguments."""
 
@@ -261,7 +261,7 @@ class Variants:
 
     def __init__(self, make: Make) -> None:
         self._make = make
-        self.known: list[Variant] = []
+        self.known: list[ProgramVariant] = []
 
     def find(
         self,
@@ -271,7 +271,7 @@ class Variants:
         kwargs: dict[str, Any],
         whole: Callable[[], Call],
         misfit: Misfit,
-    ) -> Variant:
+    ) -> ProgramVariant:
         """Return the variant for a call, and make it if there is none.
 
         Args:

@@ -52,7 +52,7 @@ _OF_LIBRARIES: Mapping[str, str] = {
 
 
 @dataclass
-class Reading:
+class MethodReading:
     """A run of the model's code on a compiled module. It may read private attributes.
 
     Attributes:
@@ -63,13 +63,13 @@ class Reading:
     is_of_some: bool = False
 
 
-reading: ContextVar[Reading | None] = ContextVar("reading", default=None)
+reading: ContextVar[MethodReading | None] = ContextVar("reading", default=None)
 
 
 @contextmanager
-def model_code() -> Iterator[Reading]:
+def model_code() -> Iterator[MethodReading]:
     """Mark that the model's code runs inside the context."""
-    own = Reading()
+    own = MethodReading()
     token = reading.set(own)
     try:
         yield own
@@ -109,7 +109,7 @@ def method_of(standing: nn.Module, cls: type, name: str) -> Any:
     )
 
 
-def check_whole(name: str, result: Any, own: Reading) -> None:
+def check_whole(name: str, result: Any, own: MethodReading) -> None:
     """Refuse results that depend on the parameters of this rank's stage alone, except optimizers
     over them.
 

@@ -24,19 +24,19 @@ from autopar.program.executor import Executor
 from autopar.program.program import Program
 from autopar.program.splitting import local_part
 from autopar.request import Backend, Batch, Outputs
-from autopar.runtime.arguments import Arguments, Results, defaults_of
-from autopar.runtime.device_mesh import agree, check_shape, groups_of
-from autopar.runtime.dtensor import hold_value
-from autopar.runtime.gradients import (
+from autopar.runtime.backward import (
     as_given,
     clip_grad_norm_,
     first_derivatives_only,
     ran_twice,
     which_are_plain,
 )
+from autopar.runtime.call_arguments import Arguments, CallResults, defaults_of
+from autopar.runtime.device_mesh import agree, check_shape, groups_of
+from autopar.runtime.dtensor import hold_value
 from autopar.runtime.guarded_module import Compiled
+from autopar.runtime.guarded_outputs import refuse_backward, refuse_reads
 from autopar.runtime.guards import Misfit
-from autopar.runtime.outputs import refuse_backward, refuse_reads
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_consistency import check_tangents
@@ -54,8 +54,8 @@ class ParallelModule(Compiled):
         batch: ``"global"`` if every rank passes the same batch and uses its part, ``"local"`` if
             each rank passes its part.
         outputs: ``"full"`` gathers outputs, ``"local"`` returns this rank's part, ``"dtensor"``
-            returns a DTensor, which refuses to be read in part (`autopar.runtime.outputs`). The
-            loss is always whole.
+            returns a DTensor, which refuses to be read in part (`autopar.runtime.guarded_outputs`).
+            The loss is always whole.
         backend: the backend that runs the graphs.
         both_modes: whether the graph serves both train and eval mode; otherwise a call in the other
             mode is an error.
@@ -103,7 +103,7 @@ class ParallelModule(Compiled):
         self._arguments = Arguments(
             program, signature, batch, groups, devices.device_type, defaults
         )
-        self._results = Results(program)
+        self._results = CallResults(program)
         # in another mode what a trained model returns may have no gradient
         self._may_train = shared is None or any(
             t.has_gradient for t in (*program.parameters, *program.inputs)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RuntimeStateError
 from autopar.program.executor import parts_of
 from autopar.program.stage_work import StageWork
-from autopar.runtime.gradients import as_given, first_derivatives_only, ran_twice, which_are_plain
+from autopar.runtime.backward import as_given, first_derivatives_only, ran_twice, which_are_plain
 from autopar.runtime.loss_scaling import LossScale, may_be_multiplied
 from autopar.runtime.pipeline_runtime import StageCalls
 from autopar.runtime.rank_agreement import announced

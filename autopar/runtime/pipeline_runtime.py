@@ -31,7 +31,7 @@ from autopar.runtime.tensor_guards import Watched
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class StageExchange:
     """The exchange of one rank.
 
     Attributes:
@@ -51,7 +51,7 @@ class Exchange:
     @staticmethod
     def of(
         program: StagedProgram, group: dist.ProcessGroup | None, rank: int, device: str
-    ) -> Exchange:
+    ) -> StageExchange:
         """Make the exchange of a rank. Stage n is on rank n modulo the number of ranks.
 
         Args:
@@ -71,7 +71,7 @@ class Exchange:
             for name, ranks in holders.items()
             if rank in ranks and len(ranks) > 1 and name in trained
         }
-        return Exchange(program, group, rank, device, shared)
+        return StageExchange(program, group, rank, device, shared)
 
     def counted_elsewhere(self) -> set[str]:
         """Return the names of parameters that an earlier rank holds, too."""
@@ -281,7 +281,7 @@ class StageCalls:
         world: DeviceMesh,
     ) -> None:
         self.program, self.how, self.kept, self.held, self.rank = program, how, kept, held, rank
-        self.exchange = Exchange.of(program, group, rank, world.device_type)
+        self.exchange = StageExchange.of(program, group, rank, world.device_type)
         self._works, self._storages, self._group, self.world = works, storages, group, world
         self._schedule = self._make_schedule()
         self.is_fp16, self.mutates = (

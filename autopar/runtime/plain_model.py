@@ -35,7 +35,7 @@ from autopar.runtime.tensor_guards import sample_checksum
 log = logging.getLogger("autopar")
 
 
-class Compiled(Protocol):
+class CompiledModule(Protocol):
     """The attributes of a compiled module that are read here."""
 
     training: bool
@@ -145,7 +145,7 @@ class PlainModel:
         self._is_watched = True  # whether writes are detected
         self._checked: list[Any] = []
 
-    def check(self, compiled: Compiled) -> None:
+    def check(self, compiled: CompiledModule) -> None:
         """Refuse changes of the plain model that do not affect the compiled module, and warn about
         written values; see the module's docstring.
 
@@ -197,7 +197,7 @@ class PlainModel:
         has_changed = each.is_written(now) or (looks and each.has_other_values(now))
         return has_changed and not each.is_moved(now)
 
-    def _check_mode(self, compiled: Compiled) -> None:
+    def _check_mode(self, compiled: CompiledModule) -> None:
         changed = next(
             (
                 path
@@ -242,7 +242,7 @@ class PlainModel:
                     remedy=remedy,
                 )
 
-    def _check_frozen(self, each: Noted, now: Tensor, compiled: Compiled) -> None:
+    def _check_frozen(self, each: Noted, now: Tensor, compiled: CompiledModule) -> None:
         mine: Tensor | None = dict(compiled.named_parameters()).get(each.name)
         if mine is None or mine.requires_grad == now.requires_grad:
             return
@@ -258,7 +258,7 @@ class PlainModel:
         )
         raise RuntimeStateError(f"{what}: those of the compiled one are others", remedy=remedy)
 
-    def _tell_of_written(self, written: list[Noted], compiled: Compiled) -> None:
+    def _tell_of_written(self, written: list[Noted], compiled: CompiledModule) -> None:
         """Refuse written values at the first call, or warn about them once."""
         self._is_watched = False
         name = next((each.name for each in written if each.is_parameter), "")

@@ -29,10 +29,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from autopar.errors import RankError
 from autopar.runtime.rank_differences import (
-    Call,
     Differences,
     End,
     Ends,
+    RankCall,
     Tally,
     at_exit,
     at_termination,
@@ -125,7 +125,7 @@ class Agreement:
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int, limit_s: float) -> None:
         self._store, self._rank, self._num_ranks, self._limit_s = store, rank, num_ranks, limit_s
-        self._call = Call.of(0, "has done nothing yet", "", None)
+        self._call = RankCall.of(0, "has done nothing yet", "", None)
         self._ends, self._waiter = Ends(store, rank, num_ranks), Waiter(store.clone())
         self._differences, self._tally = Differences(rank, num_ranks), Tally(num_ranks)
         self._failed_at, self.num_failures = -_READ_WITHIN_S, 0
@@ -142,7 +142,7 @@ class Agreement:
         Raises:
             RankError: on all ranks, if their operations differ.
         """
-        self._call = call = Call.of(
+        self._call = call = RankCall.of(
             self._call.number + 1, what, find_line() or self._call.line, stepped
         )
         try:
@@ -211,7 +211,7 @@ class Agreement:
         """End the waiting thread after the process group was destroyed."""
         self._waiter.close()
 
-    def _exchange(self, call: Call) -> bool:
+    def _exchange(self, call: RankCall) -> bool:
         """Exchange records, and return whether all ranks have equal ones."""
         self._write(call)
         total = self._store.add(f"sum {call.number}", self._tally.pack(call))
@@ -223,11 +223,11 @@ class Agreement:
             return self._wait(call, is_first=self._tally.count(total) == 1)
         except BaseException as reason:  # an interrupt, after which this rank does not take part
             said = f"was interrupted by {type(reason).__name__} while it waited: it {call.what}"
-            self._write(Call.of(call.number, said, call.line, call.stepped))
+            self._write(RankCall.of(call.number, said, call.line, call.stepped))
             self._withdraw(call)
             raise
 
-    def _wait(self, call: Call, *, is_first: bool) -> bool:
+    def _wait(self, call: RankCall, *, is_first: bool) -> bool:
         """Wait for the last rank, or until one has ended or the time is over. Return whether all
         agree."""
         key, began, is_told = f"go {call.number}", time.monotonic(), not is_first
@@ -248,7 +248,7 @@ class Agreement:
                 self._stop(call.number)
         return answer == _GO
 
-    def _failure(self, call: Call) -> RankError:
+    def _failure(self, call: RankCall) -> RankError:
         """Return the error of this rank, after the other ranks have read what they need for
         theirs."""
         self._failed_at, self.num_failures = time.monotonic(), self.num_failures + 1
@@ -270,7 +270,7 @@ class Agreement:
     def _has_failed(self, rank: int, number: int) -> bool:
         return bool(self._store.check([f"failed {number} {rank}"]))
 
-    def _withdraw(self, call: Call) -> None:
+    def _withdraw(self, call: RankCall) -> None:
         """Subtract this rank from the sum, so that no rank that comes later continues."""
         self._store.add(f"sum {call.number}", -self._tally.pack(call))
         self._stop(call.number)
@@ -278,10 +278,10 @@ class Agreement:
     def _stop(self, number: int) -> None:
         self._store.set(f"go {number}", _STOP)
 
-    def _write(self, call: Call) -> None:
+    def _write(self, call: RankCall) -> None:
         self._store.set(f"call {self._rank} {call.number % _KEPT}", call.dumps())
 
-    def _calls(self) -> dict[int, Call]:
+    def _calls(self) -> dict[int, RankCall]:
         """Return the last operation of each rank that is not later than this rank's."""
         found = {}
         for rank in range(self._num_ranks):
@@ -289,7 +289,9 @@ class Agreement:
                 f"call {rank} {number % _KEPT}"
                 for number in (self._call.number, self._call.number - 1)
             ]
-            calls = [Call.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+            calls = [
+                RankCall.loads(self._store.get(key)) for key in keys if self._store.check([key])
+            ]
             calls = [each for each in calls if each.number <= self._call.number]
             if calls:
                 found[rank] = max(calls, key=lambda each: each.number)

@@ -36,7 +36,7 @@ _MOST = 600  # characters of a record; the digest includes all
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RankCall:
     """One operation of one rank.
 
     Attributes:
@@ -55,7 +55,7 @@ class Call:
     stepped: bool | None = None
 
     @classmethod
-    def of(cls, number: int, what: str, line: str, stepped: bool | None) -> Call:
+    def of(cls, number: int, what: str, line: str, stepped: bool | None) -> RankCall:
         """Make the record of an operation.
 
         Args:
@@ -68,7 +68,7 @@ class Call:
         )
 
     @classmethod
-    def loads(cls, text: str) -> Call:
+    def loads(cls, text: str) -> RankCall:
         """Read a record from the text of `dumps`."""
         return cls(*json.loads(text))
 
@@ -115,7 +115,7 @@ class Tally:
         self._num_ranks, self._bits = num_ranks, num_ranks.bit_length()
         self._digest_bits = max(1, min(32, 62 - 4 * self._bits))
 
-    def pack(self, call: Call) -> int:
+    def pack(self, call: RankCall) -> int:
         """Return the summand of one rank."""
         fields = (1 << self._bits | (call.stepped is True)) << self._bits | (call.stepped is False)
         return fields << (self._digest_bits + self._bits) | self._digest(call)
@@ -124,7 +124,7 @@ class Tally:
         """Return the number of ranks that have arrived."""
         return total >> (self._digest_bits + 3 * self._bits)
 
-    def agrees(self, total: int, call: Call) -> bool:
+    def agrees(self, total: int, call: RankCall) -> bool:
         """Return whether all ranks have added the summand of an operation equal to `call`."""
         digests = total & ((1 << (self._digest_bits + self._bits)) - 1)
         stepped, not_stepped = (
@@ -132,7 +132,7 @@ class Tally:
         )
         return digests == self._num_ranks * self._digest(call) and not (stepped and not_stepped)
 
-    def _digest(self, call: Call) -> int:
+    def _digest(self, call: RankCall) -> int:
         return call.digest & ((1 << self._digest_bits) - 1)
 
 
@@ -325,16 +325,16 @@ class Differences:
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
-        self._last: Call | None = None
+        self._last: RankCall | None = None
         self._followed: set[tuple[int, int, bool | None]] = set()
 
-    def follow(self, call: Call) -> None:
+    def follow(self, call: RankCall) -> None:
         """Note an operation in which all ranks agreed. It is expected after its predecessor."""
         self._followed.add(self._step(call))
         self._last = call
 
     def of(
-        self, calls: Mapping[int, Call], ended: Mapping[int, End], own: Call, limit_s: float
+        self, calls: Mapping[int, RankCall], ended: Mapping[int, End], own: RankCall, limit_s: float
     ) -> RankError:
         """Return the error for ranks that do not agree.
 
@@ -360,7 +360,7 @@ class Differences:
         )
         return RankError(what, remedy=remedy, ranks=late)
 
-    def of_ended(self, ended: Mapping[int, End], own: Call) -> RankError:
+    def of_ended(self, ended: Mapping[int, End], own: RankCall) -> RankError:
         """Return the error for processes that have ended.
 
         Args:
@@ -383,13 +383,13 @@ class Differences:
         )
         return RankError(what, remedy=remedy, ranks=list(ended))
 
-    def describe_exit(self, waiting: Sequence[int], own: Call) -> str:
+    def describe_exit(self, waiting: Sequence[int], own: RankCall) -> str:
         """Describe that waiting ranks fail because this rank ends after the operation `own`."""
         fail = "fails" if len(waiting) == 1 else "fail"
         return f"rank {self._rank} ends, and {_ranks(waiting)} {fail} without it; last it {own}"
 
     def describe_wait(
-        self, calls: Mapping[int, Call], own: Call, waited_s: float, limit_s: float
+        self, calls: Mapping[int, RankCall], own: RankCall, waited_s: float, limit_s: float
     ) -> str:
         """Describe for how long this rank waits, and for which ranks.
 
@@ -406,7 +406,9 @@ class Differences:
         waits = f"rank {self._rank} has waited {waited_s:.0f} s for {_ranks(late)}"
         return f"{waits}, of at most {limit_s:.0f} s: it {own}{self._last_of(late, calls)}"
 
-    def _of_groups(self, groups: Sequence[Sequence[int]], calls: Mapping[int, Call]) -> RankError:
+    def _of_groups(
+        self, groups: Sequence[Sequence[int]], calls: Mapping[int, RankCall]
+    ) -> RankError:
         others = self._others(groups, calls)
         before = self._before(calls[groups[0][0]])
         if not others:
@@ -425,7 +427,7 @@ class Differences:
         what = f"{_ranks(others)} {does} else than {than}: {shown}; rank {first} {calls[first]}"
         return _unlike(f"{what}{before}", others)
 
-    def _groups(self, calls: Mapping[int, Call]) -> list[list[int]]:
+    def _groups(self, calls: Mapping[int, RankCall]) -> list[list[int]]:
         """Group the ranks by operation, the largest group first."""
         digests = {call.digest for call in calls.values()}
         found: dict[object, list[int]] = {}
@@ -435,7 +437,7 @@ class Differences:
                 found.setdefault(key, []).append(rank)
         return sorted(found.values(), key=lambda ranks: -len(ranks))
 
-    def _others(self, groups: Sequence[Sequence[int]], calls: Mapping[int, Call]) -> list[int]:
+    def _others(self, groups: Sequence[Sequence[int]], calls: Mapping[int, RankCall]) -> list[int]:
         """Return the ranks that differ from the majority, or else from the expected order; none if
         neither can be determined."""
         num_ranks = sum(map(len, groups))
@@ -449,10 +451,10 @@ class Differences:
         ]
         return sorted(strange) if len(strange) < num_ranks else []
 
-    def _step(self, call: Call) -> tuple[int, int, bool | None]:
+    def _step(self, call: RankCall) -> tuple[int, int, bool | None]:
         return (0 if self._last is None else self._last.digest, call.digest, call.stepped)
 
-    def _before(self, own: Call) -> str:
+    def _before(self, own: RankCall) -> str:
         alike = self._last is not None and self._last.number < own.number
         return (
             f"; until then all ranks did the same, the last time where each {self._last.what}"
@@ -460,7 +462,7 @@ class Differences:
             else ""
         )
 
-    def _last_of(self, late: Iterable[int], calls: Mapping[int, Call]) -> str:
+    def _last_of(self, late: Iterable[int], calls: Mapping[int, RankCall]) -> str:
         others = [rank for rank in late if rank in calls and rank != self._rank]
         said = [f"rank {rank}: {calls[rank]}" for rank in others[:_MOST_SHOWN]]
         return f"; the last of {', of '.join(said)}" if said else ""

@@ -35,15 +35,15 @@ from autopar.program.executor import Executor
 from autopar.program.program import Program, ProgramTensor, StagedProgram
 from autopar.program.stage_work import StageWork, outputs_kept
 from autopar.request import Backend, Batch, Outputs
-from autopar.runtime.arguments import Arguments, Results, defaults_of
+from autopar.runtime.backward import clip_over_stages
+from autopar.runtime.call_arguments import Arguments, CallResults, defaults_of
 from autopar.runtime.device_mesh import agree, check_shape, groups_of, stage_devices
-from autopar.runtime.gradients import clip_over_stages
 from autopar.runtime.guarded_module import Compiled
-from autopar.runtime.guards import Misfit, Variant
+from autopar.runtime.guarded_outputs import refuse_backward, refuse_reads
+from autopar.runtime.guards import Misfit, ProgramVariant
 from autopar.runtime.loss_scaling import LossScale, share_overflows
 from autopar.runtime.module_shell import Standing
 from autopar.runtime.outer_loss import Answered, Published, ScaledStep
-from autopar.runtime.outputs import refuse_backward, refuse_reads
 from autopar.runtime.parameters import Storage
 from autopar.runtime.pipeline_runtime import StageCalls
 from autopar.runtime.rank_agreement import announced
@@ -151,7 +151,7 @@ class StagedModule(Compiled):
         self._arguments = Arguments(
             program, signature, batch, groups, devices.device_type, defaults
         )
-        self._results = Results(program)
+        self._results = CallResults(program)
         self._how = program.microbatches.bound(
             lambda graph: bind(graph, groups, devices.device_type)
         )
@@ -285,7 +285,7 @@ class StagedModule(Compiled):
         """Set the factor; see `LossScale.user_factor`."""
         self._scale.user_factor = value
 
-    def _set_up(self, variant: Variant) -> None:
+    def _set_up(self, variant: ProgramVariant) -> None:
         super()._set_up(variant)
         if isinstance(variant, StagedModule):
             variant._scale = self._scale

@@ -1,7 +1,7 @@
 """Rules applied to a trace: clusters of nodes that share a decision, their classes and strategies,
 and the constraints on them."""
 
-from autopar.sharding.clusters import Cluster, Member, Ref, clusters_of, pattern_of
+from autopar.sharding.clusters import Cluster, ClusterMember, Ref, clusters_of, pattern_of
 from autopar.sharding.enumerate import ClusterClass, ClusterStrategy, apart, classes_of
 from autopar.sharding.resolve_constraints import (
     Forced,
@@ -16,9 +16,9 @@ from autopar.sharding.resolve_constraints import (
 __all__ = [
     "Cluster",
     "ClusterClass",
+    "ClusterMember",
     "ClusterStrategy",
     "Forced",
-    "Member",
     "Ref",
     "Starts",
     "apart",

@@ -190,7 +190,7 @@ def pattern_of(key: str) -> tuple[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ClusterMember:
     """One node of a cluster: its call, and the tensors that it reads and makes."""
 
     node: str
@@ -213,7 +213,7 @@ class Cluster:
         indices: layer indices of this instance.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[ClusterMember, ...]
     operands: tuple[Ref, ...]
     results: tuple[Ref, ...]
     phase: str
@@ -236,7 +236,7 @@ class Cluster:
 class _Graph:
     """Working view of the trace's compute nodes."""
 
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, ClusterMember] = field(default_factory=dict)
     phase: dict[str, str] = field(default_factory=dict)
     indices: dict[str, tuple[int, ...]] = field(default_factory=dict)
     readers: dict[Ref, list[str]] = field(default_factory=dict)
@@ -294,7 +294,9 @@ def _read_graph(trace: Trace) -> _Graph:
         pattern, indices = pattern_of(node.meta["key"])
         reads = tuple((n.name, _result_index(node)) for n in operands_of(node))
         makes = tuple((node.name, i) for i in range(len(call.outputs)))
-        graph.members[node.name] = Member(node.name, node.meta["key"], pattern, call, reads, makes)
+        graph.members[node.name] = ClusterMember(
+            node.name, node.meta["key"], pattern, call, reads, makes
+        )
         graph.phase[node.name], graph.indices[node.name] = node.meta["phase"], indices
         graph.position[node.name] = len(graph.position)
         graph.options[node.name] = options = _possible_options(graph, call, reads)
@@ -367,7 +369,7 @@ def _graph_outputs(trace: Trace) -> set[Ref]:
     return {(n.name, 0) for n in output.args[0] if isinstance(n, fx.Node)}  # type: ignore[union-attr]
 
 
-def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str) -> bool:
+def _mergeable(graph: _Graph, content: Sequence[str], member: ClusterMember, name: str) -> bool:
     """Whether `member` may join the cluster `content` that makes one of its operands (see the
     module docstring)."""
     if (
@@ -406,7 +408,7 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: Member, name: str)
 
 
 def _would_be_counted_twice(
-    graph: _Graph, content: Sequence[str], member: Member, reads: Sequence[Ref]
+    graph: _Graph, content: Sequence[str], member: ClusterMember, reads: Sequence[Ref]
 ) -> bool:
     """Whether merging `member` into the cluster `content` might count kept memory twice."""
     if not graph.storages.are_full(reads):
@@ -422,7 +424,7 @@ def _follows(options: Sequence[AxisOption]) -> bool:
 
 
 def _accepts_all(
-    graph: _Graph, member: Member, name: str, operand: int, from_cluster: Sequence[int]
+    graph: _Graph, member: ClusterMember, name: str, operand: int, from_cluster: Sequence[int]
 ) -> bool:
     """Whether a member accepts every placement that the producer of an operand can give, with no
     partial sums as other operands: no collective makes those."""
@@ -434,7 +436,11 @@ def _accepts_all(
 
 
 def _accepts_together(
-    graph: _Graph, content: Sequence[str], member: Member, name: str, from_cluster: Sequence[int]
+    graph: _Graph,
+    content: Sequence[str],
+    member: ClusterMember,
+    name: str,
+    from_cluster: Sequence[int],
 ) -> bool:
     """As `_accepts_all`, for all operands from the cluster together."""
     if len({member.reads[i] for i in from_cluster}) < 2:
@@ -449,7 +455,7 @@ def _accepts_together(
 
 
 def _usable(
-    graph: _Graph, member: Member, name: str, from_cluster: Sequence[int]
+    graph: _Graph, member: ClusterMember, name: str, from_cluster: Sequence[int]
 ) -> list[AxisOption]:
     others = [i for i in range(len(member.reads)) if i not in from_cluster]
     return [o for o in graph.options[name] if not any(adds_up(o.inputs[i]) for i in others)]

@@ -23,7 +23,7 @@ from autopar.rules import AxisOption, TensorInfo, cuts_alike
 from autopar.sharding.clusters import (
     Assignment,
     Cluster,
-    Member,
+    ClusterMember,
     Ref,
     clusters_of,
     joint_options,
@@ -225,7 +225,7 @@ def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[
     """
     given = dict(zip(cluster.operands, partial, strict=True))
 
-    def options_of(member: Member) -> list[AxisOption]:
+    def options_of(member: ClusterMember) -> list[AxisOption]:
         """The options of a member whose partial operands can be given."""
         pairs = (
             (o, zip(member.reads, o.inputs, strict=True)) for o in offered_options(member.call)

@@ -37,7 +37,7 @@ from autopar.sharding.clusters import HEADS, Ref, offered_options, pattern_of
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LabelRow:
     """Labels of a node's operands and results; None is free."""
 
     inputs: tuple[Placement | None, ...]
@@ -65,7 +65,7 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Spread:
+class SpreadLabels:
     """The placements of all tensors on the axis.
 
     Attributes:
@@ -82,7 +82,7 @@ class Spread:
         failure: the node at which the walk stopped, if it did.
     """
 
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, LabelRow] = field(default_factory=dict)
     labels: dict[Ref, Placement] = field(default_factory=dict)
     sources: dict[Ref, frozenset[str]] = field(default_factory=dict)
     contracted: set[str] = field(default_factory=set)
@@ -115,7 +115,7 @@ _SAME_SHAPE = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.defa
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class TraceIndex:
     """A trace and its dependencies.
 
     Attributes:
@@ -149,7 +149,7 @@ class Read:
         return pattern_of(node.meta["key"])[0]
 
 
-def read_trace(trace: Trace) -> Read:
+def read_trace(trace: Trace) -> TraceIndex:
     """Find the dependencies in a trace."""
     nodes = {node.name: node for node in trace.graph.nodes if node.op == "call_function"}
     calls: dict[str, Call] = {}
@@ -177,7 +177,7 @@ def read_trace(trace: Trace) -> Read:
             other in on_batch and other in on_parameters and other not in masked for other in names
         ):
             masked.add(name)
-    return Read(
+    return TraceIndex(
         trace,
         nodes,
         calls,
@@ -206,7 +206,7 @@ def _gradients(trace: Trace) -> dict[str, str]:
     return found
 
 
-def product_of(graph: Read, node: fx.Node) -> tuple[Ref, Ref] | None:
+def product_of(graph: TraceIndex, node: fx.Node) -> tuple[Ref, Ref] | None:
     """Return (activation, weight) of a forward product of the two; None for any other node."""
     if node.target is not ops.dot or node.meta["phase"] != "forward":
         return None
@@ -239,22 +239,23 @@ class Policy:
     slices: bool = False
 
 
-def spread(graph: Read, policy: Policy) -> Spread:
+def spread(graph: TraceIndex, policy: Policy) -> SpreadLabels:
     """Propagate placements from the start of a policy over the graph; see the module docstring."""
-    return Walk(graph, policy).run()
+    return Propagation(graph, policy).run()
 
 
-class Walk:
+class Propagation:
     """The walk over the graph; subclasses choose options in other ways."""
 
-    def __init__(self, graph: Read, policy: Policy) -> None:
-        self.graph, self.policy, self.found = graph, policy, Spread()
+    def __init__(self, graph: TraceIndex, policy: Policy) -> None:
+        self.graph, self.policy, self.found = graph, policy, SpreadLabels()
         self.labels = self.found.labels
         self.free = {i.node for i in graph.trace.inputs if i.node not in policy.inputs}
         self.wholly: dict[Ref, set[str]] = {}  # tensor → nodes that read it whole
 
-    def run(self) -> Spread:
-        """Visit all nodes. Stops at the first that cannot read its operands (`Spread.failure`)."""
+    def run(self) -> SpreadLabels:
+        """Visit all nodes. Stops at the first that cannot read its operands
+        (`SpreadLabels.failure`)."""
         self.labels.update({(name, 0): label for name, label in self.policy.inputs.items()})
         for ref, label in self.policy.weights.items():
             self.demand(ref, label)
@@ -415,7 +416,7 @@ class Walk:
             for ref, placement in zip(reads, option.inputs, strict=True)
         ]
         outputs = tuple(map(label_of, option.outputs))
-        self.found.rows[name] = Row(tuple(labels), outputs)
+        self.found.rows[name] = LabelRow(tuple(labels), outputs)
         self.labels.update({(name, i): label for i, label in enumerate(outputs)})
         for ref, label in zip(reads, labels, strict=True):
             readers = self.wholly.setdefault(ref, set())
@@ -481,7 +482,7 @@ class Walk:
             p if self._is_weight(r[0]) else None
             for r, p in zip(self.graph.reads[ref[0]], option.inputs, strict=True)
         )
-        self.found.rows[ref[0]] = Row(inputs, option.outputs)
+        self.found.rows[ref[0]] = LabelRow(inputs, option.outputs)
 
     def _strain(self, name: str, option: AxisOption) -> tuple[int, int]:
         """Numbers of weights with another label, and of other constants that would be split."""

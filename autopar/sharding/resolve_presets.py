@@ -3,7 +3,7 @@
 A plan determines the labels of tensors on its axes, and the storage layouts of parameters.
 
 Data parallelism starts from the batch, dim 0 of the inputs, and context parallelism from their dim
-1 (`autopar.sharding.presets.context`). Tensor parallelism starts from weights
+1 (`autopar.sharding.presets.batch_and_sequence`). Tensor parallelism starts from weights
 (`autopar.sharding.presets.tensor`; on grids, `autopar.sharding.presets.grids`).
 """
 
@@ -24,7 +24,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.placements import REPLICATE
 from autopar.errors import ConstraintError
 from autopar.rules import where_of
-from autopar.sharding.presets.context import (
+from autopar.sharding.presets.batch_and_sequence import (
     SampleWalk,
     along_sequence,
     by_experts,
@@ -33,7 +33,14 @@ from autopar.sharding.presets.context import (
 )
 from autopar.sharding.presets.grids import SIDES, walk_sides
 from autopar.sharding.presets.tensor import by_columns, with_sequence
-from autopar.sharding.propagate import Policy, Read, Row, Spread, nothing_to_split, read_trace
+from autopar.sharding.propagate import (
+    LabelRow,
+    Policy,
+    SpreadLabels,
+    TraceIndex,
+    nothing_to_split,
+    read_trace,
+)
 
 log = logging.getLogger("autopar")
 Rest = tuple[
@@ -60,7 +67,7 @@ class Named:
         notes: effects of plans that their names do not tell, one sentence each.
     """
 
-    rows: Mapping[str, tuple[tuple[int, Row], ...]] = field(default_factory=dict)
+    rows: Mapping[str, tuple[tuple[int, LabelRow], ...]] = field(default_factory=dict)
     rests: Mapping[str, tuple[Rest, ...]] = field(default_factory=dict)
     plans: tuple[str, ...] = ()
     grid: tuple[int, ...] = ()
@@ -99,7 +106,7 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     if not plans:
         return Named()
     graph = read_trace(trace)
-    rows: dict[str, list[tuple[int, Row]]] = {}
+    rows: dict[str, list[tuple[int, LabelRow]]] = {}
     words = [""] * len(mesh.axes)
     rests: dict[str, list[frozenset[Placement] | None]] = {
         p.name: [None] * len(mesh.axes) for p in trace.parameters
@@ -152,7 +159,7 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     )
 
 
-def _spreads(graph: Read, plan: Parallelism, mesh: Mesh) -> dict[int, Spread]:
+def _spreads(graph: TraceIndex, plan: Parallelism, mesh: Mesh) -> dict[int, SpreadLabels]:
     """Axis of a plan with more than one device → the placements on it."""
     axes = [axis for axis in axes_of(plan, mesh) if mesh.shape[axis] > 1]
     if not axes:
@@ -219,7 +226,7 @@ def _alternatives(
     )
 
 
-def _data_parallel(graph: Read, plan: Parallelism, sizes: Sequence[int]) -> Spread:
+def _data_parallel(graph: TraceIndex, plan: Parallelism, sizes: Sequence[int]) -> SpreadLabels:
     """Split every input over its dim 0, on axes of these sizes, and propagate.
 
     Experts are split as well if the plan says so.
@@ -250,7 +257,7 @@ def _data_parallel(graph: Read, plan: Parallelism, sizes: Sequence[int]) -> Spre
     return found
 
 
-def _context_parallel(graph: Read, plan: Parallelism) -> Spread:
+def _context_parallel(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
     """Split every input over its dim 1, the sequence, and propagate up to nodes that read all of
     it."""
     found = along_sequence(graph)
@@ -261,7 +268,7 @@ def _context_parallel(graph: Read, plan: Parallelism) -> Spread:
     return found
 
 
-def _tensor_parallel(graph: Read, plan: Parallelism) -> Spread:
+def _tensor_parallel(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
     """Split weights, and propagate."""
     found = by_columns(graph, plan)
     if found.failure is not None:
@@ -271,7 +278,7 @@ def _tensor_parallel(graph: Read, plan: Parallelism) -> Spread:
     return found
 
 
-def _refuse_part(graph: Read, plan: Parallelism, found: Spread) -> NoReturn:
+def _refuse_part(graph: TraceIndex, plan: Parallelism, found: SpreadLabels) -> NoReturn:
     """Raise the error of a node that cannot compute on a part of the sequence.
 
     It tells which dim was taken for the sequence, and what the node reads.
@@ -303,7 +310,7 @@ def _refuse_part(graph: Read, plan: Parallelism, found: Spread) -> NoReturn:
 
 
 def _refuse(
-    graph: Read,
+    graph: TraceIndex,
     plan: Parallelism,
     name: str,
     why: str,

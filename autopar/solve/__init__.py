@@ -1,15 +1,15 @@
-"""Problem → Choices: the only package that imports pulp and highspy."""
+"""Problem → Solution: the only package that imports pulp and highspy."""
 
 from autopar.solve.common import Common
 from autopar.solve.evaluate import Evaluation, evaluate, evaluate_choices, fits
 from autopar.solve.lp_file import write_lp
 from autopar.solve.min_budget import Least, Lightest, least_budget
-from autopar.solve.moves import variant_load
 from autopar.solve.multipliers import quickest
 from autopar.solve.pick_kernels import Taken, within
 from autopar.solve.prices import op_load, routed_load
 from autopar.solve.pulp_models import check_solver
 from autopar.solve.solver import choices_or_least, shortage, solve
+from autopar.solve.tensor_moves import variant_load
 
 __all__ = [
     "Common",

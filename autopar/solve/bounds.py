@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.core.solution import Choices, Multipliers
-from autopar.core.streams import ON_COMPUTE, Balance
+from autopar.core.solution import Multipliers, Solution
+from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.errors import LayoutError
 from autopar.solve.evaluate import evaluate, fits
 from autopar.solve.formulation import SCALE, Formulation
@@ -61,7 +61,7 @@ class Proven:
         prices: budget row → its dual in the best relaxation. balance: at which prices it proves the
             same without the rows of excess.
         first: what was known before. vertex: duals of the relaxation without further rows. duals:
-            of the best one, those of the engine's rows and of rows (9). mixed: as in `Choices`, of
+            of the best one, those of the engine's rows and of rows (9). mixed: as in `Solution`, of
             the best relaxation.
     """
 
@@ -76,7 +76,7 @@ class Proven:
     vertex: Floats | None = None
     duals: Floats | None = None
     prices: dict[int, float] = field(default_factory=dict)
-    balance: Balance = ON_COMPUTE
+    balance: OverlapWeights = COMPUTE_BOUND
     mixed: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     @property
@@ -89,7 +89,7 @@ class Proven:
         self.first = known.multipliers
         self.rise(known.bound_s * SCALE)
 
-    def take(self, choices: Choices) -> None:
+    def take(self, choices: Solution) -> None:
         """Take over the bound of an answer that is known."""
         if choices.bound_s > 0.0:
             self.first = choices.multipliers or self.first
@@ -101,7 +101,7 @@ class Proven:
         self.relaxed = relaxation.bound
         self.bound, self.free = max(self.bound, relaxation.bound), max(self.free, relaxation.bound)
 
-    def learn(self, point: Point, balance: Balance, duals: Mapping[int, float]) -> None:
+    def learn(self, point: Point, balance: OverlapWeights, duals: Mapping[int, float]) -> None:
         """Raise the bound by a relaxation with further rows.
 
         Args:
@@ -136,7 +136,7 @@ class Proven:
         found = [self.first] if self.first is not None else []
         if self.vertex is not None:
             found.append(
-                multipliers(self.program, self.engine, ON_COMPUTE, self.vertex, Rows.of([]), {})
+                multipliers(self.program, self.engine, COMPUTE_BOUND, self.vertex, Rows.of([]), {})
             )
         if self.duals is not None:
             budget, named = (
@@ -176,7 +176,7 @@ class Incumbent:
     extra: Incoming
     proven: Proven
     gap: float
-    best: Choices | None = None
+    best: Solution | None = None
     start: Floats | None = None
 
     @property
@@ -213,7 +213,7 @@ class Incumbent:
         except LayoutError:  # rounded strategies may make nothing that a reader can use
             return []
 
-    def meet(self, choices: Choices) -> None:
+    def meet(self, choices: Solution) -> None:
         """Take a known plan if it fits and is better."""
         evaluation = evaluate(
             self.program.problem,
@@ -223,7 +223,7 @@ class Incumbent:
             choices.regions,
         )
         if evaluation.objective_s < self.best_s and fits(self.program.problem, evaluation):
-            self.best = Choices(
+            self.best = Solution(
                 choices.strategies,
                 choices.recomputed,
                 evaluation.kept,
@@ -253,7 +253,7 @@ class Incumbent:
             regions, values = frozenset(), None
             evaluation = evaluate(self.program.problem, strategies, recomputed, kept, regions)
         if evaluation.objective_s < self.best_s and fits(self.program.problem, evaluation):
-            self.best = Choices(
+            self.best = Solution(
                 strategies,
                 recomputed,
                 evaluation.kept,

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.core.problem import Problem
-from autopar.core.solution import Apart, Choices
-from autopar.core.streams import ON_COMPUTE, Balance
+from autopar.core.solution import FractionalGroups, Solution
+from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.errors import LayoutError
 from autopar.solve.bounds import Incumbent, Proven
 from autopar.solve.branching import Tree
@@ -87,12 +87,12 @@ class BranchAndCut:
     max_nodes: int
     time_limit_s: float = math.inf
     whole: bool = True
-    likely: Balance = ON_COMPUTE
+    likely: OverlapWeights = COMPUTE_BOUND
     known: Quick | None = None
     only_plan: bool = False
     waits: bool = False
     common: Common = field(default_factory=Common)
-    met: Choices | None = None
+    met: Solution | None = None
     program: Formulation = field(init=False)
     engine: Engine = field(init=False)
     excess: Excess = field(init=False)
@@ -106,7 +106,7 @@ class BranchAndCut:
     live: Live | None = None
     point: Point | None = None
     beginning: Beginning | None = None
-    apart: Apart | None = None
+    apart: FractionalGroups | None = None
     tree: Tree | None = None
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class BranchAndCut:
         self.plans = Incumbent(self.program, self.engine, self.extra, self.proven, self.gap)
         self.climb = Climb(self.program, self.engine, self.extra, self.proven, self.gap, self.plans)
 
-    def run(self) -> Choices | None:
+    def run(self) -> Solution | None:
         """Search for the best plan.
 
         Returns:
@@ -189,7 +189,7 @@ class BranchAndCut:
         if self.extra.active:
             return _GO_ON
         rows = self.plans.offer_rounded(relaxation)
-        if rows and self.likely != ON_COMPUTE:
+        if rows and self.likely != COMPUTE_BOUND:
             rows = [*rows, *self.extra.excesses()]
         return Outcome(rows)
 
@@ -214,7 +214,7 @@ class BranchAndCut:
             # What a dive finds depends on the vertex, so plans are looked for at the vertex.
             return Outcome(self.climb.from_vertex(root.point, self.free, soon=True), is_final=True)
         if self._needs_no_plan():
-            self.apart = Apart(self.proven.mixed, self.proven.bound_s)
+            self.apart = FractionalGroups(self.proven.mixed, self.proven.bound_s)
             return _END
         return _GO_ON
 
@@ -292,7 +292,7 @@ class BranchAndCut:
     def _is_large(self) -> bool:
         return len(self.engine.names) >= LARGE
 
-    def _answer(self) -> Choices | None:
+    def _answer(self) -> Solution | None:
         if self.plans.best is None:
             return None
         bound = min(self.proven.bound_s, self.plans.best.objective_s)
@@ -387,9 +387,9 @@ class BranchAndCut:
         """Solve the relaxation at the best balance, and search for plans over the columns that are
         cheap at each balance on the way."""
         found: Sifted | None = None
-        known = next((b for b in (self.proven.balance, self.likely) if b != ON_COMPUTE), None)
+        known = next((b for b in (self.proven.balance, self.likely) if b != COMPUTE_BOUND), None)
         first = (
-            (known,) if known else (ON_COMPUTE, middle(self.extra.phases))
+            (known,) if known else (COMPUTE_BOUND, middle(self.extra.phases))
         )  # near the first vertex, and far
         rows = self.extra.budget
         for at in sift_balances(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from autopar.core.problem import Problem
 from autopar.solve.dual_ascent import Ascent, Potentials
 from autopar.solve.formulation import Formulation
-from autopar.solve.highs import Engine, Relaxation, Work
+from autopar.solve.highs import Engine, Relaxation, SimplexWork
 from autopar.solve.overlap_rows import Excess
 
 _LAST = 2  # problems: of layers in groups, and in none
@@ -83,7 +83,7 @@ class Common:
         work: the work of all its searches.
     """
 
-    work: Work = field(default_factory=Work)
+    work: SimplexWork = field(default_factory=SimplexWork)
     _found: deque[Free] = field(default_factory=lambda: deque(maxlen=_LAST))
 
     def of(self, problem: Problem) -> Free | None:

@@ -35,13 +35,13 @@ import numpy as np
 from autopar.core.layout_graph import LayoutGraph
 from autopar.core.problem import Phase, Problem, at_best
 from autopar.core.solution import Multipliers
-from autopar.core.streams import ON_COMPUTE, Balance, Load
+from autopar.core.streams import COMPUTE_BOUND, Load, OverlapWeights
 from autopar.solve.paths import refusal, useful_arcs, worth_recomputing
-from autopar.solve.potentials import Decision, Floats, Group, Ints, Reader, Share, Side
+from autopar.solve.potentials import Decision, Floats, Ints, PricedReader, ReaderGroup, Share, Side
 from autopar.solve.prices import arc_loads, away_load, op_load, saved_load
-from autopar.solve.worth import Worth
+from autopar.solve.worth import MemoryPrices
 
-Turn = tuple[Reader, bool]
+Turn = tuple[PricedReader, bool]
 """A reader whose potentials are to be raised, or else lowered."""
 
 
@@ -69,16 +69,16 @@ class Ascent:
             far.
     """
 
-    def __init__(self, problem: Problem, balance: Balance = ON_COMPUTE) -> None:
+    def __init__(self, problem: Problem, balance: OverlapWeights = COMPUTE_BOUND) -> None:
         problem = at_best(problem)
-        self.problem, self.balance, self.worth = problem, balance, Worth(problem)
+        self.problem, self.balance, self.worth = problem, balance, MemoryPrices(problem)
         useful = worth_recomputing(problem)
         self.x = [self._decision(n, again=False) for n in range(len(problem.ops))]
         self.again = {
             n: self._decision(n, again=True) for n in range(len(problem.ops)) if n in useful
         }
         self._known: dict[tuple[int, int, str, int], Ints] = {}
-        self.groups: list[Group] = []
+        self.groups: list[ReaderGroup] = []
         for v in range(len(problem.variants)):
             self._variant(v)
         self.order = self._place_decisions()
@@ -111,7 +111,7 @@ class Ascent:
         Args:
             worths_s: budget row → seconds that the whole budget is worth there.
         """
-        before, self.worth = self.worth, Worth(self.problem, worths_s)
+        before, self.worth = self.worth, MemoryPrices(self.problem, worths_s)
         for n, decision in enumerate(self.x):
             decision.reprice(self.worth.of_ops[n] - before.of_ops[n])
         for n, decision in self.again.items():
@@ -131,7 +131,7 @@ class Ascent:
         """Restore potentials from before memory had a price, for a problem that differs only in
         its moments."""
         self.problem = at_best(problem)
-        self.worth, self.num_sweeps = Worth(self.problem), potentials.num_sweeps
+        self.worth, self.num_sweeps = MemoryPrices(self.problem), potentials.num_sweeps
         for decision, (prices, costs) in zip(self.order, potentials.decisions, strict=True):
             decision.prices, decision.costs = prices, costs.copy()
         for group, state in zip(self.groups, potentials.groups, strict=True):
@@ -271,7 +271,7 @@ class Ascent:
             np.concatenate([costs, np.zeros(len(kept))]),
             np.concatenate([weights, np.zeros(len(kept))]),
         )
-        group = Group(v, late, useful, tails, heads, costs, weights, sizes, most_s, num)
+        group = ReaderGroup(v, late, useful, tails, heads, costs, weights, sizes, most_s, num)
         group.sources += [
             Side(decision, at, times * useful[at])
             for decision, at, times in sources
@@ -282,7 +282,7 @@ class Ascent:
                 return  # they do not run again; the bound holds without that
             raise refusal(self.problem)
         for i, decision, at in readers:
-            Reader(group, Side(decision, at, np.ones(len(at))), i)
+            PricedReader(group, Side(decision, at, np.ones(len(at))), i)
         self.groups.append(group)
 
     def _away(self, v: int, layout: int) -> float:

@@ -5,7 +5,7 @@ is minimised: trees are the cheapest where an early second costs s, or, where ea
 then outlasts compute, those of other balances with which the step is shorter
 (`autopar.solve.evaluate`).
 
-A kernel that is on offer (`autopar.cost.kernels`) is taken where it saves something: of one
+A kernel that is on offer (`autopar.cost.kernel_offers`) is taken where it saves something: of one
 collective by one product, and of a product either what is gathered for it or what its result is
 scattered by, for all instances alike (`autopar.solve.pick_kernels`).
 
@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.core.problem import Problem
-from autopar.core.solution import Choices
-from autopar.core.streams import ON_COMPUTE, Balance, Load
+from autopar.core.solution import Solution
+from autopar.core.streams import COMPUTE_BOUND, Load, OverlapWeights
 from autopar.solve.memory_rows import budget_rows
-from autopar.solve.moves import Moves, Redistribution, moved_load, moves_of
 from autopar.solve.pick_kernels import regions_of, saved_by, within, without_clashes
 from autopar.solve.prices import op_load, routed_load
+from autopar.solve.tensor_moves import Moves, Redistribution, moved_load, moves_of
 
 # --------------------------------------------------------------------------------------------------
 # Trees of collectives where early communication outlasts compute.
@@ -44,7 +44,7 @@ _BETTER = 1e-12  # of a step, relative
 def balance_trees(
     problem: Problem,
     first: Sequence[Moves],
-    at: Callable[[int, Balance], Moves],
+    at: Callable[[int, OverlapWeights], Moves],
     load: Callable[[Sequence[Moves]], Load],
 ) -> Sequence[Moves]:
     """The trees of all variants that make the step the shortest.
@@ -73,7 +73,7 @@ def balance_trees(
     return _each_its_best(problem, tried, best, loads[best])
 
 
-def _middle(bounds: Sequence[tuple[float, float]]) -> Balance:
+def _middle(bounds: Sequence[tuple[float, float]]) -> OverlapWeights:
     forward, backward = ((low + high) / 2 for low, high in bounds)
     return forward, backward
 
@@ -209,7 +209,7 @@ def _versions(kept: Mapping[int, tuple[int, ...]]) -> dict[int, set[int]]:
     return {v: set(versions) for v, versions in kept.items() if versions}
 
 
-def evaluate_choices(problem: Problem, choices: Choices) -> Evaluation:
+def evaluate_choices(problem: Problem, choices: Solution) -> Evaluation:
     """Price a solver's answer, as `evaluate` does."""
     return evaluate(problem, choices.strategies, choices.recomputed, choices.kept, choices.regions)
 
@@ -220,11 +220,11 @@ def _evaluate(
     recomputed: Mapping[int, int],
     kept: Mapping[int, tuple[int, ...]] | None,
 ) -> Evaluation:
-    def at(v: int, balance: Balance) -> Moves:
+    def at(v: int, balance: OverlapWeights) -> Moves:
         """The cheapest collectives of a variant at a balance."""
         return moves_of(problem, v, strategies, recomputed, kept, balance)
 
-    first = [at(v, ON_COMPUTE) for v in range(len(problem.variants))]
+    first = [at(v, COMPUTE_BOUND) for v in range(len(problem.variants))]
     found = _price_trees(problem, strategies, recomputed, first)
     if not any(found.load.outlasts_compute(found.slowdown)):
         return found

@@ -69,7 +69,7 @@ from numpy.typing import NDArray
 
 from autopar.core.layout_graph import LayoutGraph
 from autopar.core.problem import Use
-from autopar.core.streams import ON_COMPUTE, Balance
+from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.solve.kernel_rows import UNSEEN, KernelRows, RowKey
 from autopar.solve.lp import AT_LEAST, AT_MOST, EQUAL, Column, Costs, Terms
 from autopar.solve.memory_rows import BudgetRow
@@ -100,9 +100,9 @@ class Formulation(KernelRows):
         self._ways()
         self._routes()
         self._host()
-        self.model.minimise(self.costs(ON_COMPUTE))
+        self.model.minimise(self.costs(COMPUTE_BOUND))
 
-    def costs(self, balance: Balance) -> Costs:
+    def costs(self, balance: OverlapWeights) -> Costs:
         """The prices of variables that take time, at a balance
         (`autopar.core.streams.Load.priced_s`)."""
         numbers, serial_s, compute_s, early_s = self.parts()

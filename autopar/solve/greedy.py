@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.core.problem import Problem
-from autopar.core.solution import Choices, Multipliers
+from autopar.core.solution import Multipliers, Solution
 from autopar.errors import LayoutError
 from autopar.solve.dual_ascent import Ascent
 from autopar.solve.evaluate import evaluate, fits
 from autopar.solve.multipliers import quickest
-from autopar.solve.potentials import Decision, Floats, Group, Reader
+from autopar.solve.potentials import Decision, Floats, PricedReader, ReaderGroup
 
 # --------------------------------------------------------------------------------------------------
 # A plan from potentials: decisions are taken one after the other, each the cheapest given those
@@ -45,7 +45,7 @@ class _Settled:
 
     ascent: Ascent
     at_hand: dict[int, list[int]] = field(default_factory=dict)
-    read: dict[int, list[tuple[Reader, int]]] = field(default_factory=dict)
+    read: dict[int, list[tuple[PricedReader, int]]] = field(default_factory=dict)
 
     def costs(self, decision: Decision, groups: list[int]) -> Floats:
         """Cost of each strategy in seconds, given what is settled."""
@@ -84,13 +84,13 @@ class _Settled:
                     if g in self.at_hand:
                         self.at_hand[g].append(layout)
 
-    def _costs_from(self, group: Group, layouts: list[int]) -> Floats:
+    def _costs_from(self, group: ReaderGroup, layouts: list[int]) -> Floats:
         """Seconds of the cheapest collectives from any of these layouts to each layout."""
         costs = np.full(len(group.useful), np.inf)
         costs[layouts] = 0.0
         return np.minimum(group.spread(costs, group.costs), _NEVER)
 
-    def _costs_to(self, group: Group, layout: int) -> Floats:
+    def _costs_to(self, group: ReaderGroup, layout: int) -> Floats:
         """Seconds of the cheapest collectives from each layout to this one."""
         costs = np.full(len(group.useful), -np.inf)
         costs[layout] = 0.0
@@ -148,7 +148,7 @@ class Quick:
     problem: Problem
     gap: float
     bound_s: float = 0.0
-    best: Choices | None = None
+    best: Solution | None = None
     multipliers: Multipliers | None = None
     ascent: Ascent | None = None
 
@@ -158,7 +158,7 @@ class Quick:
         return self.best is not None and self.best.objective_s * (1 - self.gap) <= self.bound_s
 
     @property
-    def answer(self) -> Choices | None:
+    def answer(self) -> Solution | None:
         """The plan, with what is proven of it."""
         if self.best is None:
             return None
@@ -231,7 +231,7 @@ class Quick:
         if fits(self.problem, evaluation) and evaluation.objective_s < (
             np.inf if self.best is None else self.best.objective_s
         ):
-            plan = Choices(strategies, {}, evaluation.kept, evaluation.objective_s, 0.0)
+            plan = Solution(strategies, {}, evaluation.kept, evaluation.objective_s, 0.0)
             self.best = (
                 plan
                 if self.best is None

@@ -105,7 +105,7 @@ _MOST = 2**31 - 1  # the largest limit that HiGHS takes
 
 
 @dataclass(slots=True)
-class Work:
+class SimplexWork:
     """What runs have done: simplex steps, each as dear as the program has columns. It is the same
     from run to run, as seconds are not.
 
@@ -184,7 +184,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, time_limit_s: float = math.inf, work: Work | None = None
+        self, model: Model, time_limit_s: float = math.inf, work: SimplexWork | None = None
     ) -> None:
         columns = sorted(model.columns, key=lambda c: c.name)
         self.names = [c.name for c in columns]
@@ -206,7 +206,7 @@ class Engine:
         self.begun = Begun(self.rows)
         self.time_limit_s, self._end = time_limit_s, time.monotonic() + time_limit_s
         self.timed_out = self.waits = False
-        self.work = work or Work()
+        self.work = work or SimplexWork()
         self.basis: highspy.HighsBasis | None = (
             None  # of the last vertex of the relaxation without further rows, and the steps to it
         )

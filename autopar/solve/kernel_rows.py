@@ -1,5 +1,5 @@
-"""The rows of the program for collective-overlap kernels (`autopar.cost.kernels`) and for routes
-(`autopar.cost.expert_routes`).
+"""The rows of the program for collective-overlap kernels (`autopar.cost.kernel_offers`) and for
+routes (`autopar.cost.expert_routes`).
 
 Indices and variables as in `autopar.solve.formulation`; g is a kernel, b a region of memory that
 ranks share.
@@ -29,7 +29,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.core.problem import Kernel, Problem
+from autopar.core.problem import OverlapKernel, Problem
 from autopar.core.streams import Load
 from autopar.solve.lp import AT_MOST, Column, Model, Terms
 from autopar.solve.paths import Demand, merge_terms
@@ -103,7 +103,7 @@ class KernelRows:
             self._scatter_rows(group, a, terms, arcs, paid, supply, demands)
 
     def _kernel_flows(
-        self, key: RowKey, kernel: Kernel, arcs: Sequence[int], doing: dict[int, Terms]
+        self, key: RowKey, kernel: OverlapKernel, arcs: Sequence[int], doing: dict[int, Terms]
     ) -> Terms:
         """The columns h[g,a] of a kernel, which are added to `doing` by arc; rows (13)."""
         v, late = key[0], bool(key[1])
@@ -121,7 +121,7 @@ class KernelRows:
         return terms
 
     def _product_rows(
-        self, key: RowKey, kernel: Kernel, product: list[Column], terms: Terms
+        self, key: RowKey, kernel: OverlapKernel, product: list[Column], terms: Terms
     ) -> None:
         """Rows (11), (14) and (16) of a kernel, and its terms of rows (15) and (18)."""
         v = key[0]
@@ -164,7 +164,7 @@ class KernelRows:
         if not late:
             self.scattered.setdefault((v, source), []).append(terms)
 
-    def _products(self, v: int, kernel: Kernel, variables: list[Column]) -> Terms:
+    def _products(self, v: int, kernel: OverlapKernel, variables: list[Column]) -> Terms:
         """The strategies with which an op's product can do a kernel's collectives, per tensor of
         variant v."""
         return [(variables[s], 1) for s in kernel.strategies]
@@ -175,13 +175,13 @@ class KernelRows:
             for i, (a, b) in enumerate(itertools.product(*ways.values()) if len(ways) == 2 else ()):
                 self._row((WAY, *product, i), [*a, *b], AT_MOST, 1)
 
-    def _addends(self, kernel: Kernel) -> list[Column]:
+    def _addends(self, kernel: OverlapKernel) -> list[Column]:
         """The strategies with which the last addend of a kernel's sum can do its collectives;
         none where there is no sum."""
         op, strategies = kernel.product
         return [self.x[op][s] for s in strategies if kernel.added]
 
-    def _also(self, kernel: Kernel) -> Iterator[tuple[int, list[Column]]]:
+    def _also(self, kernel: OverlapKernel) -> Iterator[tuple[int, list[Column]]]:
         """The ops that a kernel does beside its product, with the strategies that it can do them
         with."""
         yield from ((op, [self.x[op][s] for s in strategies]) for op, strategies in kernel.also)

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.core.problem import Moment, Problem
+from autopar.core.problem import MemoryPoint, Problem
 
 KEPT_ROW, GRADIENT_ROW = "start of backward", "end of backward"
 
@@ -117,7 +117,9 @@ def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
     )
 
 
-def _instances_held(problem: Problem, moment: Moment, others: int) -> tuple[tuple[int, int], ...]:
+def _instances_held(
+    problem: Problem, moment: MemoryPoint, others: int
+) -> tuple[tuple[int, int], ...]:
     """Instances held at a moment, those of the other microbatches in flight among them."""
     if not others:
         return moment.held

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.core.problem import Problem
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.solve.evaluate import evaluate
 from autopar.solve.formulation import Formulation
 from autopar.solve.highs import Engine, Relaxation
@@ -41,7 +41,7 @@ class Least:
 
     bound_bytes: int
     size_bytes: int = 0
-    choices: Choices | None = None
+    choices: Solution | None = None
 
 
 def least_budget(
@@ -103,7 +103,7 @@ class Lightest:
         """No plan needs less: the relaxation with all rows."""
         return int(np.ceil(self._least * self._unit * (1 - 1e-6)))
 
-    def choices(self, weight: float) -> Choices | None:
+    def choices(self, weight: float) -> Solution | None:
         """A plan where the least time weighs so much of the least peak; None where none was
         found."""
         if self._fastest is None:
@@ -199,7 +199,7 @@ def _plan(
     relaxation: Relaxation,
     *,
     quick: bool = False,
-) -> tuple[Choices | None, tuple[int, ...]]:
+) -> tuple[Solution | None, tuple[int, ...]]:
     """A plan with a small peak and its budget rows, or nothing."""
     for columns in _grow_columns(relaxation):
         columns[engine.column["peak"]] = True
@@ -212,7 +212,7 @@ def _plan(
             )
             evaluation = evaluate(problem, *chosen)
             strategies, recomputed, _, regions = chosen
-            choices = Choices(
+            choices = Solution(
                 strategies,
                 recomputed,
                 evaluation.kept,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from autopar.core.problem import Problem
 from autopar.core.solution import Multipliers
-from autopar.core.streams import Balance
+from autopar.core.streams import OverlapWeights
 from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, KEEP, SCALE, SHARE, Formulation
 from autopar.solve.highs import Engine, proof
 from autopar.solve.kernel_rows import ARC, PRODUCT
@@ -50,7 +50,7 @@ def tighter(program: Formulation, engine: Engine) -> Rows:
 def multipliers(
     program: Formulation,
     engine: Engine,
-    balance: Balance,
+    balance: OverlapWeights,
     duals: Floats,
     budget: Rows,
     prices: Mapping[str, float],

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.core.streams import ON_COMPUTE, PHASES, Balance
+from autopar.core.streams import COMPUTE_BOUND, PHASES, OverlapWeights
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.highs import Engine
 from autopar.solve.lp import AT_LEAST, Column, Floats, Terms
@@ -82,10 +82,10 @@ class Excess:
             (self.variables[phase], 1.0),
         ]
 
-    def balance(self, duals: dict[int, float]) -> Balance:
+    def balance(self, duals: dict[int, float]) -> OverlapWeights:
         """λ per phase from the duals of the rows that are in."""
         if not self.unit:
-            return ON_COMPUTE
+            return COMPUTE_BOUND
         forward, backward = (
             round(1.0 - min(max(duals.get(phase, 0.0) / self.unit, 0.0), 1.0), _DIGITS)
             for phase in range(2)

@@ -23,7 +23,7 @@ from autopar.solve.multipliers import tighter
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PricedPart:
     """Some ops, each once, and the tensors that only these make and read.
 
     Attributes:
@@ -39,8 +39,8 @@ class Part:
 
 
 @dataclass
-class _Program(Formulation):
-    part: Part = field(kw_only=True)
+class _PartProgram(Formulation):
+    part: PricedPart = field(kw_only=True)
 
     def _strategies(self) -> None:
         super()._strategies()
@@ -56,7 +56,7 @@ class _Program(Formulation):
 
 
 def least_of(
-    part: Part, target_s: float, max_relaxations: int, time_limit_s: float = math.inf
+    part: PricedPart, target_s: float, max_relaxations: int, time_limit_s: float = math.inf
 ) -> tuple[float, int]:
     """No choice for the part costs less than so many seconds; and how many relaxations that took.
 
@@ -64,7 +64,7 @@ def least_of(
         target_s: what is to be shown, if it is true; the search ends there. max_relaxations: beyond
             those of a first dive.
     """
-    program = _Program(part.problem, part=part)
+    program = _PartProgram(part.problem, part=part)
     engine = Engine(program.model, time_limit_s)
     if engine.relax() is None:
         return math.inf, 1

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from autopar.core.layout_graph import Arc, LayoutGraph
-from autopar.core.problem import Hidden, Kernel, Problem
+from autopar.core.problem import OverlapKernel, OverlapOption, Problem
 from autopar.core.streams import Load
 from autopar.solve.prices import saved_load
 
@@ -31,12 +31,12 @@ class Taken:
 
     op: int
     again: bool
-    hidden: Hidden
+    hidden: OverlapOption
     norms: bool = False
 
 
 class Moves(Protocol):
-    """A variant's collectives in one phase (`autopar.solve.moves.Redistribution`)."""
+    """A variant's collectives in one phase (`autopar.solve.tensor_moves.Redistribution`)."""
 
     @property
     def arcs(self) -> tuple[Arc, ...]:
@@ -52,7 +52,7 @@ class Moves(Protocol):
 M = TypeVar("M", bound=Moves)
 
 
-def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[Kernel, ...]:
+def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[OverlapKernel, ...]:
     """List the kernels on offer of which each op runs with one of the kernel's strategies: the
     product, and the ops that the kernel adds to it or does after it.
 
@@ -64,7 +64,7 @@ def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[Kernel
     """
     now, again = chosen
 
-    def runs(kernel: Kernel) -> bool:
+    def runs(kernel: OverlapKernel) -> bool:
         """Whether each op of the kernel has one of the strategies that it needs."""
         needed = (kernel.op, kernel.strategies), kernel.product, *kernel.also
         return all(
@@ -75,7 +75,9 @@ def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[Kernel
     return tuple(filter(runs, problem.kernels.get((v, late), ())))
 
 
-def most_saved(graph: LayoutGraph, kernels: Sequence[Kernel]) -> dict[tuple[int, int], float]:
+def most_saved(
+    graph: LayoutGraph, kernels: Sequence[OverlapKernel]
+) -> dict[tuple[int, int], float]:
     """Ends of an arc → the most that a kernel saves there."""
     most: dict[tuple[int, int], float] = {}
     for hidden in (hidden for kernel in kernels for hidden in kernel.hides):
@@ -85,7 +87,11 @@ def most_saved(graph: LayoutGraph, kernels: Sequence[Kernel]) -> dict[tuple[int,
 
 
 def pick_kernels(
-    problem: Problem, v: int, arcs: Sequence[Arc], wanted: set[int], kernels: Sequence[Kernel]
+    problem: Problem,
+    v: int,
+    arcs: Sequence[Arc],
+    wanted: set[int],
+    kernels: Sequence[OverlapKernel],
 ) -> dict[int, Taken]:
     """Assign collectives to kernels, the largest saving first.
 
@@ -198,7 +204,7 @@ def within(problem: Problem, regions: frozenset[int] | None) -> Problem:
     routes = {
         where: route for where, route in problem.routes.items() if regions.issuperset(route.regions)
     }
-    kernels: dict[tuple[int, bool], tuple[Kernel, ...]] = {}
+    kernels: dict[tuple[int, bool], tuple[OverlapKernel, ...]] = {}
     for where, offered in problem.kernels.items():
         left = (
             replace(k, hides=tuple(h for h in k.hides if h.region is None or h.region in regions))

@@ -98,7 +98,7 @@ class Side:
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class ReaderGroup:
     """The collectives that a tensor's readers of one phase share.
 
     Attributes:
@@ -121,7 +121,7 @@ class Group:
     most_s: Floats
     num: int
     sources: list[Side] = field(default_factory=list)
-    readers: list[Reader] = field(default_factory=list)
+    readers: list[PricedReader] = field(default_factory=list)
     rises: Floats = field(init=False)
     _priced: Floats = field(init=False)
     _to: tuple[Ints, Ints] = field(init=False)
@@ -248,7 +248,7 @@ class Group:
 
 
 @dataclass(eq=False, slots=True)
-class Reader:
+class PricedReader:
     """One reader.
 
     Attributes:
@@ -256,7 +256,7 @@ class Reader:
             collective, where there are several readers.
     """
 
-    group: Group
+    group: ReaderGroup
     side: Side
     use: int
     worth: Floats = field(init=False)

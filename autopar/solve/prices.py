@@ -8,14 +8,14 @@ With s the profile's `overlap_slowdown` and λ a share per phase (`autopar.core.
                                                      as its share of one
     of all else, an op's own collectives among it    costs 1
 
-What a kernel saves of a product and a critical collective (`autopar.cost.kernels`), or a route of
-what an op sends (`autopar.cost.expert_routes`), is that much less compute.
+What a kernel saves of a product and a critical collective (`autopar.cost.kernel_offers`), or a
+route of what an op sends (`autopar.cost.expert_routes`), is that much less compute.
 
 With λ = 1 that is the step itself, as long as compute can hide what is early; with other λ, trees
 of collectives are chosen where it cannot (`autopar.solve.evaluate`). Communication counts as early
-here where it has slack (`autopar.solve.moves`) whatever is chosen, which the problem alone shows
-(`autopar.core.problem.is_early`); where that hangs on choices, it counts as critical. Copies to and
-from the hosts always have slack.
+here where it has slack (`autopar.solve.tensor_moves`) whatever is chosen, which the problem alone
+shows (`autopar.core.problem.is_early`); where that hangs on choices, it counts as critical. Copies
+to and from the hosts always have slack.
 
 The share of a bucket is what a bucket takes per byte at best
 (`autopar.core.collective.share_of_bucket`), whichever share it, so that the sum is below the step
@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from autopar.core.collective import HOST_KINDS
 from autopar.core.layout_graph import Arc
 from autopar.core.problem import Phase, Problem, is_early
-from autopar.core.streams import ON_COMPUTE, Balance, Load, work
+from autopar.core.streams import COMPUTE_BOUND, Load, OverlapWeights, work
 
 # share of its time that an arc costs beside its price: of equally cheap trees the quicker is taken
 _TIE = 1e-9
@@ -112,7 +112,7 @@ def tree_costs(
     *,
     late: bool,
     saved_s: Mapping[tuple[int, int], float],
-    balance: Balance = ON_COMPUTE,
+    balance: OverlapWeights = COMPUTE_BOUND,
 ) -> Callable[[Arc], float]:
     """Return a function that prices arcs at a balance; of equally dear ones the quicker costs less.
 

@@ -23,7 +23,7 @@ from typing import Any
 import pulp
 
 from autopar.core.problem import Problem
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.core.streams import PHASES
 from autopar.errors import AutoparError
 from autopar.solve.evaluate import Evaluation, evaluate
@@ -154,7 +154,7 @@ _GRAIN = 1e-6  # relative, of objectives: what a solver with a gap of 0 takes fo
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _SolverAnswer:
     """Values of columns by name; the proven bound in seconds."""
 
     values: Mapping[str, float]
@@ -163,7 +163,7 @@ class _Answer:
 
 def solve_modelled(
     problem: Problem, solver: str, gap: float, time_limit_s: float
-) -> Choices | None:
+) -> Solution | None:
     """The best plan by one of PuLP's solvers; None where none fits, or none was found in time.
 
     Args:
@@ -200,7 +200,7 @@ def solve_modelled(
                 min(bound_s, evaluation.objective_s),
                 min(free_s, evaluation.objective_s),
             )
-            return Choices(
+            return Solution(
                 strategies,
                 recomputed,
                 evaluation.kept,
@@ -233,7 +233,7 @@ def _exceeded_phases(evaluation: Evaluation) -> set[int]:
 
 def _solve_once(
     model: Model, solver: PulpSolver, gap: float, left_s: float, free: Problem | None
-) -> _Answer | None:
+) -> _SolverAnswer | None:
     """Run the solver once; None if it found nothing.
 
     Args:
@@ -258,9 +258,9 @@ def _solve_once(
             cost * values[column.name]
             for column, cost in zip(model.columns, model.costs, strict=True)
         )
-        return _Answer(values, (objective - max(gap, _GRAIN) * abs(objective)) / SCALE)
+        return _SolverAnswer(values, (objective - max(gap, _GRAIN) * abs(objective)) / SCALE)
     relaxation = Engine(model).relax()
-    return _Answer(values, 0.0 if relaxation is None else relaxation.bound / SCALE)
+    return _SolverAnswer(values, 0.0 if relaxation is None else relaxation.bound / SCALE)
 
 
 def to_pulp(

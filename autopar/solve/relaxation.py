@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.core.layout_graph import LayoutGraph
-from autopar.core.problem import Kernel, Problem, Use, at_best
+from autopar.core.problem import OverlapKernel, Problem, Use, at_best
 from autopar.core.solution import Multipliers
 from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, SCALE, Formulation
 from autopar.solve.highs import Engine
@@ -105,7 +105,7 @@ class _Grouped(Formulation):
             [value.graph.index[s.layouts.outputs[value.result]] for s in strategies],
         )
 
-    def _products(self, v: int, kernel: Kernel, variables: list[Column]) -> Terms:
+    def _products(self, v: int, kernel: OverlapKernel, variables: list[Column]) -> Terms:
         uses = enumerate(self.problem.variants[v].uses)
         shares = [self.spread.read[v][i] for i, use in uses if use.op == kernel.op]
         shares += (
@@ -123,10 +123,10 @@ class _Grouped(Formulation):
             ]
         )
 
-    def _addends(self, kernel: Kernel) -> list[Column]:
+    def _addends(self, kernel: OverlapKernel) -> list[Column]:
         return []  # no certificate has multipliers of these rows
 
-    def _also(self, kernel: Kernel) -> Iterator[tuple[int, list[Column]]]:
+    def _also(self, kernel: OverlapKernel) -> Iterator[tuple[int, list[Column]]]:
         yield from ()  # nor of these
 
     def _host(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.core.streams import PHASES, Balance
+from autopar.core.streams import PHASES, OverlapWeights
 from autopar.solve.bounds import Incumbent, Proven
 from autopar.solve.dual_ascent import Ascent
 from autopar.solve.formulation import FLOW, SCALE, Formulation
@@ -194,7 +194,7 @@ class Sifted:
     one before: plans take some of each."""
 
     point: Point
-    balance: Balance
+    balance: OverlapWeights
     columns: Columns
 
 
@@ -204,7 +204,7 @@ def sift_balances(
     live: Live,
     excess: Excess,
     phases: Sequence[int],
-    first: Sequence[Balance],
+    first: Sequence[OverlapWeights],
 ) -> Iterator[Sifted]:
     """Better and better balances.
 
@@ -236,7 +236,7 @@ def sift_balances(
         waiting.append(excess.balance(duals))
 
 
-def middle(phases: Sequence[int]) -> Balance:
+def middle(phases: Sequence[int]) -> OverlapWeights:
     """Where communication counts as much as compute does."""
     forward, backward = (0.5 if phase in phases else 1.0 for phase in range(len(PHASES)))
     return forward, backward

@@ -1,4 +1,4 @@
-"""Problem → Choices, by HiGHS (`autopar.solve.branch_and_cut`) or by one of PuLP's solvers
+"""Problem → Solution, by HiGHS (`autopar.solve.branch_and_cut`) or by one of PuLP's solvers
 (`autopar.solve.pulp_models`)."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Literal, overload
 
 from autopar.core.problem import Problem
-from autopar.core.solution import Apart, Choices
-from autopar.core.streams import ON_COMPUTE, Balance
+from autopar.core.solution import FractionalGroups, Solution
+from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.errors import InfeasibleError, size_text
 from autopar.solve.branch_and_cut import BranchAndCut
 from autopar.solve.common import Common
@@ -28,7 +28,7 @@ from autopar.solve.pulp_models import LIVE, solve_modelled
 # budgets, though not in the emitted program.
 
 
-def without_idle(problem: Problem, choices: Choices) -> Choices:
+def without_idle(problem: Problem, choices: Solution) -> Solution:
     """Remove recomputation that nothing reads; the plan is no slower, and nowhere larger."""
     if not choices.recomputed:
         return choices
@@ -65,13 +65,13 @@ def solve(
     max_nodes: int = 200,
     time_limit_s: float = math.inf,
     solver: str = "highs",
-) -> Choices:
+) -> Solution:
     """Choose strategies, recomputation and kept versions.
 
     Args:
         gap: stop when incumbent and bound are this close (relative).
         max_nodes: limit of ``highs``' search tree. time_limit_s: where it ends a run, which is
-            logged, the answer may differ between runs and `Choices.stats["timed_out"]` is 1.
+            logged, the answer may differ between runs and `Solution.stats["timed_out"]` is 1.
         solver: ``highs``, or one of PuLP's (`autopar.solve.pulp_models`), which are slower.
 
     Raises:
@@ -80,7 +80,7 @@ def solve(
     found = choices_or_least(
         problem, gap=gap, max_nodes=max_nodes, time_limit_s=time_limit_s, solver=solver
     )
-    if isinstance(found, Choices):
+    if isinstance(found, Solution):
         return found
     would_do = f", {size_text(found.size_bytes)} would do" if found.choices else ""
     needed = f"at least {size_text(found.bound_bytes)} is needed{would_do}"
@@ -108,13 +108,13 @@ def choices_or_least(
     solver: str,
     bound_only: bool = False,
     whole: Literal[True] = True,
-    likely: Balance = ON_COMPUTE,
+    likely: OverlapWeights = COMPUTE_BOUND,
     only_plan: bool = False,
     waits: bool = False,
     common: Common | None = None,
-    met: Choices | None = None,
-) -> Choices | Least:
-    """With `whole`, the answer is never `Apart`."""
+    met: Solution | None = None,
+) -> Solution | Least:
+    """With `whole`, the answer is never `FractionalGroups`."""
 
 
 @overload
@@ -127,13 +127,13 @@ def choices_or_least(
     solver: str,
     bound_only: bool = False,
     whole: bool,
-    likely: Balance = ON_COMPUTE,
+    likely: OverlapWeights = COMPUTE_BOUND,
     only_plan: bool = False,
     waits: bool = False,
     common: Common | None = None,
-    met: Choices | None = None,
-) -> Choices | Least | Apart:
-    """Without `whole`, the answer can be `Apart`."""
+    met: Solution | None = None,
+) -> Solution | Least | FractionalGroups:
+    """Without `whole`, the answer can be `FractionalGroups`."""
 
 
 def choices_or_least(
@@ -145,25 +145,25 @@ def choices_or_least(
     solver: str,
     bound_only: bool = False,
     whole: bool = True,
-    likely: Balance = ON_COMPUTE,
+    likely: OverlapWeights = COMPUTE_BOUND,
     only_plan: bool = False,
     waits: bool = False,
     common: Common | None = None,
-    met: Choices | None = None,
-) -> Choices | Least | Apart:
+    met: Solution | None = None,
+) -> Solution | Least | FractionalGroups:
     """Solve as `solve` does, but return the memory that is needed if no plan fits.
 
     Args:
         bound_only: what would do need not be found (`least_budget`) where it is proven that nothing
             fits.
         whole: search on where the relaxation mixes decisions of equal ops; else the answer then
-            says which (`Choices.mixed`), without a plan (`Apart`) where memory binds in a large
-            problem, only a plan is asked for, and none is near the relaxation.
+            says which (`Solution.mixed`), without a plan (`FractionalGroups`) where memory binds in
+            a large problem, only a plan is asked for, and none is near the relaxation.
         likely: at which balance the bound of a problem like this one was best; a search that begins
             there is sooner done.
         waits: let the search go on past the time limit as long as it has no plan.
         only_plan: in a large problem, or where memory binds, end with a plan, however far its bound
-            (`Choices.unfinished`).
+            (`Solution.unfinished`).
         common: what searches for the same problem with other moments have found, and this one adds
             to.
         met: an answer that is known already, and its bound, if any, with which HiGHS' search

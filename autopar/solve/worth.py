@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass
-class Worth:
+class MemoryPrices:
     """What bytes cost a problem's choices.
 
     Attributes:

@@ -51,7 +51,7 @@ def cut_trace(trace: Trace, positions: Sequence[int]) -> Cut:
     placing = place(trace, positions)
     crossing = boundaries(trace, placing, len(positions) + 1)
     stages = tuple(
-        _Stage(trace, placing, crossing, s, tuple(positions)).build()
+        _StageNodes(trace, placing, crossing, s, tuple(positions)).build()
         for s in range(len(positions) + 1)
     )
     return Cut(
@@ -60,7 +60,7 @@ def cut_trace(trace: Trace, positions: Sequence[int]) -> Cut:
 
 
 @dataclass
-class _Stage:
+class _StageNodes:
     """The trace of one stage while it is built."""
 
     trace: Trace

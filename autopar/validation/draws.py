@@ -14,7 +14,7 @@ from autopar.capture.trace import Trace
 from autopar.errors import ValidationError
 from autopar.ops import random
 from autopar.rules import where_of
-from autopar.validation.law import DRAWS
+from autopar.validation.op_law import DRAWS
 from autopar.validation.states import invalid
 
 # --------------------------------------------------------------------------------------------------

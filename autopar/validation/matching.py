@@ -21,7 +21,7 @@ from torch import fx
 
 from autopar import ops
 from autopar.rules import Call
-from autopar.validation.law import VIEWS, leading_dims
+from autopar.validation.op_law import VIEWS, leading_dims
 from autopar.validation.states import Ref
 from autopar.validation.time_trials import TimePlacement, split_dim
 from autopar.validation.traced import Traced

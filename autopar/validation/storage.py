@@ -16,8 +16,8 @@ from torch import fx
 
 from autopar.kernels import collectives as steps
 from autopar.kernels.collectives import add_to, write_to
-from autopar.validation.calls import written_operand
-from autopar.validation.moves import KINDS
+from autopar.validation.communication_steps import KINDS
+from autopar.validation.op_calls import written_operand
 from autopar.validation.states import unjustified_error
 
 aten = torch.ops.aten

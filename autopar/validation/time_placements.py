@@ -31,7 +31,7 @@ from autopar.core.layout import Layout, Strategy
 from autopar.core.placements import PARTIAL, REPLICATE
 from autopar.rules import AxisOption, axis_options, localize
 from autopar.rules.call import Call, KeyedCall
-from autopar.validation.law import DRAWS, VIEWS, leading_dims
+from autopar.validation.op_law import DRAWS, VIEWS, leading_dims
 from autopar.validation.time_trials import WHOLE, TimePlacement, split_dim, try_on_numbers
 
 aten = torch.ops.aten

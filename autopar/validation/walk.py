@@ -23,10 +23,10 @@ from autopar.kernels.collectives import add_to
 from autopar.kernels.fused import KERNELS
 from autopar.kernels.packing import from_bucket, into_bucket
 from autopar.rules import is_strategy
-from autopar.validation.calls import differences, expected_call, node_operands, place_of
-from autopar.validation.kernels import product_states
-from autopar.validation.law import Verdict, judge
-from autopar.validation.moves import KINDS, MoveError, cast, move, pack, unpack
+from autopar.validation.communication_steps import KINDS, MoveError, cast, move, pack, unpack
+from autopar.validation.kernel_states import product_states
+from autopar.validation.op_calls import differences, expected_call, node_operands, place_of
+from autopar.validation.op_law import Verdict, judge
 from autopar.validation.states import InFlight, Ref, Several, State, Sum, shown, unjustified_error
 from autopar.validation.traced import Traced
 
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class Walk:
+class GraphWalk:
     """The states of one emitted graph.
 
     Attributes:

@@ -9,8 +9,8 @@ from autopar.plans import Pipeline, Plan
 from autopar.program.program import Program, StagedProgram
 from autopar.stages import cut_trace
 from autopar.validation.in_order import check_order
-from autopar.validation.microbatches import validate_microbatches
-from autopar.validation.program import validate_program
+from autopar.validation.microbatch_graphs import validate_microbatches
+from autopar.validation.program_states import validate_program
 from autopar.validation.stages import check_stages
 from autopar.validation.states import Validation, invalid
 

@@ -11,7 +11,7 @@ import torch
 
 from autopar.rules.call import Call, Operand, TensorInfo, argument
 from autopar.rules.small_calls import Trial
-from autopar.rules.windows import each
+from autopar.rules.spatial import each
 
 aten = torch.ops.aten
 _BATCH, _CHANNELS, _STEPS, _FEW_STEPS, _WIDE = 4, 4, 12, 6, 4

@@ -32,7 +32,7 @@ from autopar.cost.priced import Priced
 from autopar.errors import InfeasibleError
 from autopar.planner.candidates import Candidate
 from autopar.planner.comm_schedule import Peaks
-from autopar.program.memory import NodePeak, node_peaks, trace_peak
+from autopar.program.peak_memory import NodePeak, node_peaks, trace_peak
 from autopar.program.program import Program
 from autopar.program.reorder import write_order
 from autopar.request import Outputs, PlanOptions

@@ -9,7 +9,7 @@ from native import needs_gpu, needs_nvcc
 from torch import Tensor
 
 from autopar import ops
-from autopar.kernels import library, rows
+from autopar.kernels import library, row_kernels
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_nvcc]
 
@@ -44,23 +44,23 @@ def test_norms_of_rows_are_exact_but_for_roundings(
     )
     weight = drawn(shape[-1:], dtype, 2) if weighted else None
     squares = 2 * ops.square_sum(x, dtype)
-    product = rows.rms_product(grad, x, weight, dtype)
+    product = row_kernels.rms_product(grad, x, weight, dtype)
     exact = [t.double() if t is not None else None for t in (x, grad, weight, squares, product)]
     double = torch.float64
-    found = rows.rms_norm(x, squares, weight, n, 1e-5, wide, wide, dtype)
+    found = row_kernels.rms_norm(x, squares, weight, n, 1e-5, wide, wide, dtype)
     alike(found, ops.rms_norm(exact[0], exact[3], exact[2], n, 1e-5, double, double, double), dtype)
-    half = rows.rms_norm(x, squares, weight, n, 1e-5, wide, dtype, dtype)
+    half = row_kernels.rms_norm(x, squares, weight, n, 1e-5, wide, dtype, dtype)
     alike(half, ops.rms_norm(x, squares, weight, n, 1e-5, wide, dtype, dtype).double(), dtype)
     alike(product, ops.rms_product(exact[1], exact[0], exact[2], double), wide)
-    backward = rows.rms_norm_backward(grad, x, squares, product, weight, n, 1e-5, dtype)
+    backward = row_kernels.rms_norm_backward(grad, x, squares, product, weight, n, 1e-5, dtype)
     alike(
         backward,
         ops.rms_norm_backward(exact[1], exact[0], exact[3], exact[4], exact[2], n, 1e-5, double),
         dtype,
     )
-    gradient = rows.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype)
+    gradient = row_kernels.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype)
     alike(gradient, ops.rms_weight_gradient(exact[1], exact[0], exact[3], n, 1e-5, double), wide)
-    assert torch.equal(gradient, rows.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype))
+    assert torch.equal(gradient, row_kernels.rms_weight_gradient(grad, x, squares, n, 1e-5, dtype))
 
 
 @pytest.mark.parametrize("dtype", library.FLOATS, ids=str)
@@ -73,15 +73,15 @@ def test_softmaxes_of_rows_are_exact_but_for_roundings(
         -3, 2 * shape[-1], shape[:-1], generator=torch.Generator().manual_seed(2)
     ).cuda()
     m = x.amax(-1) + 1
-    s = rows.sum_exp(x, m)
+    s = row_kernels.sum_exp(x, m)
     alike(s, ops.sum_exp(x.double(), m.double()), library.wide(dtype))
     for start in (0, shape[-1] // 2):
         exact = ops.cross_entropy_backward(
             x.double(), m.double(), s.double(), index, scale.double(), start
         )
-        alike(rows.cross_entropy_backward(x, m, s, index, scale, start), exact, dtype)
+        alike(row_kernels.cross_entropy_backward(x, m, s, index, scale, start), exact, dtype)
         held = x.clone()
-        assert rows.cross_entropy_backward_in_place(held, m, s, index, scale, start) is held
+        assert row_kernels.cross_entropy_backward_in_place(held, m, s, index, scale, start) is held
         alike(held, exact, dtype)
 
 
@@ -92,7 +92,7 @@ def test_a_loss_by_rows_is_that_of_the_op(dtype: torch.dtype) -> None:
     index[0, 2] = -100
     found, expected = (
         way(x, weight, index, -100, 30)
-        for way in (rows.linear_cross_entropy, ops.linear_cross_entropy)
+        for way in (row_kernels.linear_cross_entropy, ops.linear_cross_entropy)
     )
     for ours, theirs in zip(found, expected, strict=True):
         alike(ours, theirs.double(), dtype)

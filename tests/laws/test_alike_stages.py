@@ -13,7 +13,7 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.constraints import fsdp, pipeline
 from autopar.core.problem import Problem
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.planner import Planned, comm_schedule, rounds
 from autopar.planner.pipeline.stage_cache import Alike, Effort, form_of
 from autopar.program.program import StagedProgram
@@ -69,8 +69,8 @@ def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(
 def test_choices_hold_for_problems_that_are_equal_and_for_fewer_in_flight_only_where_memory_did_not_bind() -> (  # noqa: E501
     None
 ):
-    def ended(budget_rows: float, timed_out: float = 0.0) -> Choices:
-        return Choices(
+    def ended(budget_rows: float, timed_out: float = 0.0) -> Solution:
+        return Solution(
             (), {}, {}, 1.0, 1.0, stats={"budget_rows": budget_rows, "timed_out": timed_out}
         )
 

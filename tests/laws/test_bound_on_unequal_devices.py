@@ -14,7 +14,7 @@ from autopar.certificate.over_cuts import least_over_cuts
 from autopar.core.hardware import Mixed
 from autopar.cost.priced import Crossing, wire
 from autopar.planner.pipeline.cuts import least_step
-from autopar.planner.pipeline.schedule import step_time
+from autopar.planner.pipeline.step_schedule import step_time
 from autopar.stages import cut_trace
 from tests.laws.test_bound_over_cuts import (
     MICROBATCHES,

@@ -27,13 +27,13 @@ from autopar.core.layout_graph import all_layouts
 from autopar.core.problem import Kernels
 from autopar.core.solution import Multipliers
 from autopar.cost import price as builder
-from autopar.cost.kernels import in_any_stage
+from autopar.cost.kernel_offers import in_any_stage
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
-from autopar.planner.pipeline.bound import UnitPrograms, part_constraints, spread
 from autopar.planner.pipeline.cuts import Parts, least_step
 from autopar.planner.pipeline.lagrangian import Parting
-from autopar.planner.pipeline.schedule import step_time
+from autopar.planner.pipeline.pipeline_bound import UnitPrograms, part_constraints, spread
+from autopar.planner.pipeline.step_schedule import step_time
 from autopar.planner.pipeline.unfold import Instances
 from autopar.sharding import ClusterClass, Forced, classes_of
 from autopar.solve import solve
@@ -116,7 +116,7 @@ class Model:
         return UnitPrograms(parting, parting.parts(), math.inf).raise_units(factor)
 
     def checked(self, multipliers: Multipliers) -> over_cuts.Unfolded:
-        ways = over_cuts.Pipelines(
+        ways = over_cuts.PipelineFigures(
             self.trace,
             self.whole,
             self.forced,

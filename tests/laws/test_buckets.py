@@ -26,7 +26,7 @@ from autopar import constraints
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
 from autopar.certificate import rates
-from autopar.certificate.check import certify
+from autopar.certificate.plan_claims import certify
 from autopar.core import collective
 from autopar.core.collective import Collective
 from autopar.core.hardware import HardwareProfile, Link
@@ -41,7 +41,7 @@ from autopar.planner import Planned, PlanOptions, make_plan
 from autopar.planner.comm_schedule import Groups
 from autopar.plans import Bucket, Member, Overlap, Plan
 from autopar.program.interpreter import Ranks, run_lockstep
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.program.program import Program, ProgramTensor
 from autopar.verification import verify_program
 from benchmarks.random_plans import prepare, random_plan

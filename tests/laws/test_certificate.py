@@ -24,7 +24,7 @@ import autopar
 from autopar.capture import Trace, capture
 from autopar.certificate import certify
 from autopar.certificate.facts import Context, Facts
-from autopar.certificate.proof import Moments
+from autopar.certificate.multiplier_proof import Moments
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh

@@ -22,9 +22,9 @@ from autopar.core.mesh import Mesh
 from autopar.cost.op_times import compute_time
 from autopar.errors import VerificationError
 from autopar.program.abstract_executor import as_lying, lie_of
-from autopar.program.memory import node_peaks, trace_peak
+from autopar.program.peak_memory import node_peaks, trace_peak
 from autopar.program.splitting import join
-from autopar.runtime.gradients import clip_grad_norm_
+from autopar.runtime.backward import clip_grad_norm_
 
 
 class Waves(nn.Module):

@@ -22,7 +22,7 @@ from autopar.constraints import context_parallel, ddp, megatron, parallelisms, r
 from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
 from autopar.planner import Planned
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.program.program import Program
 from benchmarks import zoo
 

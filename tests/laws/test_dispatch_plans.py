@@ -32,7 +32,7 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Strategy
 from autopar.core.mesh import Mesh
 from autopar.core.problem import OpStrategy
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.emit import emit
 from autopar.errors import PlanError
 from autopar.planner.reprice import decisions, problems_of, reprice_plan
@@ -290,7 +290,7 @@ def test_on_changed_hardware_a_choice_is_priced_as_the_whole_problem_is() -> Non
     profile, trace, mesh = quick(30.0), capture(model, (), batch), made.plan.mesh
     part = next(problems_of(made.plan, trace, mesh, profile, PlanOptions()))
     strategies_now, again = decisions(part.priced, made.plan)
-    choices = Choices(strategies_now, again, {}, 0.0, 0.0)
+    choices = Solution(strategies_now, again, {}, 0.0, 0.0)
     at = next(
         i for i, e in enumerate(made.plan.entries) if e.key.endswith("experts/experts/forward/0")
     )

@@ -16,7 +16,7 @@ from autopar.certificate import certify
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Problem
-from autopar.core.streams import ON_COMPUTE, Balance
+from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.cost.price import price
 from autopar.planner import PlanOptions, make_plan
 from autopar.sharding import classes_of
@@ -37,18 +37,18 @@ CASES = [
     Case(1, LINE, slowdown=0.4, hosts=1.0),
     Case(4, LINE, unasked=True),
 ]
-BALANCES: tuple[Balance, ...] = (ON_COMPUTE, (0.5, 0.2))
+BALANCES: tuple[OverlapWeights, ...] = (COMPUTE_BOUND, (0.5, 0.2))
 NAMES = ("gpt2", "llama")
 
 
-def ascended(p: Problem, balance: Balance = ON_COMPUTE, num: int = 40) -> Ascent:
+def ascended(p: Problem, balance: OverlapWeights = COMPUTE_BOUND, num: int = 40) -> Ascent:
     ascent = Ascent(p, balance)
     for _ in range(num):
         ascent.sweep()
     return ascent
 
 
-def relaxation_s(p: Problem, balance: Balance = ON_COMPUTE) -> float:
+def relaxation_s(p: Problem, balance: OverlapWeights = COMPUTE_BOUND) -> float:
     """The optimum of the linear program."""
     program = Formulation(p)
     program.model.minimise(program.costs(balance))
@@ -75,7 +75,7 @@ def modelled(name: str) -> Problem:
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("case", CASES)
 def test_the_bound_rises_from_sweep_to_sweep_to_near_the_relaxation_and_never_past_it(
-    case: Case, balance: Balance
+    case: Case, balance: OverlapWeights
 ) -> None:
     p, seen = case.problem(), []
     ascent, most = Ascent(p, balance), relaxation_s(p, balance)
@@ -103,7 +103,7 @@ def test_of_models_it_comes_within_some_per_cent(name: str) -> None:
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("case", CASES)
 def test_arithmetic_proves_what_its_multipliers_say_and_hardly_less_than_the_potentials_did(
-    case: Case, balance: Balance
+    case: Case, balance: OverlapWeights
 ) -> None:
     p = case.problem()
     ascent = ascended(p, balance)

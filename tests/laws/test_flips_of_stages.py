@@ -20,8 +20,8 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.problem import Problem
 from autopar.errors import PlanError
 from autopar.planner import PlanOptions
-from autopar.planner.pipeline.schedule import step_time
-from autopar.planner.reprice import Part, decisions, problems_of
+from autopar.planner.pipeline.step_schedule import step_time
+from autopar.planner.reprice import PlanPart, decisions, problems_of
 from autopar.planner.sensitivity import all_flips
 from autopar.plans import COMPUTE, Flip, Plan
 from autopar.solve import evaluate
@@ -85,7 +85,7 @@ def built(name: str) -> Built:
     return planned.plan, part, PlanOptions(**options), profile
 
 
-def parts_on(made: Built, what: str = COMPUTE, factor: float = 1.0) -> list[Part]:
+def parts_on(made: Built, what: str = COMPUTE, factor: float = 1.0) -> list[PlanPart]:
     """All stages with their problems, priced from the beginning on hardware of which `what` is
     faster."""
     plan, part, options, profile = made
@@ -116,7 +116,7 @@ def computing(problem: Problem, factor: float) -> Problem:
     return replace(problem, ops=tuple(ops))
 
 
-def step_deltas(made: Built, flip: Flip, parts: Iterable[Part]) -> tuple[float, float]:
+def step_deltas(made: Built, flip: Flip, parts: Iterable[PlanPart]) -> tuple[float, float]:
     """By how much a stage's microbatch, and the step, are longer with the runner-up."""
     assert flip.stage is not None
     loads, problems = [], []

@@ -26,7 +26,7 @@ from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.planner import Planned
 from autopar.plans import NodeChoice
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

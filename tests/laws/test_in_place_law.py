@@ -17,8 +17,8 @@ from autopar.capture.graphs import IN_PLACE
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.program import abstract_executor
-from autopar.program.abstract_executor import Storage, Value
-from autopar.program.memory import trace_peak
+from autopar.program.abstract_executor import AbstractStorage, AbstractValue
+from autopar.program.peak_memory import trace_peak
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import zoo
@@ -36,8 +36,8 @@ CASES += [
 ]
 
 
-def storages(value: Any) -> set[Storage]:
-    return {leaf.storage for leaf in pytree.tree_leaves(value) if isinstance(leaf, Value)}
+def storages(value: Any) -> set[AbstractStorage]:
+    return {leaf.storage for leaf in pytree.tree_leaves(value) if isinstance(leaf, AbstractValue)}
 
 
 @pytest.fixture

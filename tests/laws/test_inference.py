@@ -23,7 +23,7 @@ from autopar.constraints import Constraint
 from autopar.core.mesh import Mesh
 from autopar.errors import InfeasibleError
 from autopar.planner import Planned
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 
 SQUARE = Mesh({"a": 2, "b": 2})
 TOLERANCE = 1e-6  # parts of the models compute in float32 themselves

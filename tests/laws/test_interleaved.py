@@ -19,10 +19,10 @@ from autopar.capture.dynamo.fakes import FakeTensorMode
 from autopar.constraints import megatron, pipeline
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.planner import Planned
-from autopar.planner.pipeline.schedule import phases_s
+from autopar.planner.pipeline.step_schedule import phases_s
 from autopar.plans import Pipeline, Plan
 from autopar.program import transfers
-from autopar.program.memory import LiveBytes
+from autopar.program.peak_memory import LiveBytes
 from autopar.program.program import StagedProgram
 from autopar.program.schedule import interleaved_schedule
 from autopar.program.stage_memory import chunk_memory, rank_peak, stage_work

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autopar
 from autopar.certificate import certify
 from autopar.core.hardware import HardwareProfile
-from autopar.cost import kernels as offers
+from autopar.cost import kernel_offers as offers
 from autopar.emit import emit
 from autopar.kernels import library, normed, overlapped
 from autopar.kernels.collectives import AxisGroup
@@ -35,7 +35,7 @@ from autopar.planner import PlanOptions, make_plan
 from autopar.plans import KERNELS_BUFFERS, Plan, Prediction
 from autopar.program.abstract_executor import LiveBytes
 from autopar.program.interpreter import Ranks, run_lockstep
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from tests.laws.test_kernel_plans import LINE, PLANS, SLOW, built, kernels, planned
 
 needs_kernels = pytest.mark.skipif(library.host() is None, reason="no kernels for the host")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from autopar.certificate.bound import lower_bound
 from autopar.core.layout_graph import Arc, LayoutGraph
-from autopar.core.problem import Hidden, Kernel, Problem
+from autopar.core.problem import OverlapKernel, OverlapOption, Problem
 from autopar.core.solution import Multipliers
 from autopar.solve import evaluate, solve
 from tests.laws.test_certified_bound import changed, proven
@@ -45,7 +45,7 @@ def with_kernels(
         p = replace(
             p, ops=(*p.ops[:2], replace(p.ops[2], strategies=p.ops[2].strategies[-1:]), *p.ops[3:])
         )
-    found: dict[tuple[int, bool], list[Kernel]] = {}
+    found: dict[tuple[int, bool], list[OverlapKernel]] = {}
 
     def offer(
         v: int, late: bool, op: int, again: bool, layouts: Sequence[int], ends: str, kind: str
@@ -65,10 +65,11 @@ def with_kernels(
             ]
             least = math.inf if summed and kind == "reduce_scatter" else least
             hides = tuple(
-                Hidden(a, rng.uniform(0.3, 0.99) * min(arc.time_s, least), 1) for a, arc in arcs
+                OverlapOption(a, rng.uniform(0.3, 0.99) * min(arc.time_s, least), 1)
+                for a, arc in arcs
             )
             if hides:
-                found.setdefault((v, late), []).append(Kernel(op, again, strategies, hides))
+                found.setdefault((v, late), []).append(OverlapKernel(op, again, strategies, hides))
 
     for v, late, op, operand, again in (
         (A, False, 3, 0, False),
@@ -227,7 +228,7 @@ class Brute:
 
     def _kernels(
         self, v: int, late: bool, strategies: Sequence[int], recomputed: Mapping[int, int]
-    ) -> list[Kernel]:
+    ) -> list[OverlapKernel]:
         kernels = self.p.kernels.get((v, late), ())
         runs = [
             k
@@ -248,7 +249,7 @@ def _front(
 
 
 def _trees(
-    graph: LayoutGraph, sources: set[int], wanted: set[int], kernels: Sequence[Kernel]
+    graph: LayoutGraph, sources: set[int], wanted: set[int], kernels: Sequence[OverlapKernel]
 ) -> Iterator[tuple[float, frozenset[tuple[tuple[int, bool], str]], list[int]]]:
     """Every set of collectives that makes what is wanted, with every use of kernels: (seconds,
     products that do one and of which kind, layouts that are scattered at once, or that a kernel
@@ -270,9 +271,12 @@ def _reached(sources: set[int], arcs: Sequence[Arc]) -> set[int]:
 
 
 def _uses(
-    graph: LayoutGraph, some: Sequence[tuple[int, Arc]], wanted: set[int], kernels: Sequence[Kernel]
+    graph: LayoutGraph,
+    some: Sequence[tuple[int, Arc]],
+    wanted: set[int],
+    kernels: Sequence[OverlapKernel],
 ) -> Iterator[tuple[float, frozenset[tuple[tuple[int, bool], str]], list[int]]]:
-    options: list[list[tuple[Kernel, Hidden] | None]] = []
+    options: list[list[tuple[OverlapKernel, OverlapOption] | None]] = []
     for a, arc in some:
         whole = arc.collective.kind != "reduce_scatter" or (
             arc.src not in wanted and sum(o.src == arc.src for _, o in some) == 1

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import lower_bound
-from autopar.core.problem import Hidden, Problem
-from autopar.core.solution import Choices, Multipliers
+from autopar.core.problem import OverlapOption, Problem
+from autopar.core.solution import Multipliers, Solution
 from autopar.errors import InfeasibleError
 from autopar.solve import evaluate, evaluate_choices, least_budget, solve
 from autopar.solve.memory_rows import budget_rows
@@ -39,7 +39,7 @@ def sharing(seed: int, budget: int = AMPLE, in_flight: int = 0) -> Problem:
     microbatches so many are in flight."""
     p, rng = with_kernels(seed), random.Random(seed)
 
-    def through(hidden: Hidden) -> Hidden:
+    def through(hidden: OverlapOption) -> OverlapOption:
         return replace(hidden, region=rng.randrange(len(SIZES)))
 
     kernels = {
@@ -166,7 +166,7 @@ def front(seed: int, in_flight: int = 0) -> tuple[Point, ...]:
     return WithMemory(sharing(seed, in_flight=in_flight)).front()
 
 
-def peak(p: Problem, found: Choices) -> int:
+def peak(p: Problem, found: Solution) -> int:
     """Of a plan, counted as brute force counts it."""
     return rests(p, found.strategies, found.recomputed, kept_of(p, found)) + sum(
         p.regions[b] for b in evaluate_choices(p, found).regions

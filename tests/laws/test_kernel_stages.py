@@ -18,7 +18,7 @@ from autopar.api.tracing import trace_part
 from autopar.api.what_if import what_if
 from autopar.capture import capture
 from autopar.constraints import pipeline
-from autopar.cost import kernels as offers
+from autopar.cost import kernel_offers as offers
 from autopar.cost.price import price
 from autopar.planner import Planned
 from autopar.plans import KERNELS_BUFFERS, Communication, Plan

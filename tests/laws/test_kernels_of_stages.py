@@ -14,10 +14,10 @@ import autopar
 from autopar.capture import Trace, capture
 from autopar.constraints import Constraint, layout
 from autopar.core.problem import Kernels
-from autopar.cost.kernels import in_any_stage
+from autopar.cost.kernel_offers import in_any_stage
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
-from autopar.planner.pipeline.bound import part_constraints
+from autopar.planner.pipeline.pipeline_bound import part_constraints
 from autopar.planner.pipeline.unfold import Instances
 from autopar.sharding import Forced, classes_of, resolve
 from autopar.stages import cut_trace, seams, usable_points

@@ -16,14 +16,14 @@ from autopar.capture import Trace, capture
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Problem
-from autopar.core.solution import Apart, Choices
+from autopar.core.solution import FractionalGroups, Solution
 from autopar.cost.memory import Liveness
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import PlanError
 from autopar.planner import Planned, PlanOptions, make_plan, rounds
 from autopar.plans import Plan
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.sharding import Forced, Starts, apart, classes_of
 from autopar.solve import branch_and_cut, choices_or_least, evaluate, solve
 from autopar.solve.bounds import Incumbent
@@ -62,7 +62,7 @@ def grouped() -> Planned:
     return planned()
 
 
-def solved(starts: Starts, gap: float = GAP) -> Choices:
+def solved(starts: Starts, gap: float = GAP) -> Solution:
     """The problem of these groups without what is learnt of the program's peak."""
     trace = traced()[0]
     forced = replace(Forced.nothing(), starts=starts)
@@ -135,7 +135,7 @@ def test_layers_are_cut_anew_under_the_moments_that_were_learnt(
     tight = PlanOptions(memory_bytes=int(budget() * 0.5 / BETWEEN), optimizer="sgd", gap=GAP)
     cuts, starts_of = list[Starts](), rounds.starts_of
 
-    def first_the_first_layer(priced: Priced, choices: Choices) -> Starts:
+    def first_the_first_layer(priced: Priced, choices: Solution) -> Starts:
         cuts.append({LIST: (1,)} if not cuts else starts_of(priced, choices))
         return cuts[-1]
 
@@ -229,7 +229,7 @@ def test_a_search_that_ends_early_says_which_ops_it_would_have_apart() -> None:
     )
     problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain()))
     early = choices_or_least(problem, gap=1e-5, time_limit_s=60.0, solver="highs", whole=False)
-    assert isinstance(early, Choices)
+    assert isinstance(early, Solution)
     assert early.mixed
     assert all(
         problem.ops[n].count > 1 and all(0.0 < share < 1.0 for share in shares)
@@ -252,7 +252,7 @@ def test_a_search_that_meets_no_plan_says_which_ops_it_would_have_apart_without_
     found = choices_or_least(
         problem, gap=1e-5, time_limit_s=60.0, solver="highs", whole=False, only_plan=True
     )
-    assert isinstance(found, Apart)
+    assert isinstance(found, FractionalGroups)
     assert all(
         problem.ops[n].count > 1 and all(0.0 < share < 1.0 for share in shares)
         for n, shares in found.mixed.items()
@@ -273,13 +273,13 @@ def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
 
     def without_plan(problem: Problem, *, whole: bool, **how: Any) -> object:
         found = answer(problem, whole=whole, **how)
-        if isinstance(found, Choices) and not whole and found.mixed:
+        if isinstance(found, Solution) and not whole and found.mixed:
             alike.append(True)
-            return Apart(found.mixed, found.bound_s)
+            return FractionalGroups(found.mixed, found.bound_s)
         alike.append(len(problem.ops) == len(ungrouped().ops))
         return (
             replace(found, objective_s=found.objective_s * poorer)
-            if len(alike) == 2 and isinstance(found, Choices)
+            if len(alike) == 2 and isinstance(found, Solution)
             else found
         )
 

@@ -16,7 +16,7 @@ import autopar
 from autopar.api.planning import plan_model
 from autopar.constraints import ddp
 from autopar.core.mesh import Mesh
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "mse": F.mse_loss,

@@ -20,7 +20,7 @@ from autopar.capture import Trace, capture
 from autopar.capture.execute import execute
 from autopar.capture.trees import flatten_call
 from autopar.core.mesh import Mesh
-from autopar.emit.build import microbatches_of
+from autopar.emit.program_builder import microbatches_of
 from autopar.errors import AutoparError, ConstraintError, CoupledError, VerificationError
 from autopar.kernels.collectives import fake_groups
 from autopar.ops import random

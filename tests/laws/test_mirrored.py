@@ -30,7 +30,7 @@ from autopar.core.mesh import Mesh
 from autopar.ops import softmax_attention
 from autopar.planner import Planned
 from autopar.plans import Plan
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.program.program import Program
 from autopar.rules import call_on, strategies
 

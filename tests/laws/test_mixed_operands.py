@@ -20,7 +20,7 @@ from autopar.capture import capture
 from autopar.capture.precision import try_kernel
 from autopar.core.mesh import Mesh
 from autopar.errors import CaptureError, VerificationError
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.verification import relative_error
 
 BF16 = torch.bfloat16

@@ -38,7 +38,7 @@ from autopar.errors import (
 )
 from autopar.planner import Planned
 from autopar.plans import Plan
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.program.program import Program
 from autopar.verification import relative_error, verify_program
 from benchmarks.random_plans import prepared_trace, random_plan

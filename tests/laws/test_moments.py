@@ -14,14 +14,14 @@ from torch import nn
 from autopar.capture import capture
 from autopar.capture.chunked_loss import loss_alone, loss_by_rows
 from autopar.core.mesh import Mesh
-from autopar.core.problem import Moment
-from autopar.core.solution import Choices
+from autopar.core.problem import MemoryPoint
+from autopar.core.solution import Solution
 from autopar.cost.gradient_dtypes import WIDENED
 from autopar.cost.memory import Liveness
 from autopar.cost.memory_lower_bound import surely
 from autopar.planner.learned_moments import Seen, by_trace_node, explain_peaks, over_budget
 from autopar.plans import Plan
-from autopar.program.memory import node_peaks, trace_peak
+from autopar.program.peak_memory import node_peaks, trace_peak
 from autopar.solve import Evaluation
 from autopar.solve.memory_rows import budget_rows
 from benchmarks import zoo
@@ -78,8 +78,8 @@ def prepared(name: str, mesh: str) -> tuple[Prepared, Liveness]:
 
 def sizes(
     made: Prepared,
-    moments: tuple[Moment, ...],
-    choices: Choices,
+    moments: tuple[MemoryPoint, ...],
+    choices: Solution,
     evaluation: Evaluation,
     uncounted: set[int],
 ) -> list[int]:
@@ -153,7 +153,7 @@ def test_the_peak_of_a_step_is_the_largest_of_its_nodes() -> None:
 
 
 def seen_under(
-    made: Prepared, liveness: Liveness, choices: Choices, evaluation: Evaluation
+    made: Prepared, liveness: Liveness, choices: Solution, evaluation: Evaluation
 ) -> tuple[Plan, Seen, int]:
     """The plan, what is seen of its program at each node, and the peak."""
     plan, program = finish(made, choices, evaluation, "random")

@@ -24,7 +24,7 @@ from autopar.core.mesh import Mesh
 from autopar.emit import emit
 from autopar.errors import ConstraintError, HardwareError
 from autopar.plans import Plan
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.report import report
 
 ONE, SQUARE = Mesh(1), Mesh({"a": 2, "b": 2})

@@ -25,7 +25,7 @@ from autopar.core.mesh import Mesh
 from autopar.errors import AutoparError, CaptureError, ConstraintError, VerificationError
 from autopar.planner import Planned
 from autopar.program import interpreter
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 
 SQUARE, THREE = Mesh({"a": 2, "b": 2}), Mesh({"a": 3})
 TOLERANCE = 1e-6  # parts of the models compute in float32 themselves

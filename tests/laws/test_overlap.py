@@ -29,7 +29,7 @@ from autopar.kernels.bind import bind
 from autopar.planner.timeline import beside as timed_beside
 from autopar.plans import Overlap, Piece, Plan, load_of
 from autopar.program.interpreter import run_lockstep
-from autopar.program.memory import node_peaks, trace_peak
+from autopar.program.peak_memory import node_peaks, trace_peak
 from autopar.program.program import Program
 from autopar.program.reorder import write_order
 from autopar.verification import verify_program

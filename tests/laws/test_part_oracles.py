@@ -15,13 +15,13 @@ from test_solver_oracles import LINE, SQUARE, A, B, BruteForce, problem
 
 from autopar.core.problem import Problem
 from autopar.solve import part as solving
-from autopar.solve.part import Part, least_of
+from autopar.solve.part import PricedPart, least_of
 
 ENOUGH = 10_000  # relaxations
 SEEDS = range(8)
 
 
-def part_of(seed: int, mesh: tuple[int, ...] = LINE) -> Part:
+def part_of(seed: int, mesh: tuple[int, ...] = LINE) -> PricedPart:
     """Of a small problem, which keeps little, so that it is worth to run something again; the
     part says what may."""
     rng = np.random.default_rng(seed)
@@ -41,7 +41,7 @@ def part_of(seed: int, mesh: tuple[int, ...] = LINE) -> Part:
         (rng.uniform(-0.5, 2.0, len(op.strategies)), rng.uniform(0.0, 2.0, len(op.strategies)))
         for op in own.ops
     )
-    return Part(own, again, further)
+    return PricedPart(own, again, further)
 
 
 @cache
@@ -102,7 +102,7 @@ def test_a_search_that_is_cut_short_still_says_no_more_than_is_true() -> None:
         )
 
 
-Mutant = Callable[[Part], Part]
+Mutant = Callable[[PricedPart], PricedPart]
 MUTANTS: dict[str, Mutant] = {
     "what running again costs further is left out": lambda p: replace(
         p, further=tuple((f, np.zeros_like(a)) for f, a in p.further)
@@ -132,7 +132,7 @@ def test_a_program_that_takes_the_problems_word_for_what_runs_again_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        solving._Program,
+        solving._PartProgram,
         "_useful_again",
         lambda self: {n for n, op in enumerate(self.problem.ops) if op.recomputable},
     )
@@ -149,4 +149,4 @@ def test_what_cannot_be_chosen_at_all_has_no_least() -> None:
         part.problem, ops=(*part.problem.ops[:-1], replace(part.problem.ops[-1], strategies=()))
     )
     further = (*part.further[:-1], (np.zeros(0), np.zeros(0)))
-    assert least_of(Part(none, part.again, further), 1.0, ENOUGH) == (math.inf, 1)
+    assert least_of(PricedPart(none, part.again, further), 1.0, ENOUGH) == (math.inf, 1)

@@ -22,7 +22,7 @@ from autopar.errors import (
     VerificationError,
 )
 from autopar.planner import Planned
-from autopar.planner.pipeline.schedule import step_time
+from autopar.planner.pipeline.step_schedule import step_time
 from autopar.plans import Plan
 from autopar.program.program import StagedProgram
 from autopar.program.schedule import num_in_flight

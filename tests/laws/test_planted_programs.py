@@ -24,10 +24,10 @@ from planted_edits import (
 )
 from planted_faults import Fault, Patch, refused_by_validation
 
-from autopar.emit import build, phase
-from autopar.emit import build as step
-from autopar.emit.context import CALLS, Job
-from autopar.emit.phase import Phase
+from autopar.emit import phase, program_builder
+from autopar.emit import program_builder as step
+from autopar.emit.context import CALLS, LoweringContext
+from autopar.emit.phase import PhaseBuilder
 from autopar.kernels import collectives
 from autopar.ops.in_place import in_place_form
 
@@ -48,7 +48,7 @@ MEMORY = {
     "two gradients share memory": Fault(
         "twins",
         "the gradients of 'first' and 'second' share memory",
-        plant=lambda p: p.setattr(Phase, "_apart", lambda self, found: found),
+        plant=lambda p: p.setattr(PhaseBuilder, "_apart", lambda self, found: found),
     ),
     "two gradients share memory after a step": Fault(
         "sums",
@@ -58,7 +58,7 @@ MEMORY = {
     "a gradient lies over itself": Fault(
         "row",
         "elements of the gradient of 'first' share memory",
-        plant=lambda p: p.setattr(Phase, "_apart", lambda self, found: found),
+        plant=lambda p: p.setattr(PhaseBuilder, "_apart", lambda self, found: found),
     ),
     "an op writes into what is read later": Fault(
         "split", "writes into memory that .* reads", plant=write_everywhere
@@ -80,8 +80,8 @@ NUMBERS = {
         "replicas",
         "partial sums are reduced in bfloat16, where float32 is due",
         plant=lambda p: (
-            p.setattr(build, "apply_buckets", lambda program, plan: program),
-            p.setattr(Job, "dtype", lambda *_: torch.float32),
+            p.setattr(program_builder, "apply_buckets", lambda program, plan: program),
+            p.setattr(LoweringContext, "dtype", lambda *_: torch.float32),
         ),
     ),
     "a bucket of gradients is in bfloat16": Fault(
@@ -155,7 +155,7 @@ COLLECTIVES = {
     "uneven parts are gathered as even ones": Fault(
         "uneven",
         "unequal with length=None",
-        plant=lambda p: p.setattr(Phase, "_length", lambda *_: {}),
+        plant=lambda p: p.setattr(PhaseBuilder, "_length", lambda *_: {}),
     ),
     "an uneven dim is cut short": Fault(
         "uneven", "unequal with length=9", changed("all_gather", length=one_element_less)

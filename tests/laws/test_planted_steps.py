@@ -31,8 +31,8 @@ from planted_subjects import SUBJECTS
 from torch.distributed.tensor import Shard
 
 from autopar.core.layout import Layout
-from autopar.emit import build, phase
-from autopar.emit import build as staged
+from autopar.emit import phase, program_builder
+from autopar.emit import program_builder as staged
 from autopar.kernels.collectives import write_to
 from autopar.validation import whole
 
@@ -40,12 +40,12 @@ aten = torch.ops.aten
 
 
 def without_sums(patch: Patch) -> None:
-    emit = build.emit
+    emit = program_builder.emit
 
     def emitted(trace: Any, plan: Any, *, accumulates: bool = False, named: bool = True) -> Any:
         return emit(trace, plan, named=named)
 
-    patch.setattr(build, "emit", emitted)
+    patch.setattr(program_builder, "emit", emitted)
 
 
 def crossed_otherwise(patch: Patch) -> None:

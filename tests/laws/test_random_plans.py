@@ -22,7 +22,7 @@ from autopar.cost.op_times import CollectivePrices
 from autopar.emit import emit
 from autopar.plans import Plan
 from autopar.program.interpreter import run_lockstep
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

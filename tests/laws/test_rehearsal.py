@@ -21,9 +21,9 @@ from autopar.core.mesh import Mesh
 from autopar.emit import emit
 from autopar.kernels import collectives as steps
 from autopar.plans import Overlap
-from autopar.program import abstract_executor, memory, stage_memory
+from autopar.program import abstract_executor, peak_memory, stage_memory
 from autopar.program.executor import Executor
-from autopar.program.memory import node_peaks, trace_peak
+from autopar.program.peak_memory import node_peaks, trace_peak
 from autopar.program.program import Program, StagedProgram
 from autopar.program.stage_memory import trace_stage_peak
 
@@ -48,7 +48,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Executor:
         return Executor(program, groups, **how)
 
-    monkeypatch.setattr(memory, "Rehearsal", executor)
+    monkeypatch.setattr(peak_memory, "Rehearsal", executor)
     monkeypatch.setattr(stage_memory, "Rehearsal", executor)
 
 

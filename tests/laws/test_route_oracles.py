@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.bound import lower_bound
-from autopar.core.problem import Problem, Route, at_best
+from autopar.core.problem import PeerRoute, Problem, at_best
 from autopar.errors import InfeasibleError
 from autopar.solve import evaluate, evaluate_choices, solve
 from tests.laws.test_certified_bound import changed
@@ -29,7 +29,7 @@ def routed(seed: int, budget: int = AMPLE, *, slowdown: float = 1.0) -> Problem:
     """As `problem`, where most strategies of most ops have a route through one region or both."""
     p, rng = problem(seed, LINE, slowdown=slowdown), random.Random(seed)
     routes = {
-        (n, s): Route(
+        (n, s): PeerRoute(
             rng.uniform(0.1, 0.9) * (strategy.time_s - strategy.communication_s),
             rng.choice(((0,), (1,), (0, 1))),
         )

@@ -25,7 +25,7 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.cost import expert_routes as cost_routes
 from autopar.cost.expert_routes import TOO_LITTLE
-from autopar.cost.kernels import NO_ROOM
+from autopar.cost.kernel_offers import NO_ROOM
 from autopar.emit import emit
 from autopar.kernels import dispatched
 from autopar.kernels import routed as kernel_routes

@@ -15,7 +15,7 @@ from autopar.analysis.work import works
 from autopar.api.planning import plan_model
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.kernels import rows
+from autopar.kernels import row_kernels
 from autopar.kernels.bind import bind
 from autopar.kernels.collectives import fake_groups
 from autopar.rules import TensorInfo
@@ -32,17 +32,17 @@ def test_what_has_a_kernel_calls_it_on_a_gpu_alone(options: dict[str, object]) -
     program, groups = planned.program, fake_groups(Mesh(2))
     for graph_module in (program.forward, program.backward):  # type: ignore[union-attr]
         had = Counter(
-            rows.ON_GPU[node.target]
+            row_kernels.ON_GPU[node.target]
             for node in graph_module.graph.nodes
-            if node.target in rows.ON_GPU
+            if node.target in row_kernels.ON_GPU
         )
         on_gpu, on_cpu = (
             Counter(node.target for node in bind(graph_module, groups, kind).graph.nodes)
             for kind in ("cuda", "cpu")
         )
         assert had and {target: on_gpu[target] for target in had} == had
-        assert not any(on_gpu[op] for op in rows.ON_GPU) and not any(
-            on_cpu[kernel] for kernel in rows.ON_GPU.values()
+        assert not any(on_gpu[op] for op in row_kernels.ON_GPU) and not any(
+            on_cpu[kernel] for kernel in row_kernels.ON_GPU.values()
         )
 
 

@@ -25,8 +25,18 @@ from hypothesis import strategies as st
 from autopar.core.collective import Collective
 from autopar.core.layout import Layout, Strategy
 from autopar.core.layout_graph import all_layouts, layout_graph, local_bytes
-from autopar.core.problem import Moment, Op, OpKind, OpStrategy, Phase, Problem, Use, Value, Variant
-from autopar.core.solution import Choices
+from autopar.core.problem import (
+    MemoryPoint,
+    Op,
+    OpKind,
+    OpStrategy,
+    Phase,
+    Problem,
+    Use,
+    Value,
+    Variant,
+)
+from autopar.core.solution import Solution
 from autopar.errors import InfeasibleError
 from autopar.solve import (
     Least,
@@ -192,7 +202,7 @@ def runs_beside(p: Problem, v: int, late: bool) -> bool:
     )
 
 
-def _moment(ops: tuple[Op, ...], rng: random.Random, *, stored: bool = False) -> Moment:
+def _moment(ops: tuple[Op, ...], rng: random.Random, *, stored: bool = False) -> MemoryPoint:
     """A point of the step at which one op runs and some instances of what forward made are kept."""
     running = rng.choice((2, 3, 4))
     sizes = tuple(rng.choice((16, 32, 64, 96)) for _ in ops[running].strategies)
@@ -203,7 +213,7 @@ def _moment(ops: tuple[Op, ...], rng: random.Random, *, stored: bool = False) ->
     )
     held, reserve = ((A, rng.choice((1, 2))), (B, 1)), rng.choice((0, 8))
     back = tuple((v, rng.choice((0, 1))) for v in (A, B)) if stored else ()
-    return Moment(ops[running].key, held, ((running, sizes),), reserve, again, back)
+    return MemoryPoint(ops[running].key, held, ((running, sizes),), reserve, again, back)
 
 
 def peak_of(
@@ -484,14 +494,14 @@ def front(case: Case) -> tuple[Point, ...]:
     return BruteForce(case.problem()).front()
 
 
-def needs(p: Problem, found: Choices) -> int:
+def needs(p: Problem, found: Solution) -> int:
     """The peak of a plan, counted as brute force counts it."""
     return peak_of(
         p, found.strategies, dict(found.recomputed), kept_of(p, found), stored_of(p, found)
     )
 
 
-def kept_of(p: Problem, found: Choices) -> list[int]:
+def kept_of(p: Problem, found: Solution) -> list[int]:
     """Bytes kept of an instance of each variant."""
     sizes = []
     for v, variant in enumerate(p.variants):
@@ -504,7 +514,7 @@ def kept_of(p: Problem, found: Choices) -> list[int]:
     return sizes
 
 
-def stored_of(p: Problem, found: Choices) -> list[int]:
+def stored_of(p: Problem, found: Solution) -> list[int]:
     """Bytes of an instance of each variant that wait on the hosts."""
     return [
         sum(map(p.values[x.value].host_bytes, found.kept.get(v, ())))
@@ -813,14 +823,14 @@ def test_a_search_for_a_plan_only_encloses_the_optimum_and_refuses_exactly_what_
     assert Lightest(case.problem(1), 60.0).bound_bytes <= least
     for budget, best_s in front(case):
         found = plan_only(case.problem(budget))
-        assert isinstance(found, Choices) and needs(case.problem(), found) <= budget
+        assert isinstance(found, Solution) and needs(case.problem(), found) <= budget
         assert found.bound_s <= best_s * (1 + 1e-6) and best_s <= found.objective_s * (1 + 1e-6)
         assert found.unfinished or found.gap <= 1e-6
     refused = plan_only(case.problem(least - 1))
     assert isinstance(refused, Least) and 0 < refused.bound_bytes <= least
 
 
-def plan_only(p: Problem) -> Choices | Least:
+def plan_only(p: Problem) -> Solution | Least:
     return choices_or_least(
         p, gap=0.0, time_limit_s=60.0, solver="highs", bound_only=True, only_plan=True
     )
@@ -833,7 +843,7 @@ def test_some_searches_for_a_plan_end_before_their_bound_is_near_and_some_need_n
     for module in (branch_and_cut, restricted):
         monkeypatch.setattr(module, "SMALL", 0)
     found = [plan_only(case.problem(budget)) for case in FAST for budget, _ in front(case)]
-    assert any(isinstance(each, Choices) and each.unfinished for each in found)
+    assert any(isinstance(each, Solution) and each.unfinished for each in found)
     monkeypatch.setattr(
         branch_and_cut.BranchAndCut,
         "_within",
@@ -929,10 +939,10 @@ def test_where_relaxations_of_a_tree_run_out_of_steps_the_bound_is_that_of_the_b
             )
             assert (
                 found.bound_s <= best * (1 + 1e-6)
-                if isinstance(found, Choices)
+                if isinstance(found, Solution)
                 else found.bound_bytes <= budget
             )
-            assert not isinstance(found, Choices) or needs(case.problem(budget), found) <= budget
+            assert not isinstance(found, Solution) or needs(case.problem(budget), found) <= budget
     assert ended and min(ended) >= 0.0
 
 

@@ -254,7 +254,9 @@ def test_a_schedule_that_does_not_wait_is_refused(monkeypatch: pytest.MonkeyPatc
     """Of a plan that agrees with itself in all else."""
     model, batch = built("layers")
     with monkeypatch.context() as patched:
-        patched.setattr("autopar.planner.pipeline.search.in_order", lambda wish, *_, **__: wish)
+        patched.setattr(
+            "autopar.planner.pipeline.stage_construction.in_order", lambda wish, *_, **__: wish
+        )
         options: dict[str, Any] = {
             "constraints": (asked.pipeline("stage", microbatches=2),),
             "hardware": "cpu-gloo",

@@ -25,7 +25,7 @@ from autopar.analysis.work import Work
 from autopar.api.planning import plan_model
 from autopar.capture import capture
 from autopar.certificate.facts import Facts
-from autopar.certificate.proof import Moments
+from autopar.certificate.multiplier_proof import Moments
 from autopar.constraints import Constraint, fsdp, megatron, pipeline
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout, local_shape

@@ -18,7 +18,7 @@ from autopar.core.layout import Layout
 from autopar.core.layout_graph import local_bytes, neighbours
 from autopar.core.mesh import Mesh
 from autopar.program.interpreter import run_lockstep
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

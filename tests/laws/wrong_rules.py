@@ -17,7 +17,7 @@ from autopar import ops
 from autopar.core.layout import local_shape
 from autopar.core.placements import REPLICATE, Halo, Mirrored
 from autopar.ops import norms, random
-from autopar.rules import dispatch, localization, networks, windows
+from autopar.rules import dispatch, localization, networks, spatial
 from autopar.rules import families as f
 from autopar.rules.call import Call, argument
 from autopar.rules.networks import mean_loss_part
@@ -188,22 +188,22 @@ WRONG: Mapping[str, tuple[Any, f.Family]] = {
     "an inner product by its largest part": (aten.dot.default, always("k, k -> ", reduce_op="max")),
     "an outer dim contracted": (aten.mv.default, always("m k, m -> k")),
     "pixels split without a halo": (aten.convolution.default, spatial_convolution),
-    "a halo one row short": (aten.convolution.default, around(_one_short, windows.convolution)),
+    "a halo one row short": (aten.convolution.default, around(_one_short, spatial.convolution)),
     "zeros beyond the ends of a maximum": (
         aten.max_pool2d_with_indices.default,
-        around(_zeros_beyond, windows.max_pool(2)),
+        around(_zeros_beyond, spatial.max_pool(2)),
     ),
     "a gradient of results without its halo": (
         aten.convolution_backward.default,
-        around(_own_gradients, windows.convolution_backward),
+        around(_own_gradients, spatial.convolution_backward),
     ),
     "a weight's gradient not added over space": (
         aten.convolution_backward.default,
-        around(_not_added, windows.convolution_backward),
+        around(_not_added, spatial.convolution_backward),
     ),
     "a maximum's gradient without its halo": (
         aten.max_pool2d_with_indices_backward.default,
-        around(_own_gradients, windows.max_pool_backward(2)),
+        around(_own_gradients, spatial.max_pool_backward(2)),
     ),
     "input and output channels swapped": (aten.convolution.default, swapped_channels),
     "a convolution's bias added to partial sums": (aten.convolution.default, biased_convolution),

@@ -28,7 +28,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.stored_placements import storable
 from autopar.errors import AutoparError
 from autopar.program.abstract_executor import LiveBytes
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.program.splitting import local_part, split
 from autopar.runtime.device_mesh import device_mesh
 from autopar.runtime.dtensor_checkpoints import CheckpointTensor

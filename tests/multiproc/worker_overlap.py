@@ -15,7 +15,7 @@ from autopar.capture import capture
 from autopar.emit import emit
 from autopar.kernels import collectives as steps
 from autopar.plans import Plan
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.runtime.device_mesh import device_mesh
 from autopar.runtime.module import ParallelModule
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.checkpoint import files, manager, parts
+from autopar.checkpoint import files, manager, rank_parts
 from autopar.errors import RuntimeStateError
 from benchmarks.common import load_profile
 from benchmarks.zoo import build
@@ -152,13 +152,13 @@ def background(rank: int, folder: str) -> dict[str, Any]:
     changed = any(not torch.equal(a, b) for a, b in zip(wanted, values(), strict=True))
     loaded = checkpoints.load(module, optimizer)
     same = all(torch.equal(a, b) for a, b in zip(wanted, values(), strict=True))
-    plain = parts.write_tensors
+    plain = rank_parts.write_tensors
     if rank == 1:
-        parts.write_tensors = _full
+        rank_parts.write_tensors = _full
     checkpoints.async_save(2, module, optimizer)
     step()
     said = _refusal(lambda: checkpoints.save(2, module, optimizer))
-    parts.write_tensors = plain
+    rank_parts.write_tensors = plain
     steps = checkpoints.steps()
     checkpoints.async_save(3, module, optimizer)
     return {

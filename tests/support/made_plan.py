@@ -11,7 +11,7 @@ from typing import Any
 from autopar.core.collective import Collective
 from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh
-from autopar.planner.pipeline.schedule import step_of
+from autopar.planner.pipeline.step_schedule import step_of
 from autopar.plans import (
     Communication,
     Crossed,

@@ -25,7 +25,7 @@ def measured_peak(
     train: bool = True,
     coordinate: Sequence[int] | None = None,
 ) -> tuple[int, list[Tensor]]:
-    """Bytes, as `autopar.program.memory.trace_peak` predicts them, and the gradients; of the
+    """Bytes, as `autopar.program.peak_memory.trace_peak` predicts them, and the gradients; of the
     rank at a coordinate, by default the origin."""
     executor, memory = (
         Executor(program, fake_groups(program.mesh, coordinate), outputs=outputs),

@@ -25,13 +25,13 @@ from autopar.core.mesh import Mesh
 from autopar.emit import emit, emit_staged
 from autopar.plans import Plan
 from autopar.program.program import Program, StagedProgram
-from autopar.validation import Validation, law, time_placements, validate
+from autopar.validation import Validation, op_law, time_placements, validate
 from autopar.verification import Verification, verify_program
 
 Call = tuple[nn.Module, dict[str, torch.Tensor]]
 Made = Program | StagedProgram
 
-_REMEMBERED = (law._judge, law._on_one_axis, law._trials, time_placements._place_results)
+_REMEMBERED = (op_law._judge, op_law._on_one_axis, op_law._trials, time_placements._place_results)
 
 
 def forget() -> None:

@@ -187,7 +187,7 @@ HARDWARE: dict[str, Program] = {
         "mend the file",
         _file(json.dumps(_PROFILE), HardwareProfile.load),
     ),
-    "core/hardware/profile.py Reader.error 0": Program(
+    "core/hardware/profile.py ProfileReader.error 0": Program(
         lambda: HardwareProfile.from_json({**_PROFILE, "name": ""}),
         "the shipped profiles show the form",
         lambda: HardwareProfile.from_json(_PROFILE),

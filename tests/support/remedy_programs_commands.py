@@ -19,15 +19,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from autopar import HardwareProfile, hf
 from autopar.cli.models import built, turning_of
-from autopar.cli.options import check_dtype, check_named, check_there
-from autopar.cli.plan import _check_stages
+from autopar.cli.plan_command import _check_stages
 from autopar.cli.planning import _save
+from autopar.cli.shared_options import check_dtype, check_named, check_there
 from autopar.explanation import explain
 from autopar.integrations.libraries import LEAST, library
 from autopar.profiler import measure as measuring
 from autopar.profiler.measure import COLLECTIVES
 from autopar.profiler.worker import CPU, GPU, Sizes, compute_measurements
-from autopar.report.figures import canvas
+from autopar.report.charts import canvas
 from autopar.report.page import report
 from autopar.runtime.launching import launch
 from tests.support.made_plan import made_plan
@@ -260,59 +260,59 @@ MODELS: dict[str, Program] = {
         "a function of yours that returns (model, batch)",
         _function("model.py:made"),
     ),
-    "hf/building.py build 0": Program(
+    "hf/models.py build 0": Program(
         _named("llama/AutoModelForMaskedLM", _TEXT, seq=4),
         "correct the head",
         _named("llama/AutoModelForCausalLM", _TEXT, seq=4),
     ),
-    "hf/building.py _config 0": Program(
+    "hf/models.py _config 0": Program(
         _named("lama", _TEXT), "for example llama", _named("llama", _TEXT, seq=4)
     ),
-    "hf/building.py _config 1": Program(
+    "hf/models.py _config 1": Program(
         _named("llama", {**_TEXT, "hiden_size": 16}),
         "did you mean hidden_size",
         _named("llama", {**_TEXT, "hidden_size": 16}, seq=4),
     ),
-    "hf/building.py _config 1 | none is close": Program(
+    "hf/models.py _config 1 | none is close": Program(
         _named("llama", {**_TEXT, "qqq": 16}),
         "name one of transformers.LlamaConfig",
         _named("llama", {**_TEXT, "rms_norm_eps": 1e-6}, seq=4),
     ),
-    "hf/building.py _config 2": Program(
+    "hf/models.py _config 2": Program(
         _named("llama", {**_TEXT, "num_attention_heads": 3}),
         "correct the settings",
         _named("llama", {**_TEXT, "num_attention_heads": 4}, seq=4),
     ),
-    "hf/building.py _head 0": Program(
+    "hf/models.py _head 0": Program(
         _named("bert/Bert", _TEXT),
         "AutoModelForMaskedLM",
         _named("bert/AutoModelForMaskedLM", _TEXT, seq=4),
     ),
-    "hf/building.py _head 1": Program(
+    "hf/models.py _head 1": Program(
         _named("clip_vision_model", _VISION),
         "clip_vision_model/AutoModel:JSON",
         _named("clip_vision_model/AutoModel", _VISION),
     ),
-    "hf/building.py load_function 0": Program(
+    "hf/models.py load_function 0": Program(
         _function("model.py"), "a Python file and a function in it", _function("model.py:made")
     ),
-    "hf/building.py load_function 1": Program(
+    "hf/models.py load_function 1": Program(
         _function("absent.py:made"), "then a colon and a function in it", _function("model.py:made")
     ),
-    "hf/building.py load_function 2": Program(
+    "hf/models.py load_function 2": Program(
         _function("model.txt:made"), "ends in .py", _function("model.py:made")
     ),
-    "hf/building.py load_function 3": Program(
+    "hf/models.py load_function 3": Program(
         _function("model.py:build"),
         "a function that returns (model, batch)",
         _function("model.py:made"),
     ),
-    "hf/building.py load_function 4": Program(
+    "hf/models.py load_function 4": Program(
         _function("model.py:nothing"),
         "an nn.Module and its example inputs",
         _function("model.py:made"),
     ),
-    "hf/building.py _of_users 0": Program(
+    "hf/models.py _of_users 0": Program(
         _function("model.py:raises"), "correct the function", _function("model.py:made")
     ),
     "hf/specs.py parse 0": Program(
@@ -337,20 +337,20 @@ MODELS: dict[str, Program] = {
     "cli/models.py built 1": Program(
         _without_transformers, "or pass --module", _built(None, "model.py:made", None)
     ),
-    "cli/options.py check_dtype 0": Program(
+    "cli/shared_options.py check_dtype 0": Program(
         lambda: check_dtype("int3"), "float32", lambda: check_dtype("float32")
     ),
-    "cli/options.py check_there 0": Program(
+    "cli/shared_options.py check_there 0": Program(
         _within(lambda folder: check_there(folder / "plan")),
         "check the path",
         _within(lambda folder: check_there(folder / "plan.json")),
     ),
-    "cli/options.py check_named 0": Program(
+    "cli/shared_options.py check_named 0": Program(
         lambda: check_named("gpt2:{}", *_NAMES[1:]),
         "pass one of --hf, --model and --module",
         lambda: check_named(*_NAMES),
     ),
-    "cli/plan.py _check_stages 0": Program(
+    "cli/plan_command.py _check_stages 0": Program(
         lambda: _check_stages(None, "gpipe", None),
         "pass --pipeline AXIS or --pipeline auto too, or leave --schedule out",
         lambda: (_check_stages("stage", "gpipe", None), _check_stages(None, None, None)),
@@ -369,7 +369,7 @@ OTHERS: dict[str, Program] = {
     "integrations/libraries.py library 1": Program(
         _installed("0.1"), f"pip install 'accelerate>={LEAST['accelerate']}'", _installed("99.0")
     ),
-    "report/figures.py canvas 0": Program(
+    "report/charts.py canvas 0": Program(
         _drawn(False), 'pip install "autopar[plot]"', _drawn(True)
     ),
     "report/page.py report 0": Program(_reported("plan.txt"), ".svg", _reported("plan.svg")),

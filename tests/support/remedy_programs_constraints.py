@@ -18,8 +18,8 @@ from autopar.constraints import (
 )
 from autopar.constraints.text import parse_constraint, read_constraint
 from autopar.constraints.together import check, check_number, parallelisms, pipeline_in
-from autopar.planner.pipeline.schedule import in_order
-from autopar.planner.pipeline.units import check_parts
+from autopar.planner.pipeline.stage_units import check_parts
+from autopar.planner.pipeline.step_schedule import in_order
 from tests.support.remedy_programs import Program
 
 MESH = Mesh({"node": 2, "gpu": 4})
@@ -66,26 +66,26 @@ PROGRAMS: dict[str, Program] = {
         'schedule="1f1b"',
         lambda: pipeline(cuts=["layers.1"], schedule="1f1b"),
     ),
-    "planner/pipeline/units.py check_parts 0": Program(
+    "planner/pipeline/stage_units.py check_parts 0": Program(
         lambda: check_parts(3, 4), "at most 3 stages", lambda: check_parts(3, 3)
     ),
-    "planner/pipeline/schedule.py in_order 0": Program(
+    "planner/pipeline/step_schedule.py in_order 0": Program(
         _ordered(2, axis="gpu"), "use more microbatches", _ordered(4, axis="gpu")
     ),
-    "planner/pipeline/schedule.py in_order 0 | schedule": Program(
+    "planner/pipeline/step_schedule.py in_order 0 | schedule": Program(
         _ordered(2, axis="gpu"), 'schedule="gpipe"', _ordered(2, axis="gpu", schedule="gpipe")
     ),
-    "planner/pipeline/schedule.py _check_rounds 0": Program(
+    "planner/pipeline/step_schedule.py _check_rounds 0": Program(
         _ordered(2, axis="one", chunks=2, schedule="interleaved_1f1b"),
         "an axis of two devices or more",
         _ordered(2, chunks=2, schedule="interleaved_1f1b"),
     ),
-    "planner/pipeline/schedule.py _check_rounds 1": Program(
+    "planner/pipeline/step_schedule.py _check_rounds 1": Program(
         _ordered(9, axis="gpu", chunks=2, schedule="interleaved_1f1b"),
         "a multiple of 4 microbatches",
         _ordered(8, axis="gpu", chunks=2, schedule="interleaved_1f1b"),
     ),
-    "planner/pipeline/schedule.py _all_forwards_first 0": Program(
+    "planner/pipeline/step_schedule.py _all_forwards_first 0": Program(
         _ordered(2, True, chunks=2, schedule="interleaved_1f1b"),
         "leave out the schedule",
         _ordered(2, True),

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
 from autopar.runtime.dtensor_checkpoints import reduce_whole
-from autopar.runtime.outputs import refuse_reads
+from autopar.runtime.guarded_outputs import refuse_reads
 from tests.support.remedy_programs import Program
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
@@ -329,17 +329,17 @@ STANDING: dict[str, Program] = {
         "use the plain model's",
         _pair(lambda plain, module: len(plain.body)),
     ),
-    "runtime/outputs.py _in_part 0": Program(
+    "runtime/guarded_outputs.py _in_part 0": Program(
         _output(lambda out: out.mean().item()),
         "out.full_tensor()",
         _output(lambda out: out.full_tensor().mean().item()),
     ),
-    "runtime/outputs.py _in_part 0 | beside a plain tensor": Program(
+    "runtime/guarded_outputs.py _in_part 0 | beside a plain tensor": Program(
         _output(lambda out: out - torch.ones(8, 4)),
         "out.full_tensor()",
         _output(lambda out: out.full_tensor() - torch.ones(8, 4)),
     ),
-    "runtime/outputs.py _in_part 0 | whole": Program(
+    "runtime/guarded_outputs.py _in_part 0 | whole": Program(
         _output(lambda out: out.mean().item()),
         'pass outputs="full" to autopar.compile',
         lambda: compiled(nn.Linear(4, 4), outputs="full")(X).mean().item(),

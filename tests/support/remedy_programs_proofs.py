@@ -19,7 +19,7 @@ from autopar.core.hardware import HardwareProfile
 from autopar.emit import emit, emit_staged
 from autopar.planner import PlanOptions, make_plan
 from autopar.validation import validate
-from autopar.validation.microbatches import validate_microbatches
+from autopar.validation.microbatch_graphs import validate_microbatches
 from autopar.verification import verify_program
 from tests.support.mlp import Mlp
 from tests.support.remedy_programs import Program
@@ -191,7 +191,7 @@ PROGRAMS: dict[str, Program] = {
         "validate it as `emit` makes it of the plan",
         _validated(lambda program: program),
     ),
-    "validation/microbatches.py _InTime._error 0": Program(
+    "validation/microbatch_graphs.py _InTime._error 0": Program(
         _in_microbatches(True), "pass num_microbatches=1 and no pipeline", _in_one
     ),
     "verification/case.py Case.of 0": Program(
@@ -231,7 +231,7 @@ PROGRAMS: dict[str, Program] = {
         "draw with rand, randn or dropout",
         _verified(Drawing),
     ),
-    "explanation/prices.py _seconds_received 0": Program(
+    "explanation/link_prices.py _seconds_received 0": Program(
         _explained(_crosses), "plan again", _explained()
     ),
 }

@@ -364,20 +364,20 @@ ALIKE: dict[str, Program] = {
         "see why that process, rank 0 or the launcher, has ended",
         _store(gone=False),
     ),
-    "runtime/arguments.py Arguments._check_settings 0": Program(
+    "runtime/call_arguments.py Arguments._check_settings 0": Program(
         _only(X, _ONE, double=True),
         "pass what the program was made for",
         _only(X, _ONE, double=False),
     ),
-    "runtime/arguments.py Arguments._check_settings 0 | compiled for it": Program(
+    "runtime/call_arguments.py Arguments._check_settings 0 | compiled for it": Program(
         _only(X, _ONE, double=True),
         "or compile the model for this call, too",
         lambda: compiled(Sized(), X, _ONE)(X, _ONE, double=True),
     ),
-    "runtime/arguments.py Arguments._check_known 0": Program(
+    "runtime/call_arguments.py Arguments._check_known 0": Program(
         _only(X, _TWO, double=False), "pass those", _only(X, _ONE, double=False)
     ),
-    "runtime/arguments.py Arguments._leaves 0": Program(
+    "runtime/call_arguments.py Arguments._leaves 0": Program(
         _only(X, [_ONE], double=False), "call it as in example_inputs", _only(X, _ONE, double=False)
     ),
 }

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 import autopar
-from autopar.checkpoint import companions, files, manager, parts, writing
+from autopar.checkpoint import companions, files, manager, rank_parts, writing
 from autopar.checkpoint import manager as saved
-from autopar.checkpoint.parts import collect_parts
+from autopar.checkpoint.rank_parts import collect_parts
 from tests.support.old_checkpoints import forge
 from tests.support.remedy_programs import Program
 
@@ -327,7 +327,7 @@ FOLDERS: dict[str, Program] = {
         _finished(True), "a folder that all machines share", _finished(False)
     ),
     "checkpoint/writing.py Background.result 0": Program(
-        _patched(parts, "write_tensors", _raising(_FULL), _in_background),
+        _patched(rank_parts, "write_tensors", _raising(_FULL), _in_background),
         "free space on the disk",
         run_of(_in_background),
     ),
@@ -382,13 +382,13 @@ BESIDE: dict[str, Program] = {
         run_of(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head=nn.Linear(4, 4)))),
     ),
     "checkpoint/values.py _refuse 0": Program(_kept(Path("x")), "numbers, texts", _kept("x")),
-    "checkpoint/parts.py _check_kind 0": Program(
+    "checkpoint/rank_parts.py _check_kind 0": Program(
         _sparse(torch.eye(4).to_sparse()),
         "as dense tensors",
         _sparse(torch.eye(4).to_sparse().to_dense()),
     ),
-    "checkpoint/parts.py collect_parts 0": Program(
-        _patched(parts, "name_box", _raising(_FULL), lambda run: run.save(2), steps=1),
+    "checkpoint/rank_parts.py collect_parts 0": Program(
+        _patched(rank_parts, "name_box", _raising(_FULL), lambda run: run.save(2), steps=1),
         "Earlier checkpoints are as they were",
         run_of(lambda run: run.save(2), steps=1),
     ),

@@ -103,7 +103,7 @@ def _ctc(lengths: list[int]) -> Callable[[], object]:
 
 
 PROGRAMS: dict[str, Program] = {
-    "planner/pipeline/request.py Asked.cuts 0": Program(
+    "planner/pipeline/pipeline_request.py PipelineRequest.cuts 0": Program(
         _staged(cuts=["layers.7"]), "the model can be cut at layers.1", _staged(cuts=["layers.1"])
     ),
     "stages/seams.py usable_points 0": Program(
@@ -111,17 +111,17 @@ PROGRAMS: dict[str, Program] = {
         "leave out constraints.pipeline(): without it the axis is used for data",
         planned(Traced(), (X,)),
     ),
-    "planner/pipeline/search.py staged_search 0": Program(
+    "planner/pipeline/stage_construction.py staged_search 0": Program(
         _staged(_DEEP, (X,), outputs="dtensor"),
         'pass outputs="full"',
         _staged(_DEEP, (X,), outputs="full"),
     ),
-    "planner/pipeline/schedule.py _all_forwards_first 1": Program(
+    "planner/pipeline/step_schedule.py _all_forwards_first 1": Program(
         planned(_OUTPUTS, (X,), num_microbatches=2),
         "plan one microbatch",
         planned(_OUTPUTS, (X,), num_microbatches=1),
     ),
-    "planner/pipeline/schedule.py _all_forwards_first 1 | loss": Program(
+    "planner/pipeline/step_schedule.py _all_forwards_first 1 | loss": Program(
         planned(_OUTPUTS, (X,), num_microbatches=2),
         "let forward compute and return the loss",
         planned(num_microbatches=2),

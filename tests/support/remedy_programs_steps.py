@@ -245,32 +245,32 @@ def _as_function(module: Any) -> object:
 
 
 PROGRAMS: dict[str, Program] = {
-    "runtime/arguments.py Arguments._check_asking 0": Program(
+    "runtime/call_arguments.py Arguments._check_asking 0": Program(
         of_module(_dual),
         "differentiate by backward",
         of_module(lambda module: module(X).backward()),
     ),
-    "runtime/arguments.py Arguments._check_asking 1": Program(
+    "runtime/call_arguments.py Arguments._check_asking 1": Program(
         _called(lambda values: {**values, "x": values["x"].requires_grad_()}),
         "detach it",
         _called(lambda values: {**values, "x": values["x"].requires_grad_().detach()}),
     ),
-    "runtime/arguments.py Arguments._check_tensors 0": Program(
+    "runtime/call_arguments.py Arguments._check_tensors 0": Program(
         _called(lambda values: {**values, "target": None}),
         "with a batch of the same shapes and dtypes",
         _called(),
     ),
-    "runtime/arguments.py Arguments._check_tensors 1": Program(
+    "runtime/call_arguments.py Arguments._check_tensors 1": Program(
         _called(lambda values: {**values, "x": values["x"][:4]}),
         "with a batch of the same shapes and dtypes",
         _called(),
     ),
-    "runtime/arguments.py Arguments._check_tensors 2": Program(
+    "runtime/call_arguments.py Arguments._check_tensors 2": Program(
         _called(lambda values: {**values, "x": values["x"].to("meta")}),
         "move the batch to cpu",
         _called(),
     ),
-    "runtime/arguments.py _check_kind 0": Program(
+    "runtime/call_arguments.py _check_kind 0": Program(
         of_module(lambda module: module(DTensor.from_local(X, module.device_mesh, [Replicate()]))),
         "pass x.full_tensor()",
         of_module(
@@ -279,7 +279,7 @@ PROGRAMS: dict[str, Program] = {
             )
         ),
     ),
-    "runtime/arguments.py _check_kind 1": Program(
+    "runtime/call_arguments.py _check_kind 1": Program(
         of_module(lambda module: module(X.to_sparse())),
         "`a.to_dense()`",
         of_module(lambda module: module(X.to_sparse().to_dense())),
@@ -311,35 +311,35 @@ PROGRAMS: dict[str, Program] = {
         "call it as it is",
         of_module(lambda module: module(X).backward()),
     ),
-    "runtime/gradients.py refuse_transforms 0": Program(
+    "runtime/backward.py refuse_transforms 0": Program(
         of_module(lambda module: torch.func.grad(module)(X)),
         "torch.autograd.grad(pm(x), list(pm.parameters()))",
         of_module(_as_function),
     ),
-    "runtime/gradients.py refuse_tracing 0": Program(
+    "runtime/backward.py refuse_tracing 0": Program(
         of_module(lambda module: torch.fx.symbolic_trace(module)),
         "trace the plain model",
         lambda: torch.jit.trace(Net(), X),
     ),
-    "runtime/gradients.py ran_twice 0": Program(
+    "runtime/backward.py ran_twice 0": Program(
         of_module(_twice(False)),
         "call the module again before each backward",
         of_module(_twice(True)),
     ),
-    "runtime/gradients.py ran_twice 0 | microbatches": Program(
+    "runtime/backward.py ran_twice 0 | microbatches": Program(
         of_module(_twice(False), num_microbatches=2),
         "call the module again before each backward",
         of_module(_twice(True), num_microbatches=2),
     ),
-    "runtime/gradients.py first_derivatives_only.refuse_create_graph 0": Program(
+    "runtime/backward.py first_derivatives_only.refuse_create_graph 0": Program(
         of_module(_graph), "leave create_graph out", of_module(lambda module: _graph(module, False))
     ),
-    "runtime/outputs.py _Refused.backward 0": Program(
+    "runtime/guarded_outputs.py _Refused.backward 0": Program(
         of_module(lambda module: sum(module(X).values()).backward(), Net("beside")),
         "return the sum as its loss",
         of_module(lambda module: module(X)["loss"].backward(), Net("added")),
     ),
-    "runtime/outputs.py _Refused.backward 0 | detached": Program(
+    "runtime/guarded_outputs.py _Refused.backward 0 | detached": Program(
         of_module(lambda module: sum(module(X).values()).backward(), Net("beside")),
         "or detach this output",
         of_module(
@@ -407,7 +407,7 @@ PROGRAMS: dict[str, Program] = {
         f"name another folder: {executor._INDUCTOR_CACHE}=FOLDER",
         _cache("cache"),
     ),
-    "runtime/gradients.py _refuse_no_norm 0": Program(
+    "runtime/backward.py _refuse_no_norm 0": Program(
         of_module(lambda module: module.clip_grad_norm_(1.0, norm_type=-1.0)),
         "math.inf for the largest element",
         of_module(lambda module: module.clip_grad_norm_(1.0, norm_type=torch.inf)),

@@ -146,17 +146,17 @@ NAMED: dict[str, Program] = {
         "ddp(), fsdp() and tensor_parallel() split others",
         _plan(fsdp(), model=nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))),
     ),
-    "sharding/presets/context.py check_batch 0": Program(
+    "sharding/presets/batch_and_sequence.py check_batch 0": Program(
         _plan(ddp(), mesh={"gpu": 16}),
         "make the batch a multiple of 16",
         _plan(ddp(), mesh={"gpu": 16}, batch=(torch.ones(16, 4),)),
     ),
-    "sharding/presets/context.py check_batch 0 | axes": Program(
+    "sharding/presets/batch_and_sequence.py check_batch 0 | axes": Program(
         _plan(ddp(), mesh={"node": 4, "gpu": 4}),
         "name fewer or smaller axes",
         _plan(ddp("gpu"), mesh={"node": 4, "gpu": 4}),
     ),
-    "sharding/presets/context.py by_experts 0": Program(
+    "sharding/presets/batch_and_sequence.py by_experts 0": Program(
         _transformer(
             "mixtral",
             expert_parallel(("a", "b"), tokens="dispatched"),
@@ -168,7 +168,7 @@ NAMED: dict[str, Program] = {
             "mixtral", expert_parallel("a", tokens="dispatched"), mesh=_SQUARE, num_local_experts=4
         ),
     ),
-    "sharding/presets/context.py by_experts 1": Program(
+    "sharding/presets/batch_and_sequence.py by_experts 1": Program(
         _transformer("mixtral", expert_parallel("gpu"), num_local_experts=3),
         "axes whose sizes divide the number of experts",
         _transformer("mixtral", expert_parallel("gpu"), num_local_experts=4),

@@ -369,12 +369,12 @@ TRAINER: dict[str, Program] = {
     "integrations/trainer.py Trainer._load_optimizer_and_scheduler 0": Program(
         _in_folder(_resumed), "and train() without resume_from_checkpoint", _trained()
     ),
-    "integrations/trainer.py PlainModel.check 0": Program(
+    "integrations/trainer.py TrainerPlainModel.check 0": Program(
         _trained(lambda trainer: setattr(trainer, "model", _shared().Tagger())),
         "make a Trainer of it",
         _trained(),
     ),
-    "integrations/trainer.py PlainModel.check 1": Program(
+    "integrations/trainer.py TrainerPlainModel.check 1": Program(
         _trained(
             lambda trainer: trainer.model.load_state_dict(
                 _shared().Tagger().state_dict(), assign=True
@@ -385,7 +385,7 @@ TRAINER: dict[str, Program] = {
             lambda trainer: trainer.compiled().load_state_dict(_shared().Tagger().state_dict())
         ),
     ),
-    "integrations/trainer.py PlainModel.check 2": Program(
+    "integrations/trainer.py TrainerPlainModel.check 2": Program(
         _trained(lambda trainer: trainer.model.head.requires_grad_(False)),
         "freeze before the first train() or evaluate()",
         _in_folder(

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from autopar.breakdown import CROSSING, Part, breakdown, peak_kinds, rank_memory, step_parts
+from autopar.breakdown import CROSSING, ModulePart, breakdown, peak_kinds, rank_memory, step_parts
 from autopar.explanation import Diff, Explanation, StagedExplanation, diff, explain
 from autopar.explanation.summary import Readable
 from autopar.plans import Plan
@@ -173,7 +173,7 @@ def _explanations(found: Explanation | StagedExplanation) -> list[Explanation]:
     return [section.explanation for section in found.sections]
 
 
-def _narrowed(found: Explanation | StagedExplanation) -> Iterable[Part]:
+def _narrowed(found: Explanation | StagedExplanation) -> Iterable[ModulePart]:
     """One part of every kind of what is told of it, since each takes as long as the whole."""
     kinds = {
         (bool(p.weights), bool(p.transfers), p.main_op, p.module in CROSSING): p
@@ -182,7 +182,7 @@ def _narrowed(found: Explanation | StagedExplanation) -> Iterable[Part]:
     return kinds.values()
 
 
-def _of_module(plan: Plan, part: Part) -> Iterator[str]:
+def _of_module(plan: Plan, part: ModulePart) -> Iterator[str]:
     """What is told of a module by itself, but for lines of the user's, which may say anything."""
     if not part.module:
         return
@@ -198,7 +198,7 @@ def _of_module(plan: Plan, part: Part) -> Iterator[str]:
         yield from (wrong for column in told for cell in column.cells for wrong in _raw(str(cell)))
 
 
-def _unknown(part: Part, names: set[str] | None) -> Iterator[str]:
+def _unknown(part: ModulePart, names: set[str] | None) -> Iterator[str]:
     if names is None or part.module.startswith("("):
         return
     stars = part.pattern.count("*")

@@ -11,8 +11,17 @@ from made_plan import ALL, WIRE_S, entry, made_plan, made_staged_plan, strategy
 from torch import nn
 
 import autopar
-from autopar.breakdown import CROSSING, WAITING, Part, breakdown, in_words, label, owner, step_parts
-from autopar.breakdown.parts import parallelism_of
+from autopar.breakdown import (
+    CROSSING,
+    WAITING,
+    ModulePart,
+    breakdown,
+    in_words,
+    label,
+    owner,
+    step_parts,
+)
+from autopar.breakdown.module_parts import parallelism_of
 from autopar.constraints import fsdp, megatron, pipeline
 from autopar.core.layout import Layout
 from autopar.core.units import seconds, share
@@ -23,7 +32,7 @@ NAMES = ("node", "gpu")
 
 
 @pytest.fixture(scope="module")
-def parts() -> dict[str, Part]:
+def parts() -> dict[str, ModulePart]:
     return {part.module: part for part in breakdown(made_plan())}
 
 
@@ -49,7 +58,7 @@ def test_the_parallelism_of_an_op_follows_from_its_layouts(
 
 
 def test_parts_are_named_by_the_parallelism_that_their_layouts_amount_to(
-    parts: dict[str, Part],
+    parts: dict[str, ModulePart],
 ) -> None:
     said = {module: label(part, NAMES) for module, part in parts.items()}
     assert said["net.embed"] == "data over node, tensor over gpu"
@@ -59,7 +68,7 @@ def test_parts_are_named_by_the_parallelism_that_their_layouts_amount_to(
     assert said["net.head"] == "data over node, sequence over gpu; weights ZeRO-3 over node"
 
 
-def test_repeated_modules_are_one_part_with_their_copies(parts: dict[str, Part]) -> None:
+def test_repeated_modules_are_one_part_with_their_copies(parts: dict[str, ModulePart]) -> None:
     assert parts["net.layers.*.up"].instances == ALL
     assert parts["net.layers.*.up"].matches("net.layers.2.up")
     assert parts["net.layers.*.up"].matches("*.up")
@@ -87,7 +96,9 @@ def test_copies_that_took_another_decision_are_a_part_of_their_own() -> None:
     }
 
 
-def test_times_and_kept_bytes_of_the_parts_add_up_to_the_prediction(parts: dict[str, Part]) -> None:
+def test_times_and_kept_bytes_of_the_parts_add_up_to_the_prediction(
+    parts: dict[str, ModulePart],
+) -> None:
     prediction = made_plan().prediction
     assert sum(p.compute_s for p in parts.values()) == pytest.approx(prediction.compute_s)
     assert sum(p.communication_s for p in parts.values()) == pytest.approx(

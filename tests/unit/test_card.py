@@ -20,7 +20,7 @@ from autopar.breakdown import WAITING, step_parts
 from autopar.explanation import explain
 from autopar.plans import Plan
 from autopar.report import card
-from autopar.report.figures import COLOURS, MEMORY_COLOURS
+from autopar.report.charts import COLOURS, MEMORY_COLOURS
 
 PLANS = {
     "whole": made_plan(),

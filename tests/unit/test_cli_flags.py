@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cli.options import as_flags
+from autopar.cli.shared_options import as_flags
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from autopar.core.units import seconds
 from autopar.errors import PlanError
 from autopar.explanation import StagedExplanation, diff, explain
 from autopar.explanation.difference import WAITING
-from autopar.planner.pipeline.schedule import step_time
+from autopar.planner.pipeline.step_schedule import step_time
 from autopar.plans import COMPUTE, Flip, Plan
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cli.options import as_flags
+from autopar.cli.shared_options import as_flags
 from autopar.constraints import ddp, pipeline
 from autopar.constraints.text import parse_constraint
 from autopar.plans import idle_axes

@@ -14,7 +14,7 @@ from autopar.constraints import fsdp, pipeline, tensor_parallel
 from autopar.core.collective import faster
 from autopar.core.hardware import Curve, HardwareProfile
 from autopar.explanation import explain
-from autopar.explanation.prices import _seconds_received, _shorter_s, worth
+from autopar.explanation.link_prices import _seconds_received, _shorter_s, worth
 from autopar.plans import Plan
 from benchmarks import zoo
 

@@ -13,7 +13,7 @@ from autopar.capture.trace import Trace
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Problem
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.sharding import classes_of
@@ -165,4 +165,4 @@ def test_all_instances_of_an_op_are_counted(problem: Problem, priced: Priced, tr
 def test_the_gap_is_the_relative_distance_of_objective_and_bound(
     objective: float, bound: float, gap: float
 ) -> None:
-    assert Choices((), {}, {}, objective, bound).gap == gap
+    assert Solution((), {}, {}, objective, bound).gap == gap

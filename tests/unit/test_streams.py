@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.core.streams import ON_COMPUTE, PHASES, Load, Streams, work
+from autopar.core.streams import COMPUTE_BOUND, PHASES, Load, Streams, work
 
 Event = tuple[
     str, int, int
@@ -151,12 +151,12 @@ def test_a_load_takes_what_the_larger_of_its_streams_does_and_no_balance_proves_
         load.least_s(slowdown), abs=1e-9
     )
     assert any(load.outlasts_compute(slowdown)) or load.priced_s(
-        slowdown, ON_COMPUTE
+        slowdown, COMPUTE_BOUND
     ) == pytest.approx(load.least_s(slowdown), abs=1e-9)
     twice = (load + load).scale(0.5)
     assert twice.least_s(slowdown) == pytest.approx(load.least_s(slowdown), abs=1e-9)
     if slowdown == 1.0:
-        assert load.least_s(slowdown) == load.priced_s(slowdown, ON_COMPUTE) == load.serial_s
+        assert load.least_s(slowdown) == load.priced_s(slowdown, COMPUTE_BOUND) == load.serial_s
 
 
 @given(seed=st.integers(0, 10_000), slowdown=st.floats(0.0, 1.0))

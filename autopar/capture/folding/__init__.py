@@ -10,9 +10,9 @@ The cost of a capture then does not depend on the depth of the model.
                                                                units, repeating
 
 A run of equal units is cut to its first two and its last two units. Three ways of cutting are tried
-(`cutting.Way`): forward may iterate over the layers, count them, or name each. The shortened model
-is captured and brought into normal form, and the pattern that its interior units share is repeated
-in the graph. Two conditions are checked:
+(`shorten.CutWay`): forward may iterate over the layers, count them, or name each. The shortened
+model is captured and brought into normal form, and the pattern that its interior units share is
+repeated in the graph. Two conditions are checked:
 
 - the full model's forward, op by op, is the shortened model's with the interior unit repeated
   (`compare`);

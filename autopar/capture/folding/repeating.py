@@ -14,9 +14,16 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.folding.cutting import Kept
+from autopar.capture.folding.repeated_units import (
+    Border,
+    Ref,
+    UnitKind,
+    Units,
+    UnitStep,
+    pattern_of,
+)
 from autopar.capture.folding.runs import Run
-from autopar.capture.folding.units import Border, Kind, Ref, Step, Units, pattern_of
+from autopar.capture.folding.shorten import Kept
 from autopar.capture.trace import ModuleAttribute
 
 
@@ -152,17 +159,17 @@ class _Repetition:
                         node.meta = {**like.meta, "module": self.units.path(unit, rest)}
                         self.own.setdefault(unit, {})[kind, rest] = node
 
-    def _node(self, step: Step, unit: int) -> fx.Node:
+    def _node(self, step: UnitStep, unit: int) -> fx.Node:
         def operand(ref: Ref) -> fx.Node:
             match ref.kind:
-                case Kind.HERE:
+                case UnitKind.HERE:
                     phase, offset = ref.offset
                     return self.copies[unit][phase][offset]
-                case Kind.PREVIOUS:
+                case UnitKind.PREVIOUS:
                     return self.copies[unit - 1]["forward"][ref.offset]
-                case Kind.NEXT:
+                case UnitKind.NEXT:
                     return self.copies[unit + 1]["backward"][ref.offset]
-                case Kind.OWN:
+                case UnitKind.OWN:
                     return self.own[unit][ref.offset]
 
         def fill_in(value: Any) -> Any:

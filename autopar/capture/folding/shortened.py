@@ -21,7 +21,6 @@ from autopar.capture.dynamo.constants import known_values
 from autopar.capture.dynamo.fakes import no_modes
 from autopar.capture.dynamo.joint import RawJoint, raw_joint
 from autopar.capture.dynamo.preparing import Prepared
-from autopar.capture.folding.cutting import Kept, Way, cut_runs, preserve_model
 from autopar.capture.folding.repeating import renumber_path, repeat_attributes
 from autopar.capture.folding.runs import (
     DEPTH,
@@ -34,6 +33,7 @@ from autopar.capture.folding.runs import (
     contents,
     find_runs,
 )
+from autopar.capture.folding.shorten import CutWay, Kept, cut_runs, preserve_model
 from autopar.capture.folding.stream import (
     Follower,
     Layer,
@@ -372,12 +372,12 @@ def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) 
     return Shortened(full, runs, kept)
 
 
-def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> Way:
+def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> CutWay:
     """Return the way of shortening for which both models execute the same ops."""
     tag(model, call, runs)
     layers = dict(places(runs, model, short=True))
     refusals = []
-    for way in Way:
+    for way in CutWay:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -50,7 +50,7 @@ class NotInTurn(NotFoldable):
 
 
 @dataclass(slots=True)
-class Entry:
+class RecordedOp:
     """One op: `what` is compared, `results` says how to make its results again."""
 
     what: tuple[Any, ...]
@@ -78,7 +78,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class RecordedOperand:
     """A result that is the op's own operand (in-place ops): its number among the tensors that
     the op reads."""
 
@@ -92,7 +92,7 @@ Place = tuple[int, int]  # run or OUTSIDE, unit
 class Story:
     """The entries of a forward by place, and its results."""
 
-    entries: dict[Place, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    entries: dict[Place, list[RecordedOp]] = field(default_factory=lambda: defaultdict(list))
     results: tuple[Any, ...] = ()
 
 
@@ -108,7 +108,7 @@ def record_results(results: Any, numbers: Mapping[int, int]) -> Any:
     """
     if isinstance(results, torch.Tensor):
         if id(results) in numbers:
-            return Operand(numbers[id(results)])
+            return RecordedOperand(numbers[id(results)])
         if not is_fake(results) or results.layout is not torch.strided:
             raise NotFoldable("an op of forward makes no plain tensor")
         return Shape(tuple(results.shape), results.stride(), results.dtype, results.device)
@@ -127,7 +127,7 @@ def remake_results(results: Any, tensors: Sequence[torch.Tensor], mode: FakeMode
     """
     if isinstance(results, Shape):
         return results.make(mode)
-    if isinstance(results, Operand):
+    if isinstance(results, RecordedOperand):
         return tensors[results.number]
     if isinstance(results, (tuple, list)):
         return type(results)([remake_results(item, tensors, mode) for item in results])
@@ -401,7 +401,7 @@ class Recorder(Stream):
         results = compute()
         numbers = {id(tensor): number for number, tensor in reversed(list(enumerate(tensors)))}
         self.story.entries[self.run, self.unit].append(
-            Entry(what, record_results(results, numbers))
+            RecordedOp(what, record_results(results, numbers))
         )
         return results
 
@@ -437,7 +437,7 @@ class Follower(Stream):
         entry = self._expected[self.offset] if self.offset < len(self._expected) else None
         if entry is None or entry.what != what:
             raise self.record_refusal(
-                f"{self._where()} differs from its like in {_name(Entry(what, None))}"
+                f"{self._where()} differs from its like in {_name(RecordedOp(what, None))}"
             )
         return remake_results(entry.results, tensors, self.mode)
 
@@ -451,7 +451,7 @@ def _counterpart(unit: int, num_units: int) -> int:
     )
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: RecordedOp) -> str:
     return str(entry.what[0])
 
 

@@ -19,7 +19,7 @@ from autopar.capture.normalize.clean import (
     rejoin,
     take_any_format,
 )
-from autopar.capture.normalize.extremes import replace_extremes
+from autopar.capture.normalize.extreme_comparisons import replace_extremes
 from autopar.capture.normalize.linears import (
     separate_fused_projections,
     unflatten_products,
@@ -32,7 +32,7 @@ from autopar.capture.normalize.lookups import (
     replace_positions,
 )
 from autopar.capture.normalize.loss import split_cross_entropy, split_likelihood
-from autopar.capture.normalize.norms import split_batch_norm, split_rms_norms
+from autopar.capture.normalize.norm_pieces import split_batch_norm, split_rms_norms
 
 PASSES: tuple[tuple[str, Callable[[fx.Graph], None]], ...] = (
     ("clean", clean),

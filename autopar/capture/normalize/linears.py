@@ -229,7 +229,7 @@ def _merge(node: fx.Node, operand: Behind, dim: int) -> Behind:
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class _LinearSite:
     """One fused projection.
 
     Attributes:
@@ -310,7 +310,7 @@ def _is_slice(node: fx.Node, dim: int) -> bool:
     )
 
 
-def _site(split: fx.Node) -> _Site | None:
+def _site(split: fx.Node) -> _LinearSite | None:
     num_parts = _equal_parts(split)
     value, bias = split.args[0], None
     product = value
@@ -330,7 +330,7 @@ def _site(split: fx.Node) -> _Site | None:
     if weight.op != "placeholder" or equation[-1] in left:
         return None
     joined = tuple(_find_concatenations(x, weight, shape_of(value), num_parts))
-    site = _Site(product, weight, bias, value, split, num_parts, joined)
+    site = _LinearSite(product, weight, bias, value, split, num_parts, joined)
     return site if _is_closed(site) else None
 
 
@@ -374,7 +374,7 @@ def _find_concatenations(
                 yield operand
 
 
-def _is_closed(site: _Site) -> bool:
+def _is_closed(site: _LinearSite) -> bool:
     """Whether all nodes with the fused dim belong to the site, so that all of them can be
     rewritten."""
     inside = {site.product, *site.joined}
@@ -398,7 +398,7 @@ def _is_closed(site: _Site) -> bool:
     return True
 
 
-def _reads_joined(user: fx.Node, site: _Site) -> bool:
+def _reads_joined(user: fx.Node, site: _LinearSite) -> bool:
     if user.target is ops.dot:
         return any(operand in site.joined for operand in user.args[1:])
     return (
@@ -415,7 +415,7 @@ def _contracts_last(user: fx.Node, joined: fx.Node) -> bool:
     return terms.split(",")[user.args.index(joined) - 1][-1] not in result
 
 
-def _rewrite(graph: fx.Graph, site: _Site) -> None:
+def _rewrite(graph: fx.Graph, site: _LinearSite) -> None:
     weight_dim = site.product.args[0].split("->")[0].split(",")[1].index(site.letter)
     _resize(site.weight, site.split_dim(shape_of(site.weight), weight_dim))
     if site.bias is not None:
@@ -433,7 +433,7 @@ def _rewrite(graph: fx.Graph, site: _Site) -> None:
         _rewrite_backward(graph, joined, site)
 
 
-def _rewrite_backward(graph: fx.Graph, joined: fx.Node, site: _Site) -> None:
+def _rewrite_backward(graph: fx.Graph, joined: fx.Node, site: _LinearSite) -> None:
     rank = len(shape_of(joined))
     with graph.inserting_before(joined):
         stacked = emit(

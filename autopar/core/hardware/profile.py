@@ -48,7 +48,7 @@ _POINT_SIZE = {
 }
 
 
-class Reader:
+class ProfileReader:
     """Reads and checks the fields of one profile, and collects its figures by dotted path.
 
     In all methods `path` is the dotted path of the object that holds the field, with a trailing
@@ -239,7 +239,7 @@ class Reader:
         return [self.mapping(point, f"{inner}points[{i}]") for i, point in enumerate(points)]
 
 
-def links(reader: Reader, data: Mapping[str, Any]) -> dict[str, Link]:
+def links(reader: ProfileReader, data: Mapping[str, Any]) -> dict[str, Link]:
     """Read the links of a profile, by name (`LINKS`)."""
     named = reader.mapping(data.get("links"), "links")
     reader.no_more(named, LINKS, "links.")
@@ -262,7 +262,7 @@ def links(reader: Reader, data: Mapping[str, Any]) -> dict[str, Link]:
     return found
 
 
-def host(reader: Reader, data: Mapping[str, Any]) -> Host | None:
+def host(reader: ProfileReader, data: Mapping[str, Any]) -> Host | None:
     """Read the figures of a device's share of its host; None if the file has none."""
     if "host" not in data:
         return None
@@ -280,7 +280,7 @@ def host(reader: Reader, data: Mapping[str, Any]) -> Host | None:
     )
 
 
-def kernels(reader: Reader, data: Mapping[str, Any]) -> Mapping[str, float]:
+def kernels(reader: ProfileReader, data: Mapping[str, Any]) -> Mapping[str, float]:
     """Read the share that each overlap kernel reaches; empty if the file names none."""
     if "kernels" not in data:
         return {}
@@ -289,7 +289,7 @@ def kernels(reader: Reader, data: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def _collective_curves(
-    reader: Reader, measured: Mapping[str, Any], path: str
+    reader: ProfileReader, measured: Mapping[str, Any], path: str
 ) -> dict[str, dict[int, Curve]]:
     reader.no_more(measured, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), path)
     curves: dict[str, dict[int, Curve]] = {}
@@ -305,7 +305,7 @@ def _collective_curves(
     return curves
 
 
-def compute_curves(reader: Reader, data: Mapping[str, Any]) -> dict[tuple[str, str], Curve]:
+def compute_curves(reader: ProfileReader, data: Mapping[str, Any]) -> dict[tuple[str, str], Curve]:
     """Read the measured curves of compute, by kind and dtype (see `HardwareProfile.curves`)."""
     measured = reader.mapping(data.get("measured", {}), "measured")
     reader.no_more(measured, _POINT_SIZE, "measured.")
@@ -371,9 +371,9 @@ class HardwareProfile:
         overlap_slowdown: seconds by which a second of concurrent communication delays compute: 0 if
             it costs nothing, 1 if nothing can be hidden. 1 if the file does not say.
         kernels: kind of `KERNELS` → the share that a collective-overlap kernel hides of what its
-            chunks could (`autopar.cost.kernels`); for ``reduce_add_rmsnorm`` the share of a copy's
-            bandwidth, for ``moe_route`` that of an all-to-all's. Kernels that the file does not
-            name are not used.
+            chunks could (`autopar.cost.kernel_offers`); for ``reduce_add_rmsnorm`` the share of a
+            copy's bandwidth, for ``moe_route`` that of an all-to-all's. Kernels that the file does
+            not name are not used.
         matmul_half_flops: a matmul of this many flops reaches half of the efficiency of a large
             one.
         curves: (kind, dtype name) → measured curve of seconds; over flops for `FLOP_KINDS`, else
@@ -418,7 +418,7 @@ class HardwareProfile:
 
     @property
     def has_row_kernels(self) -> bool:
-        """Whether norms are run by kernels (`autopar.kernels.rows`)."""
+        """Whether norms are run by kernels (`autopar.kernels.row_kernels`)."""
         return self.is_gpu
 
     @staticmethod
@@ -491,7 +491,7 @@ class HardwareProfile:
         Raises:
             HardwareError: if it is malformed; the field is named.
         """
-        reader = Reader(where)
+        reader = ProfileReader(where)
         data = reader.mapping(data, "profile")
         if data.get("format") != FORMAT or data.get("version") != VERSION:
             raise reader.error("format", f"must be {FORMAT!r}, version {VERSION}")

@@ -14,9 +14,9 @@ from autopar.emit import emit_staged
 from autopar.errors import size_text
 from autopar.planner.candidates import PlanDraft
 from autopar.planner.clock import Clock
-from autopar.planner.pipeline.request import Asked, OnKind, Whole
-from autopar.planner.pipeline.schedule import simulated_step_of, slowest_rank, step_of
+from autopar.planner.pipeline.pipeline_request import OnKind, PipelineRequest, UncutSolution
 from autopar.planner.pipeline.shared_memory import Sharing
+from autopar.planner.pipeline.step_schedule import simulated_step_of, slowest_rank, step_of
 from autopar.planner.plan_assembly import SHARES, with_multipliers
 from autopar.planner.plan_collectives import of_kernels
 from autopar.planner.search import Planned
@@ -64,8 +64,8 @@ _COVERS_ONE: tuple[str, ...] = (
 
 
 def join_stages(
-    asked: Asked,
-    whole: Whole,
+    asked: PipelineRequest,
+    whole: UncutSolution,
     cuts: Sequence[int],
     stages: Sequence[Planned],
     made: Cut,
@@ -164,7 +164,7 @@ def join_stages(
     return Planned(plan, program, clock.seconds, closer if whole.closer is not None else None)
 
 
-def _find_crossed(asked: Asked, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:
+def _find_crossed(asked: PipelineRequest, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:
     """List the values that leave a stage."""
     layouts = {t.name: t.layout for t in planned.stage_program().outputs if t.crosses}
     return tuple(
@@ -180,7 +180,11 @@ def _find_crossed(asked: Asked, stage: Trace, planned: Planned) -> tuple[Crossed
 
 
 def _proof(
-    asked: Asked, whole: Whole, objective: float, plans: Sequence[Plan], promised: tuple[str, ...]
+    asked: PipelineRequest,
+    whole: UncutSolution,
+    objective: float,
+    plans: Sequence[Plan],
+    promised: tuple[str, ...],
 ) -> Proof:
     """Make the proof over all cuts; with one stage, the stage's own."""
     own = plans[0].proof if len(plans) == 1 else None
@@ -233,7 +237,7 @@ def _proof(
     )
 
 
-def _with_multipliers(asked: Asked, proof: Proof, on: OnKind) -> Proof:
+def _with_multipliers(asked: PipelineRequest, proof: Proof, on: OnKind) -> Proof:
     """Add the multipliers of one kind of device to the proof, if there are any."""
     draft = PlanDraft(asked.part, asked.stage_mesh, on.priced, on.choices, on.evaluation, {})
     return proof if on.multipliers is None else with_multipliers(proof, draft, on.multipliers)

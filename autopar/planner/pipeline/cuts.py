@@ -42,7 +42,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
+class LeastStep:
     """The least step, and cuts that take it: indices of the units that begin later stages."""
 
     step_s: float
@@ -72,7 +72,7 @@ def least_step(
     num_stages: int,
     num_microbatches: int,
     allowed: Collection[int] | None = None,
-) -> Least:
+) -> LeastStep:
     """Find the least step over all cuts (see the module).
 
     Args:
@@ -101,7 +101,9 @@ def least_step(
         for part, around in zip(each, itertools.pairwise(places), strict=True)
     ]
     step_s, path = fastest_path(tables, num_microbatches)
-    return Least(step_s, tuple(places[number][place][0] for number, place in enumerate(path, 1)))
+    return LeastStep(
+        step_s, tuple(places[number][place][0] for number, place in enumerate(path, 1))
+    )
 
 
 def _times(

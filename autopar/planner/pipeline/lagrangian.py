@@ -41,9 +41,9 @@ of such an op is shared among the units.
 (`autopar.solve.prices`, λ = 1), and so do collectives here, at the least that they cost in the
 whole and in any stage.
 
-**Kernels.** With rows (10) and (11) of what some stage may have on offer (`autopar.cost.kernels`),
-a product's d[x], or d[rc], is less by what its kernels save beyond what their collectives cost over
-their worth, each by max over a of
+**Kernels.** With rows (10) and (11) of what some stage may have on offer
+(`autopar.cost.kernel_offers`), a product's d[x], or d[rc], is less by what its kernels save beyond
+what their collectives cost over their worth, each by max over a of
 
     max(0, saved − max(0, time − Σ max(0, Δπ) − μ[head]))
 
@@ -64,11 +64,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.core.layout_graph import all_layouts
-from autopar.core.problem import Kernel, Kernels
+from autopar.core.problem import Kernels, OverlapKernel
 from autopar.core.solution import Multipliers
 from autopar.cost.priced import Crossing, Wire
 from autopar.planner.pipeline.cuts import Pair, Parts, front, join_pairs
-from autopar.planner.pipeline.unfold import Instance, Instances, Read
+from autopar.planner.pipeline.unfold import Instance, Instances, UnfoldedRead
 from autopar.planner.pipeline.unit_multipliers import Floats, Worths
 from autopar.sharding import Ref
 
@@ -97,7 +97,7 @@ class Parting:
     def __post_init__(self) -> None:
         self.problem = self.instances.priced.problem
         self.worths = Worths(self.instances, self.multipliers, self.exposed)
-        self._of_op: dict[int, list[tuple[int, bool, Kernel]]] = {}
+        self._of_op: dict[int, list[tuple[int, bool, OverlapKernel]]] = {}
         for (v, late), kernels in self.kernels.items():
             for kernel in kernels:
                 self._of_op.setdefault(kernel.op, []).append((v, late, kernel))
@@ -147,7 +147,7 @@ class Parting:
             ),
         )
 
-    def readers_of(self, instance: Instance) -> dict[Ref, list[Read]]:
+    def readers_of(self, instance: Instance) -> dict[Ref, list[UnfoldedRead]]:
         """Find the readers of each result of an instance. If several units have the op for
         themselves, only readers in the instance's unit count."""
         refs = [ref for ref in instance.results if ref in self.instances.variant]
@@ -157,14 +157,16 @@ class Parting:
             for ref, each in reads.items()
         }
 
-    def _least_of(self, instance: Instance, supplied: Mapping[Ref, Sequence[Read]]) -> float:
+    def _least_of(
+        self, instance: Instance, supplied: Mapping[Ref, Sequence[UnfoldedRead]]
+    ) -> float:
         x, again = self.reduced_costs(instance, supplied)
         return float(x.min()) + (min(float(again.min()), 0.0) if instance.again else 0.0)
 
     def reduced_costs(
         self,
         instance: Instance,
-        supplied: Mapping[Ref, Sequence[Read]],
+        supplied: Mapping[Ref, Sequence[UnfoldedRead]],
         inside: Collection[Ref] = (),
     ) -> tuple[Floats, Floats]:
         """Compute the reduced costs of an instance's strategies.
@@ -205,7 +207,7 @@ class Parting:
             (again if kernel.again else x)[list(kernel.strategies)] -= most
         return x, again
 
-    def _kernel_savings(self, instance: Instance) -> Iterator[tuple[Kernel, float]]:
+    def _kernel_savings(self, instance: Instance) -> Iterator[tuple[OverlapKernel, float]]:
         """Generate the most that each kernel of an op's product saves, beyond the cost of its
         collectives over their worth."""
         touched = [
@@ -285,7 +287,7 @@ class Parting:
         return self._borders[key]
 
     def _costs(
-        self, ref: Ref, before: Sequence[Read], behind: Sequence[Read], wire: Wire
+        self, ref: Ref, before: Sequence[UnfoldedRead], behind: Sequence[UnfoldedRead], wire: Wire
     ) -> tuple[Floats, Floats]:
         value, worth, node = self.worths.value(ref), self.worths.of(ref), self._nodes[ref[0]]
         forward = value.phase == "forward"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import InfeasibleError, size_text
-from autopar.planner.comm_schedule import Schedule
+from autopar.planner.comm_schedule import StageSchedule
 from autopar.planner.pipeline.stage_cache import Alike
 from autopar.planner.search import Planned
 from autopar.plans import KERNELS_BUFFERS, RESTING
@@ -59,7 +59,7 @@ class Sharing:
         self.lowered: set[int] = set()  # the stages whose budgets went down last
         self._round = 0
 
-    def schedule(self, name: str, stage: int) -> Schedule:
+    def schedule(self, name: str, stage: int) -> StageSchedule:
         """Return the schedule that a stage is planned for, under its name."""
         num_ranks = self.num_stages // self.num_chunks
         actions = (
@@ -69,7 +69,7 @@ class Sharing:
             if self.num_chunks > 1
             else ()
         )
-        return Schedule(
+        return StageSchedule(
             name, self.num_microbatches, self.batch_bytes, self.returned, stage, actions
         )
 

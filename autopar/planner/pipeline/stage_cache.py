@@ -17,8 +17,8 @@ from enum import IntEnum
 from torch import fx
 
 from autopar.core.problem import Problem
-from autopar.core.solution import Apart, Choices
-from autopar.program.memory import NodePeak, PeakMemory
+from autopar.core.solution import FractionalGroups, Solution
+from autopar.program.peak_memory import NodePeak, PeakMemory
 from autopar.program.program import Program, ProgramTensor
 from autopar.program.stage_memory import SIMULATED, ChunkMemory, StagePeak
 from autopar.solve import evaluate_choices, fits
@@ -46,10 +46,10 @@ class Effort(IntEnum):
 class Alike:
     """The answers and measurements of the stages so far."""
 
-    _answers: list[tuple[Problem, Problem, Effort, Choices]] = field(
+    _answers: list[tuple[Problem, Problem, Effort, Solution]] = field(
         default_factory=list
     )  # the problem, without names, how far searched
-    _apart: list[tuple[Problem, int, Apart]] = field(
+    _apart: list[tuple[Problem, int, FractionalGroups]] = field(
         default_factory=list
     )  # the problem without names, and how many are in flight
     _peaks: dict[Form, tuple[int, StagePeak]] = field(
@@ -58,7 +58,7 @@ class Alike:
     _memories: dict[Form, ChunkMemory] = field(default_factory=dict)
     _rehearsed: deque[tuple[Program, Held]] = field(default_factory=lambda: deque(maxlen=_LAST))
 
-    def known(self, problem: Problem, effort: Effort) -> Choices | Apart | None:
+    def known(self, problem: Problem, effort: Effort) -> Solution | FractionalGroups | None:
         """Look up the answer to a problem that is alike: choices that fit here and whose bound
         holds, or the ops that decide apart with as many microbatches in flight.
 
@@ -82,7 +82,7 @@ class Alike:
                 return _rename_rows(choices, other, problem)
         return None
 
-    def learn(self, problem: Problem, choices: Choices | Apart, effort: Effort) -> None:
+    def learn(self, problem: Problem, choices: Solution | FractionalGroups, effort: Effort) -> None:
         """Remember an answer, unless the solver ran out of time.
 
         Args:
@@ -90,7 +90,7 @@ class Alike:
             choices: the answer.
             effort: of the search.
         """
-        if isinstance(choices, Apart):
+        if isinstance(choices, FractionalGroups):
             self._apart.append((_nameless(problem), problem.num_in_flight, choices))
         elif not choices.stats.get("timed_out"):
             self._answers.append((problem, _nameless(problem), effort, choices))
@@ -154,7 +154,7 @@ def _nameless(problem: Problem) -> Problem:
     )
 
 
-def _rename_rows(choices: Choices, other: Problem, problem: Problem) -> Choices:
+def _rename_rows(choices: Solution, other: Problem, problem: Problem) -> Solution:
     """The choices with prices of memory under this problem's names of the rows."""
     proven = choices.multipliers
     if proven is None:

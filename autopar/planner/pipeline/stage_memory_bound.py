@@ -12,8 +12,8 @@ from autopar.capture.trace import Trace
 from autopar.cost.price import price
 from autopar.errors import ConstraintError
 from autopar.planner.min_memory import Need, proven_bytes
-from autopar.planner.pipeline.request import Asked
-from autopar.planner.pipeline.units import Unit, balance_cuts, fastest
+from autopar.planner.pipeline.pipeline_request import PipelineRequest
+from autopar.planner.pipeline.stage_units import Unit, balance_cuts, fastest
 from autopar.request import UNLIMITED
 from autopar.sharding import Forced, classes_of
 from autopar.stages import NO_PIPELINE, CutPoint, cut_trace, find_refusal
@@ -27,7 +27,7 @@ def light_cuts(
     """Find cuts whose neediest stage needs a small share of its budget, as indices of units.
 
     Args:
-        units, in_flight, budgets: as in `autopar.planner.pipeline.units.balance_cuts`.
+        units, in_flight, budgets: as in `autopar.planner.pipeline.stage_units.balance_cuts`.
     """
     shares = [max(budgets) / budget for budget in budgets]
     sizes = [
@@ -45,7 +45,7 @@ class StageSizes:
         forced: per stage, what is forced on its devices.
     """
 
-    asked: Asked
+    asked: PipelineRequest
     forced: Sequence[Forced]
     points: Sequence[CutPoint]
     _known: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class CutChoice:
         room: per stage, the bytes that it is taken to have.
     """
 
-    asked: Asked
+    asked: PipelineRequest
     room: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

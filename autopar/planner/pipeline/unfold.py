@@ -35,7 +35,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class UnfoldedRead:
     """A reader of a tensor: by which use of its variant, in which unit."""
 
     use: int
@@ -59,7 +59,7 @@ class Instances:
     forced: Forced
     found: list[Instance] = field(default_factory=list)
     variant: dict[Ref, int] = field(default_factory=dict)
-    reads: dict[Ref, list[Read]] = field(default_factory=dict)
+    reads: dict[Ref, list[UnfoldedRead]] = field(default_factory=dict)
     hidden: set[Ref] = field(default_factory=set)
     everywhere: set[Ref] = field(default_factory=set)
     unasked: set[tuple[Ref, int]] = field(default_factory=set)
@@ -88,7 +88,7 @@ class Instances:
         for instance in self.found:
             for operand, ref in instance.operands:
                 self.reads.setdefault(ref, []).append(
-                    Read(self.use(instance.op, operand, ref), instance.unit)
+                    UnfoldedRead(self.use(instance.op, operand, ref), instance.unit)
                 )
         for n, refs in everywhere:
             units = sorted({r.unit for ref in refs for r in self.reads.get(ref, ())})

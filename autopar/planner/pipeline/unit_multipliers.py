@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from autopar.core.layout_graph import LayoutGraph
 from autopar.core.problem import Value
 from autopar.core.solution import Multipliers
-from autopar.core.streams import ON_COMPUTE
-from autopar.planner.pipeline.unfold import Instances, Read
+from autopar.core.streams import COMPUTE_BOUND
+from autopar.planner.pipeline.unfold import Instances, UnfoldedRead
 from autopar.sharding import Ref
 from autopar.solve.prices import arc_loads
 
@@ -27,7 +27,7 @@ all of their readers read it again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class TensorWorth:
     """Multipliers of a tensor: per use those of one reader over layouts, in the tensor's phase and
     in backward of what forward made.
 
@@ -47,7 +47,7 @@ class Worth:
     crossing_loss_s: float
     left: tuple[Floats, ...]
 
-    def sum_of(self, which: Mapping[int, Floats], reads: Iterable[Read]) -> Floats:
+    def sum_of(self, which: Mapping[int, Floats], reads: Iterable[UnfoldedRead]) -> Floats:
         """Compute Σ π of these readers, by layout."""
         return sum((which[r.use] for r in reads if r.use in which), np.zeros(len(self.versions)))
 
@@ -67,7 +67,7 @@ class Worths:
     instances: Instances
     multipliers: Multipliers
     exposed: frozenset[str]
-    _known: dict[Kind, Worth] = field(default_factory=dict)
+    _known: dict[Kind, TensorWorth] = field(default_factory=dict)
     _layouts: dict[tuple[int, str, int, int], Ints] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,14 +100,14 @@ class Worths:
         unasked = tuple(use for use, _ in counts if (ref, use) in self.instances.unasked)
         return self.instances.variant[ref], counts, hidden, ref[0] in self.exposed, unasked
 
-    def of(self, ref: Ref) -> Worth:
+    def of(self, ref: Ref) -> TensorWorth:
         """Return a tensor's multipliers."""
         kind = self.kind(ref)
         if kind not in self._known:
             self._known[kind] = self._derive(kind, ref)
         return self._known[kind]
 
-    def _derive(self, kind: Kind, ref: Ref) -> Worth:
+    def _derive(self, kind: Kind, ref: Ref) -> TensorWorth:
         v, counts, hidden, exposed, unasked = kind
         variant, value = self.problem.variants[v], self.value(ref)
         num = len(value.graph.layouts)
@@ -157,7 +157,9 @@ class Worths:
                 losses[crosses] += float(np.minimum(0.0, costs)[reach[_ends(graph)[0]]].sum())
             left.append(costs + in_full - seconds)
             free = np.zeros(num)
-        return Worth(now, later, made_worth, versions, losses[False], losses[True], tuple(left))
+        return TensorWorth(
+            now, later, made_worth, versions, losses[False], losses[True], tuple(left)
+        )
 
     def _potential(self, v: int, later: int, use: int, share: int, num: int) -> Floats:
         """Compute π of one of `share` readers, by layout. The least is 0, since only differences
@@ -182,7 +184,7 @@ class Worths:
         """
         value = self.problem.values[self.problem.variants[v].value]
         load, slowdown = arc_loads(self.problem, v, late=late), self.problem.overlap_slowdown
-        costs = np.array([load(arc).priced_s(slowdown, ON_COMPUTE) for arc in value.graph.arcs])
+        costs = np.array([load(arc).priced_s(slowdown, COMPUTE_BOUND) for arc in value.graph.arcs])
         kept = late and self.problem.ops[value.op].kind == "compute"
         if crosses and (kept or (value.phase == "backward" and self._read_by_parameters(v))):
             local = np.array([arc.collective.kind == "slice" for arc in value.graph.arcs], bool)

@@ -35,9 +35,9 @@ from autopar.rules import AxisOption, axis_options
 from autopar.sharding.clusters import HEADS, Ref
 from autopar.sharding.propagate import (
     Policy,
-    Read,
-    Spread,
-    Walk,
+    Propagation,
+    SpreadLabels,
+    TraceIndex,
     label_of,
     nothing_to_split,
     product_of,
@@ -56,10 +56,10 @@ SIDES: Mapping[str, tuple[Side | None, ...]] = {
 SAMPLES = Shard(0)
 
 
-def walk_sides(graph: Read, plan: Parallelism) -> dict[Side, Spread]:
+def walk_sides(graph: TraceIndex, plan: Parallelism) -> dict[Side, SpreadLabels]:
     """Find the placements on the sides of a plan's grid that are not data parallelism.
 
-    If a node cannot read its operands, `Spread.failure` names it.
+    If a node cannot read its operands, `SpreadLabels.failure` names it.
 
     Raises:
         ConstraintError: if the model has no product with a weight.
@@ -81,7 +81,7 @@ def walk_sides(graph: Read, plan: Parallelism) -> dict[Side, Spread]:
     return found
 
 
-class _Side(Walk):
+class _Side(Propagation):
     """The walk over one side.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Side(Walk):
         aside: node → operands that it reads split over another dim than these rest.
     """
 
-    def __init__(self, graph: Read, side: Side) -> None:
+    def __init__(self, graph: TraceIndex, side: Side) -> None:
         super().__init__(graph, Policy({}, slices=True))
         self.side, self.pending, self.aside = side, set[Ref](), dict[str, list[Ref]]()
         self.multiplied: dict[Ref, list[Ref]] = {}  # weight → activations of its forward products
@@ -103,7 +103,7 @@ class _Side(Walk):
             if label is not None:
                 self.demand(product_of(graph, node)[1], label)  # type: ignore[index]
 
-    def run(self) -> Spread:
+    def run(self) -> SpreadLabels:
         """Walk, and find the nodes that read an operand in another placement than it is made in."""
         found = super().run()
         for name, row in found.rows.items():
@@ -325,7 +325,7 @@ class _Side(Walk):
         ]
 
     def _made_split(self, ref: Ref, label: Placement, reader: str) -> dict[str, AxisOption] | None:
-        """As in `Walk`; partial sums and results of getitem stay as they are made."""
+        """As in `Propagation`; partial sums and results of getitem stay as they are made."""
         node = self.graph.nodes.get(ref[0])
         fixed = node is None or ref in self.pending or node.target is operator.getitem
         return None if fixed else super()._made_split(ref, label, reader)
@@ -334,13 +334,13 @@ class _Side(Walk):
         return frozenset()
 
 
-def _column_label(graph: Read, node: fx.Node) -> Placement | None:
+def _column_label(graph: TraceIndex, node: fx.Node) -> Placement | None:
     """The last dim of a product's weight that only the weight and the result have."""
     dims = [p.dim for x, p, _ in _splits_of_weight(graph, node) if x == REPLICATE]
     return Shard(max(dims)) if dims else None
 
 
-def _row_label(graph: Read, node: fx.Node) -> Placement | None:
+def _row_label(graph: TraceIndex, node: fx.Node) -> Placement | None:
     """The first dim of a product's weight that is contracted."""
     return next(
         (
@@ -352,7 +352,7 @@ def _row_label(graph: Read, node: fx.Node) -> Placement | None:
     )
 
 
-def _splits_of_weight(graph: Read, node: fx.Node) -> list[tuple[Placement, Shard, Placement]]:
+def _splits_of_weight(graph: TraceIndex, node: fx.Node) -> list[tuple[Placement, Shard, Placement]]:
     """Placements of activation, weight and result for each way to split a product's weight."""
     product = product_of(graph, node)
     assert product is not None
@@ -363,7 +363,7 @@ def _splits_of_weight(graph: Read, node: fx.Node) -> list[tuple[Placement, Shard
     ]
 
 
-def _find_tied(graph: Read) -> Iterable[fx.Node]:
+def _find_tied(graph: TraceIndex) -> Iterable[fx.Node]:
     """The products whose weight is also the table of a lookup."""
     tables = {graph.reads[n.name][0] for n in graph.nodes.values() if n.target is ops.embedding}
     return [

@@ -29,13 +29,13 @@ from autopar.constraints import Parallelism
 from autopar.core.placements import REPLICATE
 from autopar.rules import axis_options
 from autopar.sharding.clusters import HEADS, Ref
-from autopar.sharding.presets.context import along_sequence, read_otherwise
+from autopar.sharding.presets.batch_and_sequence import along_sequence, read_otherwise
 from autopar.sharding.propagate import (
     LOSS_SUMS,
+    LabelRow,
     Policy,
-    Read,
-    Row,
-    Spread,
+    SpreadLabels,
+    TraceIndex,
     nothing_to_split,
     product_of,
     spread,
@@ -59,10 +59,10 @@ class _Columns:
     whole: dict[str, str] = field(default_factory=dict)
 
 
-def by_columns(graph: Read, plan: Parallelism) -> Spread:
+def by_columns(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
     """Split products by columns and rows; see the module docstring.
 
-    If nothing is left to try, `Spread.failure` is the node that cannot read its operands.
+    If nothing is left to try, `SpreadLabels.failure` is the node that cannot read its operands.
 
     Raises:
         ConstraintError: if no chain from one linear to another can be split.
@@ -110,7 +110,7 @@ def by_columns(graph: Read, plan: Parallelism) -> Spread:
 
 
 def _try_next(
-    graph: Read, nodes: Sequence[fx.Node], tried: _Columns, blamed: frozenset[str], by: str
+    graph: TraceIndex, nodes: Sequence[fx.Node], tried: _Columns, blamed: frozenset[str], by: str
 ) -> bool:
     """Let the blamed products try their next dim, or stay whole because of the node `by`.
 
@@ -135,7 +135,7 @@ def _try_next(
     return changed
 
 
-def _column_dims(graph: Read, node: fx.Node) -> list[int]:
+def _column_dims(graph: TraceIndex, node: fx.Node) -> list[int]:
     """Dims of a product's weight that only the weight and the result have, in descending order."""
     product = product_of(graph, node)
     assert product is not None
@@ -149,7 +149,7 @@ def _column_dims(graph: Read, node: fx.Node) -> list[int]:
     return sorted(dims, reverse=True)
 
 
-def _tables(graph: Read) -> dict[Ref, Placement]:
+def _tables(graph: TraceIndex) -> dict[Ref, Placement]:
     """Tables and weights of experts to split.
 
     Tables with more rows than columns that are looked up by ids of the batch are split by rows,
@@ -178,7 +178,7 @@ def _tables(graph: Read) -> dict[Ref, Placement]:
     return found
 
 
-def _ends_well(graph: Read, node: fx.Node, found: Spread) -> bool:
+def _ends_well(graph: TraceIndex, node: fx.Node, found: SpreadLabels) -> bool:
     """Whether the split result of a product is contracted, or read by a cross entropy with more
     classes than features."""
     if found.labels.get((node.name, 0)) == REPLICATE:
@@ -198,10 +198,10 @@ def _ends_well(graph: Read, node: fx.Node, found: Spread) -> bool:
 # are split along the sequence.
 #
 # Two walks over the graph are combined. Tensor parallelism determines the labels inside a chain.
-# Context parallelism (`autopar.sharding.presets.context`) determines those along the sequence. A
-# node that tensor parallelism leaves whole takes the row of context parallelism. So the first
-# linears of a chain gather the sequence, and the partial sums of its last one are scattered over
-# it.
+# Context parallelism (`autopar.sharding.presets.batch_and_sequence`) determines those along the
+# sequence. A node that tensor parallelism leaves whole takes the row of context parallelism. So the
+# first linears of a chain gather the sequence, and the partial sums of its last one are scattered
+# over it.
 #
 # Two kinds of nodes keep the row of tensor parallelism: nodes that add up partial sums which
 # nothing else reads, so that these are scattered once; and the ops of a cross entropy after logits
@@ -210,7 +210,7 @@ def _ends_well(graph: Read, node: fx.Node, found: Spread) -> bool:
 _KEEPS_SUMS = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default))
 
 
-def with_sequence(graph: Read, plan: Parallelism, chains: Spread) -> Spread:
+def with_sequence(graph: TraceIndex, plan: Parallelism, chains: SpreadLabels) -> SpreadLabels:
     """Split the tensors that tensor parallelism leaves whole along the sequence.
 
     Nodes that cannot compute on a part of the sequence gather it; the log names them.
@@ -255,7 +255,7 @@ def with_sequence(graph: Read, plan: Parallelism, chains: Spread) -> Spread:
     return found
 
 
-def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
+def beside_chains(graph: TraceIndex, chains: SpreadLabels, along: SpreadLabels) -> SpreadLabels:
     """Combine the labels of tensor parallelism with those along the sequence.
 
     Args:
@@ -263,7 +263,7 @@ def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
         chains: the labels of tensor parallelism; parameters rest as in these.
         along: the labels along the sequence, used for nodes that `chains` leaves whole.
     """
-    rows: dict[str, Row] = {}
+    rows: dict[str, LabelRow] = {}
     sums, of_loss = set[Ref](), set[str]()
     num_reads = Counter(ref for reads in graph.reads.values() for ref in reads)
     for name, row in chains.rows.items():
@@ -285,7 +285,7 @@ def beside_chains(graph: Read, chains: Spread, along: Spread) -> Spread:
     return replace(chains, rows=rows, apart=apart, gathering=gathering, failure=along.failure)
 
 
-def _contracts(node: fx.Node, row: Row) -> bool:
+def _contracts(node: fx.Node, row: LabelRow) -> bool:
     """Whether a node contracts a split dim, so that it makes partial sums."""
     return node.target in HEADS and not any(isinstance(label, Shard) for label in row.outputs)
 

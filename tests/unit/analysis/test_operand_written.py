@@ -18,7 +18,7 @@ from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
 from autopar.emit import emit
 from autopar.emit import phase as emit_in_place
-from autopar.program.memory import node_peaks, trace_peak
+from autopar.program.peak_memory import node_peaks, trace_peak
 from autopar.program.program import Program
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from autopar.analysis.microbatches import Microbatching, find_microbatching, rea
 from autopar.api.tracing import microbatch_of
 from autopar.capture import Trace, capture
 from autopar.capture.execute import execute
-from autopar.emit.build import microbatches_of
+from autopar.emit.program_builder import microbatches_of
 from autopar.errors import CoupledError
 from autopar.rules import operands_of
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.checkpoint import manager, parts, writing
+from autopar.checkpoint import manager, rank_parts, writing
 from autopar.errors import RuntimeStateError
 
 BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
@@ -93,14 +93,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
-        plain = parts.write_tensors
+        plain = rank_parts.write_tensors
 
         def write(path: Path, tensors: Any) -> int:
             self.reached.set()
             assert self.opened.wait(60)
             return plain(path, tensors)
 
-        monkeypatch.setattr(parts, "write_tensors", write)
+        monkeypatch.setattr(rank_parts, "write_tensors", write)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_an_error_is_logged_at_once_and_raised_by_whichever_call_is_next(
     for name, call in NEXT.items():
         run.step()
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-            patch.setattr(parts, "write_tensors", full)
+            patch.setattr(rank_parts, "write_tensors", full)
             run.checkpoints.async_save(1, **run.all)
             assert run.checkpoints._background is not None
             run.checkpoints._background._thread.join()
@@ -260,14 +260,14 @@ def killed_at(number: int, run: Training, step: int) -> int:
 
         for name in ("fsync", "rename", "mkdir", "rmdir"):
             setattr(os, name, guarded(getattr(os, name)))
-        plain = parts.write_tensors
+        plain = rank_parts.write_tensors
 
         def half(path: Path, tensors: dict[str, Tensor]) -> int:
             guarded(lambda: path.write_bytes(b"half"))()
             guarded(lambda: None)()
             return plain(path, tensors)
 
-        parts.write_tensors = half
+        rank_parts.write_tensors = half
         writing.Background(saving, run.checkpoints._finish).result()
         os._exit(0)
     except BaseException:  # the status tells

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.checkpoint.contents import CONTENTS, check_boxes, read_contents
 from autopar.checkpoint.loading import load_parts
-from autopar.checkpoint.parts import save_parts
+from autopar.checkpoint.rank_parts import save_parts
 from autopar.checkpoint.safetensors_files import TensorFile, write_tensors
 from autopar.checkpoint.values import decode, encode
 from autopar.core.json_text import read_json

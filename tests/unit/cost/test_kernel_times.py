@@ -13,7 +13,7 @@ from autopar import ops
 from autopar.capture.graphs import shape_of
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout, Strategy
-from autopar.cost.kernel_times import Site, seconds_saved
+from autopar.cost.kernel_times import KernelSite, seconds_saved
 from autopar.cost.op_times import call_time
 from autopar.rules import Call, call_of
 
@@ -36,7 +36,7 @@ def profile(share: float | None = 0.5) -> HardwareProfile:
     )
 
 
-def site(*, normed: bool, biased: bool = False) -> Site:
+def site(*, normed: bool, biased: bool = False) -> KernelSite:
     """A product of [64, 16] and [16, 32], with or without a bias, of which each of 4 ranks has a
     partial sum, and the norm after it."""
     graph = fx.Graph()
@@ -77,7 +77,7 @@ def site(*, normed: bool, biased: bool = False) -> Site:
         (call_of(norm), Strategy((S, S, R), (S,))),
     )
     split = Strategy((Layout.parse("S(1)"), Layout.parse("S(0)"), *([R] if biased else [])), (P,))
-    return Site(
+    return KernelSite(
         call_of(product), split, (SIZE,), "reduce_scatter", SIZE, 0, False, after if normed else ()
     )
 

@@ -21,7 +21,7 @@ from autopar.errors import EmissionError, PlanError
 from autopar.kernels import collectives as steps
 from autopar.planner import Planned, PlanOptions, make_plan
 from autopar.plans import Overlap, Plan
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 
 MESH = Mesh({"a": 2, "b": 2})
 

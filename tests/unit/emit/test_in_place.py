@@ -23,7 +23,7 @@ from autopar.core.collective import Collective
 from autopar.emit import emit
 from autopar.emit import phase as emit_in_place
 from autopar.kernels import collectives
-from autopar.program.memory import node_peaks
+from autopar.program.peak_memory import node_peaks
 from autopar.program.program import Program
 
 ROWS, CLASSES = 12, 512

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from autopar import ops
-from autopar.kernels import library, rows
+from autopar.kernels import library
+from autopar.kernels import row_kernels as rows
 from autopar.kernels.normed import (
     FLOATS,
     backward_op,

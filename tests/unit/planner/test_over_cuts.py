@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.certificate.over_cuts import least_over_cuts
 from autopar.planner.pipeline.cuts import Pair, Parts, front, join_pairs, least_step
-from autopar.planner.pipeline.schedule import step_time
+from autopar.planner.pipeline.step_schedule import step_time
 
 SECONDS = st.integers(0, 8).map(float)
 PAIRS = st.lists(

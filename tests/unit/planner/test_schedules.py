@@ -9,13 +9,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autopar.certificate.schedules import (
+from autopar.certificate.rank_schedules import (
     held_by_chunks,
     least_of_ranks,
     order_of,
     step_by_longest_path,
 )
-from autopar.planner.pipeline.schedule import least_time, scheduled_time, simulate, step_time
+from autopar.planner.pipeline.step_schedule import least_time, scheduled_time, simulate, step_time
 from autopar.program.schedule import interleaved_schedule, num_in_flight, num_rounds, orders
 
 sizes = st.integers(1, 5)

@@ -17,7 +17,7 @@ from autopar.constraints import layout
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Problem
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.emit import emit
@@ -26,10 +26,10 @@ from autopar.planner import Planned, PlanOptions, TooSlow, make_plan, rounds
 from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Ordering, Peaks
 from autopar.planner.pipeline.stage_cache import Alike, Effort
-from autopar.planner.rounds import Phase, PlannerLoop, State
+from autopar.planner.rounds import PlannerLoop, SearchPhase, SearchState
 from autopar.planner.search import prepare_search
 from autopar.planner.sensitivity import runner_ups
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.program.program import Program
 from autopar.sharding import classes_of
 from autopar.solve import Least, evaluate, solve
@@ -112,12 +112,12 @@ def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_ther
 ) -> None:
     ended, answer = list[bool](), rounds.choices_or_least
 
-    def cut_short(problem: Problem, *, only_plan: bool, **how: Any) -> Choices | Least:
+    def cut_short(problem: Problem, *, only_plan: bool, **how: Any) -> Solution | Least:
         ended.append(not only_plan)
         found = answer(problem, only_plan=only_plan, **how)
         return (
             replace(found, bound_s=found.bound_s / 2, unfinished=True)
-            if only_plan and isinstance(found, Choices)
+            if only_plan and isinstance(found, Solution)
             else found
         )
 
@@ -143,13 +143,13 @@ def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_ther
 def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_was(
     others: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, tried = list[Choices](), list[Program]()
+    answers, tried = list[Solution](), list[Program]()
     answer, peak = rounds.Solving.answer, Peaks.peak_bytes
 
-    def same_again(asks: rounds.Solving, *problem: Any, **how: Any) -> Choices:
+    def same_again(asks: rounds.Solving, *problem: Any, **how: Any) -> Solution:
         if not answers:
             first = answer(asks, *problem, **how)
-            assert isinstance(first, Choices)
+            assert isinstance(first, Solution)
             answers.append(first)
         else:
             answers.append(
@@ -175,29 +175,29 @@ def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_
 def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    phases, step = list[Phase](), PlannerLoop.step
+    phases, step = list[SearchPhase](), PlannerLoop.step
 
-    def watched(search: PlannerLoop, state: State) -> State:
+    def watched(search: PlannerLoop, state: SearchState) -> SearchState:
         phases.append(state.phase)
         return step(search, state)
 
     monkeypatch.setattr(PlannerLoop, "step", watched)
     planned()
-    assert phases == [Phase.ASK, Phase.TRY, Phase.FINISH]
+    assert phases == [SearchPhase.ASK, SearchPhase.TRY, SearchPhase.FINISH]
     phases.clear()
     planned(memory_bytes=240_000)
-    round_trip = [Phase.ASK, Phase.TRY, Phase.LEARN]
+    round_trip = [SearchPhase.ASK, SearchPhase.TRY, SearchPhase.LEARN]
     num_rounds = len(phases) // 3
     assert num_rounds > 1 and phases == [
         *round_trip * (num_rounds - 1),
-        Phase.ASK,
-        Phase.TRY,
-        Phase.FINISH,
+        SearchPhase.ASK,
+        SearchPhase.TRY,
+        SearchPhase.FINISH,
     ]
     phases.clear()
     with pytest.raises(InfeasibleError):
         planned(memory_bytes=8 * KIB)
-    assert phases == [Phase.ASK, Phase.TRY, Phase.FINISH, Phase.SHRINK]
+    assert phases == [SearchPhase.ASK, SearchPhase.TRY, SearchPhase.FINISH, SearchPhase.SHRINK]
 
 
 def test_a_search_whose_plans_with_kernels_do_not_fit_begins_again_without_them() -> None:
@@ -212,9 +212,13 @@ def test_a_search_whose_plans_with_kernels_do_not_fit_begins_again_without_them(
         learnt=learnt,
         bound_s=1e-9,
     )
-    state = State(Phase.SHRINK, groups, None, 1.0, smallest=2**60, decided=(1,))
+    state = SearchState(SearchPhase.SHRINK, groups, None, 1.0, smallest=2**60, decided=(1,))
     again = search.step(state)
-    assert (again.phase, again.regions, again.effort) == (Phase.SOLVE, frozenset(), Effort.WHOLE)
+    assert (again.phase, again.regions, again.effort) == (
+        SearchPhase.SOLVE,
+        frozenset(),
+        Effort.WHOLE,
+    )
     assert not again.groups.learnt.retained and again.groups.bound_s == 1e-9, (
         "a bound of all plans holds on"
     )
@@ -332,7 +336,7 @@ def test_before_a_search_goes_on_for_long_plans_of_another_kind_are_looked_for_o
 
     def mixed(asks: rounds.Solving, problem: Problem, effort: Effort, **how: Any) -> object:
         found = answer(asks, problem, effort, **how)
-        if effort is not Effort.MIXED or not isinstance(found, Choices):
+        if effort is not Effort.MIXED or not isinstance(found, Solution):
             return found
         return replace(found, mixed={0: (0.5,)} if goes_on else {})
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from autopar.errors import RankError
 from autopar.runtime import rank_agreement, rank_differences
 from autopar.runtime.rank_agreement import Agreement
-from autopar.runtime.rank_differences import Call, End, Tally, find_line
+from autopar.runtime.rank_differences import End, RankCall, Tally, find_line
 
 Told = dict[int, RankError]
 
@@ -212,24 +212,24 @@ def test_a_process_that_is_not_there_any_more_has_ended_and_one_of_its_number_is
 @pytest.mark.parametrize("num", [2, 3, 7, 64, 1000, 5000])
 def test_a_sum_says_how_many_came_and_whether_all_are_equal(num: int) -> None:
     tally, draw = Tally(num), random.Random(num)
-    call = Call.of(1, f"calls model {draw.random()}", "", True)
+    call = RankCall.of(1, f"calls model {draw.random()}", "", True)
     same = [tally.pack(call)] * num
     for come in (1, num - 1, num):
         assert tally.count(sum(same[:come])) == come
     assert tally.agrees(sum(same), call) and sum(same) < 2**62
-    idle = tally.pack(Call.of(1, call.what, "", None))
+    idle = tally.pack(RankCall.of(1, call.what, "", None))
     assert tally.agrees(sum(same[1:]) + idle, call), (
         "a rank with nothing to train differs from none"
     )
-    skipped = tally.pack(Call.of(1, call.what, "", False))
+    skipped = tally.pack(RankCall.of(1, call.what, "", False))
     assert not tally.agrees(sum(same[1:]) + skipped, call)
-    other = tally.pack(Call.of(1, "saves", "", True))
+    other = tally.pack(RankCall.of(1, "saves", "", True))
     total = sum(same[1:]) + other
     assert tally.count(total) == num and not tally.agrees(total, call)
 
 
 def test_a_record_comes_back_as_it_was_and_names_the_users_line() -> None:
-    call = Call.of(7, "calls " + "x" * 1000, find_line(), None)
-    assert Call.loads(call.dumps()) == call and len(json.loads(call.dumps())[1]) < 700
+    call = RankCall.of(7, "calls " + "x" * 1000, find_line(), None)
+    assert RankCall.loads(call.dumps()) == call and len(json.loads(call.dumps())[1]) < 700
     assert "test_agreement.py:" in call.line and "find_line()" in call.line
-    assert Call.of(7, "calls " + "x" * 1001, "", None).digest != call.digest
+    assert RankCall.of(7, "calls " + "x" * 1001, "", None).digest != call.digest

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import RuntimeStateError
-from autopar.runtime.gradients import clip_grad_norm_, clip_over_stages
+from autopar.runtime.backward import clip_grad_norm_, clip_over_stages
 
 
 def with_gradients(*dtypes: torch.dtype) -> list[nn.Parameter]:

@@ -20,7 +20,7 @@ from autopar.core.mesh import Mesh
 from autopar.errors import CallError, MeshError, RuntimeStateError
 from autopar.program import executor
 from autopar.program.abstract_executor import LiveBytes
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.runtime.device_mesh import device_mesh, mesh_of
 from autopar.runtime.module import ParallelModule
 

@@ -19,7 +19,7 @@ from autopar.core.mesh import Mesh
 from autopar.errors import MeshError
 from autopar.program.program import Program
 from autopar.runtime import rank_comm
-from autopar.runtime.arguments import Arguments
+from autopar.runtime.call_arguments import Arguments
 from autopar.runtime.device_mesh import device_mesh
 from autopar.runtime.rank_comm import share_cores, take_gpu
 

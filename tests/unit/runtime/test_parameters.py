@@ -8,7 +8,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
-from autopar.core.stored_placements import Resting, storable, stored_dims, stored_placements
+from autopar.core.stored_placements import (
+    StoredPlacements,
+    storable,
+    stored_dims,
+    stored_placements,
+)
 from autopar.errors import LayoutError, MeshError
 from autopar.runtime.device_mesh import device_mesh
 
@@ -57,7 +62,7 @@ def test_a_view_that_mixes_stored_dims_is_refused(
 def test_placements_say_where_the_data_lies(
     shape: tuple[int, ...], view: tuple[int, ...], layout: str, expected: tuple[object, ...]
 ) -> None:
-    assert stored_placements(shape, view, Layout.parse(layout), (2, 4)) == Resting(
+    assert stored_placements(shape, view, Layout.parse(layout), (2, 4)) == StoredPlacements(
         ((0,), (1,)), expected
     )
 
@@ -79,14 +84,14 @@ def test_placements_say_where_the_data_lies(
 def test_axes_that_split_heads_together_are_one_dim_of_the_dtensors_mesh(
     layout: str, axes: tuple[tuple[int, ...], ...], expected: tuple[object, ...]
 ) -> None:
-    assert stored_placements((8, 48), (8, 3, 16), Layout.parse(layout), (2, 2, 2)) == Resting(
-        axes, expected
-    )
+    assert stored_placements(
+        (8, 48), (8, 3, 16), Layout.parse(layout), (2, 2, 2)
+    ) == StoredPlacements(axes, expected)
 
 
 def test_an_axis_of_size_1_replicates() -> None:
     at = stored_placements((8, 24), (8, 3, 8), Layout.parse("S(2) S(2)"), (1, 2))
-    assert at == Resting(((0,), (1,)), (Replicate(), _StridedShard(1, split_factor=3)))
+    assert at == StoredPlacements(((0,), (1,)), (Replicate(), _StridedShard(1, split_factor=3)))
 
 
 @pytest.mark.parametrize("layout", ["S(2)#1 S(2)#0", "S(1) S(2)"])

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.errors import RuntimeStateError
-from autopar.runtime.outputs import PartedOutput, refuse_reads
+from autopar.runtime.guarded_outputs import PartedOutput, refuse_reads
 
 READS: dict[str, Callable[[Any], Any]] = {
     "item": lambda out: out.argmax(-1).float().mean().item(),

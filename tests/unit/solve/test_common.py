@@ -9,15 +9,15 @@ import pytest
 from tight_problems import problems
 
 from autopar.core.problem import Problem
-from autopar.core.solution import Choices
+from autopar.core.solution import Solution
 from autopar.solve import Common, branch_and_cut, choices_or_least, common, solve
 
 
-def answer(problem: Problem, shared: Common) -> Choices:
+def answer(problem: Problem, shared: Common) -> Solution:
     found = choices_or_least(
         problem, gap=0.02, time_limit_s=math.inf, solver="highs", bound_only=True, common=shared
     )
-    assert isinstance(found, Choices)
+    assert isinstance(found, Solution)
     return found
 
 

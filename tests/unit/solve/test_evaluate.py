@@ -10,7 +10,7 @@ import torch
 from autopar.core.collective import Collective
 from autopar.core.layout import Layout, Strategy
 from autopar.core.layout_graph import LayoutGraph, layout_graph
-from autopar.core.problem import Moment, Op, OpStrategy, Problem, Use, Value, Variant
+from autopar.core.problem import MemoryPoint, Op, OpStrategy, Problem, Use, Value, Variant
 from autopar.errors import LayoutError
 from autopar.solve import evaluate, fits, variant_load
 from autopar.solve.memory_rows import GRADIENT_ROW, KEPT_ROW, budget_rows
@@ -149,7 +149,7 @@ def test_the_time_of_one_variant_is_its_share_of_the_communication() -> None:
 def test_the_budget_rows_are_what_rests_when_backward_begins_when_it_ends_and_at_each_moment() -> (
     None
 ):
-    moment = Moment("b", ((1, 1),), ((2, (10, 20)), (0, (1, 2))), 5)
+    moment = MemoryPoint("b", ((1, 1),), ((2, (10, 20)), (0, (1, 2))), 5)
     p = replace(problem(), moments=(moment,))
     rows = budget_rows(p)
     assert [row.name for row in rows] == [KEPT_ROW, GRADIENT_ROW, "b"]

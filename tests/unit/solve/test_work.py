@@ -10,15 +10,15 @@ import pytest
 from tight_problems import small_problems
 
 from autopar.core.problem import Problem
-from autopar.core.solution import Choices, Multipliers
+from autopar.core.solution import Multipliers, Solution
 from autopar.solve import Common, branch_and_cut, choices_or_least, solve
 from autopar.solve.branch_and_cut import BranchAndCut
-from autopar.solve.highs import Engine, Work
+from autopar.solve.highs import Engine, SimplexWork
 
 
 def searched(
-    problem: Problem, *, gap: float = 0.0, shared: Common | None = None, met: Choices | None = None
-) -> Choices:
+    problem: Problem, *, gap: float = 0.0, shared: Common | None = None, met: Solution | None = None
+) -> Solution:
     found = choices_or_least(
         problem,
         gap=gap,
@@ -28,12 +28,12 @@ def searched(
         common=shared,
         met=met,
     )
-    assert isinstance(found, Choices)
+    assert isinstance(found, Solution)
     return found
 
 
 def test_each_run_counts_with_its_columns_and_what_is_left_is_in_steps_of_a_program() -> None:
-    work = Work()
+    work = SimplexWork()
     work.add(10, 500)
     work.add(20, -1)  # a run that HiGHS did not begin
     assert work.spent == 10 * 1500 + 20 * 1000 and not work.is_over

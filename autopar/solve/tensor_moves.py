@@ -1,7 +1,7 @@
 """The collectives of a tensor under given choices: the cheapest trees of both phases at the prices
 of a balance, and the slack of each collective.
 
-A kernel that is on offer (`autopar.cost.kernels`) is taken if it saves time
+A kernel that is on offer (`autopar.cost.kernel_offers`) is taken if it saves time
 (`autopar.solve.pick_kernels`).
 """
 
@@ -17,7 +17,7 @@ from autopar.core.layout import Layout
 from autopar.core.layout_graph import Arc, LayoutGraph
 from autopar.core.problem import Problem, Slack, Use, Value, is_early
 from autopar.core.redistribute import cheapest_tree
-from autopar.core.streams import ON_COMPUTE, Balance, Load, work
+from autopar.core.streams import COMPUTE_BOUND, Load, OverlapWeights, work
 from autopar.errors import LayoutError
 from autopar.solve.pick_kernels import (
     Chosen,
@@ -107,7 +107,7 @@ def moves_of(
     strategies: Sequence[int],
     recomputed: Mapping[int, int],
     kept: Mapping[int, tuple[int, ...]] | None,
-    balance: Balance = ON_COMPUTE,
+    balance: OverlapWeights = COMPUTE_BOUND,
 ) -> Moves:
     """Find the collectives of a variant, and which of its versions are kept.
 
@@ -295,7 +295,7 @@ class _Ends:
 
 
 def _redistribute(
-    problem: Problem, v: int, late: bool, ends: _Ends, chosen: Chosen, balance: Balance
+    problem: Problem, v: int, late: bool, ends: _Ends, chosen: Chosen, balance: OverlapWeights
 ) -> Redistribution:
     """Find the cheapest tree of collectives. Layouts from which it starts and that are stored on
     the hosts are fetched first."""

@@ -1,5 +1,5 @@
 """Products that do a collective at their border themselves, as the plan asks
-(`autopar.cost.kernels`).
+(`autopar.cost.kernel_offers`).
 
 A kernel that gathers stands at the first reader of the gathered tensor: at its product's own place,
 or before it. A kernel that scatters a sum stands where the sum would be computed. So does a kernel
@@ -61,8 +61,8 @@ class KernelStep:
         )
 
 
-class Job(Protocol):
-    """What both phases share (`autopar.emit.context.Job`)."""
+class LowersPlan(Protocol):
+    """What both phases share (`autopar.emit.context.LoweringContext`)."""
 
     index: PlanIndex
     mesh: Mesh
@@ -79,8 +79,8 @@ class Job(Protocol):
         """Return the dtype of a tensor of the trace."""
 
 
-class Phase(Protocol):
-    """One phase's graph while it is built (`autopar.emit.phase.Phase`)."""
+class BuildsPhase(Protocol):
+    """One phase's graph while it is built (`autopar.emit.phase.PhaseBuilder`)."""
 
     job: Any  # a Job, which is invariant
     phase: str
@@ -89,21 +89,21 @@ class Phase(Protocol):
     done: set[tuple[str, bool]]
 
     def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
-        """See `autopar.emit.phase.Phase.get`.
+        """See `autopar.emit.phase.PhaseBuilder.get`.
 
         Args:
             ref, layout, wanted_by: see there.
         """
 
     def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
-        """See `autopar.emit.phase.Phase.define`.
+        """See `autopar.emit.phase.PhaseBuilder.define`.
 
         Args:
             ref, layout, node: see there.
         """
 
     def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
-        """See `autopar.emit.phase.Phase.define_results`.
+        """See `autopar.emit.phase.PhaseBuilder.define_results`.
 
         Args:
             node, here, strategy: see there.
@@ -136,7 +136,7 @@ def product_of(made: fx.Node, step: Communication) -> fx.Node:
 
 
 def emit_kernel(
-    phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], again: bool
+    phase: BuildsPhase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], again: bool
 ) -> bool:
     """Emit a product together with a collective at its border, if the plan asks for it.
 
@@ -148,7 +148,7 @@ def emit_kernel(
     Returns:
         Whether the product is emitted by a kernel, here or later.
     """
-    job: Job = phase.job
+    job: LowersPlan = phase.job
     for operand, (ref, layout) in enumerate(zip(refs, strategy.inputs, strict=True)):
         step = job.index.steps.get((phase.phase, job.key(ref)), {}).get(layout)
         if (
@@ -170,7 +170,7 @@ def emit_kernel(
     return step is not None or _stands_later(phase, node, again)
 
 
-def _stands_later(phase: Phase, node: fx.Node, again: bool) -> bool:
+def _stands_later(phase: BuildsPhase, node: fx.Node, again: bool) -> bool:
     """Return whether a product is emitted later, with the addition whose sum is scattered."""
     total = next(iter(node.users), node)
     place = product_added(total)
@@ -181,7 +181,7 @@ def _stands_later(phase: Phase, node: fx.Node, again: bool) -> bool:
 
 
 def _scatter_step(
-    phase: Phase, made: fx.Node, strategy: Strategy, again: bool
+    phase: BuildsPhase, made: fx.Node, strategy: Strategy, again: bool
 ) -> Communication | None:
     """Return the step by which a kernel scatters a node's result, if there is one."""
     for step in phase.job.index.steps.get(
@@ -194,7 +194,7 @@ def _scatter_step(
 
 
 def _gather(
-    phase: Phase,
+    phase: BuildsPhase,
     node: fx.Node,
     strategy: Strategy,
     refs: Sequence[Ref],
@@ -231,7 +231,7 @@ def _gather(
 
 
 def _scatter(
-    phase: Phase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], step: Communication
+    phase: BuildsPhase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], step: Communication
 ) -> None:
     c, product, addend = step.collective, product_of(node, step), None
     if product is not node:
@@ -263,7 +263,7 @@ def _scatter(
 
 
 def _bias(
-    phase: Phase, product: fx.Node, strategy: Strategy, operands: Sequence[fx.Node]
+    phase: BuildsPhase, product: fx.Node, strategy: Strategy, operands: Sequence[fx.Node]
 ) -> dict[str, Any]:
     """Return the bias of a product and the ranks that add it, as keywords; empty if it has none."""
     _, (*_, bias), named = local_call(
@@ -273,7 +273,7 @@ def _bias(
 
 
 def _norm(
-    phase: Phase,
+    phase: BuildsPhase,
     node: fx.Node,
     strategy: Strategy,
     refs: Sequence[Ref],
@@ -322,7 +322,7 @@ def _norm(
 
 
 def _call(
-    phase: Phase,
+    phase: BuildsPhase,
     target: Callable[..., Any],
     args: tuple[Any, ...],
     node: fx.Node,

@@ -27,10 +27,17 @@ from autopar.core.placements import REPLICATE
 from autopar.errors import ConstraintError
 from autopar.rules import AxisOption, Call, cuts_alike, where_of
 from autopar.sharding.clusters import Ref, offered_options
-from autopar.sharding.propagate import Policy, Read, Row, Spread, Walk, nothing_to_split
+from autopar.sharding.propagate import (
+    LabelRow,
+    Policy,
+    Propagation,
+    SpreadLabels,
+    TraceIndex,
+    nothing_to_split,
+)
 
 
-def along_sequence(graph: Read, *, gathers: bool = False) -> Spread | None:
+def along_sequence(graph: TraceIndex, *, gathers: bool = False) -> SpreadLabels | None:
     """Find the placements if the sequence, dim 1 of the inputs, is split.
 
     Args:
@@ -50,7 +57,7 @@ def along_sequence(graph: Read, *, gathers: bool = False) -> Spread | None:
     return ContextWalk(graph, policy, gathers=gathers).run()
 
 
-def read_otherwise(graph: Read, rows: Mapping[str, Row]) -> set[str]:
+def read_otherwise(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
     """Find the nodes that read an operand in another placement than it is made in.
 
     Free operands count as well, if an earlier node reads them in another placement.
@@ -67,7 +74,7 @@ def read_otherwise(graph: Read, rows: Mapping[str, Row]) -> set[str]:
     return found
 
 
-def _apart_on_free(graph: Read, rows: Mapping[str, Row]) -> set[str]:
+def _apart_on_free(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
     """The nodes that read a free tensor, such as a range of labels, only in placements in which it
     cannot be made or earlier nodes cannot read it."""
     found: set[str] = set()
@@ -89,7 +96,7 @@ def _apart_on_free(graph: Read, rows: Mapping[str, Row]) -> set[str]:
     return found
 
 
-def _made_free(graph: Read, rows: Mapping[str, Row]) -> dict[Ref, set[Placement]]:
+def _made_free(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> dict[Ref, set[Placement]]:
     """Tensor without a row → the placements in which it can be made from its operands."""
     made: dict[Ref, set[Placement]] = {}
     for name, call in graph.calls.items():
@@ -107,14 +114,14 @@ def _made_free(graph: Read, rows: Mapping[str, Row]) -> dict[Ref, set[Placement]
     return made
 
 
-class ContextWalk(Walk):
+class ContextWalk(Propagation):
     """The walk along the sequence; arguments as in `along_sequence`."""
 
-    def __init__(self, graph: Read, policy: Policy, *, gathers: bool) -> None:
+    def __init__(self, graph: TraceIndex, policy: Policy, *, gathers: bool) -> None:
         super().__init__(graph, policy)
         self.gathers = gathers
 
-    def run(self) -> Spread:
+    def run(self) -> SpreadLabels:
         """Walk, and find the nodes that read an operand in another placement than it is made in."""
         found = super().run()
         found.apart |= read_otherwise(self.graph, found.rows)
@@ -197,7 +204,7 @@ class ContextWalk(Walk):
 class SampleWalk(ContextWalk):
     """The walk along a batch of `batch` samples, split over axes of these `sizes`."""
 
-    def __init__(self, graph: Read, policy: Policy, batch: int, sizes: Sequence[int]) -> None:
+    def __init__(self, graph: TraceIndex, policy: Policy, batch: int, sizes: Sequence[int]) -> None:
         super().__init__(graph, policy, gathers=True)
         self.sizes, num = tuple(sizes), math.prod(sizes)
         self.found.uneven = (
@@ -225,7 +232,7 @@ class SampleWalk(ContextWalk):
         return fits and cuts_alike(call, Strategy(inputs, outputs), self.sizes)
 
     def _choose(self, node: fx.Node) -> AxisOption | None:
-        option = Walk._choose(self, node)
+        option = Propagation._choose(self, node)
         if option is not None or node.name not in self.graph.on_parameters:
             return option
         option = super()._choose(node)
@@ -275,7 +282,7 @@ def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
     )
 
 
-def notes_on(plan: Parallelism, graph: Read, found: Spread) -> tuple[str, ...]:
+def notes_on(plan: Parallelism, graph: TraceIndex, found: SpreadLabels) -> tuple[str, ...]:
     """Describe the effects of a plan of data parallelism that its name does not tell.
 
     Args:
@@ -320,8 +327,8 @@ _WEIGHTS = {
 
 
 def by_experts(
-    graph: Read, plan: Parallelism, policy: Policy, batch: int, sizes: Sequence[int]
-) -> Spread:
+    graph: TraceIndex, plan: Parallelism, policy: Policy, batch: int, sizes: Sequence[int]
+) -> SpreadLabels:
     """Find the placements if the batch and the experts are split.
 
     Args:
@@ -378,7 +385,7 @@ class _ExpertWalk(SampleWalk):
     """The walk of `by_experts`; `tokens` is how the plan moves them, or "" to leave it open."""
 
     def __init__(
-        self, graph: Read, policy: Policy, batch: int, sizes: Sequence[int], tokens: str
+        self, graph: TraceIndex, policy: Policy, batch: int, sizes: Sequence[int], tokens: str
     ) -> None:
         super().__init__(graph, policy, batch, sizes)
         self.tokens = tokens
@@ -405,7 +412,7 @@ class _ExpertWalk(SampleWalk):
         )
         if not self.tokens and isinstance(tokens, Shard):
             opened = tuple(p if i in weights else None for i, p in enumerate(row.outputs))
-            self.found.rows[node.name] = Row((*(None,) * up, *row.inputs[up:]), opened)
+            self.found.rows[node.name] = LabelRow((*(None,) * up, *row.inputs[up:]), opened)
         for i, placement in enumerate(option.outputs):
             if isinstance(placement, Partial):
                 self.labels[node.name, i] = tokens

@@ -34,17 +34,17 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout, Strategy
 from autopar.core.layout_graph import Arc
 from autopar.core.mesh import Mesh
-from autopar.core.problem import Hidden, Kernel, Kernels, Problem, is_early
-from autopar.core.solution import Choices
+from autopar.core.problem import Kernels, OverlapKernel, OverlapOption, Problem, is_early
+from autopar.core.solution import Solution
 from autopar.cost.kernel_times import (
     ADDITION,
     NAMES,
     TAIL,
+    KernelSite,
     NormedSum,
     Place,
     Product,
     Region,
-    Site,
     Sum,
     factor_of,
     makes,
@@ -97,7 +97,7 @@ class _Offers:
 
     def all(self) -> Kernels:
         """The kernels by variant and phase."""
-        found: dict[tuple[int, bool], tuple[Kernel, ...]] = {}
+        found: dict[tuple[int, bool], tuple[OverlapKernel, ...]] = {}
         for v, variant in enumerate(self.problem.variants):
             value = self.problem.values[variant.value]
             for late in (False, True) if value.phase == "forward" else (False,):
@@ -111,7 +111,7 @@ class _Offers:
                     found[v, late] = kernels
         return found
 
-    def of(self, v: int, late: bool) -> Iterator[Kernel]:
+    def of(self, v: int, late: bool) -> Iterator[OverlapKernel]:
         """Yield the kernels of a variant.
 
         Args:
@@ -123,7 +123,7 @@ class _Offers:
             hides: dict[Layout | None, list[tuple[int, Arc]]] = {}
             for a, arc in enumerate(graph.arcs):
                 hides.setdefault(self._ends(arc, product, v), []).append((a, arc))
-            groups: dict[tuple[Hidden, ...], list[int]] = {}
+            groups: dict[tuple[OverlapOption, ...], list[int]] = {}
             for s, strategy in enumerate(product.classes.strategies):
                 here = hides.get(product.layout(strategy), ())
                 found = tuple(
@@ -137,8 +137,12 @@ class _Offers:
             )
 
     def _kernels(
-        self, v: int, product: Product, strategies: tuple[int, ...], hides: tuple[Hidden, ...]
-    ) -> Iterator[Kernel]:
+        self,
+        v: int,
+        product: Product,
+        strategies: tuple[int, ...],
+        hides: tuple[OverlapOption, ...],
+    ) -> Iterator[OverlapKernel]:
         """One kernel for several collectives, or one per collective if a norm follows: that needs
         the layout of the collective's result."""
         if product.normed is None:
@@ -151,20 +155,26 @@ class _Offers:
                 if self.in_any_stage
                 else product.normed.strategies(graph.layouts[graph.arcs[hidden.arc].dst])
             )
-            yield Kernel(product.op, False, strategies, (hidden,), also=also)
+            yield OverlapKernel(product.op, False, strategies, (hidden,), also=also)
 
     def _kernel(
-        self, v: int, product: Product, strategies: tuple[int, ...], hides: tuple[Hidden, ...]
-    ) -> Kernel:
+        self,
+        v: int,
+        product: Product,
+        strategies: tuple[int, ...],
+        hides: tuple[OverlapOption, ...],
+    ) -> OverlapKernel:
         if product.total is None:
-            return Kernel(product.op, product.again, strategies, hides)
+            return OverlapKernel(product.op, product.again, strategies, hides)
         graph = self.problem.values[self.problem.variants[v].value].graph
         adding = product.total.strategies(
             graph.layouts[graph.arcs[hides[0].arc].src]
         )  # the sum has no other operands in partial sums
-        return Kernel(product.total.op, product.again, adding, hides, (product.op, strategies))
+        return OverlapKernel(
+            product.total.op, product.again, adding, hides, (product.op, strategies)
+        )
 
-    def why(self, v: int, late: bool, arc: Arc, choices: Choices) -> Iterator[str]:
+    def why(self, v: int, late: bool, arc: Arc, choices: Solution) -> Iterator[str]:
         """Say why each product next to a collective does not do it.
 
         Args:
@@ -203,7 +213,7 @@ class _Offers:
                     )
                 yield f"{name}: {refusal or 'to cut it into chunks costs more than that hides'}"
 
-    def why_not_normed(self, v: int, arc: Arc, choices: Choices) -> str:
+    def why_not_normed(self, v: int, arc: Arc, choices: Solution) -> str:
         """Say why a kernel that scatters partial sums does not compute the norm that follows.
 
         Args:
@@ -392,7 +402,7 @@ class _Offers:
 
     def _find_hidden(
         self, v: int, product: Product, strategy: ClusterStrategy, a: int, arc: Arc
-    ) -> list[Hidden]:
+    ) -> list[OverlapOption]:
         result_dim = product.result_dim(arc.collective.dim)
         if result_dim is None or self._refusal(v, product, arc):
             return []
@@ -402,7 +412,7 @@ class _Offers:
         normed = self._after(product, graph.layouts[arc.dst])
         if product.normed is not None and not normed:
             return []
-        site = Site(
+        site = KernelSite(
             product.cluster.members[0].call,
             strategy.members[0],
             sizes,
@@ -428,7 +438,9 @@ class _Offers:
         if saved_s <= self.profile.launch_overhead_s:
             return []
         region = c.axis, site.region(2 if product.factor is None else product.factor, c.dim, chunks)
-        return [Hidden(a, saved_s, chunks, self.regions.setdefault(region, len(self.regions)))]
+        return [
+            OverlapOption(a, saved_s, chunks, self.regions.setdefault(region, len(self.regions)))
+        ]
 
     def _after(self, product: Product, layout: Layout) -> tuple[tuple[Call, Strategy], ...]:
         """The sum and the norm after a product, if all can have this layout."""
@@ -493,7 +505,7 @@ def in_any_stage(trace: Trace, priced: Priced, again: Collection[int]) -> Kernel
 
 
 def why_none(
-    trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], arc: Arc, choices: Choices
+    trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], arc: Arc, choices: Solution
 ) -> str:
     """Say why no kernel does a collective that has a product next to it.
 
@@ -515,7 +527,7 @@ def why_none(
 
 
 def why_not_normed(
-    trace: Trace, priced: Priced, mesh: Mesh, v: int, arc: Arc, choices: Choices
+    trace: Trace, priced: Priced, mesh: Mesh, v: int, arc: Arc, choices: Solution
 ) -> str:
     """Say why a kernel that scatters partial sums does not compute the norm that follows.
 

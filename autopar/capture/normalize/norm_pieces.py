@@ -53,7 +53,7 @@ _FORWARD = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class _NormSite:
     """Writes the pieces of one batch norm; sums are taken in the dtype `wide`.
 
     Attributes:
@@ -121,7 +121,7 @@ def split_batch_norm(graph: fx.Graph) -> None:
 def _forward(node: fx.Node) -> None:
     x, *rest = node.args
     given = dict(zip(_FORWARD[node.target], rest, strict=True))
-    site, running = _Site(node, x), given.get("mean")
+    site, running = _NormSite(node, x), given.get("mean")
     if not given.get("training", False):
         mean, rstd = site.cast(given["mean"], site.wide), site.rstd(given["var"], given["eps"])
         out = site.like_x(norms.normalize, x, mean, rstd, given["weight"], given["bias"])
@@ -141,7 +141,7 @@ def _forward(node: fx.Node) -> None:
     _replace(node, out, mean, rstd, *updated)
 
 
-def _update_statistic(site: _Site, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
+def _update_statistic(site: _NormSite, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:
     kept = site.per_channel(aten.mul.Tensor, site.cast(old, site.wide), 1.0 - momentum)
     return site.cast(
         site.per_channel(aten.add.Tensor, kept, site.per_channel(aten.mul.Tensor, new, momentum)),
@@ -151,7 +151,7 @@ def _update_statistic(site: _Site, old: fx.Node, new: fx.Node, momentum: float) 
 
 def _backward(node: fx.Node) -> None:
     grad, x, weight, running_mean, running_var, mean, rstd, training, eps, wanted = node.args
-    site = _Site(node, x)
+    site = _NormSite(node, x)
     if not training:
         mean, rstd = site.cast(running_mean, site.wide), site.rstd(running_var, eps)
     total, product = (

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.capture.trace import Trace
-from autopar.certificate.kernels import shared_forms
+from autopar.certificate.kernel_claims import shared_forms
 from autopar.certificate.report import Finding
 from autopar.core.hardware import Hardware, profile_of
 from autopar.core.schedules import INTERLEAVED

@@ -14,7 +14,7 @@ from autopar.kernels import collectives as steps
 from autopar.kernels import dispatched
 from autopar.ops.in_place import functional_form
 from autopar.rules import Call, Length, Local, Operand, Start, Starts, localize
-from autopar.validation.law import DRAWS, VIEWS, aten
+from autopar.validation.op_law import DRAWS, VIEWS, aten
 from autopar.validation.states import Place
 
 Splitters = tuple[tuple[int, int], ...]

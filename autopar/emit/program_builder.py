@@ -21,7 +21,7 @@ from autopar.emit.buckets import apply_buckets
 from autopar.emit.context import (
     CALLS,
     CAST,
-    Job,
+    LoweringContext,
     Moved,
     PlanIndex,
     buffer_key,
@@ -34,7 +34,7 @@ from autopar.emit.context import (
 )
 from autopar.emit.legality import check_legal
 from autopar.emit.overlap import apply_overlap
-from autopar.emit.phase import Phase
+from autopar.emit.phase import PhaseBuilder
 from autopar.errors import ChangedPlanError
 from autopar.kernels.collectives import sum_dtype
 from autopar.plans import Communication, Plan
@@ -96,8 +96,8 @@ def with_step(program: Program, trace: Trace, index: PlanIndex) -> Program:
     return replace(
         program,
         parameters=parameters,
-        begin=_Graph(program.mesh.shape, index, emitted).module(begin),
-        end=_Graph(program.mesh.shape, index, emitted).module(end),
+        begin=_GraphBuilder(program.mesh.shape, index, emitted).module(begin),
+        end=_GraphBuilder(program.mesh.shape, index, emitted).module(end),
         sums=sums,
         accumulates=True,
         collectives=(*program.collectives, *emitted),
@@ -122,7 +122,7 @@ class _Passing:
 
 
 @dataclass
-class _Graph:
+class _GraphBuilder:
     """One of the two graphs while it is built."""
 
     mesh_shape: tuple[int, ...]
@@ -214,8 +214,8 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False, named: bool = T
     index = PlanIndex.of(plan)
     index.check(trace)
     check_legal(trace, index, plan.mesh, accumulates=accumulates)
-    job = Job(trace, plan.mesh, index, placeholder_keys(trace))
-    forward, backward = Phase(job, "forward"), Phase(job, "backward")
+    job = LoweringContext(trace, plan.mesh, index, placeholder_keys(trace))
+    forward, backward = PhaseBuilder(job, "forward"), PhaseBuilder(job, "backward")
     forward.placeholders(trace.parameters, trace.buffers, casts=not accumulates)
     for node in compute_nodes(trace, "forward"):
         forward.compute(node)
@@ -237,7 +237,9 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False, named: bool = T
     )[0]
 
 
-def _program(job: Job, plan: Plan, forward: Phase, backward: Phase, num_saved: int) -> Program:
+def _program(
+    job: LoweringContext, plan: Plan, forward: PhaseBuilder, backward: PhaseBuilder, num_saved: int
+) -> Program:
     trace, chosen = job.trace, job.index.chosen
 
     def tensor(p: Parameter, key: str) -> ProgramTensor:

@@ -12,13 +12,13 @@ import numpy as np
 from autopar.capture.trace import Trace
 from autopar.core.problem import Op, Use, Value, Variant, at_best
 from autopar.core.solution import Multipliers
-from autopar.cost.kernels import in_any_stage
+from autopar.cost.kernel_offers import in_any_stage
 from autopar.cost.priced import Crossing, Priced
-from autopar.planner.pipeline.cuts import Least, Parts, least_step
+from autopar.planner.pipeline.cuts import LeastStep, Parts, least_step
 from autopar.planner.pipeline.lagrangian import Parting
 from autopar.planner.pipeline.unfold import Instance, Instances
 from autopar.sharding import Forced, Ref
-from autopar.solve.part import Part, least_of
+from autopar.solve.part import PricedPart, least_of
 from autopar.solve.relaxation import Spread, relax_problem
 from autopar.stages import Seams
 from autopar.stages.placing import Placing
@@ -132,7 +132,7 @@ class UnitPrograms:
             for i in members
         )
 
-    def _part(self, members: Sequence[Instance]) -> tuple[Part, float]:
+    def _part(self, members: Sequence[Instance]) -> tuple[PricedPart, float]:
         """Build a unit's program; the seconds of what is priced outside of it are returned too."""
         parting, problem = self.parting, self.parting.problem
         mine = [i for i in members if not i.alone]
@@ -187,7 +187,7 @@ class UnitPrograms:
             routes={},
             regions=(),
         )
-        return Part(
+        return PricedPart(
             own, frozenset(n for n, i in enumerate(mine) if i.again), tuple(further)
         ), beside_s
 
@@ -272,7 +272,7 @@ def part_constraints(forced: Forced, seams: Seams) -> Forced:
 
 
 @dataclass(frozen=True)
-class Proven:
+class ProvenPipelines:
     """The least step that multipliers prove of pipelines.
 
     Attributes:
@@ -281,14 +281,14 @@ class Proven:
             least step then (never less than `least`).
     """
 
-    least: Least
+    least: LeastStep
     multipliers: tuple[Multipliers, ...]
-    closer: Callable[[float], Least]
+    closer: Callable[[float], LeastStep]
 
 
 def prove_bound(
     priced: Sequence[Priced], forced: Forced, seams: Seams, ways: Pipelines, time_limit_s: float
-) -> Proven:
+) -> ProvenPipelines:
     """Prove a lower bound of all these pipelines, whatever the memory, by the multipliers of the
     relaxations of the whole.
 
@@ -306,7 +306,7 @@ def prove_bound(
     partings = [_relax_parts(each, forced, seams, ways, time_limit_s) for each in priced]
     parts = list(_by_stage(partings, ways))
 
-    def closer(factor: float) -> Least:
+    def closer(factor: float) -> LeastStep:
         """The least step after units were searched for bounds that are `factor` times as high."""
         first = {kind: parts[ways.kinds.index(kind)] for kind in dict.fromkeys(ways.kinds)}
         units = {
@@ -317,11 +317,11 @@ def prove_bound(
             [replace(part, units=units[kind]) for part, kind in zip(parts, ways.kinds, strict=True)]
         )
 
-    def least(parts: Sequence[Parts]) -> Least:
+    def least(parts: Sequence[Parts]) -> LeastStep:
         """The least step over all cuts, given the parts of each stage."""
         return least_step(parts, len(ways.kinds), ways.num_microbatches, ways.allowed)
 
-    return Proven(least(parts), tuple(parting.multipliers for parting in partings), closer)
+    return ProvenPipelines(least(parts), tuple(parting.multipliers for parting in partings), closer)
 
 
 def _relax_parts(

@@ -9,7 +9,7 @@ from handwritten import program
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.program.abstract_executor import LiveBytes
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 
 
 def chain() -> torch.Tensor:

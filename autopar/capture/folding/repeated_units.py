@@ -34,7 +34,7 @@ Border = dict[tuple[str, Any], fx.Node]  # (kind, name) → placeholder or resul
 Home = tuple[int, str]  # unit, and the rest of a path: position within the unit and what follows
 
 
-class Kind(Enum):
+class UnitKind(Enum):
     """Kind of an operand (see the module docstring)."""
 
     HERE, PREVIOUS, NEXT, OWN = auto(), auto(), auto(), auto()
@@ -45,12 +45,12 @@ class Ref:
     """An operand of the pattern; `offset` is (phase, offset) in the same unit, an offset in a
     neighbour's slice, or (kind, rest) of a placeholder."""
 
-    kind: Kind
+    kind: UnitKind
     offset: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class UnitStep:
     """A node of the pattern; its arguments hold `Ref` and outside nodes, and `home` is its module
     within the unit, or the module's full path."""
 
@@ -67,8 +67,8 @@ class Pattern:
     """What is repeated: forward and backward steps, and placeholders and results by (kind, rest of
     the name)."""
 
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
+    forward: tuple[UnitStep, ...]
+    backward: tuple[UnitStep, ...]
     own: tuple[tuple[str, str], ...]
     results: tuple[tuple[tuple[str, str], Ref], ...]
 
@@ -181,7 +181,7 @@ def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
         )
         for entry in made
     ]
-    if any(not isinstance(value, Ref) or value.kind is not Kind.HERE for _, value in found):
+    if any(not isinstance(value, Ref) or value.kind is not UnitKind.HERE for _, value in found):
         raise NotFoldable(f"a gradient of {units.run.name} is not made in its layer", units.run)
     return Pattern(forward, backward, own, tuple(found))
 
@@ -221,7 +221,7 @@ class _Merge:
             fx.Node, fx.Node
         ] = {}  # of what the two read of their neighbours: the same roles
 
-    def steps(self, slices: Mapping[int, Sequence[fx.Node]]) -> Iterator[Step]:
+    def steps(self, slices: Mapping[int, Sequence[fx.Node]]) -> Iterator[UnitStep]:
         """Yield the pattern of one phase."""
         first, second = slices[self.units.one], slices[self.units.two]
         if len(first) != len(second):
@@ -238,7 +238,7 @@ class _Merge:
                 args, kwargs = self.value(one.args, two.args), self.value(one.kwargs, two.kwargs)
             except ValueError:
                 raise self.differ(one) from None
-            yield Step(two.name, one.target, args, kwargs, two.meta, homes[0] or rests[0])
+            yield UnitStep(two.name, one.target, args, kwargs, two.meta, homes[0] or rests[0])
 
     def differ(self, node: fx.Node) -> NotFoldable:
         """Return the refusal that names a node of unit one."""
@@ -291,7 +291,7 @@ class _Merge:
                 or other[0] != units.two
             ):
                 raise ValueError
-            return Ref(Kind.OWN, (kind, home[1]))
+            return Ref(UnitKind.OWN, (kind, home[1]))
         place, other_place = units.place.get(one), units.place.get(two)
         if place is None and one is two:
             return one
@@ -304,7 +304,7 @@ class _Merge:
     ) -> Ref:
         phase, unit, offset = place
         if (unit, other[1]) == (self.units.one, self.units.two) and offset == other[2]:
-            return Ref(Kind.HERE, (phase, offset))
+            return Ref(UnitKind.HERE, (phase, offset))
         before, behind = (0, self.units.one), (self.units.two, self.units.last)
         if (unit, other[1]) != (before if phase == "forward" else behind) or self.pairs.setdefault(
             one, two
@@ -312,7 +312,9 @@ class _Merge:
             raise ValueError
         # The offset must be one in an interior unit's slice: forward, two reads one; backward, one
         # reads two.
-        return Ref(Kind.PREVIOUS, other[2]) if phase == "forward" else Ref(Kind.NEXT, offset)
+        return (
+            Ref(UnitKind.PREVIOUS, other[2]) if phase == "forward" else Ref(UnitKind.NEXT, offset)
+        )
 
 
 def _looks(node: fx.Node) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.options import (
+from autopar.cli.shared_options import (
     Batch,
     DevicesPerNode,
     Dtype,

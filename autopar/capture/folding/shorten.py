@@ -71,7 +71,7 @@ def _restore(value: Any, before: list[Any]) -> None:
         value.update(before)
 
 
-class Way(Enum):
+class CutWay(Enum):
     """How a model is shortened.
 
     ``REMOVED``: the layers are removed from the modules and lists that hold them. ``COUNTED``: in
@@ -97,7 +97,7 @@ class Passing(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
-def cut_runs(model: nn.Module, runs: Sequence[Run], way: Way) -> Kept:
+def cut_runs(model: nn.Module, runs: Sequence[Run], way: CutWay) -> Kept:
     """Remove the interior units of all runs from the model and from lists about them.
 
     Lists and tuples in configurations and in modules outside the layers are shortened in the same
@@ -113,7 +113,7 @@ def cut_runs(model: nn.Module, runs: Sequence[Run], way: Way) -> Kept:
         For each module whose members were renamed: the new names → the names in the full model.
     """
     removed = {run.layers[position] for run in runs for position in run.removed_positions}
-    if way is Way.PASSED:
+    if way is CutWay.PASSED:
         for path in removed:
             holder, name = model.get_submodule(_parent(path)), path.rpartition(".")[2]
             vars(holder)["_modules"] = {**holder._modules, name: Passing(holder._modules[name])}
@@ -140,7 +140,7 @@ def _parent(path: str) -> str:
 
 
 def _cut_members(
-    model: nn.Module, path: str, removed: Collection[str], runs: Sequence[Run], way: Way
+    model: nn.Module, path: str, removed: Collection[str], runs: Sequence[Run], way: CutWay
 ) -> Mapping[str, str]:
     """Remove members from the module at `path`; return the remaining names → their names in the
     full model."""
@@ -153,11 +153,11 @@ def _cut_members(
         len(names): len(stay)
     }
     for other in beside(model, members.values()):
-        _shorten_attributes(vars(other), names, stay, lengths if way is Way.COUNTED else {})
+        _shorten_attributes(vars(other), names, stay, lengths if way is CutWay.COUNTED else {})
     now = [names[position] for position in stay]
     if isinstance(holder, (nn.ModuleList, nn.Sequential)):
         now = names[: len(stay)]
-    elif way is Way.COUNTED:
+    elif way is CutWay.COUNTED:
         for run in here:
             of_run = [name for name in names if prefix + name in run.layers]
             left = [name for name in of_run if prefix + name not in removed]

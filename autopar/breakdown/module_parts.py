@@ -37,7 +37,7 @@ _CROSSES = re.compile(r"/(forward|backward)/\d+(/.+)?/(input|output)$")
 
 
 @dataclass(slots=True)
-class Group:
+class ModuleGroup:
     """The decisions and forward nodes of one part, while they are collected."""
 
     module: str
@@ -76,10 +76,10 @@ def owner(node: str) -> str:
     return star_indices(path)
 
 
-def group_by_module(plan: Plan) -> list[Group]:
+def group_by_module(plan: Plan) -> list[ModuleGroup]:
     """Group the decisions of a plan by module and set of copies, computing modules in forward order
     first."""
-    groups: list[Group] = []
+    groups: list[ModuleGroup] = []
     for entry in sorted(plan.entries, key=lambda e: (e.kind != "compute", e.phase != "forward")):
         _group_of(groups, owner(entry.nodes[0].node), entry.instances).entries.append(entry)
         if entry.kind == "compute" and entry.phase == "forward":
@@ -88,7 +88,7 @@ def group_by_module(plan: Plan) -> list[Group]:
     return groups
 
 
-def _group_of(groups: list[Group], module: str, instances: Instances) -> Group:
+def _group_of(groups: list[ModuleGroup], module: str, instances: Instances) -> ModuleGroup:
     for group in groups:
         if group.module == module and set(instances) <= set(group.instances):
             return group
@@ -96,16 +96,16 @@ def _group_of(groups: list[Group], module: str, instances: Instances) -> Group:
         if group.module == module and set(instances) >= set(group.instances):
             group.instances = instances
             return group
-    groups.append(Group(module, instances))
+    groups.append(ModuleGroup(module, instances))
     return groups[-1]
 
 
-def _decides(group: Group, node: str) -> bool:
+def _decides(group: ModuleGroup, node: str) -> bool:
     """Return whether one of a group's decisions is about the node of this pattern."""
     return any(choice.node == node for entry in group.entries for choice in entry.nodes)
 
 
-def index_of(groups: list[Group], node: str, instances: Instances) -> int:
+def index_of(groups: list[ModuleGroup], node: str, instances: Instances) -> int:
     """Find the group that a node's communication or kept value is counted with.
 
     A module that decides nothing by itself has no group: one that only reshapes, say, whose nodes
@@ -124,7 +124,7 @@ def index_of(groups: list[Group], node: str, instances: Instances) -> int:
     mine = [i for i, group in enumerate(groups) if group.module == module]
     mine = mine or [i for i, group in enumerate(groups) if _decides(group, node)]
     if not mine:
-        groups.append(Group(module, instances))
+        groups.append(ModuleGroup(module, instances))
         return len(groups) - 1
     return max(mine, key=lambda i: (len(set(instances) & set(groups[i].instances)), -i))
 
@@ -202,7 +202,7 @@ def _dim(layout: Layout, axis: int) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def label(part: Part, names: Sequence[str]) -> str:
+def label(part: ModulePart, names: Sequence[str]) -> str:
     """Return the parallelism as text: ``data over node, sequence over gpu; weights ZeRO-3 over node
     and gpu, on the hosts``."""
     said = over(part.parallelism, names, PARALLELISMS)
@@ -308,7 +308,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModulePart:
     """One module pattern with the copies that took the same decisions. Times and bytes are per
     device, of all copies.
 
@@ -380,7 +380,7 @@ class Part:
         return any(fnmatchcase(name, pattern) for name in names)
 
 
-def breakdown(plan: Plan) -> tuple[Part, ...]:
+def breakdown(plan: Plan) -> tuple[ModulePart, ...]:
     """Split a plan into parts, in the order in which forward reaches them.
 
     The parts' compute and communication times add up to the prediction's, their kept bytes to its
@@ -412,7 +412,7 @@ def breakdown(plan: Plan) -> tuple[Part, ...]:
     )
 
 
-def _indices(part: Part) -> Iterator[tuple[str, set[int]]]:
+def _indices(part: ModulePart) -> Iterator[tuple[str, set[int]]]:
     """Yield, for each ``*`` of a part, the path up to it and the indices that occur there."""
     pieces = part.module.split("*")
     if all(len(i) == len(pieces) - 1 for i in part.instances):
@@ -422,7 +422,7 @@ def _indices(part: Part) -> Iterator[tuple[str, set[int]]]:
         )
 
 
-def _path(part: Part, repeated: Container[str]) -> str:
+def _path(part: ModulePart, repeated: Container[str]) -> str:
     """Return the path with those indices that go through no repeated modules, such as a place in a
     Sequential within each layer."""
     shown = [
@@ -449,13 +449,13 @@ def copies_of(instances: Instances) -> str:
 
 
 def _part(
-    plan: Plan, group: Group, communications: Iterable[Communication], kept: Iterable[Kept]
-) -> Part:
+    plan: Plan, group: ModuleGroup, communications: Iterable[Communication], kept: Iterable[Kept]
+) -> ModulePart:
     communications, kept = list(communications), list(kept)
     weights = tuple(
         _weight(entry, communications, kept) for entry in group.entries if entry.kind == "parameter"
     )
-    part = Part(group.module, group.instances, weights=weights, entries=tuple(group.entries))
+    part = ModulePart(group.module, group.instances, weights=weights, entries=tuple(group.entries))
     axes = range(len(plan.mesh.axes))
     again = [entry for entry in group.entries if entry.recompute]
     recompute_s = sum(entry.again_s * len(entry.instances) for entry in again)
@@ -493,7 +493,7 @@ def _part(
     )
 
 
-def _part_of_crossing(part: Part, num_axes: int) -> Part:
+def _part_of_crossing(part: ModulePart, num_axes: int) -> ModulePart:
     """Return the part of values that cross between stages. Its decisions are the layouts in which
     they cross; its time is that of waiting for them."""
     phase = "forward" if part.module == BEFORE else "backward"

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.capture.trace import Parameter, Trace
-from autopar.certificate.buckets import count_issued
+from autopar.certificate.bucket_claims import count_issued
 from autopar.certificate.decisions import Decisions
 from autopar.certificate.facts import Claims, Context, Facts
 from autopar.certificate.report import Finding, near
@@ -22,7 +22,7 @@ from autopar.emit.context import buffer_key, input_key, parameter_key, storage_k
 from autopar.kernels import collectives as kernels
 from autopar.kernels import dispatched, fused
 from autopar.plans import KERNELS_BUFFERS, RESTING, Overlap, Plan, beyond_shares_s
-from autopar.program.memory import trace_peak
+from autopar.program.peak_memory import trace_peak
 from autopar.program.program import Program
 from autopar.program.stage_memory import chunk_memory, rank_peak, trace_stage_peak
 from autopar.validation.shards import held_bytes

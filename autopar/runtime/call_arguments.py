@@ -406,7 +406,7 @@ _OF_PARTS = (
 )
 
 
-class Results:
+class CallResults:
     """Puts a program's outputs and constants into the structure that the model returns.
 
     Args:
@@ -419,7 +419,7 @@ class Results:
         positions = {path: position for position, path in enumerate(paths)}
         self._positions = [positions[tensor.name] for tensor in program.outputs]
 
-    def __deepcopy__(self, memo: Any) -> Results:
+    def __deepcopy__(self, memo: Any) -> CallResults:
         # the attributes are never changed, and torch warns about copies of tree specs
         return copy.copy(self)
 

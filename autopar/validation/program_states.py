@@ -23,7 +23,7 @@ from autopar.validation.draws import check_draws
 from autopar.validation.states import State, Sum, Validation, invalid, shown
 from autopar.validation.storage import Memory, check_apart, check_writes
 from autopar.validation.traced import Traced
-from autopar.validation.walk import Walk
+from autopar.validation.walk import GraphWalk
 
 # --------------------------------------------------------------------------------------------------
 # The program's tensors at its border, which the runtime relies on, against the trace. Their layouts
@@ -117,7 +117,7 @@ class _Program:
     def __init__(self, trace: Trace, plan: Plan, program: Program) -> None:
         self.trace, self.plan, self.program, self.traced = trace, plan, program, Traced(trace)
         self.chosen, self.again = plan.node_choices(), plan.recomputed_choices()
-        self.walks: list[Walk] = []
+        self.walks: list[GraphWalk] = []
         with_gradient = [p for p in trace.parameters if p.gradient is not None]
         self.gradients = {p.name: self.traced.gradient_of(p.gradient) for p in with_gradient}  # type: ignore[arg-type]
 
@@ -154,8 +154,8 @@ class _Program:
             how, tuple(dict.fromkeys(key for walk in self.walks for key in walk.open))
         )
 
-    def _walk(self, phase: str) -> Walk:
-        walk = Walk(
+    def _walk(self, phase: str) -> GraphWalk:
+        walk = GraphWalk(
             self.traced, self.program.mesh.shape, phase, self.chosen, self.again, self.gradients
         )
         self.walks.append(walk)

@@ -28,11 +28,11 @@ from torch import fx
 from autopar import ops
 from autopar.analysis.fusable import NORMED
 from autopar.capture.trace import Trace
-from autopar.certificate.facts import Claims, Facts, Reader, Tensor
+from autopar.certificate.facts import Claims, Facts, Tensor, TensorReader
 from autopar.certificate.intra_op import OwnWalk
 from autopar.certificate.rates import Rates
 from autopar.certificate.report import Finding, near
-from autopar.certificate.savings import Product
+from autopar.certificate.savings import SavingProduct
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh
@@ -259,7 +259,7 @@ class KernelWalk:
         phase: str,
         step: Communication,
         kernel: InKernel,
-        product: Reader,
+        product: TensorReader,
         after: NormWalk | None,
     ) -> Iterator[str]:
         """Whether a sum and a norm of it follow the product in forward, and this product alone is
@@ -278,7 +278,7 @@ class KernelWalk:
         if self._normed.setdefault(after.nodes[0].name, product.key) != product.key:
             yield "another product of the sum has its norm"
 
-    def _find_reader(self, tensor: Tensor, kernel: InKernel, phase: str) -> Reader | None:
+    def _find_reader(self, tensor: Tensor, kernel: InKernel, phase: str) -> TensorReader | None:
         """Return the first reader of a tensor that matches the kernel's node pattern; None if there
         is none."""
         wanted = "forward" if kernel.again else phase
@@ -291,7 +291,7 @@ class KernelWalk:
             None,
         )
 
-    def _find_maker(self, tensor: Tensor, kernel: InKernel) -> Reader | None:
+    def _find_maker(self, tensor: Tensor, kernel: InKernel) -> TensorReader | None:
         """Return the node that makes a tensor, or one whose result it adds, as a reader without an
         operand."""
         node = self.facts.nodes.get(tensor.key)
@@ -310,9 +310,11 @@ class KernelWalk:
             if key == tensor.key
             or [r.key for r in self.facts.tensors[key, 0].readers] == [tensor.key]
         ]
-        return next((Reader(key, -1, tensor.phase) for key in (*alone, *found)), None)
+        return next((TensorReader(key, -1, tensor.phase) for key in (*alone, *found)), None)
 
-    def _check_sum(self, total: Tensor, step: Communication, product: Reader) -> Iterator[str]:
+    def _check_sum(
+        self, total: Tensor, step: Communication, product: TensorReader
+    ) -> Iterator[str]:
         """Yield what keeps a product from waiting for its sum: another reader, or a tensor in
         another layout."""
         node, strategy = self.facts.nodes[total.key], self.claims.chosen.get(total.key)
@@ -341,7 +343,7 @@ class KernelWalk:
         tensor: Tensor,
         step: Communication,
         steps: Sequence[Communication],
-        product: Reader,
+        product: TensorReader,
         chosen: Strategy,
     ) -> Iterator[str]:
         """Yield what is wrong at the product's end of the collective: the product has to read the
@@ -397,7 +399,7 @@ class KernelWalk:
         self,
         step: Communication,
         kernel: InKernel,
-        product: Reader,
+        product: TensorReader,
         chosen: Strategy,
         *,
         adds: bool,
@@ -422,7 +424,7 @@ class KernelWalk:
             dim = terms[2].index(letter)
         self._note_shared(step, kernel, info)
         rates = Rates(self.mesh, self.profile)
-        saved_s, chunks = Product(
+        saved_s, chunks = SavingProduct(
             call, chosen, rates, c.kind, sizes[c.axis], dim, adds
         ).find_saving(step.time_s, normed)
         if not near(saved_s, kernel.saved_s) or chunks != kernel.num_chunks:

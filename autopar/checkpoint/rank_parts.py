@@ -2,7 +2,7 @@
 
 Saving has two steps. The first is collective: ranks agree on the assignment, and each collects its
 part or a copy of it (`collect_parts`). In the second, each rank writes its part without
-communication (`Parts.write`).
+communication (`CheckpointParts.write`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Copy = Callable[[str, Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
+class CheckpointParts:
     """The part of a checkpoint that this rank writes.
 
     Attributes:
@@ -81,7 +81,7 @@ def write_bytes(path: Path, content: bytes) -> int:
 
 def collect_parts(
     state: dict[str, Any], what: str, kept: str, where: Path, copy: Copy | None = None
-) -> Parts:
+) -> CheckpointParts:
     """Agree with all ranks on the part that each writes, and collect it; every rank calls it.
 
     Args:
@@ -106,7 +106,7 @@ def collect_parts(
             where=str(where),
             remedy=remedy or f"see the reason. {kept}",
         ) from error
-    return Parts(name_file(rank()), writer.tensors, writer.contents)
+    return CheckpointParts(name_file(rank()), writer.tensors, writer.contents)
 
 
 def save_parts(state: dict[str, Any], place: Path, what: str, kept: str) -> dict[str, int]:

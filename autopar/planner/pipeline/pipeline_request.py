@@ -11,11 +11,11 @@ from autopar.constraints import Pipelined
 from autopar.core.hardware import Hardware, HardwareProfile, profile_of
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
-from autopar.core.solution import Choices, Multipliers
+from autopar.core.solution import Multipliers, Solution
 from autopar.cost.priced import Crossing, Priced, handing_s
 from autopar.errors import ConstraintError
-from autopar.planner.pipeline.cuts import Least
-from autopar.planner.pipeline.units import Unit
+from autopar.planner.pipeline.cuts import LeastStep
+from autopar.planner.pipeline.stage_units import Unit
 from autopar.planner.plan_assembly import fingerprint
 from autopar.plans import Fingerprint
 from autopar.program.executor import Returned
@@ -27,7 +27,7 @@ from autopar.version import VERSION
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PipelineRequest:
     """The request for one axis, one number of microbatches and one schedule.
 
     Attributes:
@@ -139,26 +139,27 @@ class OnKind:
     """
 
     priced: Priced
-    choices: Choices
+    choices: Solution
     evaluation: Evaluation
     units: tuple[Unit, ...]
     multipliers: Multipliers | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class UncutSolution:
     """The plans of one microbatch without stages and without a limit of memory.
 
     Attributes:
         on: by kind of device. kinds: per stage, on which. least: what is proven of all cuts.
-            closer: as of `autopar.planner.pipeline.bound.Proven`, None where there are no cuts.
+            closer: as of `autopar.planner.pipeline.pipeline_bound.ProvenPipelines`, None where
+            there are no cuts.
     """
 
     on: tuple[OnKind, ...]
     kinds: tuple[int, ...]
     points: tuple[CutPoint, ...]
-    least: Least
-    closer: Callable[[float], Least] | None = None
+    least: LeastStep
+    closer: Callable[[float], LeastStep] | None = None
 
     @property
     def units(self) -> tuple[tuple[Unit, ...], ...]:
@@ -166,7 +167,7 @@ class Whole:
         return tuple(self.on[kind].units for kind in self.kinds)
 
 
-def crossing_layouts(whole: Whole, part: Trace, made: Cut) -> Mapping[str, Layout]:
+def crossing_layouts(whole: UncutSolution, part: Trace, made: Cut) -> Mapping[str, Layout]:
     """Choose the layout of each value that crosses between stages: the one of the fewest bytes
     among those that the plan of the whole makes, on the devices that send it.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Shard
 
-from autopar.breakdown import INPUTS, Part, breakdown, peak_kinds
+from autopar.breakdown import INPUTS, ModulePart, breakdown, peak_kinds
 from autopar.core.units import seconds, size
 from autopar.plans import Plan
 
@@ -98,7 +98,7 @@ GIB = 2**30
 _ROW_INCHES = 0.27
 
 
-def shown(parts: Iterable[Part]) -> tuple[Part, ...]:
+def shown(parts: Iterable[ModulePart]) -> tuple[ModulePart, ...]:
     """Return the parts that are drawn: all except the batch itself."""
     return tuple(part for part in parts if part.module != INPUTS)
 
@@ -159,11 +159,11 @@ def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> 
     return figure_of_it
 
 
-def _row_name(part: Part) -> str:
+def _row_name(part: ModulePart) -> str:
     return f"{part.name}   ×{len(part.instances)}" if len(part.instances) > 1 else part.name
 
 
-def _describe_rest(part: Part, num_axes: int) -> tuple[str, ...]:
+def _describe_rest(part: ModulePart, num_axes: int) -> tuple[str, ...]:
     """How the weights rest, per axis: gathered for use, sharded as used, whole; empty without
     weights."""
     if not part.weights:
@@ -175,7 +175,7 @@ def _describe_rest(part: Part, num_axes: int) -> tuple[str, ...]:
     )
 
 
-def _codes(part: Part, num_axes: int) -> tuple[str, ...]:
+def _codes(part: ModulePart, num_axes: int) -> tuple[str, ...]:
     """The storage layout, a code per axis; the last says if that is on the hosts."""
     if not part.weights:
         return ("",) * num_axes
@@ -184,7 +184,7 @@ def _codes(part: Part, num_axes: int) -> tuple[str, ...]:
     return (*first, f"{last} host" if storage.host else last)
 
 
-def _main_weight(part: Part) -> Any:
+def _main_weight(part: ModulePart) -> Any:
     return next((w for w in part.weights if w.name != "bias"), part.weights[0])
 
 
@@ -219,7 +219,7 @@ def _grid(
     axes.set_title(title, fontsize=9, color=INK, pad=8)
 
 
-def _times(axes: Axes, parts: Sequence[Part], of: str) -> None:
+def _times(axes: Axes, parts: Sequence[ModulePart], of: str) -> None:
     """Compute and communication per module, all copies together."""
     rows = range(len(parts))
     compute = [p.compute_s * 1e3 for p in parts]

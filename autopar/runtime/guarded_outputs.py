@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import RuntimeStateError
-from autopar.runtime.gradients import first_derivatives_only
+from autopar.runtime.backward import first_derivatives_only
 from autopar.runtime.rank_agreement import announced
 
 READS = frozenset(

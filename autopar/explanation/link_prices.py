@@ -56,7 +56,7 @@ class LinkWorth:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class LinkValue:
     """What the links of a plan's axes are worth, or the reason why that is not known."""
 
     links: tuple[LinkWorth, ...] = ()
@@ -89,7 +89,7 @@ class Worth:
             )
 
 
-def worth(plan: Plan, hardware: Hardware | None = None) -> Worth:
+def worth(plan: Plan, hardware: Hardware | None = None) -> LinkValue:
     """Return what an additional GB/s on the link of each axis saves; if stages run on several kinds
     of devices, on each kind.
 
@@ -102,14 +102,14 @@ def worth(plan: Plan, hardware: Hardware | None = None) -> Worth:
     named = [name for name, _ in mark.profiles] or [mark.profile]
     unknown = [name for name in named if name not in HardwareProfile.names()]
     if hardware is None and unknown:
-        return Worth(
+        return LinkValue(
             missing=f"what faster links are worth is not known: profile {unknown[0]} is not at hand"
         )
     if hardware is None:
         profiles = tuple(map(HardwareProfile.load, named))
         hardware = Mixed(mark.axis, profiles) if mark.axis else profiles[0]
     if hardware.hash != mark.profile_hash:
-        return Worth(
+        return LinkValue(
             missing=(
                 f"what faster links are worth is not known: profile {mark.profile} is not the one"
                 " that the plan was made for"
@@ -118,7 +118,7 @@ def worth(plan: Plan, hardware: Hardware | None = None) -> Worth:
     num, along = (len(plan.pipeline.stages), plan.pipeline.axis) if plan.pipeline else (1, "")
     kinds = tuple(dict.fromkeys(profile_of(hardware, along, stage) for stage in range(num)))
     axes = [axis for axis in plan.mesh.names if _size(plan.mesh, axis) > 1]
-    return Worth(
+    return LinkValue(
         tuple(
             _of_axis(plan, axis, hardware, kind, several=len(kinds) > 1)
             for axis in axes

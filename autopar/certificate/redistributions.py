@@ -31,7 +31,7 @@ from autopar.validation.shards import FLOATS, SHARING, apply_collective, held_by
 
 
 @dataclass
-class Walk:
+class MoveWalk:
     """All tensors of a model under a plan.
 
     Attributes:
@@ -373,7 +373,7 @@ def held_so(rests: Layout, strategies: Sequence[Strategy], *, accumulates: bool)
     return whole and all(new == old or new == Partial("sum") for old, new in sums)
 
 
-def steps_per_step(trace: Trace, walk: Walk, claims: Claims) -> Iterator[Finding]:
+def steps_per_step(trace: Trace, walk: MoveWalk, claims: Claims) -> Iterator[Finding]:
     """Yield what is wrong with the collectives at the begin and the end of a step: each of them,
     and whether they lead to the required layouts.
 
@@ -393,7 +393,7 @@ def steps_per_step(trace: Trace, walk: Walk, claims: Claims) -> Iterator[Finding
 
 
 def _check_path(
-    p: Parameter, walk: Walk, claims: Claims, result: int, source: Layout, target: Layout
+    p: Parameter, walk: MoveWalk, claims: Claims, result: int, source: Layout, target: Layout
 ) -> Iterator[Finding]:
     """Yield what is wrong with the collectives that lead from one layout to another, each starting
     from the result of a previous one."""

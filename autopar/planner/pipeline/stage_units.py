@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.capture.trace import Trace
-from autopar.core.solution import Choices
-from autopar.core.streams import ON_COMPUTE
+from autopar.core.solution import Solution
+from autopar.core.streams import COMPUTE_BOUND
 from autopar.cost.priced import Priced
 from autopar.errors import ConstraintError
 from autopar.planner.pipeline.cuts import fastest_path
@@ -38,7 +38,7 @@ class Unit:
 
 
 def units_of(
-    placing: Placing, num_units: int, priced: Priced, choices: Choices, evaluation: Evaluation
+    placing: Placing, num_units: int, priced: Priced, choices: Solution, evaluation: Evaluation
 ) -> tuple[Unit, ...]:
     """Compute the cost of each unit under choices for the whole model. Early communication is
     priced as if compute hid it.
@@ -69,7 +69,7 @@ def units_of(
         for name, _ in refs:
             unit = nodes.get(name, 0)
             moves = evaluation.forward[v].load + evaluation.backward[v].load
-            time_s[unit] += moves.priced_s(evaluation.slowdown, ON_COMPUTE)
+            time_s[unit] += moves.priced_s(evaluation.slowdown, COMPUTE_BOUND)
             kept[unit] += size
     return tuple(Unit(*each) for each in zip(time_s, static, kept, strict=True))
 

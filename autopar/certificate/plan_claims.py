@@ -21,16 +21,23 @@ from torch.distributed.tensor import Shard
 
 from autopar.capture.trace import Trace
 from autopar.certificate.bars import bars, is_simulated
-from autopar.certificate.buckets import BucketWalk
+from autopar.certificate.bucket_claims import BucketWalk
 from autopar.certificate.decisions import Decisions, crossing_keys
 from autopar.certificate.facts import Claims, Context, Facts, Tensor
 from autopar.certificate.intra_op import OwnWalk
-from autopar.certificate.kernels import KernelWalk
+from autopar.certificate.kernel_claims import KernelWalk
 from autopar.certificate.marks import as_asked, check_capture, identity, notes
-from autopar.certificate.moves import Walk, steps_per_step
-from autopar.certificate.proof import Stored, check_proof
+from autopar.certificate.memory_and_time import (
+    emission,
+    memory,
+    overlap,
+    seconds_of,
+    sum_resting,
+    times,
+)
+from autopar.certificate.multiplier_proof import Stored, check_proof
+from autopar.certificate.redistributions import MoveWalk, steps_per_step
 from autopar.certificate.report import NEAR, Certificate, Finding, list_unverified
-from autopar.certificate.resources import emission, memory, overlap, seconds_of, sum_resting, times
 from autopar.core.garbage import collected_seldom
 from autopar.core.hardware import Hardware, HardwareProfile, slowest
 from autopar.core.layout import Layout
@@ -348,7 +355,7 @@ class _Job:
             else frozenset[str]()
         )
         again = frozenset(n for n, op in enumerate(self.priced.problem.ops) if op.recomputable)
-        walk = Walk(
+        walk = MoveWalk(
             self.facts,
             self.claims,
             plan.mesh,

@@ -311,7 +311,7 @@ def nearest(num: int, *, gradient: bool = False) -> Callable[[Call], Factors]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Local arguments of ops over space: see `autopar.rules.windows` and `autopar.ops.windows`.
+# Local arguments of ops over space: see `autopar.rules.spatial` and `autopar.ops.windows`.
 
 
 def _is_split(layout: Layout, rank: int, num: int) -> tuple[bool, ...]:

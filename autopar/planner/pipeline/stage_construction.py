@@ -4,8 +4,8 @@ is.
 1. The model is planned once without stages on the mesh that is left, with memory as if there were
    no limit. That says what each part costs and in which layout values cross most cheaply, and its
    relaxation bounds all cuts and layouts (`autopar.planner.pipeline.lagrangian`).
-2. Cuts that balance the parts (`autopar.planner.pipeline.units`); then each stage's own problem,
-   with its microbatches in flight. Stages that are alike are solved once.
+2. Cuts that balance the parts (`autopar.planner.pipeline.stage_units`); then each stage's own
+   problem, with its microbatches in flight. Stages that are alike are solved once.
 3. With what the stages really take, parts are weighed anew and cut again, as long as that is
   faster.
 """
@@ -35,10 +35,19 @@ from autopar.planner.comm_schedule import Peaks
 from autopar.planner.emitter import Emitter
 from autopar.planner.min_memory import Need, prefer_fastest
 from autopar.planner.pipeline.assemble import join_stages
-from autopar.planner.pipeline.bound import Pipelines, Proven, part_constraints, prove_bound
-from autopar.planner.pipeline.cuts import Least
-from autopar.planner.pipeline.request import Asked, OnKind, Whole, crossing_layouts
-from autopar.planner.pipeline.schedule import in_order, least_time, step_of
+from autopar.planner.pipeline.cuts import LeastStep
+from autopar.planner.pipeline.pipeline_bound import (
+    Pipelines,
+    ProvenPipelines,
+    part_constraints,
+    prove_bound,
+)
+from autopar.planner.pipeline.pipeline_request import (
+    OnKind,
+    PipelineRequest,
+    UncutSolution,
+    crossing_layouts,
+)
 from autopar.planner.pipeline.shared_memory import Sharing, neediest
 from autopar.planner.pipeline.stage_cache import Alike
 from autopar.planner.pipeline.stage_memory_bound import (
@@ -47,7 +56,8 @@ from autopar.planner.pipeline.stage_memory_bound import (
     light_cuts,
     nearest_legal,
 )
-from autopar.planner.pipeline.units import one_stage, reweigh_units, units_of
+from autopar.planner.pipeline.stage_units import one_stage, reweigh_units, units_of
+from autopar.planner.pipeline.step_schedule import in_order, least_time, step_of
 from autopar.planner.report_infeasible import with_conflict_of_stages
 from autopar.planner.rounds import PlannerLoop
 from autopar.planner.search import Planned, finish_search, needs
@@ -63,7 +73,9 @@ from autopar.stages import Cut, Seams, cut_trace, seams, usable_points
 _CLOSER = 4  # times closer than asked for the whole is solved, since its bound is that of all cuts
 
 
-def solve_uncut(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: float) -> Whole:
+def solve_uncut(
+    asked: PipelineRequest, forced: Sequence[Forced], clock: Clock, limit_s: float
+) -> UncutSolution:
     """Plan one microbatch without stages and without a limit of memory, and bound all cuts.
 
     Args:
@@ -85,7 +97,7 @@ def solve_uncut(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: f
             for kind in range(len(asked.profiles))
         ]
     on = [_alone(asked, kind, alone, sewn, clock) for kind, alone in enumerate(each)]
-    least, closer = Least(_least_s(asked, on[0].choices.bound_s), ()), None
+    least, closer = LeastStep(_least_s(asked, on[0].choices.bound_s), ()), None
     if asked.num_stages > 1:
         with clock.phase("bound"):
             crossings = tuple(map(asked.crossing_of, range(asked.num_stages)))
@@ -115,10 +127,10 @@ def solve_uncut(asked: Asked, forced: Sequence[Forced], clock: Clock, limit_s: f
         for alone in on
     ]
     on = [replace(alone, units=mine) for alone, mine in zip(on, units, strict=True)]
-    return Whole(tuple(on), asked.kinds, points, least, closer)
+    return UncutSolution(tuple(on), asked.kinds, points, least, closer)
 
 
-def _alone(asked: Asked, kind: int, forced: Forced, sewn: Seams, clock: Clock) -> OnKind:
+def _alone(asked: PipelineRequest, kind: int, forced: Forced, sewn: Seams, clock: Clock) -> OnKind:
     """Plan the whole on one kind of device; its units are not known yet."""
     with clock.phase("enumerate"):
         classes = classes_of(asked.part, asked.stage_mesh.shape, forced)
@@ -143,8 +155,8 @@ def _alone(asked: Asked, kind: int, forced: Forced, sewn: Seams, clock: Clock) -
 
 
 def _over_cuts(
-    asked: Asked, priced: Sequence[Priced], forced: Forced, sewn: Seams, ways: Pipelines
-) -> Proven:
+    asked: PipelineRequest, priced: Sequence[Priced], forced: Forced, sewn: Seams, ways: Pipelines
+) -> ProvenPipelines:
     """Prove a bound over all cuts. If stages are interleaved, one microbatch through all stages is
     bounded, and from that the step."""
     time_limit_s = asked.options.solve_s
@@ -152,19 +164,21 @@ def _over_cuts(
         return prove_bound(priced, forced, sewn, ways, time_limit_s)
     one = prove_bound(priced, forced, sewn, replace(ways, num_microbatches=1), time_limit_s)
 
-    def of_step(least: Least) -> Least:
+    def of_step(least: LeastStep) -> LeastStep:
         """The bound of the step from that of one microbatch."""
         return replace(least, step_s=_least_s(asked, least.step_s))
 
-    return Proven(of_step(one.least), one.multipliers, lambda factor: of_step(one.closer(factor)))
+    return ProvenPipelines(
+        of_step(one.least), one.multipliers, lambda factor: of_step(one.closer(factor))
+    )
 
 
-def _add_handing(least: Least, seconds: float) -> Least:
+def _add_handing(least: LeastStep, seconds: float) -> LeastStep:
     """Add the seconds of handing outputs on, which do not depend on cuts."""
     return replace(least, step_s=least.step_s + seconds)
 
 
-def _least_s(asked: Asked, whole_s: float) -> float:
+def _least_s(asked: PipelineRequest, whole_s: float) -> float:
     """Bound a step by the seconds of one microbatch through all stages."""
     return least_time(
         asked.wish.schedule, whole_s, asked.num_stages, asked.how.num, asked.wish.chunks
@@ -193,7 +207,7 @@ class Stages:
 class StagedSearch:
     """The search for one axis and one number of microbatches."""
 
-    asked: Asked
+    asked: PipelineRequest
     clock: Clock
     limit_s: float = math.inf
     forced: tuple[Forced, ...] = field(init=False)  # per stage
@@ -239,7 +253,7 @@ class StagedSearch:
                 first, best = again, other
         return join_stages(asked, whole, first, best.plans, best.made, best.sharing, self.clock)
 
-    def _first(self, whole: Whole, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
+    def _first(self, whole: UncutSolution, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
         """Plan the cuts that are asked for, or the best whose stages fit.
 
         Raises:
@@ -265,7 +279,7 @@ class StagedSearch:
                     raise
                 cuts = again
 
-    def _legal(self, whole: Whole, cuts: tuple[int, ...]) -> tuple[int, ...]:
+    def _legal(self, whole: UncutSolution, cuts: tuple[int, ...]) -> tuple[int, ...]:
         """These cuts, or the nearest legal ones where the user named none.
 
         Raises:
@@ -280,7 +294,7 @@ class StagedSearch:
         )
 
     def _legal_among(
-        self, whole: Whole, ways: Iterable[tuple[int, ...]]
+        self, whole: UncutSolution, ways: Iterable[tuple[int, ...]]
     ) -> Iterator[tuple[int, ...]]:
         """`_legal` of each of several ways to cut; those without legal cuts nearby are left out."""
         for cuts in ways:
@@ -330,11 +344,11 @@ class StagedSearch:
             )
         return prefer_fastest(found, needs)
 
-    def _whole(self) -> Whole:
+    def _whole(self) -> UncutSolution:
         """Plan the whole without stages (step 1)."""
         return solve_uncut(self.asked, self.forced, self.clock, self.limit_s)
 
-    def _plan_stages(self, whole: Whole, cuts: Sequence[int]) -> Stages:
+    def _plan_stages(self, whole: UncutSolution, cuts: Sequence[int]) -> Stages:
         """Plan every stage of these cuts."""
         asked = self.asked
         positions = [whole.points[index - 1].position for index in cuts]
@@ -565,7 +579,7 @@ def staged_search(
             what, remedy='pass outputs="full": then they come whole on every rank'
         )
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
-    asked = Asked(
+    asked = PipelineRequest(
         part, how, batch_bytes, returned, mesh, hardware, options, wish, model_name, whole
     )
     return StagedSearch(asked, clock, limit_s)

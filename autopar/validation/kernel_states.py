@@ -11,15 +11,15 @@ from torch import fx
 from autopar import ops
 from autopar.core.layout import Strategy
 from autopar.kernels import fused
-from autopar.validation.calls import expected_call, matches
-from autopar.validation.moves import MoveError, move
+from autopar.validation.communication_steps import MoveError, move
+from autopar.validation.op_calls import expected_call, matches
 from autopar.validation.states import Several, State, shown
 from autopar.validation.traced import Traced
 
 _FACTORS = 2
 
 
-class Walk(Protocol):
+class Walking(Protocol):
     """One pass over an emitted graph (`autopar.validation.walk`)."""
 
     traced: Traced
@@ -32,7 +32,7 @@ class Walk(Protocol):
         """Return the state of a traced node's results, after checking its strategy."""
 
 
-def product_states(walk: Walk, node: fx.Node) -> State | Several:
+def product_states(walk: Walking, node: fx.Node) -> State | Several:
     """Return the state of a kernel's node."""
     origin, strategy = _planned_strategy(walk, node, str(node.meta["key"]))
     if node.target is fused.all_gather_matmul:
@@ -42,7 +42,7 @@ def product_states(walk: Walk, node: fx.Node) -> State | Several:
     return _state_normed(walk, node, origin, strategy)
 
 
-def _planned_strategy(walk: Walk, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
+def _planned_strategy(walk: Walking, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
     """Return a traced node and its strategy; for a recomputed node the one with which it runs
     again."""
     again = walk.again.get(key) if node.meta.get("recomputed") else None
@@ -51,7 +51,7 @@ def _planned_strategy(walk: Walk, node: fx.Node, key: str) -> tuple[fx.Node, Str
     return walk.traced.by_key[key], again or walk.chosen[key]
 
 
-def _state_gathered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
+def _state_gathered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
     a, b, equation, operand, dim, axis, _ = node.args
     whole = move(
         walk.traced, walk.env[(a, b)[operand]], "all_gather", (dim, axis), None, walk.mesh_shape
@@ -60,7 +60,7 @@ def _state_gathered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strate
     return Several((whole, made))
 
 
-def _state_scattered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
+def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
     a, b, addend, equation, dim, axis, _ = node.args
     others = node.meta["kernel"].others
     strategy = (
@@ -74,7 +74,7 @@ def _state_scattered(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strat
     return move(walk.traced, summed, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)  # type: ignore[no-any-return]
 
 
-def _state_normed(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
+def _state_normed(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
     a, b, residual, weight, equation, dim, axis, _, *settings = node.args
     product = _product(walk, node, origin, strategy, [a, b], str(equation), {})
     part = move(walk.traced, product, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)
@@ -89,7 +89,7 @@ def _state_normed(walk: Walk, node: fx.Node, origin: fx.Node, strategy: Strategy
     return Several((total, squares, norm))
 
 
-def _state_added(walk: Walk, node: fx.Node, key: str, one: Any, other: Any) -> State:
+def _state_added(walk: Walking, node: fx.Node, key: str, one: Any, other: Any) -> State:
     """Return the state of a sum of two states, in either order."""
     origin, strategy = _planned_strategy(walk, node, key)
     first = walk.traced.reads(origin)[0]
@@ -100,7 +100,7 @@ def _state_added(walk: Walk, node: fx.Node, key: str, one: Any, other: Any) -> S
 
 
 def _state_of_result(
-    walk: Walk, origin: fx.Node, strategy: Strategy, states: Sequence[Any]
+    walk: Walking, origin: fx.Node, strategy: Strategy, states: Sequence[Any]
 ) -> State:
     """Return the state of a traced node's result, after checking its operands' states."""
     refs = walk.traced.reads(origin)
@@ -119,7 +119,7 @@ def _state_of_result(
 
 
 def _product(
-    walk: Walk,
+    walk: Walking,
     node: fx.Node,
     origin: fx.Node,
     strategy: Strategy,
