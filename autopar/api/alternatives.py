@@ -8,7 +8,8 @@ bounds, or excludes others:
 
 - Let t(M) be the time that one of M microbatches takes through all stages. Launches and latencies
   do not shrink with a microbatch, so M · t(M) does not fall as M grows. A bound of M microbatches
-  therefore bounds more microbatches as well.
+  therefore bounds more microbatches as well. Before the first capture, the program of the whole
+  batch on the mesh of a stage bounds all numbers (`autopar.planner.pipeline.batch_bound`).
 - The step falls with M, since stages wait less, and then rises. So numbers beyond a slower one are
   excluded.
 - Fewer microbatches are larger ones. If M microbatches do not fit, fewer do not.
@@ -145,35 +146,41 @@ class Alternative:
     Attributes:
         mesh: the whole mesh.
         axis: along which stages lie.
-        num: number of microbatches.
-        num_stages: devices along the axis.
+        num: number of microbatches, M.
+        waiting: the step, as a multiple of the time that the batch takes through all stages, one
+            after another: (M + (P − 1) / v) / (P · M) for P devices along the axis with v stages
+            each.
         bound_s: lower bound of the step.
+        least_batch_s: bounds the time that the batch takes through all stages, for all numbers of
+            microbatches; takes less work than `search`.
         search: searches for a plan that is faster than so many seconds.
     """
 
     mesh: Mesh
     axis: str
     num: int
-    num_stages: int
+    waiting: float
     bound_s: float
+    least_batch_s: Callable[[], float]
     search: Callable[[float], Planned]
 
     @property
-    def work(self) -> float:
-        """The estimated work of the search, in variables: a capture, and the stages' programs."""
+    def bound_work(self) -> float:
+        """The estimated work of `least_batch_s`, in variables."""
+        return search_work(len(self.mesh.axes) - 1)
+
+    @property
+    def search_work(self) -> float:
+        """The estimated work of `search`, in variables: a capture, and the stages' programs."""
         return CAPTURE_WORK + search_work(len(self.mesh.axes) - 1)
 
     def is_beside(self, other: Alternative) -> bool:
         """Whether two alternatives differ in the number of microbatches alone."""
         return (self.mesh, self.axis) == (other.mesh, other.axis)
 
-    def raised(self, other: Alternative, bound_s: float) -> Alternative:
-        """Raise the bound by a bound of fewer microbatches along the same axis."""
-        if not self.is_beside(other) or self.num < other.num:
-            return self
-        waiting = self.num_stages - 1
-        shorter = (other.num / self.num) * (self.num + waiting) / (other.num + waiting)
-        return replace(self, bound_s=max(self.bound_s, bound_s * shorter))
+    def raised(self, batch_s: float) -> Alternative:
+        """Raise the bound, given the least time of the batch through all stages."""
+        return replace(self, bound_s=max(self.bound_s, batch_s * self.waiting))
 
 
 @dataclass
@@ -246,6 +253,7 @@ class AlternativeSearch:
     status: SearchStatus = field(default_factory=SearchStatus)
     coupled: CoupledError | None = None
     _found_s: dict[tuple[Mesh, str], dict[int, float]] = field(default_factory=dict)
+    _bounded: set[tuple[Mesh, str]] = field(default_factory=set)
 
     def run(
         self, alternatives: Iterable[Alternative], tries: Tries, *, required: bool
@@ -272,11 +280,16 @@ class AlternativeSearch:
                 refusal = refusal or TooSlow(first.bound_s)
                 break
             free = required and tries.best is None and math.isinf(limit_s)
-            if not self.budget.take(first.work) and not free:
+            is_bounded = free or (first.mesh, first.axis) in self._bounded
+            work = first.search_work if is_bounded else first.bound_work
+            if not free and not self.budget.take(work):
                 left_out.append(first)
                 continue
             self.status.begin(self._name(first, first.num), len(waiting))
             try:
+                if not is_bounded:
+                    waiting = self._bound_axis(first, [first, *waiting])
+                    continue
                 waiting, error = self._search(first, limit_s, waiting, tries)
             except KeyboardInterrupt:
                 if tries.best is None and math.isinf(limit_s):
@@ -287,6 +300,13 @@ class AlternativeSearch:
             refusal = error or refusal
         self._tell(left_out, tries.add_untried)
         return refusal
+
+    def _bound_axis(self, first: Alternative, waiting: list[Alternative]) -> list[Alternative]:
+        """Raise the bounds of all alternatives along an axis, without a capture."""
+        self._bounded.add((first.mesh, first.axis))
+        batch_s = first.least_batch_s()
+        raised = [each.raised(batch_s) if each.is_beside(first) else each for each in waiting]
+        return sorted(raised, key=lambda each: each.bound_s)
 
     def _search(
         self, first: Alternative, limit_s: float, others: list[Alternative], tries: Tries
@@ -304,7 +324,11 @@ class AlternativeSearch:
             error, bound_s = slow, max(float(slow.args[0]), first.bound_s)
             log.info("no plan of %s is faster: at least %.4g s", name, bound_s)
             tries.add_bound(name, bound_s)
-            others = [other.raised(first, bound_s) for other in others]
+            batch_s = bound_s / first.waiting
+            others = [
+                other.raised(batch_s) if other.is_beside(first) and other.num > first.num else other
+                for other in others
+            ]
         except (InfeasibleError, ConstraintError) as refused:
             error = refused
             log.info("no plan of %s: %s", name, refused.what)

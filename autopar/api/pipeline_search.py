@@ -10,12 +10,13 @@ from functools import partial
 
 from autopar.api.alternatives import Alternative
 from autopar.api.captured_call import WITHOUT_ASKING, CapturedCall
-from autopar.api.tracing import batch_size
+from autopar.api.tracing import batch_size, by_rows
 from autopar.constraints import Pipelined
 from autopar.core.schedules import AUTO, INTERLEAVED
 from autopar.cost.least_compute import TotalWork
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.planner import Planned, TooSlow
+from autopar.planner.pipeline.batch_bound import least_batch_s
 from autopar.program.schedule import num_rounds
 from autopar.stages.placing import cut_points
 
@@ -59,26 +60,36 @@ class Staging(CapturedCall):
             for num in self.numbers(here):
                 if wish is WITHOUT_ASKING and num == 1:
                     continue  # all stages but one wait
+                chunks = self._most_chunks(here, num)
+                ranks = self.num_ranks(here)
                 yield Alternative(
                     self.mesh,
                     axis,
                     num,
-                    self.num_ranks(here),
-                    self._bound_s(here, num, total),
+                    (num + (ranks - 1) / chunks) / (ranks * num),
+                    self._bound_s(here, num, chunks, total),
+                    partial(self._least_batch_s, axis),
                     partial(self._plan_schedules, here, num),
                 )
 
-    def _bound_s(self, wish: Pipelined, num: int, total: TotalWork) -> float:
-        """Bound the step of a pipeline whose stages take equally long, without a capture."""
+    def _bound_s(self, wish: Pipelined, num: int, chunks: int, total: TotalWork) -> float:
+        """Bound the step of a pipeline whose stages take equally long, by its compute."""
         ranks = self.num_ranks(wish)
-        chunks = self._most_chunks(ranks, num) if wish.schedule == AUTO else wish.chunks
         return total.least_staged_s(
             self.hardware, self.mesh.num_devices // ranks, ranks, num, chunks
         )
 
-    def _most_chunks(self, ranks: int, num: int) -> int:
-        """Return the most stages per device that `_plan_schedules` may try: a power of two."""
-        chunks = 1
+    def _least_batch_s(self, axis: str) -> float:
+        """Bound the seconds that the batch takes through all stages, one after another."""
+        stage_mesh = self.mesh.without(axis) if axis else self.mesh
+        trace = by_rows(self.trace, self.rows)
+        return least_batch_s(trace, stage_mesh, self.hardware, self.options.of_a_trace())
+
+    def _most_chunks(self, wish: Pipelined, num: int) -> int:
+        """Return the most stages per device that `_plan_schedules` may try."""
+        if wish.schedule != AUTO:
+            return wish.chunks
+        ranks, chunks = self.num_ranks(wish), 1
         if ranks > 1 and num_rounds(ranks, num):
             while len(cut_points(self.trace, 2 * chunks * ranks - 1)) + 1 >= 2 * chunks * ranks:
                 chunks *= 2

@@ -17,6 +17,7 @@ from autopar.api.plan_search import Chooser, PlanSearch
 from autopar.constraints import Pipelined, fsdp, pipeline
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
+from autopar.core.units import seconds
 from autopar.errors import ConstraintError, CoupledError, InfeasibleError
 from autopar.planner import PlanOptions, TooSlow
 
@@ -63,6 +64,7 @@ def search(
     mesh: Mesh = Mesh({"a": 2}),  # noqa: B008 (it is frozen)
     samples: int = 4,
     device: str = "h100-sxm",
+    batch_s: float = 0.0,
     **options: Any,
 ) -> Any:
     """Search for a plan: `staged` plans pipelines, and `alone` is the plan without stages."""
@@ -75,10 +77,12 @@ def search(
     monkeypatch.setattr(Chooser, "in_one_piece", in_one_piece)
     monkeypatch.setattr(Chooser, "_plan_schedules", staged)
 
-    def bound_s(self: Chooser, wish: Pipelined, num: int, total: Any) -> float:
+    def bound_s(self: Chooser, wish: Pipelined, num: int, chunks: int, total: Any) -> float:
         return bounds.get((wish.axis or "", num), 0.0 if num > 1 else 0.9)
 
     monkeypatch.setattr(Chooser, "_bound_s", bound_s)
+    monkeypatch.setattr(Chooser, "_least_batch_s", lambda self, axis: batch_s)
+    monkeypatch.setattr(Chooser, "_most_chunks", lambda self, wish, num: 1)
     chosen = PlanOptions(**{"outputs": "loss", **options})
     profile, batch = HardwareProfile.load(device), {"x": torch.zeros(samples, 2)}
     chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, mesh, profile, chosen)
@@ -229,6 +233,24 @@ def test_a_bound_holds_for_more_microbatches_too(
     assert "8 microbatches in stages along a (at least 1.08 s)" in told[0]
 
 
+@pytest.mark.parametrize("batch_s", [1.5, 2.1])
+def test_a_bound_of_the_batch_on_the_mesh_of_a_stage_holds_for_all_numbers(
+    batch_s: float, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    """With two stages, 2 microbatches take 3/4 of the batch's time through both, 4 take 5/8, and
+    8 take 9/16."""
+    seen: list[int] = []
+
+    def too_slow(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        seen.append(num)
+        raise TooSlow(10.0)
+
+    search(monkeypatch, too_slow, batch_s=batch_s, samples=8, effort="thorough")
+    assert seen == {1.5: [8, 4], 2.1: []}[batch_s]
+    assert f"(at least {seconds(batch_s * 0.75)})" in told[0] or batch_s == 2.1
+    assert "2 to 8 microbatches in stages along a (at least 1.18 s)" in told[0] or batch_s == 1.5
+
+
 @pytest.mark.parametrize(
     ("first", "steps_s", "seen"),
     [
@@ -264,7 +286,7 @@ def test_what_the_budget_of_work_leaves_out_is_named_with_its_bound(
 ) -> None:
     seen: dict[str, int] = {}
     alone = made(ALONE_S)
-    alone.plan.proof.num_variables = 100_000
+    alone.plan.proof.num_variables = 60_000
     for effort in EFFORTS:
         counted: list[int] = []
 
@@ -432,7 +454,9 @@ def test_the_numbers_of_a_batch_are_one_and_those_that_fill_the_stages() -> None
 
 def test_an_alternative_needs_less_work_than_a_search_on_the_whole_mesh_and_a_capture() -> None:
     def work(mesh: Mesh) -> float:
-        return Alternative(mesh, mesh.names[0], 2, 2, 0.0, lambda _: made(1.0)).work
+        each = Alternative(mesh, "a", 2, 0.75, 0.0, lambda: 0.0, lambda _: made(1.0))
+        assert each.bound_work < each.search_work
+        return each.search_work
 
     assert (
         work(Mesh({"a": 2})) < work(Mesh({"a": 2, "b": 2})) < work(Mesh({"a": 2, "b": 2, "c": 2}))

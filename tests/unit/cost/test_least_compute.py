@@ -10,12 +10,15 @@ from torch import nn
 import autopar
 from autopar.analysis.work import Work
 from autopar.api.planning import plan_model
+from autopar.api.tracing import as_wanted
 from autopar.capture import capture
 from autopar.constraints import pipeline
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.cost.least_compute import TotalWork
 from autopar.cost.op_times import compute_time
+from autopar.planner import PlanOptions
+from autopar.planner.pipeline.batch_bound import least_batch_s
 
 H100 = HardwareProfile.load("h100-sxm")
 
@@ -81,3 +84,17 @@ def test_no_pipeline_is_faster_than_its_bound(schedule: str) -> None:
     trace = capture(model, (), batch)
     least_s = TotalWork.of(trace, H100).least_staged_s(H100, 2, 2, 2, chunks)
     assert 0 < least_s <= plan.prediction.step_s
+
+
+@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_batch_on_the_mesh_of_a_stage_bounds_every_pipeline_along_the_axis(
+    name: str, num: int
+) -> None:
+    model, batch = getattr(zoo_small, name)()
+    options = {"example_inputs": batch, "hardware": "h100-sxm", "outputs": "loss"}
+    stages = pipeline("stage", microbatches=num, schedule="1f1b")
+    plan = autopar.plan(model, Mesh({"stage": 2, "b": 2}), constraints=(stages,), **options)
+    trace = as_wanted(capture(model, (), batch), "loss")
+    batch_s = least_batch_s(trace, Mesh({"b": 2}), H100, PlanOptions(outputs="loss"))
+    assert 0 < batch_s * (num + 1) / (2 * num) <= plan.prediction.step_s
