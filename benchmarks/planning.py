@@ -16,8 +16,9 @@ import torch
 
 from autopar.api.alternatives import WorkBudget
 from autopar.api.arguments import as_mesh
+from autopar.api.chooser import Chooser
 from autopar.api.mesh_search import shapes
-from autopar.api.plan_search import Chooser, PlanSearch
+from autopar.api.plan_search import PlanSearch
 from autopar.capture import Trace, capture
 from autopar.constraints import pipeline
 from autopar.core.mesh import Mesh, is_unshaped, read_mesh

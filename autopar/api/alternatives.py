@@ -74,6 +74,11 @@ class WorkBudget:
         """Make the budget that options ask for."""
         return WorkBudget(EFFORTS[options.effort], lambda: options.is_late)
 
+    @staticmethod
+    def unlimited(options: PlanOptions) -> WorkBudget:
+        """Make the budget of what is requested, which the time limit alone ends."""
+        return WorkBudget(is_late=lambda: options.is_late)
+
     @property
     def is_over(self) -> bool:
         """Whether nothing more is searched once there is a plan, however much work is left."""
@@ -273,31 +278,28 @@ class AlternativeSearch:
         waiting = sorted(alternatives, key=lambda each: each.bound_s)
         left_out: list[Alternative] = []
         while waiting:
-            first, *waiting = waiting
-            limit_s = self.limit(tries.best_s)
+            limit_s, first = self.limit(tries.best_s), waiting[0]
             if first.bound_s >= limit_s:
-                self._tell([first, *waiting], tries.add_bound)
+                self._tell(waiting, tries.add_bound)
                 refusal = refusal or TooSlow(first.bound_s)
                 break
-            free = required and tries.best is None and math.isinf(limit_s)
-            is_bounded = free or (first.mesh, first.axis) in self._bounded
+            is_free = required and tries.best is None and math.isinf(limit_s)
+            is_bounded = is_free or (first.mesh, first.axis) in self._bounded
             work = first.search_work if is_bounded else first.bound_work
-            if not free and not self.budget.take(work):
-                left_out.append(first)
+            if not is_free and not self.budget.take(work):
+                left_out.append(waiting.pop(0))
                 continue
-            self.status.begin(self._name(first, first.num), len(waiting))
+            self.status.begin(self._name(first, first.num), len(waiting) - 1)
             try:
-                if not is_bounded:
-                    waiting = self._bound_axis(first, [first, *waiting])
-                    continue
-                waiting, error = self._search(first, limit_s, waiting, tries)
+                if is_bounded:
+                    waiting, error = self._search(first, limit_s, waiting[1:], tries)
+                    refusal = error or refusal
+                else:
+                    waiting = self._bound_axis(first, waiting)
             except KeyboardInterrupt:
-                if tries.best is None and math.isinf(limit_s):
-                    raise
+                if math.isinf(self.limit(tries.best_s)):
+                    raise  # there is no plan
                 self.budget.interrupt()
-                left_out.append(first)
-                continue
-            refusal = error or refusal
         self._tell(left_out, tries.add_untried)
         return refusal
 

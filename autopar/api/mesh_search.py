@@ -139,32 +139,39 @@ class ShapeSearch:
         for place, mesh in enumerate(meshes, 1):
             if self.best is not None and not self.budget.take(search_work(len(mesh.axes))):
                 why = "the search was over" if self.budget.is_over else 'effort="thorough" tries it'
-                self._told.append(f"{mesh} (not tried: {why})")
-                self.untried.append(mesh)
+                self._leave_out(mesh, f"not tried: {why}")
                 continue
-            best_s = math.inf if self.best is None else self.best.plan.prediction.step_s
             self.status.begin(f"mesh {mesh}" if len(meshes) > 1 else "", len(meshes) - place)
             try:
-                found = self.plan(mesh, best_s)
+                self._add_plan(mesh)
             except KeyboardInterrupt:
                 if self.best is None:
                     raise
                 self.budget.interrupt()
-                self._told.append(f"{mesh} (interrupted)")
-                self.untried.append(mesh)
-            except TooSlow as error:
-                self._told.append(f"{mesh} (at least {seconds(error.args[0])})")
-            except (InfeasibleError, ConstraintError, MeshError) as error:
-                log.info("no plan for mesh %s: %s", mesh, error.what)
-                self._told.append(f"{mesh} (none)")
-                self._refusals.append((mesh, error))
-            else:
-                if self.best is None:
-                    self.budget.measure(len(mesh.axes), found.plan.proof.num_variables)
-                self._told.append(f"{mesh} ({seconds(found.plan.prediction.step_s)})")
-                if found.plan.prediction.step_s < best_s:
-                    self.best = found
-                    self.status.add(found)
+                self._leave_out(mesh, "interrupted")
+
+    def _leave_out(self, mesh: Mesh, why: str) -> None:
+        self._told.append(f"{mesh} ({why})")
+        self.untried.append(mesh)
+
+    def _add_plan(self, mesh: Mesh) -> None:
+        """Plan for one shape, and record the plan or why there is none."""
+        best_s = math.inf if self.best is None else self.best.plan.prediction.step_s
+        try:
+            found = self.plan(mesh, best_s)
+        except TooSlow as error:
+            self._told.append(f"{mesh} (at least {seconds(error.args[0])})")
+        except (InfeasibleError, ConstraintError, MeshError) as error:
+            log.info("no plan for mesh %s: %s", mesh, error.what)
+            self._told.append(f"{mesh} (none)")
+            self._refusals.append((mesh, error))
+        else:
+            if self.best is None:
+                self.budget.measure(len(mesh.axes), found.plan.proof.num_variables)
+            self._told.append(f"{mesh} ({seconds(found.plan.prediction.step_s)})")
+            if found.plan.prediction.step_s < best_s:
+                self.best = found
+                self.status.add(found)
 
     def add_further(self, meshes: Sequence[Mesh]) -> None:
         """Plan for further shapes if the others have no plan, and not for lack of memory alone."""

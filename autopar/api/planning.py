@@ -24,10 +24,11 @@ from autopar.api.arguments import (
     runs_on,
     within_this_gpu,
 )
+from autopar.api.chooser import Chooser
 from autopar.api.mesh_search import shapes, shapes_in_three
 from autopar.api.options import PlanRequest, takes_options
 from autopar.api.plan_options import check_fits, recorded_options
-from autopar.api.plan_search import Chooser, PlanSearch
+from autopar.api.plan_search import PlanSearch
 from autopar.api.shortage import instead
 from autopar.api.tracing import (
     as_planned,

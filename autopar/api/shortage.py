@@ -10,7 +10,7 @@ from functools import partial
 
 from autopar.analysis.microbatches import Microbatching
 from autopar.api.captured_call import ONE_STAGE
-from autopar.api.plan_search import Chooser
+from autopar.api.chooser import Chooser
 from autopar.api.tracing import by_rows
 from autopar.capture.trace import Trace
 from autopar.constraints import Constraint, Pipelined, pipeline_in

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.api import captured_call, pipeline_search, plan, plan_search
+from autopar.api import captured_call, pipeline_search, plan
+from autopar.api import chooser as chooser_module
 from autopar.api.alternatives import EFFORTS, Alternative, SearchStatus, WorkBudget
-from autopar.api.plan_search import Chooser, PlanSearch
+from autopar.api.chooser import Chooser
+from autopar.api.plan_search import PlanSearch
 from autopar.constraints import Pipelined, fsdp, pipeline
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
@@ -37,8 +39,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lines.append(line)
         return found
 
-    monkeypatch.setattr(plan_search, "add_coverage", add_coverage)
-    monkeypatch.setattr(plan_search, "heads_of", lambda trace: ((), ()))
+    monkeypatch.setattr(chooser_module, "add_coverage", add_coverage)
+    monkeypatch.setattr(chooser_module, "heads_of", lambda trace: ((), ()))
     return lines
 
 
