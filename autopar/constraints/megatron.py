@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -184,48 +184,79 @@ def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
     Raises:
         ConstraintError: if their axes do not fill the mesh.
     """
-    wide = [axis for axis in mesh.axes if axis.size > 1 and axis.name not in constraint.free]
-    tensor = _last_axes(constraint, "tp", constraint.tp, [a.name for a in wide], mesh)
-    context = _last_axes(
-        constraint, "cp", constraint.cp, [a.name for a in wide if a.name not in tensor], mesh
-    )
+    wide = [a.name for a in mesh.axes if a.size > 1 and a.name not in constraint.free]
+    tensor = _last_axes(constraint, "tp", constraint.tp, wide, mesh)
+    others = [name for name in wide if name not in tensor]
+    context = _last_axes(constraint, "cp", constraint.cp, others, mesh)
     left = tuple(name for name in mesh.names if name not in (*tensor, *context, *constraint.free))
-    experts = _last_axes(
-        constraint, "ep", constraint.ep, [a.name for a in wide if a.name in left], mesh
+    experts = _expert_axes(constraint, left, mesh)
+    data = tuple(
+        name for name in _data_axes(constraint, left, experts, mesh) if name not in experts
     )
-    if not set(experts) <= {*left, *(a.name for a in mesh.axes if a.size == 1)}:
-        what = (
-            f"{constraint}: experts are split over axes of data parallelism, and"
-            f" {', '.join(experts)} are not all such"
-        )
-        raise ConstraintError(
-            what,
-            remedy="name axes that neither tp, cp nor pp have"
-            + (f": {', '.join(left)}" if left else ""),
-        )
-    data = (
-        left
-        if constraint.dp is None or isinstance(constraint.dp, int)
-        else tuple(dict.fromkeys((*constraint.dp, *experts)))
-    )
-    size = math.prod(axis.size for axis in mesh.axes if axis.name in data)
-    if (isinstance(constraint.dp, int) and size != constraint.dp) or not set(left) <= {
-        *data,
-        *(a.name for a in mesh.axes if a.size == 1),
-    }:
-        sizes = math.prod(axis.size for axis in mesh.axes if axis.name in left)
-        what = (
-            f"{constraint} does not fill mesh {mesh}: beside the tensor axes it has {sizes} devices"
-        )
-        raise ConstraintError(what, remedy=f"pass dp={sizes}, or leave it out")
     pairs: tuple[tuple[PlanName, tuple[str, ...]], ...] = (
         ("context_parallel", context),
         ("expert_parallel", experts),
     )
     along = tuple(Parallelism(name, axes, constraint.zero) for name, axes in pairs if axes)
-    data = tuple(name for name in data if name not in experts)
     chains = Parallelism("tensor_parallel_1d", tensor, sequence=constraint.sequence)
     return chains, *along, Parallelism("fsdp" if constraint.zero else "ddp", data, constraint.zero)
+
+
+def _expert_axes(constraint: Megatron, left: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes over which experts are split, which are axes of data parallelism.
+
+    Args:
+        constraint: the constraint.
+        left: names of the axes that neither tensor nor context parallelism has.
+        mesh: the mesh.
+
+    Raises:
+        ConstraintError: if the constraint names another axis.
+    """
+    wide = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name in left]
+    experts = _last_axes(constraint, "ep", constraint.ep, wide, mesh)
+    if set(experts) <= {*left, *_trivial_axes(mesh)}:
+        return experts
+    what = (
+        f"{constraint}: experts are split over axes of data parallelism, and"
+        f" {', '.join(experts)} are not all such"
+    )
+    names = f": {', '.join(left)}" if left else ""
+    raise ConstraintError(what, remedy=f"name axes that neither tp, cp nor pp have{names}")
+
+
+def _data_axes(
+    constraint: Megatron, left: tuple[str, ...], experts: tuple[str, ...], mesh: Mesh
+) -> tuple[str, ...]:
+    """Return the axes of data parallelism, with those of the experts.
+
+    Args:
+        constraint: the constraint.
+        left: names of the axes that neither tensor nor context parallelism has.
+        experts: names of the axes over which experts are split.
+        mesh: the mesh.
+
+    Raises:
+        ConstraintError: if the axes do not fill the mesh, or have not as many devices as `dp` says.
+    """
+    dp = constraint.dp
+    data = tuple(dict.fromkeys((*dp, *experts))) if isinstance(dp, tuple) else left
+    has_devices = not isinstance(dp, int) or _num_devices(data, mesh) == dp
+    if has_devices and set(left) <= {*data, *_trivial_axes(mesh)}:
+        return data
+    size = _num_devices(left, mesh)
+    what = f"{constraint} does not fill mesh {mesh}: beside the tensor axes it has {size} devices"
+    raise ConstraintError(what, remedy=f"pass dp={size}, or leave it out")
+
+
+def _num_devices(names: Collection[str], mesh: Mesh) -> int:
+    """Return the product of the sizes of the axes."""
+    return math.prod(axis.size for axis in mesh.axes if axis.name in names)
+
+
+def _trivial_axes(mesh: Mesh) -> set[str]:
+    """Return the names of the axes of size 1."""
+    return {axis.name for axis in mesh.axes if axis.size == 1}
 
 
 def _last_axes(

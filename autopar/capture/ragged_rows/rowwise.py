@@ -406,13 +406,18 @@ def keeps_rows(node: fx.Node) -> bool:
         dims = dims_of(node, name, _rank(operands[0]))
         return name in ("max", "min") if dims is None else 0 not in dims
     if name in _ALONG_ALL:
-        rank = _rank(rows[0]) + (name == "stack")
-        dim = argument(node, 2 if name == "take_along_dim" else 1, "dim", _ALONG_ALL[name])
-        return len(rows) == len(operands) and isinstance(dim, int) and dim % rank != 0
+        return len(rows) == len(operands) and _is_along_another_dim(node, name, rows)
     if name in _FIRST or name in _IMAGES:
         return rows == operands[:1] and _rank(rows[0]) >= _FIRST.get(name, _IMAGES.get(name, 0))
     special: Callable[[fx.Node, list[fx.Node], list[fx.Node]], bool] | None = _SPECIAL.get(name)
     return special is not None and special(node, operands, rows)
+
+
+def _is_along_another_dim(node: fx.Node, name: str, rows: list[fx.Node]) -> bool:
+    """Whether an op of `_ALONG_ALL` works along a dim that does not count rows."""
+    rank = _rank(rows[0]) + (name == "stack")
+    dim = argument(node, 2 if name == "take_along_dim" else 1, "dim", _ALONG_ALL[name])
+    return isinstance(dim, int) and dim % rank != 0
 
 
 def _rank(node: fx.Node) -> int:
