@@ -464,12 +464,7 @@ def of_modules(model: nn.Module) -> Iterator[CaptureError]:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             yield _scripted_error(name)
-        if (
-            isinstance(module, nn.RNNBase)
-            and module.dropout
-            and module.num_layers > 1
-            and module.training
-        ):
+        if isinstance(module, nn.RNNBase) and _drops_between_layers(module):
             yield CaptureError(
                 f"the dropout of {type(module).__name__} between its layers is missing in the graph"
                 " that torch makes of it",
@@ -489,18 +484,22 @@ def of_modules(model: nn.Module) -> Iterator[CaptureError]:
                     " was looked up in forward"
                 ),
             )
-        counts = (
-            isinstance(module, nn.modules.batchnorm._BatchNorm)
-            and module.training
-            and module.running_mean is not None
-        )
-        if counts and module.momentum is None:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and _averages_by_step(module):
             yield CaptureError(
                 f"momentum=None of {type(module).__name__}: how much a step counts depends on the"
                 " number of steps so far, a tensor",
                 where=Where(module=name),
                 remedy="give it a momentum, such as 0.1",
             )
+
+
+def _drops_between_layers(module: nn.RNNBase) -> bool:
+    return bool(module.training and module.dropout and module.num_layers > 1)
+
+
+def _averages_by_step(module: nn.modules.batchnorm._BatchNorm) -> bool:
+    """Whether running statistics weigh a step by the number of steps so far."""
+    return module.training and module.running_mean is not None and module.momentum is None
 
 
 def changes_parameter(name: str, node: fx.Node) -> CaptureError:

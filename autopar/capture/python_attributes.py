@@ -110,14 +110,7 @@ def settle_attributes(
             raise _refusal(write)
     applied = [write for write in first.writes if write.value is not UNKNOWN]
     with _left_behind(applied, like):
-        try:
-            second = again()
-        except Exception as error:  # forward cannot be captured in the state that it leaves
-            raise _refusal(telling[0]) from error
-        changed = {write.place.source: write for write in second.writes if _goes_on(write)}
-    for source, write in changed.items():
-        if _is_used(write, first.code + second.code):
-            raise _refusal(first.write(source) or write)
+        second = _capture_again(first, again, telling[0])
     cached = {
         node: place
         for write in first.writes
@@ -129,6 +122,28 @@ def settle_attributes(
     repeated = {write.place.source for write in second.writes}
     once = {write.place.source for write in applied} - repeated
     return tuple(sorted(write.text for write in first.writes if write.place.source not in once))
+
+
+def _capture_again(first: Notes, again: Callable[[], Notes], shown: Write) -> Notes:
+    """Capture forward in the state that it left, and return the notes.
+
+    Args:
+        first: notes of the first capture.
+        again: captures the model.
+        shown: the write that is named if the capture fails.
+
+    Raises:
+        CaptureError: the capture fails, or forward changes again what a forward can depend on.
+    """
+    try:
+        second = again()
+    except Exception as error:
+        raise _refusal(shown) from error
+    changed = {write.place.source: write for write in second.writes if _goes_on(write)}
+    for source, write in changed.items():
+        if _is_used(write, first.code + second.code):
+            raise _refusal(first.write(source) or write)
+    return second
 
 
 def _is_visible(write: Write) -> bool:

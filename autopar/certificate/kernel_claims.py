@@ -219,6 +219,27 @@ class KernelWalk:
             yield f"{kernel.node} has it as its bias, which is no factor"
             return
         yield from self._check_end(tensor, step, steps, product, chosen)
+        yield from self._check_product(key, phase, step, kernel, product, chosen)
+
+    def _check_product(
+        self,
+        key: tuple[str, int],
+        phase: str,
+        step: Communication,
+        kernel: InKernel,
+        product: TensorReader,
+        chosen: Strategy,
+    ) -> Iterator[str]:
+        """Yield what keeps a kernel from computing a product, with the sum and the norm after it,
+        or from saving what the plan says.
+
+        Args:
+            key: the tensor that the step moves.
+            product: the product, as a reader or a maker of the tensor.
+            chosen: the product's strategy.
+        """
+        tensor = self.facts.tensors[key]
+        name = NAMES["reduce_scatter"] if kernel.name == NORMED else kernel.name
         adds = product.operand < 0 and product.key != tensor.key
         if adds:
             yield from self._check_sum(tensor, step, product)

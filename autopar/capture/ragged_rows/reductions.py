@@ -176,7 +176,8 @@ def _settings(node: fx.Node) -> dict[str, Any]:
 def _loss(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
     name, given = name_of(node), _settings(node)
     operands = [x for x in given.values() if isinstance(x, fx.Node) and first_dim(x)]
-    if given.get("size_average") is not None or given.get("reduce") is not None or not operands:
+    is_old = any(given.get(name) is not None for name in ("size_average", "reduce"))
+    if is_old or not operands:
         return None
     tensors = [tensor for x in operands if (tensor := tensor_of(x)) is not None]
     if name in _OF_CLASSES:

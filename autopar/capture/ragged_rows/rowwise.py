@@ -396,11 +396,14 @@ def dims_of(node: fx.Node, name: str, rank: int) -> tuple[int, ...] | None:
     return tuple(dim % rank for dim in (given if isinstance(given, list | tuple) else (given,)))
 
 
+_ALWAYS = _ELEMENTWISE | SHAPING | MAKING  # ops that keep the rows whatever their arguments
+
+
 def keeps_rows(node: fx.Node) -> bool:
     """Whether `node`, whose result's first dim counts rows, treats rows alike and apart."""
     name, operands = name_of(node), [n for n in node.all_input_nodes if tensor_of(n) is not None]
     rows = [n for n in operands if first_dim(n)]
-    if name in _ELEMENTWISE or name in SHAPING or name in MAKING:
+    if name in _ALWAYS:
         return True
     if name in _DIMS and rows and operands[0] in rows:
         dims = dims_of(node, name, _rank(operands[0]))

@@ -110,9 +110,10 @@ class _Settling:
             return  # sizes are put in where they are read
         numbers = [n for n in operands if isinstance(value_of(n), _NUMBERS)]
         rows = [n for n in operands if _depends(value_of(n)) and n not in numbers]
-        if node.op == "output":
-            for each in (*rows, *numbers):
-                raise refusal(each) if each in rows else self._misread(each, each)
+        if node.op == "output" and rows:
+            raise refusal(rows[0])
+        if node.op == "output" and numbers:
+            raise self._misread(numbers[0], numbers[0])
         write = Writer(self._graph, node)
         if numbers:
             self._put_sizes_in(node, numbers, write)
