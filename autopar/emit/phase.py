@@ -213,6 +213,10 @@ class PhaseBuilder:
             ):
                 self._step(ref, node, step)
 
+    def _runs_again(self, node: fx.Node) -> bool:
+        """Whether the plan has backward run a node of forward again."""
+        return node.op == "call_function" and node.meta["key"] in self.job.index.again
+
     def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
         """Return the node of a tensor in a layout, after emitting whatever it needs.
 
@@ -233,12 +237,9 @@ class PhaseBuilder:
         step = self.job.index.steps.get((self.phase, self.job.key(ref)), {}).get(layout)
         if step is not None and step.kernel is not None:
             made = self.job.nodes[ref[0]]
-            self.compute(
-                kernel_calls.product_of(made, step)
-                if step.collective.kind == "all_gather"
-                else made,
-                again=step.kernel.again,
-            )
+            gathers = step.collective.kind == "all_gather"
+            product = kernel_calls.product_of(made, step) if gathers else made
+            self.compute(product, again=step.kernel.again)
             if layout in self.have.get(ref, {}):
                 return self.have[ref][layout]
         elif (
@@ -250,11 +251,7 @@ class PhaseBuilder:
             at_hand = self.have.get(ref, {})
             return at_hand[layout] if layout in at_hand else self._step(ref, source, step)
         node = self.job.nodes[ref[0]]
-        if (
-            self.phase == "backward"
-            and node.op == "call_function"
-            and node.meta["key"] in self.job.index.again
-        ):
+        if self.phase == "backward" and self._runs_again(node):
             self.compute(node, again=True)
             if layout in self.have.get(ref, {}):
                 return self.have[ref][layout]

@@ -111,30 +111,13 @@ def _phase(
     streams = Streams(plan.overlap.slowdown)
     spans: list[Span] = []
     for action, node in order:
-        before_s, time_s = streams.now_s, times.get(node, 0.0)
+        time_s = times.get(node, 0.0)
         if action == "start" or node.target is kernels.start:
             streams.start(node, time_s)
         elif action == "finish" or node.target is kernels.finish:
             streams.finish(node if action == "finish" else node.args[0])
         else:
-            waits = (
-                "collective" in node.meta and node.meta["collective"].kind != "slice"
-            )  # a slice is a local copy
-            if blocked_s(node):
-                streams.block(blocked_s(node))
-                moved = node.meta["kernel"].key if "kernel" in node.meta else node.meta["key"]
-                spans.append((moved, "communication", before_s, streams.now_s - before_s))
-                before_s = streams.now_s
-            (streams.block if waits else streams.compute)(time_s)
-            if time_s > 0.0:
-                spans.append(
-                    (
-                        node.meta["key"],
-                        "communication" if waits else "compute",
-                        before_s,
-                        streams.now_s - before_s,
-                    )
-                )
+            spans += _run(streams, node, time_s)
     for step, start_s, end_s in streams.ran:
         assert isinstance(step, fx.Node)
         spans.append((step.meta["key"], "communication", start_s, end_s - start_s))
@@ -144,6 +127,30 @@ def _phase(
         tuple(sorted(spans, key=lambda span: span[2])),
         _missing_s(phase, times, plan),
     )
+
+
+def _run(streams: Streams, node: fx.Node, time_s: float) -> list[Span]:
+    """Run a node that is neither the start nor the end of a collective, and return what ran.
+
+    Args:
+        streams: the two streams of the device.
+        node: the node.
+        time_s: its time without `blocked_s`.
+    """
+    spans: list[Span] = []
+    if moved_s := blocked_s(node):
+        before_s = streams.now_s
+        streams.block(moved_s)
+        moved = node.meta["kernel"].key if "kernel" in node.meta else node.meta["key"]
+        spans.append((moved, "communication", before_s, streams.now_s - before_s))
+    before_s = streams.now_s
+    # A slice is a local copy.
+    waits = "collective" in node.meta and node.meta["collective"].kind != "slice"
+    (streams.block if waits else streams.compute)(time_s)
+    if time_s > 0.0:
+        kind = "communication" if waits else "compute"
+        spans.append((node.meta["key"], kind, before_s, streams.now_s - before_s))
+    return spans
 
 
 def _missing_s(phase: str, times: Mapping[fx.Node, float], plan: Plan) -> float:

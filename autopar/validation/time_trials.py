@@ -182,16 +182,17 @@ def _change_sizes(whole: Any, part: Any, small: Any, num: int, many: int) -> Any
         )
     if whole == part or (whole != whole and part != part):
         return small
-    if (
-        isinstance(whole, int | float)
-        and isinstance(part, int | float)
-        and not isinstance(whole, bool)
-    ):
-        if _is_near(whole, part * num) and not (isinstance(small, int) and small % many):
-            return small // many if isinstance(small, int) else small / many
-        if _is_near(whole * num, part):
-            return small * many
+    if isinstance(whole, bool) or not (_is_number(whole) and _is_number(part)):
+        raise _UnclearError
+    if _is_near(whole, part * num) and not (isinstance(small, int) and small % many):
+        return small // many if isinstance(small, int) else small / many
+    if _is_near(whole * num, part):
+        return small * many
     raise _UnclearError
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float)
 
 
 def _is_near(a: float, b: float) -> bool:

@@ -388,6 +388,21 @@ def _worst_value(errors: Errors) -> float:
     return max((*errors.outputs.values(), *errors.buffers.values()), default=0.0)
 
 
+def _noise(case: Case, plain: Results, limit: float) -> dict[str, float]:
+    """Return the noise of rounding in each gradient of the plain model.
+
+    It is at most the largest gradient: a weight at a kink makes noise that would excuse anything.
+
+    Args:
+        case: what is compared.
+        plain: the plain model's results.
+        limit: the tolerance.
+    """
+    most = max(magnitude(x) for x in plain.gradients.values())
+    noises = noise_of_rounding(case).items()
+    return {name: min(_NOISES * size / limit, most) for name, size in noises}
+
+
 def _judge(
     case: Case,
     ran: Lockstep,
@@ -408,12 +423,7 @@ def _judge(
     others = _worst_value(errors)
     # In a smaller dtype noise may hide an error; there `_exactly` compares in a larger one.
     if case.computed == torch.float64 and others <= limit < errors.worst < math.inf:
-        # At most the largest gradient: a weight at a kink makes noise that would excuse anything.
-        most = max(magnitude(x) for x in plain.gradients.values())
-        noise = {
-            name: min(_NOISES * size / limit, most)
-            for name, size in noise_of_rounding(case).items()
-        }
+        noise = _noise(case, plain, limit)
         errors = compare(ours, plain, wide, scale, summed, noise)
     traced = (
         compare(ours, case.run_traced(), share, scale, summed, noise).worst

@@ -387,16 +387,16 @@ OTHERS: dict[str, Program] = {
     "runtime/launching.py launch 0": Program(
         _launched("absent.py"), "name a Python file", _launched("model.py")
     ),
-    "runtime/launching.py launch 1": Program(
+    "runtime/launching.py _check_machines 0": Program(
         _launched(nodes="two", meet="host:1"), "2:4", _launched(nodes="2:4", meet="host:1")
     ),
-    "runtime/launching.py launch 2": Program(
+    "runtime/launching.py _check_machines 1": Program(
         _launched(nodes="4:2", meet="host:1"), "2:4", _launched(nodes="2:4", meet="host:1")
     ),
-    "runtime/launching.py launch 3": Program(
+    "runtime/launching.py _check_machines 2": Program(
         _launched(nodes="2"), "--meet HOST:PORT", _launched(nodes="2", meet="host:1")
     ),
-    "runtime/launching.py launch 4": Program(
+    "runtime/launching.py launch 1": Program(
         _launched(fails=True), "that rank's own error above", _launched()
     ),
     "profiler/measure.py measure 0": Program(

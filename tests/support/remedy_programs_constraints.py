@@ -186,7 +186,7 @@ PROGRAMS: dict[str, Program] = {
         "the same number in both",
         lambda: check_number([pipeline("node", microbatches=4)], 4),
     ),
-    "constraints/together.py parallelisms 0": Program(
+    "constraints/together.py _same_axis_error 0": Program(
         _filled(ddp(), fsdp(axes="gpu")),
         "ddp(axes='node')",
         _filled(ddp(axes="node"), fsdp(axes="gpu")),
