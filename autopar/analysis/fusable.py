@@ -273,7 +273,7 @@ def product_added(node: fx.Node) -> int | None:
     """
     places = products_added(node)
     if len(places) == 2:
-        return int(node.args[0] < node.args[1])  # type: ignore[operator]  # nodes compare by position
+        return int(node.args[0] < node.args[1])  # nodes compare by position
     return places[0] if places else None
 
 

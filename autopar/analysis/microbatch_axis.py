@@ -110,7 +110,7 @@ class _Pass:
         self.labels: dict[tuple[str, int], Label] = {}
         self.outputs: dict[str, Label] = {}
         self._output = output_of(whole)
-        self._results: tuple[fx.Node, ...] = tuple(self._output.args[0])  # type: ignore[arg-type]
+        self._results: tuple[fx.Node, ...] = tuple(self._output.args[0])
         self._unknown = find_unknown(whole)
 
     def run(self) -> Labelled:
@@ -160,7 +160,7 @@ class _Pass:
             self.labels[node.name, 0] = WHOLE
             return []
         if site.call is None or site.part is None:  # a getitem
-            source = site.operands[0].name, int(node.args[1])  # type: ignore[arg-type]
+            source = site.operands[0].name, int(node.args[1])
             self.labels[node.name, 0] = self.labels[source]
             self.raises.note_getitem(site)
             return []

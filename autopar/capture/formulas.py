@@ -412,7 +412,7 @@ def _match_call(node: fx.Node) -> _Norm | None:
     ):
         return None
     wide = torch.promote_types(dtype, torch.float32)
-    return _Norm(x, (node,), node, eps, wide, wide, dtype, weight)  # type: ignore[arg-type]
+    return _Norm(x, (node,), node, eps, wide, wide, dtype, weight)
 
 
 def _written_out(root: fx.Node) -> _Norm | None:
@@ -517,7 +517,7 @@ def _operands(node: fx.Node, name: str) -> Iterator[fx.Node]:
         and not node.kwargs
         and all(isinstance(each, fx.Node) for each in node.args)
     ):
-        yield from node.args  # type: ignore[misc]
+        yield from node.args
 
 
 def _mean_of(node: fx.Node) -> fx.Node | None:

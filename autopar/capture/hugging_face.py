@@ -158,7 +158,7 @@ def _empty_cache() -> type:
     """Return a `DynamicCache` class without contents; in results of the model None replaces it."""
     from transformers import DynamicCache
 
-    class EmptyCache(DynamicCache):  # type: ignore[misc]
+    class EmptyCache(DynamicCache):
         """A cache that returns the keys and values of the present call alone."""
 
         def update(
@@ -229,11 +229,11 @@ def _sounds_without_gradient(model: nn.Module) -> Iterator[None]:
     ]
     try:
         for module in switched:
-            module._requires_grad = False  # type: ignore[assignment]
+            module._requires_grad = False
         yield
     finally:
         for module in switched:
-            module._requires_grad = True  # type: ignore[assignment]
+            module._requires_grad = True
 
 
 @contextlib.contextmanager

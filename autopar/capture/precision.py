@@ -99,7 +99,7 @@ def before_cast(gradient: fx.Node) -> fx.Node:
     """Return the operand of a cast between floating dtypes that nothing else reads; else the
     gradient itself."""
     alone = _is_cast(gradient) and len(gradient.users) == 1
-    return gradient.args[0] if alone and dtype_of(gradient.args[0]).is_floating_point else gradient  # type: ignore[arg-type, return-value]
+    return gradient.args[0] if alone and dtype_of(gradient.args[0]).is_floating_point else gradient
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -268,7 +268,7 @@ def _mixed_error(
     )
     op = (
         str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target.__name__
-    )  # type: ignore[union-attr]
+    )
     return CaptureError(
         f"operands in {names} are computed with each other, which torch refuses: {refusal}",
         where=Where(op=op, module=node.meta["module"], source=node.meta["source"]),

@@ -188,7 +188,7 @@ def _scatter_step(
     ).values():
         scatters = step.collective.kind == "reduce_scatter" and step.source == strategy.outputs[0]
         if scatters and step.kernel is not None and step.kernel.again == again:
-            return step  # type: ignore[no-any-return]  # a Job is invariant
+            return step  # a Job is invariant
     return None
 
 
@@ -294,7 +294,7 @@ def _norm(
     _, _, scale, *settings = after.norm.args
     weight = phase.get(
         (scale.name, 0), chosen[after.norm.meta["key"]].inputs[2], after.norm.meta["key"]
-    )  # type: ignore[union-attr]
+    )
     args = (
         a,
         b,

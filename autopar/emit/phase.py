@@ -57,7 +57,7 @@ def mark(node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
     """
     place = operand_written(node)
     if place is not None:
-        operand = strategy.inputs[operands_of(node).index(node.args[place])]  # type: ignore[arg-type]
+        operand = strategy.inputs[operands_of(node).index(node.args[place])]
         here.meta.update({IN_PLACE: place} if operand.splits_like(strategy.outputs[0]) else {})
 
 
@@ -71,8 +71,8 @@ def write(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequence[
         mesh_shape: the sizes of the mesh axes.
     """
     place = node.meta.pop(IN_PLACE, None)
-    form = None if place is None else in_place_form(node.target)  # type: ignore[arg-type]
-    if form is not None and _may_go(node.args[place], saved, mesh_shape):  # type: ignore[arg-type]
+    form = None if place is None else in_place_form(node.target)
+    if form is not None and _may_go(node.args[place], saved, mesh_shape):
         node.target, keyword = form
         node.kwargs = {**node.kwargs, keyword: node.args[place]} if keyword else node.kwargs
         node.meta[IN_PLACE] = place
@@ -479,5 +479,5 @@ class PhaseBuilder:
 
 def _reads(node: fx.Node) -> list[Ref]:
     if node.target is operator.getitem:
-        return [(node.args[0].name, int(node.args[1]))]  # type: ignore[union-attr, arg-type]
+        return [(node.args[0].name, int(node.args[1]))]
     return [(n.name, 0) for n in operands_of(node)]

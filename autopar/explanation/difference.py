@@ -467,7 +467,7 @@ def _by_shares(first: Plan, second: Plan) -> Diff:
         if max(abs(before[name]), abs(after[name])) > least_s
     )
     same = ((f"({_modules(num_equal, ' that')} the same)", *equal_s),) if num_equal else ()
-    return Diff(first, second, tuple(changes), num_equal, (*same, *others))  # type: ignore[arg-type]
+    return Diff(first, second, tuple(changes), num_equal, (*same, *others))
 
 
 def _said_of(a: Share | None, b: Share | None) -> Iterator[str]:

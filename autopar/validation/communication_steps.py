@@ -153,13 +153,13 @@ def pack(node: fx.Node, states: Sequence[Any]) -> Packed:
     """Return the bucket that a node packs."""
     _, dims, parts, count, dtype = node.args
     members = tuple(s for s in states if isinstance(s, State))
-    if len(members) != len(states) or len(dims) != len(members):  # type: ignore[arg-type]
+    if len(members) != len(states) or len(dims) != len(members):
         raise MoveError("it packs what is no tensor of the model")
     for member in members:
         before = member.dtype
-        if torch.promote_types(before, dtype) != dtype:  # type: ignore[arg-type]
+        if torch.promote_types(before, dtype) != dtype:
             raise MoveError(f"{member.ref[0]} of {before} is packed as {dtype}")
-    return Packed(members, tuple(map(int, dims)), int(parts), int(count), dtype)  # type: ignore[arg-type]
+    return Packed(members, tuple(map(int, dims)), int(parts), int(count), dtype)
 
 
 def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]) -> Several:
@@ -173,12 +173,12 @@ def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]
         MoveError: if the bucket was packed differently.
     """
     _, sizes, dims, parts, dtypes = node.args
-    if not isinstance(packed, Packed) or (packed.dims, packed.parts) != (tuple(dims), parts):  # type: ignore[arg-type]
+    if not isinstance(packed, Packed) or (packed.dims, packed.parts) != (tuple(dims), parts):
         raise MoveError("it unpacks what was packed otherwise")
-    if not len(packed.members) == len(sizes) == len(dtypes):  # type: ignore[arg-type]
-        raise MoveError(f"it unpacks {len(sizes)} tensors out of a bucket of {len(packed.members)}")  # type: ignore[arg-type]
+    if not len(packed.members) == len(sizes) == len(dtypes):
+        raise MoveError(f"it unpacks {len(sizes)} tensors out of a bucket of {len(packed.members)}")
     found = []
-    for member, size, dim, dtype in zip(packed.members, sizes, dims, dtypes, strict=True):  # type: ignore[arg-type]
+    for member, size, dim, dtype in zip(packed.members, sizes, dims, dtypes, strict=True):
         lengths = local_lengths(traced.shape(member.ref), member.layout, mesh_shape)
         held = tuple(size) or (1,)
         if packed.count < packed.parts:  # the bucket has some of the parts of tensors of this size

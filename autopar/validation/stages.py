@@ -150,7 +150,7 @@ def _terms(node: fx.Node) -> Iterator[str]:
     """Iterate over the names of the values that a node is the sum of."""
     if node.op == "call_function" and _is_sum(node):
         for operand in node.args:
-            yield from _terms(operand)  # type: ignore[arg-type]
+            yield from _terms(operand)
     else:
         yield node.name
 
@@ -160,7 +160,7 @@ def _list_terms(terms: Counter[str]) -> str:
 
 
 def _results(trace: Trace) -> Sequence[fx.Node]:
-    found: Sequence[fx.Node] = next(iter(reversed(trace.graph.nodes))).args[0]  # type: ignore[assignment]
+    found: Sequence[fx.Node] = next(iter(reversed(trace.graph.nodes))).args[0]
     return found
 
 

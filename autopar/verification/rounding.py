@@ -63,7 +63,7 @@ def scales_of_sums(case: Case) -> dict[str, float]:
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     named = {o.path: trace.node(o.node) for o in trace.outputs} | {
         name: results[at] for name, at in trace.mutated.items()
-    }  # type: ignore[index]
+    }
     return {name: scales.get(node, 0.0) for name, node in named.items()}
 
 
@@ -96,7 +96,7 @@ def _scale_of_quotient(node: fx.Node, value: Tensor, scales: Scales) -> float:
 
 def _scale_of_sum(node: fx.Node, value: Tensor, scales: Scales) -> float:
     """Return the number of terms of a sum times the scale of the largest."""
-    num = node.args[0].meta["val"].numel() / max(value.numel(), 1)  # type: ignore[union-attr]
+    num = node.args[0].meta["val"].numel() / max(value.numel(), 1)
     return _scale(node.args[0], scales) * num
 
 
@@ -111,7 +111,7 @@ def _scale_of_contraction(node: fx.Node, value: Tensor, scales: Scales) -> float
         x: size
         for term, read in zip(inputs.split(","), operands, strict=False)
         for x, size in zip(term, read.meta["val"].shape, strict=True)
-    }  # type: ignore[union-attr]
+    }
     product = math.prod(_scale(x, scales) for x in operands[:2]) * math.prod(
         size for x, size in sizes.items() if x not in kept
     )

@@ -394,7 +394,7 @@ def settle_known(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         number = node.meta.get("example_value")
         if name_of(node) == "item" and isinstance(number, int | float):
-            node.replace_all_uses_with(number)  # type: ignore[arg-type]
+            node.replace_all_uses_with(number)
             graph.erase_node(node)
             continue
         _read_by_numbers(node, written)

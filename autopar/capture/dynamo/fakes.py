@@ -22,7 +22,7 @@ def new_fake_mode() -> FakeMode:
     return; other tensors are converted."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Not a subclass, which higher-order operators would not know.
-    mode.dispatch = partial(_dispatch_fake, mode)  # type: ignore[method-assign]
+    mode.dispatch = partial(_dispatch_fake, mode)
     return mode
 
 

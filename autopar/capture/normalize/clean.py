@@ -190,7 +190,7 @@ def _respell_mark(node: fx.Node) -> None:
     if isinstance(operand, fx.Node):
         node.target = _COMPUTED[node.target]
         return
-    number = operand.conjugate() if node.target is aten._conj.default else -operand  # type: ignore[union-attr,operator]
+    number = operand.conjugate() if node.target is aten._conj.default else -operand
     settings = {"dtype": dtype_of(node), "device": node.meta["val"].device}
     node.target, node.args, node.kwargs = aten.full.default, ([], number), settings
 

@@ -141,7 +141,7 @@ def _count_alike(graph: fx.Graph) -> None:
             continue
         first = sizes.setdefault(flags, value.shape[0])
         if count_symbol(first) != count_symbol(value.shape[0]):
-            node_of_size = value.shape[0].node  # type: ignore[attr-defined]
+            node_of_size = value.shape[0].node
             node_of_size.shape_env._set_replacement(
                 node_of_size.expr, first.node.expr, "of one mask"
             )
@@ -168,7 +168,7 @@ def settle_required(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         number = node.meta.get("example_value")
         if isinstance(number, torch.SymInt) and number.node.expr.is_Integer:
-            node.replace_all_uses_with(int(number.node.expr))  # type: ignore[arg-type]
+            node.replace_all_uses_with(int(number.node.expr))
             graph.erase_node(node)
         elif name_of(node) == "getitem" and (picked := _match_picked(node)):
             _replace_read(node, *picked, Writer(graph, node))

@@ -145,7 +145,7 @@ def _column_dims(graph: TraceIndex, node: fx.Node) -> list[int]:
         o.inputs[weight].dim
         for o in options
         if o.inputs[x] == REPLICATE and isinstance(o.inputs[weight], Shard)
-    }  # type: ignore[attr-defined]
+    }
     return sorted(dims, reverse=True)
 
 
