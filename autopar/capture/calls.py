@@ -300,4 +300,5 @@ def argument_of(path: str, model: nn.Module) -> str:
 def _shown(signature: inspect.Signature) -> str:
     """Return the required arguments in words: ``forward(x, y, …)``."""
     needed = _required_names(signature)
-    return f"forward({', '.join((*needed, '…') if len(needed) < len(signature.parameters) else needed)})"  # noqa: E501
+    more = ["…"] if len(needed) < len(signature.parameters) else []
+    return f"forward({', '.join([*needed, *more])})"

@@ -108,7 +108,8 @@ def takes_options(command: F) -> F:
         for name, option in OPTIONS.items()
         if option.flag is not None
     ]
-    command.__signature__ = here.replace(parameters=[*first, *flags, *last])  # type: ignore[attr-defined]
+    signature = here.replace(parameters=[*first, *flags, *last])
+    command.__signature__ = signature  # type: ignore[attr-defined]
     return command
 
 

@@ -138,6 +138,19 @@ PlanName = Literal[
     "tensor_parallel_3d",
 ]
 
+# Names of the plans by the arguments of `expert_parallel` and `tensor_parallel`.
+_EXPERTS: Mapping[str, PlanName] = {
+    "": "expert_parallel",
+    "dispatched": "expert_parallel_dispatched",
+    "gathered": "expert_parallel_gathered",
+}
+_TENSORS: Mapping[str, PlanName] = {
+    "1d": "tensor_parallel_1d",
+    "2d": "tensor_parallel_2d",
+    "2.5d": "tensor_parallel_2.5d",
+    "3d": "tensor_parallel_3d",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
@@ -296,10 +309,10 @@ def expert_parallel(axes: Axes, tokens: Literal["", "dispatched", "gathered"] = 
             number of experts is no multiple of P, naming the op; where tokens are to be dispatched
             over several axes; and as `ddp`.
     """
-    if tokens not in ("", "dispatched", "gathered"):
+    if tokens not in (*_EXPERTS,):
         remedy = 'pass "dispatched" or "gathered", or leave it to the planner'
         raise ConstraintError(f"expert_parallel(tokens={tokens!r}) is not there", remedy=remedy)
-    return Parallelism(f"expert_parallel_{tokens}" if tokens else "expert_parallel", names_of(axes))  # type: ignore[arg-type]
+    return Parallelism(_EXPERTS[tokens], names_of(axes))
 
 
 def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> Parallelism:
@@ -348,7 +361,7 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> 
             as heads.
     """
     names = names_of(axes) or ()
-    if kind not in ("1d", *GRIDS):
+    if kind not in (*_TENSORS,):
         raise ConstraintError(
             f"tensor_parallel({kind!r}) is not there", remedy='pass "1d", "2d", "2.5d" or "3d"'
         )
@@ -367,7 +380,7 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> 
             what,
             remedy="name each side of the grid once, as in tensor_parallel('2d', axes=('a', 'b'))",
         )
-    return Parallelism(f"tensor_parallel_{kind}", names, sequence=sequence)  # type: ignore[arg-type]
+    return Parallelism(_TENSORS[kind], names, sequence=sequence)
 
 
 def axes_of(plan: Parallelism, mesh: Mesh) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Shard
 
-from autopar.core.collective import Collective
+from autopar.core.collective import Collective, Kind
 from autopar.core.layout import Layout
 from autopar.core.placements import Halo, Mirrored
 from autopar.kernels import collectives as steps
@@ -18,7 +18,7 @@ from autopar.validation.shards import apply_collective, is_even, local_lengths
 from autopar.validation.states import Packed, Several, State
 from autopar.validation.traced import Traced
 
-KINDS: Mapping[Any, str] = {
+KINDS: Mapping[Any, Kind] = {
     steps.all_gather: "all_gather",
     steps.reduce_scatter: "reduce_scatter",
     steps.all_reduce: "all_reduce",
@@ -40,7 +40,7 @@ class MoveError(Exception):
 def move(
     traced: Traced,
     state: Any,
-    kind: str,
+    kind: Kind,
     settings: Sequence[Any],
     length: int | None,
     mesh_shape: Sequence[int],
@@ -90,18 +90,19 @@ def _check_reduction(traced: Traced, state: State) -> None:
         raise MoveError(f"partial sums are reduced in {made}, where {due_text} is due")
 
 
-def _step_of(layout: Layout, kind: str, settings: Sequence[Any]) -> tuple[Collective, Layout]:
+def _step_of(layout: Layout, kind: Kind, settings: Sequence[Any]) -> tuple[Collective, Layout]:
     """Return a step by its settings, and the layout that says which halo is meant and which way a
     swap goes."""
     if kind in ("fetch", "store"):
-        return Collective(kind, -1, -1, -1, "", "", 0), layout  # type: ignore[arg-type]
+        return Collective(kind, -1, -1, -1, "", "", 0), layout
     *rest, axis = settings
     reduce_op = str(rest[-1]) if kind in _REDUCING else ""
     dim, to_dim = (
         -1 if kind == "all_reduce" else int(rest[0]),
         int(rest[1]) if kind == "all_to_all" else -1,
     )
-    step, wanted = Collective(kind, int(axis), dim, to_dim, reduce_op, "", 0), layout  # type: ignore[arg-type]
+    step = Collective(kind, int(axis), dim, to_dim, reduce_op, "", 0)
+    wanted = layout
     if kind == "halo":
         wanted = layout.with_placement(step.axis, Halo(*rest))
     if kind == "swap":
@@ -111,7 +112,7 @@ def _step_of(layout: Layout, kind: str, settings: Sequence[Any]) -> tuple[Collec
 
 
 def _move_bucket(
-    traced: Traced, packed: Packed, kind: str, settings: Sequence[Any], mesh_shape: Sequence[int]
+    traced: Traced, packed: Packed, kind: Kind, settings: Sequence[Any], mesh_shape: Sequence[int]
 ) -> Packed:
     """Return the state of a moved bucket: each member moves as it would alone. A bucket that is
     gathered or scattered has a row for each rank of the axis."""

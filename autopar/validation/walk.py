@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.core.collective import Kind
 from autopar.core.layout import Strategy
 from autopar.errors import AutoparError
 from autopar.kernels import collectives as steps
@@ -114,7 +115,7 @@ class GraphWalk:
             ),
         }
 
-    def _move(self, state: Any, kind: str, settings: Sequence[Any], node: fx.Node) -> Any:
+    def _move(self, state: Any, kind: Kind, settings: Sequence[Any], node: fx.Node) -> Any:
         self.how["step"] += 1
         return move(self.traced, state, kind, settings, node.kwargs.get("length"), self.mesh_shape)
 
@@ -127,7 +128,7 @@ class GraphWalk:
     def _start(self, node: fx.Node) -> InFlight:
         x, kind, *settings = node.args
         return InFlight(
-            self._move(self.env[x], str(kind), settings, node),
+            self._move(self.env[x], kind, settings, node),
             (kind, *settings, node.kwargs.get("length")),
         )
 

@@ -459,7 +459,7 @@ def copy_before_strided(graph: fx.Graph) -> None:
     for node in calls(graph, aten.as_strided.default):
         x = node.args[0]
         strides = x.meta["val"].stride()
-        order = sorted(range(len(strides)), key=lambda dim, strides=strides: -strides[dim])  # type: ignore[misc]
+        order = sorted(range(len(strides)), key=[-stride for stride in strides].__getitem__)
         if not x.meta["val"].permute(order).is_contiguous():
             raise CaptureError(
                 "forward reads by strides (as_strided) a tensor that is a part or an expansion of"
