@@ -71,6 +71,7 @@ def loss_alone(trace: Trace) -> Trace:
     sweep(graph)
 
     def renumber_gradients(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
+        """Return entries whose gradients have their new positions in the results."""
         return tuple(
             replace(e, gradient=None if e.gradient is None else place[e.gradient]) for e in entries
         )

@@ -202,6 +202,7 @@ def as_kernels_give(
         return result
 
     def with_dtype(x: Any, dtype: torch.dtype | None) -> Any:
+        """Return a fake tensor in another dtype; anything but a tensor as it is."""
         if not isinstance(x, Tensor) or x.dtype == dtype:
             return x
         return fake(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), x.device)
@@ -295,6 +296,7 @@ def _trial(
         return None
 
     def run(device: str, dtype: torch.dtype | None) -> Any:
+        """Run the op on small operands, on a device and in a dtype (None leaves theirs)."""
         return target(*_small(args, size, device, dtype), **_small(kwargs, size, device, dtype))
 
     try:

@@ -294,6 +294,7 @@ def note_before(cleanup: Callable[[Any], None], notes: list[Notes]) -> Callable[
     """Wrap Dynamo's `OutputGraph.cleanup` so that it first takes notes."""
 
     def note(output: Any) -> None:
+        """Take the notes, then clean up as Dynamo does."""
         notes.append(_notes(output))
         cleanup(output)
 

@@ -371,6 +371,13 @@ def held_elsewhere(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def look(value: Any, path: str, depth: int) -> None:
+        """Record the modules in a value, and in lists and dicts within it.
+
+        Args:
+            value: an attribute, or an item of one.
+            path: by which forward reaches it.
+            depth: levels of lists and dicts that are still searched.
+        """
         if isinstance(value, nn.Module) and id(value) in registered:
             found[path] = registered[id(value)]
         elif isinstance(value, (list, tuple, dict)) and depth:

@@ -103,6 +103,7 @@ def rows(first: Plan, second: Plan) -> tuple[DifferenceRow, ...]:
     places = _places(first), _places(second)
 
     def cell(module: str, instance: tuple[int, ...]) -> tuple[_Place, _Place]:
+        """Return the places of a module's copy in both plans; empty where a plan lacks it."""
         if module in CROSSING:  # named by what crosses there, which is another thing at each cut
             return (), ()
         return places[0].get((module, instance), ()), places[1].get((module, instance), ())
@@ -194,6 +195,7 @@ def _split(plan: Plan, cell: _Cell) -> Plan:
     different cells."""
 
     def each(facts: tuple[_Split, ...], node: Callable[[_Split], str]) -> Iterator[_Split]:
+        """Yield facts split so that all copies of one are in one cell."""
         for fact in facts:
             cells: dict[tuple[_Place, _Place], list[tuple[int, ...]]] = {}
             for instance in fact.instances:

@@ -121,6 +121,7 @@ class Accelerator(accelerate.Accelerator):
         call = model.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            """Run the model under autocast, and return floating results in float32."""
             with self.autocast():
                 return convert_to_fp32(call(*args, **kwargs))
 

@@ -262,6 +262,7 @@ class LightningStrategy(WholeBatches):
 
     def _first_call(self, module: Any, step: str, loop: Any) -> Any:
         def prepare_batch(batch: Any) -> Any:
+            """Return a batch of the loader as Lightning passes it to a step."""
             return self.batch_to_device(self.precision_plugin.convert_input(batch))
 
         return call_of(module, self._name, step, loop._data_source.dataloader(), prepare_batch)

@@ -50,6 +50,7 @@ def save_pretrained(
     state = whole_values(holder_of(module), names_saved(model))
 
     def save() -> None:
+        """Write the model with the gathered weights."""
         model.save_pretrained(str(folder), state_dict=state, **options)
 
     by_first(save, str(folder), "see the reason; name a folder that can be written to")

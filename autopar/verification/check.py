@@ -64,6 +64,7 @@ def diagnose(case: Case, summary: str) -> None:
     values: dict[str, tuple[Any, ...]] = {}
 
     def remember(node: fx.Node, value: Any) -> None:
+        """Record the results of a traced node."""
         values[node.name] = tuple(value) if isinstance(value, tuple | list) else (value,)
 
     trace = _run_reference(case, remember)
@@ -77,6 +78,16 @@ def diagnose(case: Case, summary: str) -> None:
     seen: set[fx.Node] = set()
 
     def check(phase: str, node: fx.Node, locals: list[Any]) -> None:
+        """Compare the ranks' results of an emitted node with those of its traced node.
+
+        Args:
+            phase: forward or backward.
+            node: the emitted node.
+            locals: its result on each rank.
+
+        Raises:
+            VerificationError: if they differ by more than rounding explains.
+        """
         if node in seen:  # in a later microbatch
             return
         seen.add(node)
@@ -141,6 +152,7 @@ def _floors(
     """
 
     def largest(parts: Iterable[Any]) -> float:
+        """Return the largest magnitude among the tensors."""
         return max((magnitude(part) for part in parts if isinstance(part, Tensor)), default=0.0)
 
     sizes, share = {name: largest(parts) for name, parts in values.items()}, floor_share_of(dtype)

@@ -49,6 +49,7 @@ def scales_of_sums(case: Case) -> dict[str, float]:
     scales: Scales = {}
 
     def observe(node: fx.Node, value: Any) -> None:
+        """Record the scale of the terms that were summed for a node."""
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             scale = _SCALES.get(node.target, _own) if node.op == "call_function" else _own
             scales[node] = max(
@@ -169,6 +170,7 @@ def scale_of_zeros(case: Case, reference: Results, rounding: float) -> float:
     largest, follows = 0.0, {case.trace.node(o.tangent) for o in case.trace.differentiable}
 
     def observe(node: fx.Node, value: Any) -> None:
+        """Record the magnitude of a node that follows from a tangent."""
         nonlocal largest
         if node in follows or follows.intersection(node.all_input_nodes):
             follows.add(node)

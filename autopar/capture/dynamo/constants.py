@@ -183,6 +183,7 @@ class Origins:
         make = FakeTensorMode.from_tensor
 
         def make_tracked(mode: FakeTensorMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+            """Make a fake tensor that has the origins and the known value of the real one."""
             fake = make(mode, tensor, **how)
             positions = self._of.get(tensor)
             if positions is not None:

@@ -90,6 +90,7 @@ def views_of_one_mode() -> contextlib.AbstractContextManager[object]:
     make = FakeTensorMode.from_tensor
 
     def make_in_own_mode(mode: FakeMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+        """Make a fake tensor; that of a real view with no other mode active."""
         with (
             _disable_current_modes()
             if tensor._is_view() and not is_fake(tensor)

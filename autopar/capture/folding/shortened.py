@@ -136,20 +136,30 @@ def _watch_stream(stream: Stream) -> Iterator[None]:
     layers: Mapping[nn.Module, Layer] = stream.layers
 
     def enter(module: nn.Module, _: Any) -> None:
+        """Tell the stream that a layer begins."""
         if module in layers:
             stream.enter(layers[module])
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
+        """Tell the stream that a layer ends.
+
+        Args:
+            module: the module that was called.
+            _: its arguments.
+            __: its result.
+        """
         if module in layers:
             stream.leave(layers[module])
 
     plain = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record the call of an autograd function, and run it."""
         stream.event(("autograd function", cls), (args, kwargs))
         return plain.__get__(None, cls)(*args, **kwargs)
 
     def register_hook(*_: Any) -> Any:
+        """Refuse a hook on a tensor."""
         raise stream.record_refusal(
             "forward registers a hook on a tensor, which only backward would show"
         )
@@ -169,6 +179,7 @@ def order_of_calls(model: nn.Module, prepared: Prepared) -> dict[nn.Module, int]
     order: dict[nn.Module, int] = {}
 
     def enter(module: nn.Module, _: Any) -> None:
+        """Number a module at its first call."""
         order.setdefault(module, len(order))
 
     with contextlib.ExitStack() as stack:

@@ -291,6 +291,7 @@ def _twice(node: fx.Node) -> fx.Node:
 
 def _neutral(neutral: float) -> Callable[[fx.Node], fx.Node]:
     def simplify(node: fx.Node) -> fx.Node:
+        """Return the operand if the other one is neutral and nothing is cast or broadcast."""
         source, other = node.args
         if not is_tensor(source) or isinstance(other, fx.Node) or other != neutral:
             return node

@@ -100,6 +100,7 @@ def _story(node: fx.Node, made: dict[fx.Node, Any], version: dict[int, int]) -> 
     """
 
     def part(x: Any) -> Any:
+        """Return the description of one argument."""
         if isinstance(x, slice):
             return "slice", part(x.start), part(x.stop), part(x.step)
         if isinstance(x, fx.Node):

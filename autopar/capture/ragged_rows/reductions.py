@@ -129,6 +129,13 @@ def _mean(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
 
 def _extreme(sign: int) -> _Ending:
     def end_extreme(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+        """Reduce with the identity in rows that were not picked; None if indices are asked for.
+
+        Args:
+            node: the reduction.
+            masks: the masks by the symbol that counts their rows.
+            write: writes nodes before `node`.
+        """
         found = _along(node)
         if found is None:
             return None
@@ -149,6 +156,13 @@ def _bound(dtype: torch.dtype, sign: int) -> int:
 
 def _whether(every: bool) -> _Ending:
     def end_flags(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+        """Reduce with the neutral flag in rows that were not picked.
+
+        Args:
+            node: the reduction.
+            masks: the masks by the symbol that counts their rows.
+            write: writes nodes before `node`.
+        """
         if _along(node) is None:
             return None
         return write.method(

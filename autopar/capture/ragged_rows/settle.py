@@ -280,6 +280,7 @@ class _Settling:
     @staticmethod
     def _swap(node: fx.Node, number: fx.Node, size: int) -> None:
         def substitute(x: Any) -> Any:
+            """Return the size in place of the number."""
             return size if x is number else x
 
         node.args, node.kwargs = (
