@@ -87,45 +87,48 @@ def megatron(
     free: Axes = (),
     sequence: bool = False,
 ) -> Megatron:
-    """Megatron's plan: `tensor_parallel` of degree `tp`, `context_parallel` of degree `cp`, data
-    parallelism of degree `dp`, `pipeline` of `pp` stages; together the whole mesh, but for axes
-    that are `free`. Over `ep` of the `dp` devices experts are split too, by `expert_parallel`.
+    """Megatron's combination of parallelisms: `tensor_parallel` of degree `tp`, `context_parallel`
+    of degree `cp`, data parallelism of degree `dp` and `pipeline` of `pp` stages. Together they use
+    the whole mesh, except for the axes in `free`. Over `ep` of the `dp` devices, experts are split
+    by `expert_parallel`.
 
     Args:
-        tp, dp, cp: numbers of devices, or names of axes. By number, `tp` takes the last axes whose
-            sizes give it as their product (in a mesh written from the slowest links to the fastest
-            these have the fastest), `cp` the last of those before them. `dp` takes what is left, of
-            which it must be the size.
-        ep: number of devices, or names of axes, among those of `dp`, by number the last of them (as
-            in Megatron Core, where expert parallelism divides data parallelism). Experts rest split
-            over them, whatever `zero`, and over the rest of `dp` as all else.
-        zero: 0 as `ddp`, 3 as `fsdp` over the data axes. 1 and 2 rest as 3 between steps, and hold
-            parameters gathered through a step, of several microbatches; with 1 gradients add up as
-            partial sums, which are reduced once at its end, with 2 each microbatch's is scattered,
-            as with 1 are gradients that are summed where they are made, such as one read through a
-            lookup (`autopar.cost.zero_stages` has the volumes). Sharded are they over the axes of
-            `cp` too.
-        recompute: what backward runs again: ``none``, ``full``: all that it reads of a layer but
-            what crosses between layers, or ``selective``: in attention what lies around the softmax
-            (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-            2022, section 5), no more in either; by default what the planner likes. With ``full`` a
-            layer keeps its input, b·s·h elements, and what it gathers or reduces for what is run
-            again it does again: one all-reduce of b·s·h more in backward over the tensor axes,
-            attention's. ``selective`` keeps no tensor of [heads, s, s].
-        pp: devices in the pipeline, or the name of their axis; by number the first axis of that
-            size. microbatches: as in `pipeline`, also without stages. chunks: stages per device
-            (Megatron's virtual pipeline); with 2 or more their schedule is interleaved.
-        sequence: what `tp` leaves whole is split over its axes along the sequence
-            (`tensor_parallel`), as Megatron Core does it.
-        free: names of axes of which nothing is asked; what lies on them is the planner's choice.
+        tp, cp: degrees, or names of axes. A degree of `tp` takes the last axes of the mesh whose
+            sizes have it as their product, which are those with the fastest links if axes are named
+            from the slowest to the fastest. A degree of `cp` takes the last such axes before these.
+        dp: a degree, or names of axes. It gets all axes that are left, and the degree must be their
+            size; None takes any size.
+        ep: a degree, or names of axes of `dp`. A degree takes the last of these, as in Megatron
+            Core, where expert parallelism divides data parallelism. Experts are stored split over
+            these axes for every `zero`, and over the rest of `dp` like other parameters.
+        zero: 0 is `ddp`, and 3 is `fsdp` over the axes of `dp` and `cp`. 1 and 2 store parameters
+            sharded between steps, as 3 does, but keep them gathered during a step of several
+            microbatches. With 1, gradients accumulate as partial sums, which are reduced once at
+            the end of the step. With 2, the gradient of each microbatch is reduce-scattered. This
+            also holds with 1 for gradients that are summed where they are computed, such as one
+            that passes through a lookup. `autopar.cost.zero_stages` states the volumes.
+        recompute: what backward computes again. ``"none"``: nothing. ``"full"``: everything that it
+            reads of a layer, except for tensors that cross between layers. A layer then keeps its
+            input, b·s·h elements, and repeats the collectives of the ops that run again: one more
+            all-reduce of b·s·h in backward over the tensor axes, that of attention.
+            ``"selective"``: the ops around the softmax of attention, so that no tensor of [heads,
+            s, s] is kept (Korthikanti et al., "Reducing Activation Recomputation in Large
+            Transformer Models", 2022, section 5). None leaves it to the planner.
+        pp: number of stages, or the name of their axis. A number takes the first axis of that size.
+        microbatches: as for `pipeline`; also possible without stages.
+        chunks: stages per device (Megatron's virtual pipeline). With 2 or more the schedule is
+            interleaved.
+        free: names of axes that the constraint leaves to the planner.
+        sequence: as for `tensor_parallel`.
 
-    Volumes are those of the two plans, with the batch and the parameters that are left on a device:
-    each rank of a tensor group has b/dp samples, and all-reduces gradients of the part of the
-    parameters that it holds.
+    The volumes are those of the combined plans, with the batch and the parameters of one device:
+    each rank of a tensor group has b/dp samples, and all-reduces gradients of its own part of the
+    parameters.
 
     Raises:
-        ConstraintError: on a stage or a recomputation that is not there. When a model is planned:
-            where the axes are not in the mesh, or there is no attention to run again.
+        ConstraintError: if `zero`, `recompute`, `pp` or `chunks` has an invalid value. When a model
+            is planned: if axes are not in the mesh, or `recompute` asks for attention and there is
+            none.
     """
     if zero not in (0, 1, 2, 3):
         raise ConstraintError(
