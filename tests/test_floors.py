@@ -76,8 +76,8 @@ MAX_MUTABLE_FIELDS = 10
 
 # Today's numbers of functions and classes above these limits. They may only fall.
 MOST_COMPLEX_FUNCTIONS = 53
-MOST_LONG_PARAMETER_LISTS = 65
-MOST_LARGE_MUTABLE_CLASSES = 20
+MOST_LONG_PARAMETER_LISTS = 64
+MOST_LARGE_MUTABLE_CLASSES = 17
 
 
 def units_except(*excluded: str) -> tuple[str, ...]:

@@ -109,9 +109,16 @@ class _Pass:
         self.promised: dict[str, None] = {}
         self.labels: dict[tuple[str, int], Label] = {}
         self.outputs: dict[str, Label] = {}
-        self._output = output_of(whole)
-        self._results: tuple[fx.Node, ...] = tuple(self._output.args[0])
         self._unknown = find_unknown(whole)
+
+    @property
+    def _output(self) -> fx.Node:
+        return output_of(self.whole)
+
+    @property
+    def _results(self) -> tuple[fx.Node, ...]:
+        """The nodes of the graph's results."""
+        return tuple(self._output.args[0])
 
     def run(self) -> Labelled:
         """Label all nodes. After a repair, continue at the first node whose operands changed."""

@@ -45,7 +45,7 @@ from autopar.runtime.loss_scaling import LossScale, share_overflows
 from autopar.runtime.module_shell import Standing
 from autopar.runtime.outer_loss import Answered, Published, ScaledStep
 from autopar.runtime.parameters import Storage
-from autopar.runtime.pipeline_runtime import StageCalls
+from autopar.runtime.pipeline_runtime import StageCalls, StageExchange
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_comm import rank
 
@@ -165,16 +165,9 @@ class StagedModule(Compiled):
                 _describe_missing(program, left_out),
                 why,
             )
+        exchange = StageExchange.of(program, group, self.rank, devices.device_type)
         self._calls = StageCalls(
-            program,
-            works,
-            self._how,
-            self._kept,
-            self._held,
-            self._storages,
-            group,
-            self.rank,
-            devices,
+            exchange, works, self._how, self._kept, self._held, self._storages, devices
         )
         if group is not None:
             share_overflows(group, devices.device_type)

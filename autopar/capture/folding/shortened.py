@@ -73,7 +73,7 @@ def tell(
     Raises:
         NotFoldable: forward fails, or does not call the layers in turn.
     """
-    recorder = Recorder(runs, layers, [KEPT_FIRST + KEPT_LAST] * len(runs), prepared.mode)
+    recorder = Recorder(runs, layers, [KEPT_FIRST + KEPT_LAST] * len(runs))
     recorder.story.results = _run(model, prepared, recorder, "the shortened model")
     return recorder.story
 
@@ -92,7 +92,7 @@ def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[R
         NotFoldable: it does not; the message says where it differs.
     """
     layers = dict(places(runs, model))
-    follower = Follower(story, runs, layers, [run.num_units for run in runs], prepared.mode)
+    follower = Follower(story, prepared.mode, runs, layers, [run.num_units for run in runs])
     if _run(model, prepared, follower, "the model") != story.results:
         raise NotFoldable("what forward returns depends on the number of layers")
 
