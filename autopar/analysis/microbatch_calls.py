@@ -354,9 +354,7 @@ def _label_shaped(whole: Call, part: Call, num: int) -> Way | None:
 def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
     """Positions may be reshaped, and may index along the dim along which the batch is cut."""
     if whole.target in _MOVES:
-        cut = [replace(r, kind="split") if r.kind == "place" else r for r in reads]
-        way = next((w for w in _by_rule(whole, part, tuple(cut), num) if w.is_free), None)
-        return way and Way(tuple(replace(r, kind="place") for r in way.results), way.raises)
+        return _moved_places(whole, part, reads, num)
     if whole.target not in _LOOKUPS or reads[0].kind != "split" or any(r.power for r in reads):
         return None
     at = {index.index: place for place, index in enumerate(whole.args[1]) if index is not None}
@@ -368,6 +366,13 @@ def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
     ):
         return _label_shaped(whole, part, num)
     return None
+
+
+def _moved_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
+    """Positions that are reshaped lie as a tensor that is cut."""
+    cut = [replace(r, kind="split") if r.kind == "place" else r for r in reads]
+    way = next((w for w in _by_rule(whole, part, tuple(cut), num) if w.is_free), None)
+    return way and Way(tuple(replace(r, kind="place") for r in way.results), way.raises)
 
 
 def _goes_along(info: TensorInfo, read: Label, from_right: int) -> bool:
@@ -384,6 +389,14 @@ def _goes_along(info: TensorInfo, read: Label, from_right: int) -> bool:
 # Rules.
 
 
+def _power_due(whole: Any, part: Any, num: int) -> int | None:
+    """The power of a number as a term: 1 if batch and microbatch have the same number, 0 if that of
+    the batch is `num` times as large; else None."""
+    if whole == part:
+        return 1
+    return 0 if whole == part * num else None
+
+
 def _with_numbers(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[Way]:
     """Sums with a plain number.
 
@@ -397,7 +410,7 @@ def _with_numbers(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[
         return
     if not (_is_number(a) and _is_number(b)):
         return
-    due = 1 if a == b else 0 if a == b * num else None
+    due = _power_due(a, b, num)
     power = reads[0].as_term
     if due is not None and power is not None and power <= due:
         yield Way((Label("term", power=due),), (due - power,))

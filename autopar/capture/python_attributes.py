@@ -105,9 +105,7 @@ def settle_attributes(
     telling = [write for write in moving if _is_visible(write)]
     if not telling:
         return tuple(sorted(write.text for write in moving))
-    for write in telling:
-        if write.value is UNKNOWN and (write.read or _is_read_elsewhere(write, first.code)):
-            raise _refusal(write)
+    _check_unknown(telling, first.code)
     applied = [write for write in first.writes if write.value is not UNKNOWN]
     with _left_behind(applied, like):
         second = _capture_again(first, again, telling[0])
@@ -122,6 +120,13 @@ def settle_attributes(
     repeated = {write.place.source for write in second.writes}
     once = {write.place.source for write in applied} - repeated
     return tuple(sorted(write.text for write in first.writes if write.place.source not in once))
+
+
+def _check_unknown(writes: Iterable[Write], code: Iterable[CodeType]) -> None:
+    """Raise CaptureError for a write whose value is not known and that a forward can depend on."""
+    for write in writes:
+        if write.value is UNKNOWN and (write.read or _is_read_elsewhere(write, code)):
+            raise _refusal(write)
 
 
 def _capture_again(first: Notes, again: Callable[[], Notes], shown: Write) -> Notes:

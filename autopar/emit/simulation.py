@@ -34,13 +34,7 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
     Args:
         graph: an emitted graph. plan: the plan that it was emitted from.
     """
-    computed = ((e, entry) for e, entry in enumerate(plan.entries) if entry.kind == "compute")
-    owner = {
-        c.node.format(*at): (e, i)
-        for e, entry in computed
-        for i, at in enumerate(entry.instances)
-        for c in entry.nodes
-    }
+    owner = _owners(plan)
     found: dict[fx.Node, float] = {}
     spent: set[tuple[int, int, bool]] = set()
     for node in graph.nodes:
@@ -53,13 +47,23 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
         for key in (node.meta.get("key", ""), *(kernel.others if kernel is not None else ())):
             if (at := owner.get(key)) is not None and (*at, again) not in spent:
                 spent.add((*at, again))
-                found[node] = found.get(node, 0.0) + (
-                    plan.entries[at[0]].again_s if again else plan.entries[at[0]].time_s
-                )
+                entry = plan.entries[at[0]]
+                found[node] = found.get(node, 0.0) + (entry.again_s if again else entry.time_s)
         routed_s = sum(c.kernel.saved_s for c in node.meta.get("own", ()) if c.kernel is not None)
         if kernel is not None or routed_s:
             found[node] = found.get(node, 0.0) - (routed_s if kernel is None else kernel.saved_s)
     return found
+
+
+def _owners(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Return key of a node → the plan's entry and its instance that have the node's time."""
+    computed = ((e, entry) for e, entry in enumerate(plan.entries) if entry.kind == "compute")
+    return {
+        c.node.format(*at): (e, i)
+        for e, entry in computed
+        for i, at in enumerate(entry.instances)
+        for c in entry.nodes
+    }
 
 
 def blocked_s(node: fx.Node) -> float:

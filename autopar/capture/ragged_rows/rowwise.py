@@ -402,18 +402,23 @@ _ALWAYS = _ELEMENTWISE | SHAPING | MAKING  # ops that keep the rows whatever the
 def keeps_rows(node: fx.Node) -> bool:
     """Whether `node`, whose result's first dim counts rows, treats rows alike and apart."""
     name, operands = name_of(node), [n for n in node.all_input_nodes if tensor_of(n) is not None]
-    rows = [n for n in operands if first_dim(n)]
+    rows = list(filter(first_dim, operands))
     if name in _ALWAYS:
         return True
     if name in _DIMS and rows and operands[0] in rows:
-        dims = dims_of(node, name, _rank(operands[0]))
-        return name in ("max", "min") if dims is None else 0 not in dims
+        return _is_along_others(node, name, operands[0])
     if name in _ALONG_ALL:
         return len(rows) == len(operands) and _is_along_another_dim(node, name, rows)
     if name in _FIRST or name in _IMAGES:
         return rows == operands[:1] and _rank(rows[0]) >= _FIRST.get(name, _IMAGES.get(name, 0))
     special: Callable[[fx.Node, list[fx.Node], list[fx.Node]], bool] | None = _SPECIAL.get(name)
     return special is not None and special(node, operands, rows)
+
+
+def _is_along_others(node: fx.Node, name: str, operand: fx.Node) -> bool:
+    """Whether an op of `_DIMS` works along dims that do not count rows."""
+    dims = dims_of(node, name, _rank(operand))
+    return name in ("max", "min") if dims is None else 0 not in dims
 
 
 def _is_along_another_dim(node: fx.Node, name: str, rows: list[fx.Node]) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -110,10 +110,8 @@ class _Settling:
             return  # sizes are put in where they are read
         numbers = [n for n in operands if isinstance(value_of(n), _NUMBERS)]
         rows = [n for n in operands if _depends(value_of(n)) and n not in numbers]
-        if node.op == "output" and rows:
-            raise refusal(rows[0])
-        if node.op == "output" and numbers:
-            raise self._misread(numbers[0], numbers[0])
+        if node.op == "output":
+            self._check_output(rows, numbers)
         write = Writer(self._graph, node)
         if numbers:
             self._put_sizes_in(node, numbers, write)
@@ -123,6 +121,13 @@ class _Settling:
             self._pick(node, write)
         elif _depends(value):
             self._keep(node, rows)
+
+    def _check_output(self, rows: Sequence[fx.Node], numbers: Sequence[fx.Node]) -> None:
+        """Raise CaptureError if forward returns picked rows or numbers."""
+        if rows:
+            raise refusal(rows[0])
+        if numbers:
+            raise self._misread(numbers[0], numbers[0])
 
     def _settle_rows_of(self, node: fx.Node, rows: Iterable[fx.Node], write: Writer) -> None:
         """Rewrite a node that reads rows: one that puts them back, ends them, or keeps them."""
