@@ -1,19 +1,19 @@
 """Named plans of parallelism: data, context, expert and tensor parallelism. This docstring states
-layouts and communication of the grids of tensor parallelism; those of the other plans are in their
-docstrings.
+layouts and communication of the grids of tensor parallelism. The docstrings of the other plans
+state theirs.
 
 Terms. A grid has sides of q devices, and P devices in all. A linear is ``Y[n, m] = X[n, k] W[k,
-m]``, where n is all samples times all tokens; an X of which a device holds 1/P is *split P times*.
-Layouts are per axis, in the grid's order. Volumes are elements that one device sends, by rings: a
-collective over one axis of what is a whole of x elements within the axis sends x·(q−1)/q. They are
-per linear and step, tensor by tensor.
+m]``, where n is the number of samples times the number of tokens. Layouts are per axis, in the
+order of the grid. Volumes are elements that one device sends in ring collectives: a collective over
+one axis, of a tensor with x elements on the devices of the axis together, sends x·(q−1)/q. They are
+per linear and step, for each tensor.
 
-Every parameter rests split over both or all three axes of the q's, with its gradient and
-optimizer's state; every activation is made and kept until backward split over all axes, P times.
-What a product reads gathered is not kept: backward gathers it again. Split less are parameters that
-cannot be stored split so often, such as a fused projection's bias (their gradients are all-reduced
-on the axes left); sums per token, whole on the axis whose features they sum; and what does not
-depend on the batch.
+Each parameter is stored split over all axes of size q, with its gradient and optimizer state. Each
+activation is computed and kept split over all axes, so that a device has 1/P of it. Gathered
+operands of a product are not kept; backward gathers them again. There are three exceptions.
+Parameters that cannot be split over all axes, such as the bias of a fused projection, are split
+over fewer axes, and their gradients are all-reduced over the others. Sums per token are replicated
+over the axis whose features they sum. Tensors that do not depend on the batch are replicated.
 
 **2d**, axes (a, b): SUMMA (van de Geijn and Watts, 1997) as in Xu and You, "An Efficient 2D Method
 for Training Super-Large Deep Learning Models", 2021 (Optimus). X rests [n on a, k on b], n by

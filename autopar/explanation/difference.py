@@ -415,8 +415,8 @@ class Diff(Readable):
 
 
 def diff(first: Plan | str | Path, second: Plan | str | Path) -> Diff:
-    """What changed from `first` to `second`, plans or their files: layouts, stages,
-    recomputation, time and memory, per module."""
+    """Compare two plans, or their files, module by module: layouts, stages, recomputation, time and
+    memory."""
     first, second = Plan.of(first), Plan.of(second)
     a, b = first.pipeline, second.pipeline
     if _cuts(first) != _cuts(second):

@@ -197,10 +197,14 @@ def _head(kind: str, head: str, config: Any) -> Any:
 
 
 def load_function(spec: str) -> tuple[nn.Module, Any]:
-    """(model, batch) as ``FILE.py:FUNCTION`` returns them.
+    """Call a function of a Python file, and return the model and the batch that it returns.
+
+    Args:
+        spec: ``FILE.py:FUNCTION``.
 
     Raises:
-        AutoparError: where the file or the function is missing, or it returns something else.
+        AutoparError: if the file or the function does not exist, the function raises an error, or
+            it does not return (model, batch).
     """
     file, _, name = spec.rpartition(":")
     path = Path(file)
@@ -239,7 +243,8 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
 
 
 def _of_users(spec: str, run: Callable[[], Any]) -> Any:
-    """What `run` returns of the user's file; what that raises is told with its last line there."""
+    """Run code of the user's file. An error that it raises is reported with the last line of the
+    file in its traceback."""
     try:
         return run()
     except AutoparError:

@@ -302,7 +302,7 @@ class StageCalls:
         return any(stage.mutated for stage in self.program.stages)
 
     @functools.cached_property
-    def mutated(self) -> tuple[str, ...]:
+    def mutated_buffers(self) -> tuple[str, ...]:
         """The buffers that stages of this rank change."""
         names = (name for work in self._works.values() for name in work.program.mutated)
         return tuple(dict.fromkeys(names))

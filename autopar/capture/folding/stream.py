@@ -395,7 +395,11 @@ class Recorder(Stream):
         self.story = Story()
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
-        """Compute the results and record them."""
+        """Compute the results and record them.
+
+        Args:
+            what, tensors, compute: as for `Stream.answer`.
+        """
         results = compute()
         numbers = {id(tensor): number for number, tensor in reversed(list(enumerate(tensors)))}
         self.story.entries[self.run, self.unit].append(
@@ -419,7 +423,11 @@ class Follower(Stream):
         self._expected = story.entries[OUTSIDE, 0]
 
     def move(self, run: int, unit: int, full_unit: int, offset: int) -> None:
-        """Move to another place, after checking that the current one is complete."""
+        """Move to another place, after checking that the current one is complete.
+
+        Args:
+            run, unit, full_unit, offset: as for `Stream.move`.
+        """
         if self.run != OUTSIDE:
             self._complete()
         super().move(run, unit, full_unit, offset)
@@ -437,7 +445,14 @@ class Follower(Stream):
             raise self.record_refusal(f"{self._where()} lacks {_name(self._expected[self.offset])}")
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
-        """Return the recorded results; raise NotFoldable if another op was recorded."""
+        """Return the recorded results.
+
+        Args:
+            what, tensors, compute: as for `Stream.answer`; nothing is computed.
+
+        Raises:
+            NotFoldable: if another op was recorded.
+        """
         entry = self._expected[self.offset] if self.offset < len(self._expected) else None
         if entry is None or entry.what != what:
             raise self.record_refusal(
