@@ -19,7 +19,8 @@ Planning needs no GPU and no process group:
 A plan says which layout every tensor has on a mesh; `S(0) R` splits dim 0 over the first axis and
 repeats over the second:
 
->>> plan = autopar.plan(Net(), autopar.Mesh({"node": 2, "gpu": 2}), example_inputs=batch, hardware="cpu-gloo")
+>>> mesh = autopar.Mesh({"node": 2, "gpu": 2})
+>>> plan = autopar.plan(Net(), mesh, example_inputs=batch, hardware="cpu-gloo")
 >>> plan.prediction.step_s > 0 and plan.proof.bound_s <= plan.proof.objective_s
 True
 >>> print(autopar.explain(plan))  # doctest: +ELLIPSIS
@@ -37,7 +38,7 @@ included:
 
 >>> autopar.verify(plan, Net(), batch).ok
 True
-"""  # noqa: E501
+"""
 
 from typing import TYPE_CHECKING
 

@@ -109,7 +109,7 @@ def _timed(
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     """By name, this rank's parts."""
-    return {name: p.grad.to_local() for name, p in module.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    return {name: p.grad.to_local() for name, p in module.named_parameters() if p.grad is not None}
 
 
 def main(arguments: list[str]) -> int:

@@ -123,7 +123,7 @@ def rank(number: int, tell: Told, steps: int) -> Run:
         optimizer="adamw",
     )
     found = train(module, steps, tell if number == 0 else lambda _: None)
-    return Run(*found, plan=module.plan.dumps())  # type: ignore[operator, union-attr]
+    return Run(*found, plan=module.plan.dumps())
 
 
 def both(steps: int) -> tuple[Run, list[Run]]:

@@ -227,7 +227,7 @@ def _plans(
 
 
 def _checkpointed(model: nn.Module, data: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    model.gradient_checkpointing_enable()
     return model, data
 
 

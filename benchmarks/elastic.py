@@ -78,7 +78,7 @@ def train(folder: Path, steps: int) -> None:
         optimizer.zero_grad()
         checkpoints.save(step + 1, model, optimizer)
         if dist.get_rank() == 0:
-            rests = max(model.parameters(), key=lambda p: p.numel()).placements  # type: ignore[attr-defined]
+            rests = max(model.parameters(), key=lambda p: p.numel()).placements
             said = {
                 "step": step,
                 "loss": loss.item(),

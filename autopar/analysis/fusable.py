@@ -205,20 +205,19 @@ def normed_after(product: fx.Node) -> Normed | None:
     ):  # nodes compare by position
         return None
     for norm in total.users:
-        if (
-            norm.target is ops.rms_norm
-            and norm.meta["phase"] == "forward"
-            and norm.args[0] is total
-            and _is_plain(norm, total)
-        ):
-            squares = norm.args[1]
-            if (
-                isinstance(squares, fx.Node)
-                and squares.target is ops.square_sum
-                and squares.args[0] is total
-            ):
-                return Normed(total, squares, norm)
+        if norm.target is not ops.rms_norm or norm.meta["phase"] != "forward":
+            continue
+        squares = norm.args[1]
+        if norm.args[0] is total and _is_plain(norm, total) and _is_square_of(squares, total):
+            return Normed(total, squares, norm)
     return None
+
+
+def _is_square_of(squares: object, total: fx.Node) -> bool:
+    """Whether a node makes the sums of squares of `total`'s rows."""
+    if not isinstance(squares, fx.Node) or squares.target is not ops.square_sum:
+        return False
+    return squares.args[0] is total
 
 
 def _is_read_once(product: fx.Node) -> bool:
@@ -274,7 +273,7 @@ def product_added(node: fx.Node) -> int | None:
     """
     places = products_added(node)
     if len(places) == 2:
-        return int(node.args[0] < node.args[1])  # type: ignore[operator]  # nodes compare by position
+        return int(node.args[0] < node.args[1])  # nodes compare by position
     return places[0] if places else None
 
 

@@ -28,7 +28,7 @@ def widening_casts(trace: Trace) -> frozenset[str]:
         Names of nodes.
     """
     results = next(iter(reversed(trace.graph.nodes))).args[0]
-    left = [results[p.gradient] for p in trace.parameters if p.gradient is not None]  # type: ignore[index]
+    left = [results[p.gradient] for p in trace.parameters if p.gradient is not None]
     seen, found = set[fx.Node](), set[str]()
     for node in left:  # grows while it is walked
         if node in seen or not isinstance(node, fx.Node) or node.op != "call_function":
@@ -48,7 +48,7 @@ def addable_uncast(trace: Trace) -> dict[str, str]:
     terms are added after the cast.
     """
     output = next(iter(reversed(trace.graph.nodes)))
-    casts, results = widening_casts(trace), list(output.args[0])  # type: ignore[arg-type]
+    casts, results = widening_casts(trace), list(output.args[0])
     made = {p.name: results[p.gradient] for p in trace.parameters if p.gradient is not None}
     alone = {
         name: node for name, node in made.items() if node.name in casts and results.count(node) == 1
@@ -82,13 +82,13 @@ def cast_alone(trace: Trace) -> dict[str, torch.dtype]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and is_view(node.target)  # type: ignore[arg-type]
+    return node.op == "call_function" and is_view(node.target)
 
 
 def _widens(node: fx.Node) -> bool:
     if node.target is not _CAST:
         return False
-    before, after = dtype_of(node.args[0]), dtype_of(node)  # type: ignore[arg-type]
+    before, after = dtype_of(node.args[0]), dtype_of(node)
     return (
         before.is_floating_point and before != after and torch.promote_types(before, after) == after
     )
@@ -104,8 +104,8 @@ def has_own_memory(node: fx.Node) -> bool:
     """Whether the result of a call has memory of its own. Views have none; a getitem has, if the op
     whose result it picks has."""
     while node.target is operator.getitem:
-        node = node.args[0]  # type: ignore[assignment]
-    return node.op == "call_function" and not is_view(node.target)  # type: ignore[arg-type]
+        node = node.args[0]
+    return node.op == "call_function" and not is_view(node.target)
 
 
 def owner_of(node: fx.Node) -> tuple[fx.Node, bool]:
@@ -117,7 +117,7 @@ def owner_of(node: fx.Node) -> tuple[fx.Node, bool]:
     expanded = False
     while node.op == "call_function" and not has_own_memory(node):
         expanded |= node.target is _expand
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node, expanded
 
 
@@ -133,7 +133,7 @@ def operand_written(node: fx.Node) -> int | None:
     A program may still be unable to overwrite it, for example if the tensor is redistributed for
     another reader, or if an op that reads it is recomputed.
     """
-    if node.op != "call_function" or in_place_form(node.target) is None:  # type: ignore[arg-type]
+    if node.op != "call_function" or in_place_form(node.target) is None:
         return None
     places = (
         [0]
@@ -189,7 +189,7 @@ def asked_again(trace: Trace) -> frozenset[str]:
     """
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     gradients = (*(p.gradient for p in trace.parameters), *(i.gradient for i in trace.inputs))
-    read = {results[i].name for i in gradients if i is not None}  # type: ignore[index, union-attr]
+    read = {results[i].name for i in gradients if i is not None}
     read |= {o.node for o in trace.outputs if o.crosses}
     found = set[str]()
     for node in reversed(trace.graph.nodes):

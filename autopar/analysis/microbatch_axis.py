@@ -44,7 +44,7 @@ from autopar.analysis.microbatch_sites import (
     why_not,
 )
 from autopar.capture.graphs import is_tensor
-from autopar.capture.trace import Trace
+from autopar.capture.trace import Output, Trace
 from autopar.errors import CoupledError
 from autopar.ops import random
 from autopar.rules import Call
@@ -109,9 +109,16 @@ class _Pass:
         self.promised: dict[str, None] = {}
         self.labels: dict[tuple[str, int], Label] = {}
         self.outputs: dict[str, Label] = {}
-        self._output = output_of(whole)
-        self._results: tuple[fx.Node, ...] = tuple(self._output.args[0])  # type: ignore[arg-type]
         self._unknown = find_unknown(whole)
+
+    @property
+    def _output(self) -> fx.Node:
+        return output_of(self.whole)
+
+    @property
+    def _results(self) -> tuple[fx.Node, ...]:
+        """The nodes of the graph's results."""
+        return tuple(self._output.args[0])
 
     def run(self) -> Labelled:
         """Label all nodes. After a repair, continue at the first node whose operands changed."""
@@ -160,7 +167,7 @@ class _Pass:
             self.labels[node.name, 0] = WHOLE
             return []
         if site.call is None or site.part is None:  # a getitem
-            source = site.operands[0].name, int(node.args[1])  # type: ignore[arg-type]
+            source = site.operands[0].name, int(node.args[1])
             self.labels[node.name, 0] = self.labels[source]
             self.raises.note_getitem(site)
             return []
@@ -237,8 +244,7 @@ class _Pass:
             node, label = self._results[index], self._result(index)
             what = f"output {o.path!r}" if o.path else "what the model returns"
             if label.kind == "place":
-                if o.whole or o.is_loss:
-                    raise refusal(node, self.num, f"{what} has positions in the batch")
+                self._check_places(o, node, what)
                 continue  # such an output is not returned with several microbatches
             power, most = (label.power, 0) if label.kind == "split" else (label.as_term, 1)
             if power is not None and power < 0 and is_floating(node):
@@ -249,6 +255,11 @@ class _Pass:
             if o.tangent:
                 self.labels[o.tangent, 0] = _tangent(self.outputs[o.path], is_loss=o.is_loss)
         return []
+
+    def _check_places(self, output: Output, node: fx.Node, what: str) -> None:
+        """Raise an error for an output with positions in the batch that a call must return."""
+        if output.whole or output.is_loss:
+            raise refusal(node, self.num, f"{what} has positions in the batch")
 
     def _end(self) -> list[str]:
         """Check the gradients, or raise them."""

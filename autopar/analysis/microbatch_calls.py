@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.core.layout import Layout, Strategy
 from autopar.core.placements import PARTIAL, REPLICATE
 from autopar.ops import random
-from autopar.rules import AxisOption, Call, axis_options, localize
+from autopar.rules import AxisOption, Call, TensorInfo, axis_options, localize
 from autopar.rules.call import NO_TENSOR, KeyedCall
 from autopar.rules.localization import mean_part
 from autopar.rules.networks import mean_loss_part, reduced_loss
@@ -354,27 +354,47 @@ def _label_shaped(whole: Call, part: Call, num: int) -> Way | None:
 def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
     """Positions may be reshaped, and may index along the dim along which the batch is cut."""
     if whole.target in _MOVES:
-        cut = [replace(r, kind="split") if r.kind == "place" else r for r in reads]
-        way = next((w for w in _by_rule(whole, part, tuple(cut), num) if w.is_free), None)
-        return way and Way(tuple(replace(r, kind="place") for r in way.results), way.raises)
+        return _moved_places(whole, part, reads, num)
     if whole.target not in _LOOKUPS or reads[0].kind != "split" or any(r.power for r in reads):
         return None
     at = {index.index: place for place, index in enumerate(whole.args[1]) if index is not None}
     place = next(n for n, r in enumerate(reads) if r.kind == "place")
     from_right = len(whole.inputs[place].shape) - reads[place].dim
+    others = (n for n in at if n != place)
+    if at.get(place) == reads[0].dim and all(
+        _goes_along(whole.inputs[n], reads[n], from_right) for n in others
+    ):
+        return _label_shaped(whole, part, num)
+    return None
 
-    def goes_along(n: int) -> bool:
-        """Whether an index is the same in all microbatches, or is cut where the positions are."""
-        r = reads[n]
-        is_cut = r.kind in ("split", "place") and len(whole.inputs[n].shape) - r.dim == from_right
-        return r == WHOLE or is_cut
 
-    if at.get(place) != reads[0].dim or not all(goes_along(n) for n in at if n != place):
-        return None
-    return _label_shaped(whole, part, num)
+def _moved_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
+    """Positions that are reshaped lie as a tensor that is cut."""
+    cut = [replace(r, kind="split") if r.kind == "place" else r for r in reads]
+    way = next((w for w in _by_rule(whole, part, tuple(cut), num) if w.is_free), None)
+    return way and Way(tuple(replace(r, kind="place") for r in way.results), way.raises)
+
+
+def _goes_along(info: TensorInfo, read: Label, from_right: int) -> bool:
+    """Whether an index is the same in all microbatches, or is cut where the positions are.
+
+    Args:
+        info: the index. read: its label. from_right: the dim of the positions, counted from the
+            end, since indices broadcast.
+    """
+    is_cut = read.kind in ("split", "place") and len(info.shape) - read.dim == from_right
+    return read == WHOLE or is_cut
 
 
 # Rules.
+
+
+def _power_due(whole: Any, part: Any, num: int) -> int | None:
+    """The power of a number as a term: 1 if batch and microbatch have the same number, 0 if that of
+    the batch is `num` times as large; else None."""
+    if whole == part:
+        return 1
+    return 0 if whole == part * num else None
 
 
 def _with_numbers(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[Way]:
@@ -386,13 +406,11 @@ def _with_numbers(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[
     if whole.target not in ADDITIONS or len(reads) != 1 or whole.outputs != part.outputs:
         return
     (a, *more), (b, *others) = whole.args[1:] or (None,), part.args[1:] or (None,)
-    if (
-        more != others
-        or dict(whole.kwargs) != dict(part.kwargs)
-        or not (_is_number(a) and _is_number(b))
-    ):
+    if more != others or dict(whole.kwargs) != dict(part.kwargs):
         return
-    due = 1 if a == b else 0 if a == b * num else None
+    if not (_is_number(a) and _is_number(b)):
+        return
+    due = _power_due(a, b, num)
     power = reads[0].as_term
     if due is not None and power is not None and power <= due:
         yield Way((Label("term", power=due),), (due - power,))
@@ -513,6 +531,10 @@ def _covers(
                 yield raises, total
 
 
+# Ops of a rank that stand for an op of a microbatch → the power that this adds.
+_POWERS = {mean_part: 1, mean_loss_part: 1, reduced_loss: 0}
+
+
 def _power_of_call(whole: Call, part: Call, option: AxisOption, num: int) -> int | None:
     """The power that the call itself adds.
 
@@ -523,17 +545,14 @@ def _power_of_call(whole: Call, part: Call, option: AxisOption, num: int) -> int
         return None
     infos = (*whole.inputs, *whole.outputs)
     layouts = [Layout((p,)) for p in (*option.inputs, *option.outputs)]
-    if not all(
-        layout.fits(info.shape, (num,)) for layout, info in zip(layouts, infos, strict=True)
-    ):
+    fits = (x.fits(info.shape, (num,)) for x, info in zip(layouts, infos, strict=True))
+    if not all(fits):
         return None
     count = len(whole.inputs)
     local = localize(whole, Strategy(tuple(layouts[:count]), tuple(layouts[count:])), (num,))
     if local.target is aten.reshape.default and part.target in _VIEWS:  # a view of the whole
         return 0 if tuple(local.args[1]) == part.outputs[0].shape else None
-    if local.target in (mean_part, mean_loss_part):
-        return 1 if is_alike(whole, part) else None
-    if local.target is reduced_loss:
-        return 0 if is_alike(whole, part) else None
+    if local.target in _POWERS:
+        return _POWERS[local.target] if is_alike(whole, part) else None
     called = local.target is part.target and _arguments(local) == _arguments(part)
     return 0 if called else None

@@ -140,9 +140,9 @@ def find_sites(whole: Trace, part: Trace, num: int) -> list[CallPair]:
 def _calls_needed(trace: Trace) -> list[fx.Node]:
     """The calls that outputs and gradients depend on, in the order of the graph."""
     results = output_of(trace).args[0]
-    stack: list[fx.Node] = list(results[: len(trace.outputs)])  # type: ignore[arg-type, index]
+    stack: list[fx.Node] = list(results[: len(trace.outputs)])
     gradients = [p.gradient for p in trace.parameters if p.gradient is not None]
-    stack += [results[index] for index in gradients]  # type: ignore[index, misc]
+    stack += [results[index] for index in gradients]
     found: set[fx.Node] = set()
     while stack:
         node = stack.pop()

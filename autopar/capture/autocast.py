@@ -130,6 +130,7 @@ def _kernel(name: str) -> _Kernel:
 
 def _cast_to(op: _Kernel, dtype: Callable[[], torch.dtype]) -> _Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        """Run the op with floating operands in one dtype."""
         return _call_outside(op, args, kwargs, dtype())
 
     return kernel
@@ -137,6 +138,7 @@ def _cast_to(op: _Kernel, dtype: Callable[[], torch.dtype]) -> _Kernel:
 
 def _cast_to_widest(op: _Kernel) -> _Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        """Run the op with floating operands in the widest of their dtypes."""
         dtypes = [leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_cast(leaf)]
         return _call_outside(
             op,
@@ -152,6 +154,7 @@ def _fp32_result(op: Any) -> _Kernel:
     position = [argument.name for argument in op._schema.arguments].index("dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        """Run the op with a float32 result, unless its caller passes a dtype."""
         given = args[position] if len(args) > position else kwargs.get("dtype")
         if given is None and _is_cast(args[0]):
             args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
@@ -167,6 +170,7 @@ def _with_fp32_result(op: Any) -> _Kernel:
     positional = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        """Run the norm with a float32 result for operands that autocast would cast."""
         named = {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
         dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
         return _call_outside(op, tuple(named[name] for name in positional), {"dtype": dtype}, None)
@@ -182,6 +186,7 @@ def _refusal(name: str) -> _Kernel:
     said = known if name in _REFUSED else "what it does there is not known"
 
     def kernel(*_: Any, **__: Any) -> Any:
+        """Raise an error: no kernel of autocast is known."""
         raise RuntimeError(f"{name} under torch.autocast('cuda'): {said}")
 
     return kernel
@@ -356,6 +361,7 @@ class _Lists:
         """Wrap `torch.autocast.__enter__` so that it changes the state of both kinds of device."""
 
         def enter_both(context: Any) -> Any:
+            """Enter the context for the other kind of device, and then for its own."""
             if context.device not in KINDS:
                 return enter(context)
             stack = ExitStack()
@@ -372,6 +378,7 @@ class _Lists:
         """Wrap `torch.autocast.__exit__` so that it restores the state of both kinds of device."""
 
         def exit_both(context: Any, *error: Any) -> Any:
+            """Leave the context for both kinds of device."""
             result = leave(context, *error)
             _, stack = self._entered.pop(id(context), (None, ExitStack()))
             stack.close()

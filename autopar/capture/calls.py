@@ -188,7 +188,7 @@ def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object])
         return ""
     entered: list[str] = []
     for name, module in copied.named_modules():
-        module.register_forward_pre_hook(lambda _module, _args, name=name: entered.append(name))  # type: ignore[misc]
+        module.register_forward_pre_hook(lambda _module, _args, name=name: entered.append(name))
         module.register_forward_hook(lambda _module, _args, _made: entered.pop() and None)
     try:
         run(copied)
@@ -285,7 +285,7 @@ def find_called(
         for path in paths:
             copied.get_submodule(path).register_forward_pre_hook(
                 lambda _module, _args, path=path: seen.add(path)
-            )  # type: ignore[misc]
+            )
         run(copied)
     except Exception:  # whatever a model raises of such tensors
         return set(paths)
@@ -300,4 +300,5 @@ def argument_of(path: str, model: nn.Module) -> str:
 def _shown(signature: inspect.Signature) -> str:
     """Return the required arguments in words: ``forward(x, y, …)``."""
     needed = _required_names(signature)
-    return f"forward({', '.join((*needed, '…') if len(needed) < len(signature.parameters) else needed)})"  # noqa: E501
+    more = ["…"] if len(needed) < len(signature.parameters) else []
+    return f"forward({', '.join([*needed, *more])})"

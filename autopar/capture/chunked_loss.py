@@ -71,6 +71,7 @@ def loss_alone(trace: Trace) -> Trace:
     sweep(graph)
 
     def renumber_gradients(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
+        """Return entries whose gradients have their new positions in the results."""
         return tuple(
             replace(e, gradient=None if e.gradient is None else place[e.gradient]) for e in entries
         )
@@ -181,16 +182,7 @@ def _head(gradient: fx.Node) -> Head:
         dtype_of(logits) != torch.float16,
         f"gradients of {at} in float16 could overflow before they are scaled",
     )
-    readers = {m, s, gradient, *(n for n in logits.users if n.target is ops.pick)}
-    others = [n for n in logits.users if n not in readers]
-    _expect(
-        not any(n.op == "output" for n in others),
-        f'the logits of {at} are returned (pass outputs="loss" if only the loss is wanted)',
-    )
-    _expect(
-        not others,
-        f"the logits of {at} are also read by {', '.join(n.meta['key'] for n in others)}",
-    )
+    _check_readers(logits, {m, s, gradient}, at)
     logs = [n for n in s.users if n.target is aten.log.default]
     picks = [n for n in logits.users if n.target is ops.pick and n.args[1] is labels]
     _expect(
@@ -205,25 +197,11 @@ def _head(gradient: fx.Node) -> Head:
     losses = _only_user(picks[0], aten.sub.Tensor, at)
     _expect(losses.args == (normalizer, picks[0]), f"the losses of {at} are also read elsewhere")
     hidden, weight = logits.args[1:]
-    rows, inner, out = _terms(logits)
+    rows, _, _ = _terms(logits)
     _expect(
         len(rows) == len(shape_of(labels)), f"the logits of {at} have other rows than the labels"
     )
-    ends = list(_past_casts(gradient).users)
-    d_weights = [
-        n
-        for n in ends
-        if n.target is ops.dot and _makes(n, hidden, rows + inner, out + inner, rows + out)
-    ]
-    d_hiddens = [
-        n
-        for n in ends
-        if n.target is ops.dot and _makes(n, weight, out + inner, rows + inner, rows + out)
-    ]
-    _expect(
-        len(d_weights) == len(d_hiddens) == 1 and len(ends) == 2,
-        f"the gradient of {at}'s logits has other readers than a layer's",
-    )
+    d_hidden, d_weight = _products_of(gradient, hidden, weight, at)
     ignored = int(picks[0].args[2])
     return Head(
         logits,
@@ -233,9 +211,43 @@ def _head(gradient: fx.Node) -> Head:
         ignored,
         losses,
         _scalar(factor, labels, ignored, at),
-        d_hiddens[0],
-        d_weights[0],
+        d_hidden,
+        d_weight,
     )
+
+
+def _check_readers(logits: fx.Node, readers: set[fx.Node], at: str) -> None:
+    """Check that only `readers` and the picks of the labels' logits read the logits."""
+    others = [n for n in logits.users if n not in readers and n.target is not ops.pick]
+    _expect(
+        not any(n.op == "output" for n in others),
+        f'the logits of {at} are returned (pass outputs="loss" if only the loss is wanted)',
+    )
+    names = ", ".join(n.meta["key"] for n in others)
+    _expect(not others, f"the logits of {at} are also read by {names}")
+
+
+def _products_of(
+    gradient: fx.Node, hidden: fx.Node, weight: fx.Node, at: str
+) -> tuple[fx.Node, fx.Node]:
+    """Return the products that make the gradients of a linear layer's input and weight.
+
+    Args:
+        gradient: the gradient of the layer's result.
+        hidden: the layer's input.
+        weight: its weight.
+        at: the layer's name in errors.
+    """
+    rows, inner, out = _terms(gradient.args[0])
+    ends = list(_past_casts(gradient).users)
+    products = [n for n in ends if n.target is ops.dot]
+    d_weights = [n for n in products if _makes(n, hidden, rows + inner, out + inner, rows + out)]
+    d_hiddens = [n for n in products if _makes(n, weight, out + inner, rows + inner, rows + out)]
+    _expect(
+        len(d_weights) == len(d_hiddens) == 1 and len(ends) == 2,
+        f"the gradient of {at}'s logits has other readers than a layer's",
+    )
+    return d_hiddens[0], d_weights[0]
 
 
 def _expect(holds: bool, refusal: str) -> None:
@@ -269,8 +281,8 @@ def _makes(node: fx.Node, other: fx.Node, term: str, result: str, of_gradient: s
     """Whether a product of a gradient with dims `of_gradient`, and `other` with dims `term`, has
     the dims `result`, up to names."""
     terms = [part.strip() for side in str(node.args[0]).split("->") for part in side.split(",")]
-    given = {other: term}
-    expected = [given.get(operand, of_gradient) for operand in node.args[1:]] + [result]  # type: ignore[call-overload]
+    operands = [term if operand is other else of_gradient for operand in node.args[1:]]
+    expected = [*operands, result]
     same = [len(a) == len(b) for a, b in zip(terms, expected, strict=True)]
     names = {
         (a, b) for x, y in zip(terms, expected, strict=True) for a, b in zip(x, y, strict=False)

@@ -146,37 +146,59 @@ def is_torchs(file: str) -> bool:
 def as_capture_error(error: BaseException) -> CaptureError:
     """Convert an error that torch raised during a capture to a CaptureError with the user's
     line."""
-    what = next(
-        (line for line in str(error).splitlines() if line.strip()), type(error).__name__
-    ).strip()
-    text = str(error)
-    source = user_line("".join(_frames(error))) or user_line(text)
-    text = text.partition(_USER_CODE)[0]  # the user's own words are no marks
-    kind = type(error).__name__  # torch's classes for these are private
-    if flex := _FLEX.search(frames := "".join(_frames(error))):
+    lines = (line for line in str(error).splitlines() if line.strip())
+    what = next(lines, type(error).__name__).strip()
+    frames = "".join(_frames(error))
+    source = user_line(frames) or user_line(str(error))
+    text = str(error).partition(_USER_CODE)[0]  # the user's own words are no marks
+    return (
+        _of_known_function(what, frames, text, source)
+        or _of_result(error, what, text, source)
+        or _of_pattern(text, source)
+        or _of_graph(error, what, text, source)
+    )
+
+
+def _of_known_function(what: str, frames: str, text: str, source: str) -> CaptureError | None:
+    """Return the error for a function or a kind of tensor that has a remedy of its own, if torch
+    refused one.
+
+    Args:
+        what: the first line of torch's message.
+        frames: the printed stack.
+        text: torch's message without quoted code.
+        source: the user's line.
+    """
+    if flex := _FLEX.search(frames):
         said = f"cannot be captured by torch: {what}"
-        return of_flex_attention(
-            said, user_line(frames[: flex.start()]), _marked_remedy(text), op=flex[1]
-        )
+        line = user_line(frames[: flex.start()])
+        return of_flex_attention(said, line, _marked_remedy(text), op=flex[1])
     if refused := refusal_in_words(text, source):
         return refused
-    if "_ctc_loss" in text:
-        said = (
-            "torch gives torch.ctc_loss a result whose shape depends on the values of the lengths"
-        )
-        return CaptureError(said, where=Where(source=source), remedy=_CTC)
-    if kind == "DynamicOutputShapeException" or "dynamic shape operator" in text.lower():
-        return of_changing_shapes(
-            Where(op=what if kind == "DynamicOutputShapeException" else "", source=source)
-        )
-    if (
-        isinstance(error, AssertionError)
-        and "backend_input" in traceback.format_tb(error.__traceback__)[-1]
-    ):  # Dynamo made no graph
-        return CaptureError(
-            "forward computes nothing with tensors",
-            remedy="pass the batch as tensors, and return what is computed of it",
-        )
+    if "_ctc_loss" not in text:
+        return None
+    said = "torch gives torch.ctc_loss a result whose shape depends on the values of the lengths"
+    return CaptureError(said, where=Where(source=source), remedy=_CTC)
+
+
+def _of_result(error: BaseException, what: str, text: str, source: str) -> CaptureError | None:
+    """Return the error for a result whose shape depends on values, or for a forward that computes
+    nothing; None for other errors."""
+    has_no_shape = type(error).__name__ == "DynamicOutputShapeException"  # private in torch
+    if has_no_shape or "dynamic shape operator" in text.lower():
+        return of_changing_shapes(Where(op=what if has_no_shape else "", source=source))
+    if not isinstance(error, AssertionError):
+        return None
+    if "backend_input" not in traceback.format_tb(error.__traceback__)[-1]:
+        return None
+    return CaptureError(  # Dynamo made no graph
+        "forward computes nothing with tensors",
+        remedy="pass the batch as tensors, and return what is computed of it",
+    )
+
+
+def _of_pattern(text: str, source: str) -> CaptureError | None:
+    """Return the error for a call that torch's message names; None if it names none."""
     if given := _ARGUMENT.search(text):
         return _argument(given["kind"])
     if drawn := _NUMPY.search(text):
@@ -185,22 +207,21 @@ def as_capture_error(error: BaseException) -> CaptureError:
         return _reshapes(reshaped["input"], reshaped["method"], source)
     if called := _CALLED.search(text):
         return _cannot_call(called["name"], source)
-    raised = _RAISED.search(text)
-    what = f"{what}: {raised[1] or raised[2]}" if raised else what
+    return None
+
+
+def _of_graph(error: BaseException, what: str, text: str, source: str) -> CaptureError:
+    """Return the error for a model that is not one graph, with torch's reason."""
+    if raised := _RAISED.search(text):
+        what = f"{what}: {raised[1] or raised[2]}"
+    is_dynamos = type(error).__module__.startswith("torch._dynamo")
+    remedy = _marked_remedy(text) or (_DEFAULT_REMEDY if is_dynamos else _BEHIND_DYNAMO)
     if unknown := _UNKNOWN.search(what):
-        decided = (
-            "a branch"
-            if unknown[1].startswith("guard")
-            else "a size, or another number that has to be known,"
-        )
+        is_branch = unknown[1].startswith("guard")
+        decided = "a branch" if is_branch else "a size, or another number that has to be known,"
         what = f"{decided} depends on the values of tensors"
-    default = (
-        _DEFAULT_REMEDY if type(error).__module__.startswith("torch._dynamo") else _BEHIND_DYNAMO
-    )
-    remedy = _marked_remedy(text) or default
-    if unknown and not unknown[1].startswith("guard"):
-        remedy = _READS
-    if kind == "DataDependentOutputException":
+        remedy = remedy if is_branch else _READS
+    if type(error).__name__ == "DataDependentOutputException":  # private in torch
         return reads_a_value(Where(op=what, source=source))
     return CaptureError(
         f"the model cannot be captured as one graph: {what}",
@@ -443,12 +464,7 @@ def of_modules(model: nn.Module) -> Iterator[CaptureError]:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             yield _scripted_error(name)
-        if (
-            isinstance(module, nn.RNNBase)
-            and module.dropout
-            and module.num_layers > 1
-            and module.training
-        ):
+        if isinstance(module, nn.RNNBase) and _drops_between_layers(module):
             yield CaptureError(
                 f"the dropout of {type(module).__name__} between its layers is missing in the graph"
                 " that torch makes of it",
@@ -468,18 +484,22 @@ def of_modules(model: nn.Module) -> Iterator[CaptureError]:
                     " was looked up in forward"
                 ),
             )
-        counts = (
-            isinstance(module, nn.modules.batchnorm._BatchNorm)
-            and module.training
-            and module.running_mean is not None
-        )
-        if counts and module.momentum is None:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and _averages_by_step(module):
             yield CaptureError(
                 f"momentum=None of {type(module).__name__}: how much a step counts depends on the"
                 " number of steps so far, a tensor",
                 where=Where(module=name),
                 remedy="give it a momentum, such as 0.1",
             )
+
+
+def _drops_between_layers(module: nn.RNNBase) -> bool:
+    return bool(module.training and module.dropout and module.num_layers > 1)
+
+
+def _averages_by_step(module: nn.modules.batchnorm._BatchNorm) -> bool:
+    """Whether running statistics weigh a step by the number of steps so far."""
+    return module.training and module.running_mean is not None and module.momentum is None
 
 
 def changes_parameter(name: str, node: fx.Node) -> CaptureError:

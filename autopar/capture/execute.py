@@ -76,7 +76,7 @@ def _make_viewable(node: fx.Node) -> None:
     shapes."""
     source, shape = node.args
     try:
-        torch.ops.aten.view.default(source.meta["val"], shape)  # type: ignore[union-attr]
+        torch.ops.aten.view.default(source.meta["val"], shape)
     except (RuntimeError, ValueError):
         with node.graph.inserting_before(node):
             order = {"memory_format": torch.contiguous_format}

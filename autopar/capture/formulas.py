@@ -412,39 +412,46 @@ def _match_call(node: fx.Node) -> _Norm | None:
     ):
         return None
     wide = torch.promote_types(dtype, torch.float32)
-    return _Norm(x, (node,), node, eps, wide, wide, dtype, weight)  # type: ignore[arg-type]
+    return _Norm(x, (node,), node, eps, wide, wide, dtype, weight)
 
 
 def _written_out(root: fx.Node) -> _Norm | None:
     """Match the norm whose 1/√(…) or √(…) is `root`."""
-    summed = _under_root(root)
-    mean, eps = _split(summed, "add") if summed is not None else (None, None)
-    squares = _mean_of(mean) if mean is not None and isinstance(eps, int | float) else None
-    squared = _match_square(squares) if squares is not None else None
+    found = _match_mean_square(root)
     dtype = float_dtype(root)
-    alike = all(float_dtype(each) == dtype for each in (summed, mean, squares))
-    if (
-        squares is None
-        or squared is None
-        or dtype is None
-        or float_dtype(squared) is None
-        or not alike
-    ):
+    if found is None or dtype is None:
         return None
+    squared, squares, eps = found
     x = _before_cast(squared) if float_dtype(squared) == dtype else squared
     if x is squared and torch.promote_types(_dtype(x), dtype) != dtype:
         return None
     for user in root.users:
         other = _match_scaled(user, root)
-        if (
-            other is not None
-            and float_dtype(user) == dtype
-            and (other is squared or _is_cast_of(other, x, dtype))
-        ):
-            assert isinstance(eps, int | float), "looked at above"
+        if other is None or float_dtype(user) != dtype:
+            continue
+        if other is squared or _is_cast_of(other, x, dtype):
             readers = tuple(node for node in (squared, squares, other, user) if x in node.args)
-            return _to_its_end(_Norm(x, readers, user, float(eps), dtype, dtype, dtype))
+            return _to_its_end(_Norm(x, readers, user, eps, dtype, dtype, dtype))
     return None
+
+
+def _match_mean_square(root: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+    """Match mean(x²) + ε under a root, all in the root's dtype.
+
+    Returns:
+        x, x² and ε; None if there is something else under the root.
+    """
+    summed = _under_root(root)
+    mean, eps = _split(summed, "add") if summed is not None else (None, None)
+    if mean is None or not isinstance(eps, int | float):
+        return None
+    squares = _mean_of(mean)
+    squared = _match_square(squares) if squares is not None else None
+    if squares is None or squared is None or float_dtype(squared) is None:
+        return None
+    dtype = float_dtype(root)
+    alike = all(float_dtype(each) == dtype for each in (summed, mean, squares))
+    return (squared, squares, float(eps)) if alike else None
 
 
 def _to_its_end(norm: _Norm) -> _Norm:
@@ -510,7 +517,7 @@ def _operands(node: fx.Node, name: str) -> Iterator[fx.Node]:
         and not node.kwargs
         and all(isinstance(each, fx.Node) for each in node.args)
     ):
-        yield from node.args  # type: ignore[misc]
+        yield from node.args
 
 
 def _mean_of(node: fx.Node) -> fx.Node | None:

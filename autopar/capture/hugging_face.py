@@ -119,6 +119,7 @@ def documents_if_known(positions_are_default: bool) -> Iterator[None]:
         return
 
     def find_if_known(position_ids: Tensor) -> Tensor | None:
+        """Return the packed sequences' indices; None for one document of consecutive positions."""
         if positions_are_default and position_ids.numel() > _MOST_POSITIONS:
             return None
         if (position_ids[:, 1:] - position_ids[:, :-1] == 1).all():
@@ -158,7 +159,7 @@ def _empty_cache() -> type:
     """Return a `DynamicCache` class without contents; in results of the model None replaces it."""
     from transformers import DynamicCache
 
-    class EmptyCache(DynamicCache):  # type: ignore[misc]
+    class EmptyCache(DynamicCache):
         """A cache that returns the keys and values of the present call alone."""
 
         def update(
@@ -229,11 +230,11 @@ def _sounds_without_gradient(model: nn.Module) -> Iterator[None]:
     ]
     try:
         for module in switched:
-            module._requires_grad = False  # type: ignore[assignment]
+            module._requires_grad = False
         yield
     finally:
         for module in switched:
-            module._requires_grad = True  # type: ignore[assignment]
+            module._requires_grad = True
 
 
 @contextlib.contextmanager
@@ -263,6 +264,7 @@ def _install_recording_hooks(model: nn.Module) -> None:
     install = output_capturing.install_all_output_capturing_hooks
 
     def install_once(part: nn.Module, prefix: str | None = None) -> None:
+        """Install the hooks of a part that has none."""
         # A part that was called on its own has its hooks; transformers installs them again with the
         # whole's: all is recorded twice.
         if not getattr(part, "_output_capturing_hooks_installed", False):
@@ -315,6 +317,7 @@ def _products_of_plain_numbers() -> Iterator[None]:
     product = numpy.prod
 
     def prod(a: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the product of a shape as a plain number while Dynamo traces."""
         if (
             torch.compiler.is_dynamo_compiling()
             and isinstance(a, tuple)

@@ -99,7 +99,7 @@ def before_cast(gradient: fx.Node) -> fx.Node:
     """Return the operand of a cast between floating dtypes that nothing else reads; else the
     gradient itself."""
     alone = _is_cast(gradient) and len(gradient.users) == 1
-    return gradient.args[0] if alone and dtype_of(gradient.args[0]).is_floating_point else gradient  # type: ignore[arg-type, return-value]
+    return gradient.args[0] if alone and dtype_of(gradient.args[0]).is_floating_point else gradient
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -202,6 +202,7 @@ def as_kernels_give(
         return result
 
     def with_dtype(x: Any, dtype: torch.dtype | None) -> Any:
+        """Return a fake tensor in another dtype; anything but a tensor as it is."""
         if not isinstance(x, Tensor) or x.dtype == dtype:
             return x
         return fake(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), x.device)
@@ -268,7 +269,7 @@ def _mixed_error(
     )
     op = (
         str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target.__name__
-    )  # type: ignore[union-attr]
+    )
     return CaptureError(
         f"operands in {names} are computed with each other, which torch refuses: {refusal}",
         where=Where(op=op, module=node.meta["module"], source=node.meta["source"]),
@@ -295,6 +296,7 @@ def _trial(
         return None
 
     def run(device: str, dtype: torch.dtype | None) -> Any:
+        """Run the op on small operands, on a device and in a dtype (None leaves theirs)."""
         return target(*_small(args, size, device, dtype), **_small(kwargs, size, device, dtype))
 
     try:

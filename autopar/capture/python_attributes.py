@@ -100,29 +100,15 @@ def settle_attributes(
     Raises:
         CaptureError: a later forward may compute something else.
     """
-    moving = [
-        write for write in first.writes if write.value is UNKNOWN or _goes_on(write)
-    ]  # others are as they were found
-    telling = [write for write in moving if write.read or not write.attribute]
+    # The others are as they were found.
+    moving = [write for write in first.writes if write.value is UNKNOWN or _goes_on(write)]
+    telling = [write for write in moving if _is_visible(write)]
     if not telling:
         return tuple(sorted(write.text for write in moving))
-    for write in telling:
-        if write.value is UNKNOWN and (write.read or _is_read_elsewhere(write, first.code)):
-            raise _refusal(write)
+    _check_unknown(telling, first.code)
     applied = [write for write in first.writes if write.value is not UNKNOWN]
     with _left_behind(applied, like):
-        try:
-            second = again()
-        except Exception as error:  # forward cannot be captured in the state that it leaves
-            raise _refusal(telling[0]) from error
-        changed = {write.place.source: write for write in second.writes if _goes_on(write)}
-    for source, write in changed.items():
-        by_value = write.read and (bool(write.nodes) or not write.attribute)
-        if by_value or (
-            (write.read or not write.attribute)
-            and _is_read_elsewhere(write, first.code + second.code)
-        ):
-            raise _refusal(first.write(source) or write)
+        second = _capture_again(first, again, telling[0])
     cached = {
         node: place
         for write in first.writes
@@ -131,10 +117,50 @@ def settle_attributes(
     }
     if _story(first, cached) != _story(second, {}):
         raise _refusal(telling[0])
-    once = {write.place.source for write in applied} - {
-        write.place.source for write in second.writes
-    }
+    repeated = {write.place.source for write in second.writes}
+    once = {write.place.source for write in applied} - repeated
     return tuple(sorted(write.text for write in first.writes if write.place.source not in once))
+
+
+def _check_unknown(writes: Iterable[Write], code: Iterable[CodeType]) -> None:
+    """Raise CaptureError for a write whose value is not known and that a forward can depend on."""
+    for write in writes:
+        if write.value is UNKNOWN and (write.read or _is_read_elsewhere(write, code)):
+            raise _refusal(write)
+
+
+def _capture_again(first: Notes, again: Callable[[], Notes], shown: Write) -> Notes:
+    """Capture forward in the state that it left, and return the notes.
+
+    Args:
+        first: notes of the first capture.
+        again: captures the model.
+        shown: the write that is named if the capture fails.
+
+    Raises:
+        CaptureError: the capture fails, or forward changes again what a forward can depend on.
+    """
+    try:
+        second = again()
+    except Exception as error:
+        raise _refusal(shown) from error
+    changed = {write.place.source: write for write in second.writes if _goes_on(write)}
+    for source, write in changed.items():
+        if _is_used(write, first.code + second.code):
+            raise _refusal(first.write(source) or write)
+    return second
+
+
+def _is_visible(write: Write) -> bool:
+    """Whether forward reads what it writes, or writes into a container, which others may read."""
+    return write.read or not write.attribute
+
+
+def _is_used(write: Write, code: Iterable[CodeType]) -> bool:
+    """Whether a forward can depend on a write that a later forward repeats."""
+    if write.read and (write.nodes or not write.attribute):
+        return True
+    return _is_visible(write) and _is_read_elsewhere(write, code)
 
 
 def _goes_on(write: Write) -> bool:

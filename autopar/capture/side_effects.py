@@ -294,6 +294,7 @@ def note_before(cleanup: Callable[[Any], None], notes: list[Notes]) -> Callable[
     """Wrap Dynamo's `OutputGraph.cleanup` so that it first takes notes."""
 
     def note(output: Any) -> None:
+        """Take the notes, then clean up as Dynamo does."""
         notes.append(_notes(output))
         cleanup(output)
 
@@ -313,12 +314,8 @@ def _notes(output: Any) -> Notes:
         for place in (_place(name, scope) for name in dict.fromkeys(names))
         if place is not None
     ]
-    seen, everywhere = {*names, *asked}, output.global_scope
-    writes = [
-        write
-        for var in effects._get_modified_vars()
-        for write in _writes(var, effects, scope, seen, everywhere)
-    ]
+    reader = _WriteReader(scope, output.global_scope, {*names, *asked})
+    writes = [w for var in effects._get_modified_vars() for w in reader.writes(var, effects)]
     args = {
         node.name: node.meta["grapharg"].source
         for node in output.graph.nodes
@@ -410,17 +407,12 @@ def of_the_model(attributes: Iterable[Constant], model: nn.Module) -> tuple[Cons
         modules = "".join(f"._modules[{name!r}]" for name in each.path.split(".") if name)
         name = each.name if each.name.startswith("[") else f".{each.name}"
         place = _place(f"L['model']{modules}{name}", scope)
-        if place is None or not isinstance(place.found, (*PLAIN, torch.Tensor)):
+        value = None if place is None else place.found
+        if place is None or not isinstance(value, (*PLAIN, torch.Tensor)):
             found.append(each)
         else:
-            found.append(
-                replace(
-                    each,
-                    value=Stamp.of(place.found)
-                    if isinstance(place.found, torch.Tensor)
-                    else place.found,
-                )
-            )
+            stamp = Stamp.of(value) if isinstance(value, torch.Tensor) else value
+            found.append(replace(each, value=stamp))
     return tuple({_where(each): each for each in found}.values())
 
 
@@ -433,69 +425,73 @@ def _where(each: Constant) -> tuple[Any, str]:
     return each.holder if isinstance(each.holder, str) else id(each.holder), each.name
 
 
-def _writes(
-    var: Any, effects: Any, scope: dict[str, Any], seen: set[str], everywhere: dict[str, Any]
-) -> Iterator[Write]:
-    stacks = getattr(effects, "mutation_user_stacks", {}).get(var, [])
-    attributes = effects.store_attr_mutations.get(var)
-    if any(_by_torch(stack) for stack in stacks):
-        return  # torch's own caches
-    if type(var).__name__ == "NewGlobalVariable":
+@dataclass(frozen=True, slots=True)
+class _WriteReader:
+    """Finds the writes of one capture in Dynamo's side effects.
+
+    `scope` and `everywhere` are the local and global variables, and `seen` the names of values that
+    forward reads.
+    """
+
+    scope: dict[str, Any]
+    everywhere: dict[str, Any]
+    seen: set[str]
+
+    def writes(self, var: Any, effects: Any) -> Iterator[Write]:
+        """Yield the writes into the value that a Dynamo variable stands for."""
+        stacks = getattr(effects, "mutation_user_stacks", {}).get(var, [])
+        if any(_by_torch(stack) for stack in stacks):
+            return  # torch's own caches
+        attributes = effects.store_attr_mutations.get(var)
+        if type(var).__name__ == "NewGlobalVariable":
+            for name, value in (attributes or {}).items():
+                yield from self._outside(f"G[{name!r}]", name, value, stacks)
+            return
+        if getattr(var, "source", None) is None or type(var.source).__name__ in _OF_THE_CALL:
+            return
+        source = _name(var.source)
+        if source.endswith(("._buffers", "._parameters")):
+            return  # `rebinding` is about these
+        place = _place(source, self.scope)
+        if attributes is None:
+            yield from self._contents(var, source, place, stacks)
         for name, value in (attributes or {}).items():
-            inner = f"G[{name!r}]"
-            if _reads(inner, seen) and not is_as_found(inner, _value(value), scope, everywhere):
-                yield _elsewhere(inner, name, stacks)
-        return
-    if getattr(var, "source", None) is None or type(var.source).__name__ in _OF_THE_CALL:
-        return
-    source = _name(var.source)
-    place = _place(source, scope)
-    if source.endswith(("._buffers", "._parameters")):
-        return  # `rebinding` is about these
-    for name, value in (attributes or {}).items():
-        inner = f"{source}.{name}"
-        if place is not None:
-            at = ValuePlace(
-                inner,
-                getattr(place.found, name, None),
-                place.path,
-                f"{place.name}.{name}".lstrip("."),
-            )
-            left = _value(value) if hasattr(place.found, "__dict__") else UNKNOWN
-            yield Write(
-                at,
-                place.found,
-                name,
-                left,
-                _nodes(value, inner),
-                _reads(inner, seen),
-                _line(stacks, name),
-            )
-        elif _reads(inner, seen):
-            yield from (
-                ()
-                if is_as_found(inner, _value(value), scope, everywhere)
-                else [_elsewhere(inner, name, stacks)]
-            )
+            if place is not None:
+                yield self._attribute(place, name, value, stacks)
+            else:
+                yield from self._outside(f"{source}.{name}", name, value, stacks)
+
+    def _attribute(self, place: ValuePlace, name: str, value: Any, stacks: Any) -> Write:
+        """Return the write of an attribute of what a module holds at `place`."""
+        held, inner = place.found, f"{place.source}.{name}"
+        path = f"{place.name}.{name}".lstrip(".")
+        at = ValuePlace(inner, getattr(held, name, None), place.path, path)
+        left = _value(value) if hasattr(held, "__dict__") else UNKNOWN
+        read = _reads(inner, self.seen)
+        return Write(at, held, name, left, _nodes(value, inner), read, _line(stacks, name))
+
+    def _outside(self, source: str, name: str, value: Any, stacks: Any) -> Iterator[Write]:
+        """Yield the write of a value that no module holds, if forward reads it or a hook holds
+        it."""
+        if _reads(source, self.seen):
+            if not is_as_found(source, _value(value), self.scope, self.everywhere):
+                yield _elsewhere(source, name, stacks)
         elif _HOOK in source:
-            yield _elsewhere(inner, _of_hook(inner), stacks, read=False)
-    if attributes is None and place is None:
-        said = name_outside(source, scope, everywhere) or (
-            _of_hook(source) if _HOOK in source else ""
-        )
-        if said:  # what a hook stores, mostly
+            yield _elsewhere(source, _of_hook(source), stacks, read=False)
+
+    def _contents(
+        self, var: Any, source: str, place: ValuePlace | None, stacks: Any
+    ) -> Iterator[Write]:
+        """Yield the write of a container's items."""
+        if place is not None:
+            left = _value(var) if isinstance(place.found, (list, dict, set, deque)) else UNKNOWN
+            read = _reads(source, self.seen, within=True)
+            line = _line(stacks, "")
+            yield Write(place, place.found, "", left, _nodes(var, source), read, line)
+        elif said := name_outside(source, self.scope, self.everywhere):
             yield _elsewhere(source, said, stacks, read=False)
-    if attributes is None and place is not None:
-        left = _value(var) if isinstance(place.found, (list, dict, set, deque)) else UNKNOWN
-        yield Write(
-            place,
-            place.found,
-            "",
-            left,
-            _nodes(var, source),
-            _reads(source, seen, within=True),
-            _line(stacks, ""),
-        )
+        elif _HOOK in source:  # what a hook stores, mostly
+            yield _elsewhere(source, _of_hook(source), stacks, read=False)
 
 
 def _of_hook(source: str) -> str:

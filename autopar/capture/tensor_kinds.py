@@ -52,7 +52,7 @@ def unusual_kind(x: Tensor) -> TensorKind | None:
         )
     if type(x).__name__ == "MaskedTensor":
         return TensorKind("a masked tensor (torch.masked)", _MASKED)
-    if x.layout is torch._mkldnn:  # type: ignore[attr-defined]
+    if x.layout is torch._mkldnn:
         return TensorKind("a tensor in the layout of mkldnn", _OPAQUE)
     if x.layout is not torch.strided:
         return TensorKind(f"a sparse tensor ({x.layout})", _SPARSE)

@@ -332,16 +332,12 @@ def label(
     for position, node in enumerate(graph.nodes):
         order[node] = position
         meta = node.meta
-        if node.op == "output" or any(operand in tangents for operand in node.all_input_nodes):
-            phase = "backward"
-        elif "partitioner_tag" in meta:
-            phase = "backward" if meta["partitioner_tag"].endswith("backward") else "forward"
+        phase = _phase_of(node, tangents, phase)
         module = _registered_path(recorded_module(meta), elsewhere)
         source = user_line(meta.get("stack_trace") or "")
         if not _modules(meta) and phase == "backward" and node.op == "call_function":
-            sources = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
-            nearest = max(sources, key=order.__getitem__, default=None)
-            if nearest is not None:
+            calls = (x for x in node.all_input_nodes if x.op == "call_function")
+            if nearest := max(calls, key=order.__getitem__, default=None):
                 module, source = nearest.meta["module"], source or nearest.meta["source"]
         node.meta = {
             "phase": phase,
@@ -349,6 +345,16 @@ def label(
             "source": source,
             **({"val": meta["val"]} if "val" in meta else {}),
         }
+
+
+def _phase_of(node: fx.Node, tangents: Collection[fx.Node], before: str) -> str:
+    """Return the phase of a node; that of the node before it, `before`, if none is recorded."""
+    if node.op == "output" or any(operand in tangents for operand in node.all_input_nodes):
+        return "backward"
+    tag = node.meta.get("partitioner_tag")
+    if tag is None:
+        return before
+    return "backward" if tag.endswith("backward") else "forward"
 
 
 def recorded_module(meta: dict[str, Any]) -> str:
@@ -365,6 +371,13 @@ def held_elsewhere(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
 
     def look(value: Any, path: str, depth: int) -> None:
+        """Record the modules in a value, and in lists and dicts within it.
+
+        Args:
+            value: an attribute, or an item of one.
+            path: by which forward reaches it.
+            depth: levels of lists and dicts that are still searched.
+        """
         if isinstance(value, nn.Module) and id(value) in registered:
             found[path] = registered[id(value)]
         elif isinstance(value, (list, tuple, dict)) and depth:

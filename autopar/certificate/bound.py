@@ -324,6 +324,7 @@ def _versions(
     known = dual.versions.get(v, Versions({}, {}, {}))
 
     def worths(of: Mapping[int, float], layouts: Ints) -> Floats:
+        """Return the multipliers of `layouts`, in seconds, and 0 for all other layouts."""
         worth = np.zeros(len(value.graph.layouts))
         worth[layouts] = [max(of.get(layout, 0.0), 0.0) for layout in layouts.tolist()]
         return worth

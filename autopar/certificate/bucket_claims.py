@@ -210,6 +210,13 @@ def count_issued(plan: Plan, claims: Claims) -> Mapping[tuple[str, str, int], tu
     found: dict[tuple[str, str, int], tuple[int, int]] = {}
 
     def add(phase: str, c: Collective, sign: int) -> None:
+        """Count a collective, or with `sign` -1 take it out of the count.
+
+        Args:
+            phase: the phase in which it runs.
+            c: the collective.
+            sign: 1 or -1.
+        """
         num, size = found.get((phase, c.kind, c.axis), (0, 0))
         found[phase, c.kind, c.axis] = num + sign, size + sign * c.bytes
 

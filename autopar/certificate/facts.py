@@ -208,7 +208,7 @@ def _find_asked(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str
 
 def _reads(nodes: Mapping[str, fx.Node]) -> Iterator[tuple[tuple[str, int], TensorReader]]:
     for key, node in nodes.items():
-        part = int(node.args[1]) if node.target is operator.getitem else 0  # type: ignore[arg-type]
+        part = int(node.args[1]) if node.target is operator.getitem else 0
         for operand, source in enumerate(operands_of(node)):
             yield (source.name, part), TensorReader(key, operand, node.meta["phase"])
 
@@ -228,7 +228,7 @@ def _results(trace: Trace) -> Iterator[tuple[tuple[str, int], TensorReader]]:
         (i.gradient, input_key(i.path), "backward") for i in trace.inputs if i.gradient is not None
     ]
     for position, key, phase in wanted:
-        yield (made[position].name, 0), TensorReader(key, 0, phase)  # type: ignore[index, union-attr]
+        yield (made[position].name, 0), TensorReader(key, 0, phase)
 
 
 @dataclass(frozen=True, slots=True)

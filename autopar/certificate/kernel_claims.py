@@ -83,10 +83,10 @@ class NormWalk:
                 or norm.meta["phase"] != "forward"
             ):
                 continue
-            if (
-                isinstance(norm.args[2], fx.Node) and norm.args[2] < total
-            ):  # else it may not be there when the sum is made
-                return NormWalk(facts, claims, product, (total, norm.args[1], norm))  # type: ignore[arg-type]
+            squares, weight = norm.args[1:3]
+            # A weight that comes later may not be there when the sum is made.
+            if isinstance(squares, fx.Node) and isinstance(weight, fx.Node) and weight < total:
+                return NormWalk(facts, claims, product, (total, squares, norm))
         return None
 
     @property
@@ -199,11 +199,7 @@ class KernelWalk:
         """Yield what is wrong with one kernel. The first fault that prevents further checks is the
         last one."""
         tensor = self.facts.tensors.get(key)
-        if (
-            tensor is None
-            or phase not in ("forward", "backward")
-            or (phase != tensor.phase and self._crosses(key))
-        ):
+        if tensor is None or not self._is_offered(tensor, key, phase):
             yield "the problem offers none here"
             return
         name = NAMES["reduce_scatter"] if kernel.name == NORMED else kernel.name
@@ -211,37 +207,64 @@ class KernelWalk:
             yield "that kernel does no such collective"
             return
         yield from self._check_peers(step)
-        gathers = step.collective.kind == "all_gather"
-        product = (
-            self._find_reader(tensor, kernel, phase)
-            if gathers
-            else self._find_maker(tensor, kernel)
-        )
-        chosen = (
-            (self.claims.again if kernel.again else self.claims.chosen).get(product.key)
-            if product
-            else None
-        )
-        if product is None or chosen is None or self.facts.nodes[product.key].target is not ops.dot:
+        if step.collective.kind == "all_gather":
+            product = self._find_reader(tensor, kernel, phase)
+        else:
+            product = self._find_maker(tensor, kernel)
+        chosen = self._strategy_of(product, kernel)
+        if product is None or chosen is None:
             yield f"{kernel.node} is no product at its end"
             return
         if product.operand > 1:
             yield f"{kernel.node} has it as its bias, which is no factor"
             return
         yield from self._check_end(tensor, step, steps, product, chosen)
+        yield from self._check_product(key, phase, step, kernel, product, chosen)
+
+    def _check_product(
+        self,
+        key: tuple[str, int],
+        phase: str,
+        step: Communication,
+        kernel: InKernel,
+        product: TensorReader,
+        chosen: Strategy,
+    ) -> Iterator[str]:
+        """Yield what keeps a kernel from computing a product, with the sum and the norm after it,
+        or from saving what the plan says.
+
+        Args:
+            key: the tensor that the step moves.
+            product: the product, as a reader or a maker of the tensor.
+            chosen: the product's strategy.
+        """
+        tensor = self.facts.tensors[key]
+        name = NAMES["reduce_scatter"] if kernel.name == NORMED else kernel.name
         adds = product.operand < 0 and product.key != tensor.key
         if adds:
             yield from self._check_sum(tensor, step, product)
         yield from self._check_alone(product.key, kernel, name, pattern_of(key[0])[0])
-        after = (
-            NormWalk.of(self.facts, self.claims, product.key)
-            if kernel.name == NORMED and product.key == tensor.key
-            else None
-        )
+        normed: tuple[tuple[Call, Strategy], ...] = ()
         if kernel.name == NORMED:
+            is_maker = product.key == tensor.key
+            after = NormWalk.of(self.facts, self.claims, product.key) if is_maker else None
             yield from self._check_norm(key, phase, step, kernel, product, after)
-        normed = after.calls() if after is not None else ()
+            normed = () if after is None else after.calls()
         yield from self._check_saving(step, kernel, product, chosen, adds=adds, normed=normed)
+
+    def _is_offered(self, tensor: Tensor, key: tuple[str, int], phase: str) -> bool:
+        """Whether a collective of a tensor in a phase can be a kernel's. In the phase that does not
+        make the tensor, only if the tensor does not cross between phases."""
+        if phase not in ("forward", "backward"):
+            return False
+        return phase == tensor.phase or not self._crosses(key)
+
+    def _strategy_of(self, product: TensorReader | None, kernel: InKernel) -> Strategy | None:
+        """Return the strategy of a kernel's product; None if it is no product, or the plan has
+        none."""
+        if product is None or self.facts.nodes[product.key].target is not ops.dot:
+            return None
+        return (self.claims.again if kernel.again else self.claims.chosen).get(product.key)
 
     def _check_peers(self, step: Communication) -> Iterator[str]:
         """Whether compute waits for the collective, and its ranks reach each other's memory."""
@@ -405,11 +428,8 @@ class KernelWalk:
         adds: bool,
         normed: tuple[tuple[Call, Strategy], ...],
     ) -> Iterator[str]:
-        call, c, sizes = (
-            call_of(self.facts.nodes[product.key]),
-            step.collective,
-            tuple(self.mesh.shape),
-        )
+        call, c = call_of(self.facts.nodes[product.key]), step.collective
+        sizes = tuple(self.mesh.shape)
         dim, info = c.dim, call.outputs[0] if product.operand < 0 else call.inputs[product.operand]
         split = step.target if product.operand < 0 else step.source
         if info.shape[dim] % split.num_shards(dim, sizes):

@@ -349,7 +349,7 @@ def _shares_memory(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return node.target is not operator.getitem and is_view(node.target)  # type: ignore[arg-type]
+    return node.target is not operator.getitem and is_view(node.target)
 
 
 @dataclass

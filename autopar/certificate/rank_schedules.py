@@ -183,6 +183,7 @@ def order_of(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int) 
     per_round = num_microbatches // max(1, num_microbatches // num_ranks)
 
     def piece(phase: str, k: int) -> Piece:
+        """Return the rank's `k`-th piece of work of a phase."""
         chunk = k // per_round % num_chunks
         chunk = chunk if phase == "F" else num_chunks - 1 - chunk
         return (

@@ -192,7 +192,7 @@ class Rates:
         if kind not in _FLOPS:
             return moved_s
         is_complex = isinstance(dtype, torch.dtype) and dtype in _REAL
-        name = _REAL[dtype] if is_complex else str(dtype).removeprefix("torch.")  # type: ignore[index]
+        name = _REAL[dtype] if is_complex else str(dtype).removeprefix("torch.")
         flops = 4 * flops if is_complex else flops
         measured = p.curves.get((kind, name))
         if measured:

@@ -393,11 +393,12 @@ class Certificate:
                 f"{seconds(self.claimed_bound_s)} by the search's word (gap"
                 f" {share(self.claimed_gap)}), which nothing here proves"
             )
+            is_less = self.certified_gap - self.claimed_gap > _SAME
             yield (
                 f"bound     {seconds(self.certified_bound_s)} by arithmetic from"
                 f" {self.num_multipliers} multipliers"
                 f" (gap {share(self.certified_gap)}),"
-                f" {more if self.certified_gap - self.claimed_gap > _SAME else 'all that is claimed'}"  # noqa: E501
+                f" {more if is_less else 'all that is claimed'}"
             )
 
         if self.validation is not None:

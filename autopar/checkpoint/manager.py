@@ -175,7 +175,7 @@ class Checkpoints:
                 f" {seen[different[0]]} against {seen[0]}"
             )
             raise RuntimeStateError(what, where=str(self.folder), remedy=SHARE)
-        return seen[0]  # type: ignore[no-any-return]
+        return seen[0]
 
     def save(
         self, step: int, module: nn.Module, optimizer: Optimizer | None = None, **others: Any

@@ -157,7 +157,7 @@ class TensorFile:
         self.check(name, dtype, shape)
         try:
             if box and dtype in _NAMES:
-                return self._content.get_slice(name)[box]  # type: ignore[no-any-return]
+                return self._content.get_slice(name)[box]
             whole = self._content.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise self._refuse(f"cannot be read ({type(error).__name__}: {error})") from error

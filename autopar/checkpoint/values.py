@@ -198,7 +198,12 @@ def _encode_dict(value: dict[Any, Any], path: Keys, tensors: Tensors | None) -> 
 
 def _encode_items(tag: str) -> Callable[..., Any]:
     def encoder(value: Any, path: Keys, tensors: Tensors | None) -> Any:
-        """Encode a collection as the list of its elements under the tag."""
+        """Encode a collection as the list of its elements under the tag.
+
+        Args:
+            value: the collection.
+            path, tensors: as for `encode`.
+        """
         return {tag: _encode_list(list(value), path, tensors)}
 
     return encoder
@@ -206,7 +211,12 @@ def _encode_items(tag: str) -> Callable[..., Any]:
 
 def _encode_pairs(tag: str) -> Callable[..., Any]:
     def encoder(value: Mapping[Any, Any], path: Keys, tensors: Tensors | None) -> Any:
-        """Encode a mapping as the list of its pairs under the tag."""
+        """Encode a mapping as the list of its pairs under the tag.
+
+        Args:
+            value: the mapping.
+            path, tensors: as for `encode`.
+        """
         return {tag: _encode_list([list(pair) for pair in value.items()], path, tensors)}
 
     return encoder

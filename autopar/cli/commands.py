@@ -8,6 +8,7 @@ inside of a command: help, and what is mistyped, do not wait for it.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,18 +17,15 @@ import typer
 from autopar.cli.plan_command import plan_command
 from autopar.cli.shared_options import (
     DTYPES,
-    Batch,
+    NO_MODEL,
     Constraints,
     DevicesPerNode,
-    Dtype,
     Flips,
-    Hf,
-    ModelName,
-    Module,
+    NamedModel,
     PlanFile,
-    Seq,
     check_dtype,
     check_there,
+    takes_model,
 )
 from autopar.core.mesh import read_mesh
 from autopar.core.terminal import check_writable, parse_size, progress, say, show
@@ -63,6 +61,7 @@ app.command("plan")(plan_command)
 
 
 @app.command("explain")
+@takes_model
 def explain_command(
     plan: PlanFile,
     only: Annotated[
@@ -72,29 +71,24 @@ def explain_command(
         ),
     ] = None,
     flips: Flips = 0,
-    hf: Hf = None,
-    model: ModelName = None,
-    module: Module = None,
+    named: NamedModel = NO_MODEL,
     function: Annotated[
         str | None, typer.Option(hidden=True)
     ] = None,  # as --module; so it was named here
-    batch: Batch = None,
-    seq: Seq = None,
-    dtype: Dtype = None,
 ) -> None:
     """What a plan does and costs, module by module, and why not otherwise; with --flips and the
     model also what would turn choices."""
     check_there(plan)
-    if (
-        module is not None and ":" not in module
-    ):  # a pattern, which --module of this command took once, and no file's function
+    module = named.module
+    if module is not None and ":" not in module:
+        # a pattern, which --module of this command took once, and no file's function
         only, module = only or module, None
     from autopar.cli.models import say_if_none, turning_of
     from autopar.explanation import explain
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
-    turning = turning_of(loaded, flips, hf, model, module or function, batch, seq, dtype)
+    turning = turning_of(loaded, flips, replace(named, module=module or function))
     found = explain(loaded, module=only, flips=turning)
     show(found)
     say_if_none(turning)
@@ -117,14 +111,10 @@ def diff_command(first: PlanFile, second: PlanFile) -> None:
 
 
 @app.command("check")
+@takes_model
 def check_command(
     plan: PlanFile,
-    hf: Hf = None,
-    model: ModelName = None,
-    module: Module = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    dtype: Dtype = None,
+    named: NamedModel = NO_MODEL,
     hardware: Annotated[
         str | None,
         typer.Option(help="Name or path of a profile; by default the one that the plan names."),
@@ -143,9 +133,7 @@ def check_command(
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(
-            hf, model, module, batch, seq, dtype, "meta", **options_asked(loaded)
-        )
+        network, example = built(named, "meta", **options_asked(loaded))
         tell("deriving every claim anew")
         found = check(loaded, network, example, hardware=hardware)
     if json_file is not None:
@@ -156,14 +144,10 @@ def check_command(
 
 
 @app.command("verify")
+@takes_model
 def verify_command(
     plan: PlanFile,
-    hf: Hf = None,
-    model: ModelName = None,
-    module: Module = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    dtype: Dtype = None,
+    named: NamedModel = NO_MODEL,
 ) -> None:
     """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every
     gradient with the plain model."""
@@ -174,9 +158,7 @@ def verify_command(
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(
-            hf, model, module, batch, seq, dtype, "cpu", **options_asked(loaded)
-        )
+        network, example = built(named, "cpu", **options_asked(loaded))
         tell(f"running {loaded.mesh.num_devices} ranks")
         found = verify(loaded, network, example)
     say(str(found))
@@ -185,6 +167,7 @@ def verify_command(
 
 
 @app.command("what-if")
+@takes_model
 def what_if_command(
     plan: PlanFile,
     hardware: Annotated[
@@ -214,12 +197,7 @@ def what_if_command(
             ),
         ),
     ] = None,
-    hf: Hf = None,
-    model: ModelName = None,
-    module: Module = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    dtype: Dtype = None,
+    named: NamedModel = NO_MODEL,
     flips: Flips = 0,
 ) -> None:
     """What a plan would take on other hardware, and how much a plan made there, or under other
@@ -233,9 +211,7 @@ def what_if_command(
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(
-            hf, model, module, batch, seq, dtype, "meta", **options_asked(loaded)
-        )
+        network, example = built(named, "meta", **options_asked(loaded))
         tell(f"planning for {hardware or loaded.fingerprint.profile}")
         more = [parse_constraint(text) for text in constraint or ()]
         found = what_if(
@@ -280,18 +256,14 @@ def profile_command(
 
 
 @app.command("report")
+@takes_model
 def report_command(
     plan: PlanFile,
     out_file: Annotated[
         Path, typer.Option("--out", help="A .png, .svg or .pdf picture, or an .html page.")
     ] = Path("plan.png"),
     flips: Flips = 0,
-    hf: Hf = None,
-    model: ModelName = None,
-    module: Module = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    dtype: Dtype = None,
+    named: NamedModel = NO_MODEL,
 ) -> None:
     """Draw a plan: layouts per module, memory by kind, time line; of a pipeline its schedule and
     its stages' memory too."""
@@ -302,7 +274,7 @@ def report_command(
     from autopar.report import report
 
     loaded = Plan.load(plan)
-    turning = turning_of(loaded, flips, hf, model, module, batch, seq, dtype)
+    turning = turning_of(loaded, flips, named)
     say(f"written to {report(loaded, out_file, flips=turning)}")
     say_if_none(turning)
 

@@ -9,7 +9,7 @@ import torch
 
 from autopar import hf
 from autopar.api import flips
-from autopar.cli.shared_options import BATCH, DTYPE, RESTING, check_dtype, check_named
+from autopar.cli.shared_options import BATCH, DTYPE, RESTING, NamedModel, check_dtype
 from autopar.core.terminal import progress, say
 from autopar.errors import AutoparError
 from autopar.plans import Flips, Plan
@@ -40,37 +40,25 @@ def read_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def turning_of(
-    plan: Plan,
-    num: int,
-    config: str | None,
-    name: str | None,
-    function: str | None,
-    batch: int | None,
-    seq: int | None,
-    dtype: str | None,
-) -> Flips:
+def turning_of(plan: Plan, num: int, named: NamedModel) -> Flips:
     """Return the changes of the hardware that would turn close choices of a plan; empty if `num` is
     0.
 
     Args:
         plan: the plan.
         num: number of choices to look at.
-        config, name, function: --hf, --model and --module, of which one names the model.
-        batch, seq, dtype: --batch, --seq and --dtype.
+        named: the model.
 
     Raises:
         AutoparError: if no model is named, or it cannot be built.
     """
     if not num:
         return Flips()
-    if (config, name, function) == (None, None, None):
+    if (named.hf, named.model, named.module) == (None, None, None):
         what = "what would turn choices cannot be told without the model"
         raise AutoparError(what, remedy="pass one of --hf, --model and --module")
     with progress("building the model") as tell:
-        network, example = built(
-            config, name, function, batch, seq, dtype, "meta", **options_asked(plan)
-        )
+        network, example = built(named, "meta", **options_asked(plan))
         tell("pricing other hardware")
         return flips(plan, network, example, most=num)
 
@@ -91,12 +79,7 @@ def say_if_none(found: Flips) -> None:
 
 
 def built(
-    config: str | None,
-    name: str | None,
-    module: str | None,
-    batch: int | None,
-    seq: int | None,
-    dtype: str | None,
+    named: NamedModel,
     device: str,
     *,
     inference: bool = False,
@@ -105,8 +88,7 @@ def built(
     """Build the named model and a batch for it.
 
     Args:
-        config, name, module: --hf, --model and --module, of which one names the model.
-        batch, seq, dtype: --batch, --seq and --dtype; None for their defaults.
+        named: the model and its batch.
         device: on which the weights are made; "meta" for none.
         inference: whether to set eval mode, and leave labels out of the batch.
         precision: of the plan; with one, parameters have a wider dtype by default.
@@ -114,13 +96,10 @@ def built(
     Raises:
         AutoparError: if none or several are named, or the model cannot be built.
     """
-    check_named(config, name, module, dtype)
-    if module is not None:
-        ignored = [
-            option
-            for option, value in (("--batch", batch), ("--seq", seq), ("--dtype", dtype))
-            if value is not None
-        ]
+    named.check()
+    if named.module is not None:
+        sizes = {"--batch": named.batch, "--seq": named.seq, "--dtype": named.dtype}
+        ignored = [option for option, value in sizes.items() if value is not None]
         if ignored:
             remedy = (
                 f"leave {' and '.join(ignored)} out, and let the function return such a model and"
@@ -130,15 +109,15 @@ def built(
                 f"{' and '.join(ignored)} with --module: its function makes the batch",
                 remedy=remedy,
             )
-        return hf.load_function(module)
+        return hf.load_function(named.module)
     try:
-        rests = read_dtype(dtype or (RESTING if precision else DTYPE))
+        rests = read_dtype(named.dtype or (RESTING if precision else DTYPE))
         network, example = hf.build(
-            config or name or "",
+            named.hf or named.model or "",
             dtype=rests,
             device=device,
-            batch=BATCH if batch is None else batch,
-            seq=seq,
+            batch=BATCH if named.batch is None else named.batch,
+            seq=named.seq,
         )
         logging.getLogger("transformers").setLevel(
             logging.ERROR

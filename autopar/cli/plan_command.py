@@ -8,15 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli.shared_options import (
-    Batch,
+    NO_MODEL,
     DevicesPerNode,
-    Dtype,
-    Hf,
-    ModelName,
-    Module,
-    Seq,
-    check_named,
+    NamedModel,
     read_options,
+    takes_model,
     takes_options,
 )
 from autopar.core.mesh import hardware_of, read_mesh
@@ -33,6 +29,7 @@ LpFile = Annotated[
 ]
 
 
+@takes_model
 @takes_options
 def plan_command(
     mesh: Annotated[
@@ -45,12 +42,7 @@ def plan_command(
         ),
     ],
     devices_per_node: DevicesPerNode = None,
-    hf: Hf = None,
-    model: ModelName = None,
-    module: Module = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    dtype: Dtype = None,
+    named: NamedModel = NO_MODEL,
     hardware: Annotated[
         str,
         typer.Option(
@@ -89,7 +81,7 @@ def plan_command(
     """Plan a model for a mesh: no GPU, no process group, weights on meta."""
     check_writable(out_file)
     check_writable(lp_file)
-    check_named(hf, model, module, dtype)
+    named.check()
     _check_stages(pipeline, schedule, chunks)
     axes = read_mesh(mesh, devices_per_node)
     devices = hardware_of(hardware, axes)
@@ -97,9 +89,7 @@ def plan_command(
     from autopar.cli import planning  # with torch, for which nothing above waits
 
     chosen = planning.with_stages(chosen, pipeline, schedule, chunks, offload=offload)
-    planning.plan_named(
-        (hf, model, module, batch, seq, dtype), axes, devices, chosen, out_file, lp_file
-    )
+    planning.plan_named(named, axes, devices, chosen, out_file, lp_file)
 
 
 def _check_stages(axis: str | None, schedule: str | None, chunks: int | None) -> None:

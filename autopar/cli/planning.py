@@ -13,7 +13,7 @@ from autopar.api import as_call
 from autopar.api.options import PlanRequest
 from autopar.api.planning import plan_call
 from autopar.cli.models import built
-from autopar.cli.shared_options import as_flags
+from autopar.cli.shared_options import NamedModel, as_flags
 from autopar.constraints import Constraint
 from autopar.core.hardware import Hardware
 from autopar.core.mesh import Mesh, Unshaped
@@ -25,8 +25,6 @@ from autopar.explanation import explain
 from autopar.plans import Plan
 from autopar.request import PlanOptions
 
-Named = tuple[str | None, str | None, str | None, int | None, int | None, str | None]
-"""A model: --hf, --model, --module, --batch, --seq and --dtype."""
 _TOLD = 0.01  # share of all seconds, from which on those of plans that were not taken are told
 
 
@@ -63,7 +61,7 @@ def with_stages(
 
 
 def plan_named(
-    named: Named,
+    named: NamedModel,
     mesh: Mesh | Unshaped,
     devices: Hardware,
     options: PlanOptions,
@@ -73,7 +71,7 @@ def plan_named(
     """Build a model on meta, plan it, print the plan's summary and write the requested files.
 
     Args:
-        named: the flags that name the model.
+        named: the model.
         mesh: a mesh, or devices whose mesh the planner chooses.
         devices: the hardware.
         options: of planning.
@@ -86,7 +84,7 @@ def plan_named(
     clock, options = _Clock(), options.begun()
     with progress("building the model") as tell:
         network, example = built(
-            *named, "meta", inference=options.inference, precision=options.precision
+            named, "meta", inference=options.inference, precision=options.precision
         )
         tell("capturing")
         args, kwargs = as_call(example)

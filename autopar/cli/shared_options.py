@@ -7,12 +7,14 @@ before it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -92,6 +94,58 @@ Dtype = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """The model that a command names, and its batch: the values of --hf, --model and --module, of
+    which exactly one is given, and of --batch, --seq and --dtype, None for their defaults."""
+
+    hf: Hf = None
+    model: ModelName = None
+    module: Module = None
+    batch: Batch = None
+    seq: Seq = None
+    dtype: Dtype = None
+
+    def check(self) -> None:
+        """Check how the model is named, before any library is imported that builds it.
+
+        Raises:
+            AutoparError: if none or several are named, or a name cannot be read.
+        """
+        given = [option for option in (self.hf, self.model, self.module) if option is not None]
+        if len(given) != 1:
+            what = f"{len(given)} models are named" if given else "no model is named"
+            raise AutoparError(what, remedy="pass one of --hf, --model and --module")
+        check_dtype(self.dtype)
+        if self.module is None:
+            parse(given[0])
+
+
+NO_MODEL = NamedModel()
+_NAMING = get_type_hints(NamedModel, include_extras=True)
+
+
+def takes_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags of a `NamedModel` in place of its parameter ``named``."""
+    here = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        """Run the command with the model that the flags name."""
+        named = NamedModel(**{name: given.pop(name) for name in _NAMING})
+        command(named=named, **given)
+
+    parameters: list[inspect.Parameter] = []
+    for parameter in here.parameters.values():
+        flags = [
+            parameter.replace(name=name, default=None, annotation=kind)
+            for name, kind in _NAMING.items()
+        ]
+        parameters += flags if parameter.name == "named" else [parameter]
+    run.__signature__ = here.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
+
+
 def takes_options(command: F) -> F:
     """Give a command with ``**options`` a flag for each option of planning that declares one, ahead
     of its keyword-only parameters."""
@@ -108,7 +162,8 @@ def takes_options(command: F) -> F:
         for name, option in OPTIONS.items()
         if option.flag is not None
     ]
-    command.__signature__ = here.replace(parameters=[*first, *flags, *last])  # type: ignore[attr-defined]
+    signature = here.replace(parameters=[*first, *flags, *last])
+    command.__signature__ = signature  # type: ignore[attr-defined]
     return command
 
 
@@ -152,27 +207,6 @@ def check_there(plan: Path, hardware: str | None = None) -> None:
         )
     if hardware is not None:
         read_hardware(hardware)
-
-
-def check_named(
-    config: str | None, name: str | None, module: str | None, dtype: str | None
-) -> None:
-    """Check how a model is named, before any library is imported that builds it.
-
-    Args:
-        config, name, module: --hf, --model and --module, of which exactly one is not None.
-        dtype: --dtype.
-
-    Raises:
-        AutoparError: if none or several are named, or a name cannot be read.
-    """
-    given = [option for option in (config, name, module) if option is not None]
-    if len(given) != 1:
-        what = f"{len(given)} models are named" if given else "no model is named"
-        raise AutoparError(what, remedy="pass one of --hf, --model and --module")
-    check_dtype(dtype)
-    if module is None:
-        parse(given[0])
 
 
 # --------------------------------------------------------------------------------------------------

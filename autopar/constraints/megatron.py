@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -87,45 +87,48 @@ def megatron(
     free: Axes = (),
     sequence: bool = False,
 ) -> Megatron:
-    """Megatron's plan: `tensor_parallel` of degree `tp`, `context_parallel` of degree `cp`, data
-    parallelism of degree `dp`, `pipeline` of `pp` stages; together the whole mesh, but for axes
-    that are `free`. Over `ep` of the `dp` devices experts are split too, by `expert_parallel`.
+    """Megatron's combination of parallelisms: `tensor_parallel` of degree `tp`, `context_parallel`
+    of degree `cp`, data parallelism of degree `dp` and `pipeline` of `pp` stages. Together they use
+    the whole mesh, except for the axes in `free`. Over `ep` of the `dp` devices, experts are split
+    by `expert_parallel`.
 
     Args:
-        tp, dp, cp: numbers of devices, or names of axes. By number, `tp` takes the last axes whose
-            sizes give it as their product (in a mesh written from the slowest links to the fastest
-            these have the fastest), `cp` the last of those before them. `dp` takes what is left, of
-            which it must be the size.
-        ep: number of devices, or names of axes, among those of `dp`, by number the last of them (as
-            in Megatron Core, where expert parallelism divides data parallelism). Experts rest split
-            over them, whatever `zero`, and over the rest of `dp` as all else.
-        zero: 0 as `ddp`, 3 as `fsdp` over the data axes. 1 and 2 rest as 3 between steps, and hold
-            parameters gathered through a step, of several microbatches; with 1 gradients add up as
-            partial sums, which are reduced once at its end, with 2 each microbatch's is scattered,
-            as with 1 are gradients that are summed where they are made, such as one read through a
-            lookup (`autopar.cost.zero_stages` has the volumes). Sharded are they over the axes of
-            `cp` too.
-        recompute: what backward runs again: ``none``, ``full``: all that it reads of a layer but
-            what crosses between layers, or ``selective``: in attention what lies around the softmax
-            (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-            2022, section 5), no more in either; by default what the planner likes. With ``full`` a
-            layer keeps its input, b·s·h elements, and what it gathers or reduces for what is run
-            again it does again: one all-reduce of b·s·h more in backward over the tensor axes,
-            attention's. ``selective`` keeps no tensor of [heads, s, s].
-        pp: devices in the pipeline, or the name of their axis; by number the first axis of that
-            size. microbatches: as in `pipeline`, also without stages. chunks: stages per device
-            (Megatron's virtual pipeline); with 2 or more their schedule is interleaved.
-        sequence: what `tp` leaves whole is split over its axes along the sequence
-            (`tensor_parallel`), as Megatron Core does it.
-        free: names of axes of which nothing is asked; what lies on them is the planner's choice.
+        tp, cp: degrees, or names of axes. A degree of `tp` takes the last axes of the mesh whose
+            sizes have it as their product, which are those with the fastest links if axes are named
+            from the slowest to the fastest. A degree of `cp` takes the last such axes before these.
+        dp: a degree, or names of axes. It gets all axes that are left, and the degree must be their
+            size; None takes any size.
+        ep: a degree, or names of axes of `dp`. A degree takes the last of these, as in Megatron
+            Core, where expert parallelism divides data parallelism. Experts are stored split over
+            these axes for every `zero`, and over the rest of `dp` like other parameters.
+        zero: 0 is `ddp`, and 3 is `fsdp` over the axes of `dp` and `cp`. 1 and 2 store parameters
+            sharded between steps, as 3 does, but keep them gathered during a step of several
+            microbatches. With 1, gradients accumulate as partial sums, which are reduced once at
+            the end of the step. With 2, the gradient of each microbatch is reduce-scattered. This
+            also holds with 1 for gradients that are summed where they are computed, such as one
+            that passes through a lookup. `autopar.cost.zero_stages` states the volumes.
+        recompute: what backward computes again. ``"none"``: nothing. ``"full"``: everything that it
+            reads of a layer, except for tensors that cross between layers. A layer then keeps its
+            input, b·s·h elements, and repeats the collectives of the ops that run again: one more
+            all-reduce of b·s·h in backward over the tensor axes, that of attention.
+            ``"selective"``: the ops around the softmax of attention, so that no tensor of [heads,
+            s, s] is kept (Korthikanti et al., "Reducing Activation Recomputation in Large
+            Transformer Models", 2022, section 5). None leaves it to the planner.
+        pp: number of stages, or the name of their axis. A number takes the first axis of that size.
+        microbatches: as for `pipeline`; also possible without stages.
+        chunks: stages per device (Megatron's virtual pipeline). With 2 or more the schedule is
+            interleaved.
+        free: names of axes that the constraint leaves to the planner.
+        sequence: as for `tensor_parallel`.
 
-    Volumes are those of the two plans, with the batch and the parameters that are left on a device:
-    each rank of a tensor group has b/dp samples, and all-reduces gradients of the part of the
-    parameters that it holds.
+    The volumes are those of the combined plans, with the batch and the parameters of one device:
+    each rank of a tensor group has b/dp samples, and all-reduces gradients of its own part of the
+    parameters.
 
     Raises:
-        ConstraintError: on a stage or a recomputation that is not there. When a model is planned:
-            where the axes are not in the mesh, or there is no attention to run again.
+        ConstraintError: if `zero`, `recompute`, `pp` or `chunks` has an invalid value. When a model
+            is planned: if axes are not in the mesh, or `recompute` asks for attention and there is
+            none.
     """
     if zero not in (0, 1, 2, 3):
         raise ConstraintError(
@@ -184,48 +187,79 @@ def parts_of(constraint: Megatron, mesh: Mesh) -> tuple[Parallelism, ...]:
     Raises:
         ConstraintError: if their axes do not fill the mesh.
     """
-    wide = [axis for axis in mesh.axes if axis.size > 1 and axis.name not in constraint.free]
-    tensor = _last_axes(constraint, "tp", constraint.tp, [a.name for a in wide], mesh)
-    context = _last_axes(
-        constraint, "cp", constraint.cp, [a.name for a in wide if a.name not in tensor], mesh
-    )
+    wide = [a.name for a in mesh.axes if a.size > 1 and a.name not in constraint.free]
+    tensor = _last_axes(constraint, "tp", constraint.tp, wide, mesh)
+    others = [name for name in wide if name not in tensor]
+    context = _last_axes(constraint, "cp", constraint.cp, others, mesh)
     left = tuple(name for name in mesh.names if name not in (*tensor, *context, *constraint.free))
-    experts = _last_axes(
-        constraint, "ep", constraint.ep, [a.name for a in wide if a.name in left], mesh
+    experts = _expert_axes(constraint, left, mesh)
+    data = tuple(
+        name for name in _data_axes(constraint, left, experts, mesh) if name not in experts
     )
-    if not set(experts) <= {*left, *(a.name for a in mesh.axes if a.size == 1)}:
-        what = (
-            f"{constraint}: experts are split over axes of data parallelism, and"
-            f" {', '.join(experts)} are not all such"
-        )
-        raise ConstraintError(
-            what,
-            remedy="name axes that neither tp, cp nor pp have"
-            + (f": {', '.join(left)}" if left else ""),
-        )
-    data = (
-        left
-        if constraint.dp is None or isinstance(constraint.dp, int)
-        else tuple(dict.fromkeys((*constraint.dp, *experts)))
-    )
-    size = math.prod(axis.size for axis in mesh.axes if axis.name in data)
-    if (isinstance(constraint.dp, int) and size != constraint.dp) or not set(left) <= {
-        *data,
-        *(a.name for a in mesh.axes if a.size == 1),
-    }:
-        sizes = math.prod(axis.size for axis in mesh.axes if axis.name in left)
-        what = (
-            f"{constraint} does not fill mesh {mesh}: beside the tensor axes it has {sizes} devices"
-        )
-        raise ConstraintError(what, remedy=f"pass dp={sizes}, or leave it out")
     pairs: tuple[tuple[PlanName, tuple[str, ...]], ...] = (
         ("context_parallel", context),
         ("expert_parallel", experts),
     )
     along = tuple(Parallelism(name, axes, constraint.zero) for name, axes in pairs if axes)
-    data = tuple(name for name in data if name not in experts)
     chains = Parallelism("tensor_parallel_1d", tensor, sequence=constraint.sequence)
     return chains, *along, Parallelism("fsdp" if constraint.zero else "ddp", data, constraint.zero)
+
+
+def _expert_axes(constraint: Megatron, left: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes over which experts are split, which are axes of data parallelism.
+
+    Args:
+        constraint: the constraint.
+        left: names of the axes that neither tensor nor context parallelism has.
+        mesh: the mesh.
+
+    Raises:
+        ConstraintError: if the constraint names another axis.
+    """
+    wide = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name in left]
+    experts = _last_axes(constraint, "ep", constraint.ep, wide, mesh)
+    if set(experts) <= {*left, *_trivial_axes(mesh)}:
+        return experts
+    what = (
+        f"{constraint}: experts are split over axes of data parallelism, and"
+        f" {', '.join(experts)} are not all such"
+    )
+    names = f": {', '.join(left)}" if left else ""
+    raise ConstraintError(what, remedy=f"name axes that neither tp, cp nor pp have{names}")
+
+
+def _data_axes(
+    constraint: Megatron, left: tuple[str, ...], experts: tuple[str, ...], mesh: Mesh
+) -> tuple[str, ...]:
+    """Return the axes of data parallelism, with those of the experts.
+
+    Args:
+        constraint: the constraint.
+        left: names of the axes that neither tensor nor context parallelism has.
+        experts: names of the axes over which experts are split.
+        mesh: the mesh.
+
+    Raises:
+        ConstraintError: if the axes do not fill the mesh, or have not as many devices as `dp` says.
+    """
+    dp = constraint.dp
+    data = tuple(dict.fromkeys((*dp, *experts))) if isinstance(dp, tuple) else left
+    has_devices = not isinstance(dp, int) or _num_devices(data, mesh) == dp
+    if has_devices and set(left) <= {*data, *_trivial_axes(mesh)}:
+        return data
+    size = _num_devices(left, mesh)
+    what = f"{constraint} does not fill mesh {mesh}: beside the tensor axes it has {size} devices"
+    raise ConstraintError(what, remedy=f"pass dp={size}, or leave it out")
+
+
+def _num_devices(names: Collection[str], mesh: Mesh) -> int:
+    """Return the product of the sizes of the axes."""
+    return math.prod(axis.size for axis in mesh.axes if axis.name in names)
+
+
+def _trivial_axes(mesh: Mesh) -> set[str]:
+    """Return the names of the axes of size 1."""
+    return {axis.name for axis in mesh.axes if axis.size == 1}
 
 
 def _last_axes(

@@ -1,19 +1,19 @@
 """Named plans of parallelism: data, context, expert and tensor parallelism. This docstring states
-layouts and communication of the grids of tensor parallelism; those of the other plans are in their
-docstrings.
+layouts and communication of the grids of tensor parallelism. The docstrings of the other plans
+state theirs.
 
 Terms. A grid has sides of q devices, and P devices in all. A linear is ``Y[n, m] = X[n, k] W[k,
-m]``, where n is all samples times all tokens; an X of which a device holds 1/P is *split P times*.
-Layouts are per axis, in the grid's order. Volumes are elements that one device sends, by rings: a
-collective over one axis of what is a whole of x elements within the axis sends x·(q−1)/q. They are
-per linear and step, tensor by tensor.
+m]``, where n is the number of samples times the number of tokens. Layouts are per axis, in the
+order of the grid. Volumes are elements that one device sends in ring collectives: a collective over
+one axis, of a tensor with x elements on the devices of the axis together, sends x·(q−1)/q. They are
+per linear and step, for each tensor.
 
-Every parameter rests split over both or all three axes of the q's, with its gradient and
-optimizer's state; every activation is made and kept until backward split over all axes, P times.
-What a product reads gathered is not kept: backward gathers it again. Split less are parameters that
-cannot be stored split so often, such as a fused projection's bias (their gradients are all-reduced
-on the axes left); sums per token, whole on the axis whose features they sum; and what does not
-depend on the batch.
+Each parameter is stored split over all axes of size q, with its gradient and optimizer state. Each
+activation is computed and kept split over all axes, so that a device has 1/P of it. Gathered
+operands of a product are not kept; backward gathers them again. There are three exceptions.
+Parameters that cannot be split over all axes, such as the bias of a fused projection, are split
+over fewer axes, and their gradients are all-reduced over the others. Sums per token are replicated
+over the axis whose features they sum. Tensors that do not depend on the batch are replicated.
 
 **2d**, axes (a, b): SUMMA (van de Geijn and Watts, 1997) as in Xu and You, "An Efficient 2D Method
 for Training Super-Large Deep Learning Models", 2021 (Optimus). X rests [n on a, k on b], n by
@@ -138,6 +138,19 @@ PlanName = Literal[
     "tensor_parallel_3d",
 ]
 
+# Names of the plans by the arguments of `expert_parallel` and `tensor_parallel`.
+_EXPERTS: Mapping[str, PlanName] = {
+    "": "expert_parallel",
+    "dispatched": "expert_parallel_dispatched",
+    "gathered": "expert_parallel_gathered",
+}
+_TENSORS: Mapping[str, PlanName] = {
+    "1d": "tensor_parallel_1d",
+    "2d": "tensor_parallel_2d",
+    "2.5d": "tensor_parallel_2.5d",
+    "3d": "tensor_parallel_3d",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
@@ -187,36 +200,45 @@ class Parallelism:
 
 
 def ddp(axes: Axes | None = None) -> Parallelism:
-    """Data parallelism: the batch is split over `axes` (by default all), and so is every
-    activation; parameters rest whole.
+    """Data parallelism: the batch and every activation are split over `axes` (all axes by default),
+    and parameters are replicated.
 
-    The batch is dim 0 of the inputs. Each parameter's gradient is summed over the axes once, by an
-    all-reduce, a tied one's too: 2Ψ(P−1)/P elements a step (Li et al., "PyTorch Distributed:
-    Experiences on Accelerating Data Parallel Training", 2020; an all-reduce's volume as in
-    Rajbhandari et al., "ZeRO", 2020, section 7.1). Over several axes it is reduced axis by axis, or
-    scattered, reduced and gathered, as the planner likes. A gradient that is read through a lookup
-    is summed before it: positions, a relative bias. Beside these the loss, and what the model
-    itself sums over its batch.
+    The batch is dim 0 of the inputs. The gradient of each parameter, tied or not, is summed over
+    the axes once, by an all-reduce of 2Ψ(P−1)/P elements per step (Li et al., "PyTorch Distributed:
+    Experiences on Accelerating Data Parallel Training", 2020; for the volume see Rajbhandari et
+    al., "ZeRO", 2020, section 7.1). Over several axes the planner chooses between one all-reduce
+    per axis, and a reduce-scatter, an all-reduce and an all-gather. A gradient that passes through
+    a lookup, such as that of position embeddings or of a relative bias, is summed before the
+    lookup. The loss, and every sum over the batch in the model itself, are also reduced.
 
-    An op that couples samples, as a contrastive loss, has gathered as little of what it reads as
-    lets it make its own part, or else all of it. The log and what the plan says of its bound
-    (`Plan.proof.covers`) name such ops.
+    An op that couples samples, such as a contrastive loss, reads gathered operands: only those that
+    it needs to compute its own part, or else all of them. The log and `Plan.proof.covers` name such
+    ops.
+
+    Args:
+        axes: names of mesh axes; None for all axes.
 
     Raises (when a model is planned):
-        ConstraintError: naming the first op that cannot be split over the batch into so many parts.
+        ConstraintError: if an op cannot be split over the batch into P parts. The error names the
+            first such op.
     """
     return Parallelism("ddp", names_of(axes))
 
 
 def fsdp(axes: Axes | None = None) -> Parallelism:
-    """Fully sharded data parallelism, ZeRO's stage 3: as `ddp`, but every parameter rests sharded
-    over `axes`, with its gradient and optimizer state, on a dim of the planner's choice. One too
-    small to be cut rests whole.
+    """Fully sharded data parallelism, stage 3 of ZeRO: as `ddp`, but each parameter is stored
+    sharded over `axes`, together with its gradient and optimizer state.
 
-    Each parameter is gathered for forward and its gradient reduce-scattered. Whether the gathered
-    copy is kept until backward or gathered again is the planner's, by memory: 2Ψ(P−1)/P elements a
-    step, or 3Ψ(P−1)/P (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-    Parameter Models", 2020, section 7.2). A device rests with 1/P of the states.
+    The planner chooses the dim that is sharded. A parameter that is too small to shard is
+    replicated. A device stores 1/P of the states.
+
+    Each parameter is gathered for forward, and its gradient is reduce-scattered. The planner
+    decides by the memory budget whether the gathered copy is kept until backward, which takes
+    2Ψ(P−1)/P elements per step, or gathered again, which takes 3Ψ(P−1)/P (Rajbhandari et al.,
+    "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 7.2).
+
+    Args:
+        axes: names of mesh axes; None for all axes.
 
     Raises (when a model is planned):
         ConstraintError: as `ddp`.
@@ -225,97 +247,107 @@ def fsdp(axes: Axes | None = None) -> Parallelism:
 
 
 def context_parallel(axes: Axes) -> Parallelism:
-    """Context parallelism: the sequence, dim 1 of the inputs, is split over `axes`, and so is every
-    activation; parameters rest whole.
+    """Context parallelism: the sequence, dim 1 of the inputs, and every activation are split over
+    `axes`, and parameters are replicated.
 
-    Attention reads its own part of the queries and all keys and values, which are gathered
+    Each device computes attention of its own queries with all keys and values, which are gathered
     (Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3.2). With b samples of s
-    tokens and keys of g heads of d features, elements a layer: 2·b·s·g·d(P−1)/P in forward, as much
-    in backward for their gradients, and again where they are not kept whole. Each parameter's
-    gradient is summed over the axes once, as in `ddp`.
+    tokens, and keys of g heads of d features, a layer sends 2·b·s·g·d(P−1)/P elements in forward,
+    the same number in backward for their gradients, and the same again if gathered keys and values
+    are not kept. The gradient of each parameter is summed over the axes once, as in `ddp`.
 
-    Of causal attention the last part of the sequence sees most keys, so that all wait for it. Where
-    one axis splits the sequence into parts of an even length, attention may have them mirrored
-    instead (`autopar.core.placements`): then each device computes 1/P of the whole, at the price of
-    half a part of queries (b·s·h/2P elements) sent in forward, half a part of what is made of them,
-    and as much in backward for these gradients. The planner has what is faster, layer by layer: of
-    long sequences the mirrored parts, of short ones the plain.
+    With causal attention, queries at the end of the sequence see the most keys, and all devices
+    wait for the last part. If one axis splits the sequence into parts of even length, attention may
+    use mirrored parts instead (`autopar.core.placements`). Each device then computes 1/P of the
+    attention. In forward this sends half a part of the queries, b·s·h/2P elements, and half a part
+    of the result; in backward it sends the same number for their gradients. The planner chooses for
+    each layer: mirrored parts are faster for long sequences, plain parts for short ones.
+
+    Args:
+        axes: names of mesh axes.
 
     Raises (when a model is planned):
-        ConstraintError: naming the first op that cannot compute on a part of the sequence, or not
-        into so many parts.
+        ConstraintError: if an op cannot compute on a part of the sequence, or not on P parts. The
+            error names the first such op.
     """
     return Parallelism("context_parallel", names_of(axes))
 
 
 def expert_parallel(axes: Axes, tokens: Literal["", "dispatched", "gathered"] = "") -> Parallelism:
-    """Expert parallelism: the batch is split over `axes` as in `ddp`, and of every layer of experts
-    each device has 1/P of the experts, with their gradients and optimizer's states. All other
-    parameters rest whole.
+    """Expert parallelism: the batch is split over `axes` as in `ddp`, and each device has 1/P of
+    the experts of every expert layer, with their gradients and optimizer state. All other
+    parameters are replicated.
 
-    How many tokens pick an expert is known to no one before. Lepikhin et al., "GShard: Scaling
-    Giant Models with Conditional Computation and Automatic Sharding", 2020, section 3, and Fedus et
-    al., "Switch Transformers", 2021, section 2.2, cut them at a capacity, and drop what is above;
-    here none is dropped, so that numbers are the plain model's. There are two ways for tokens to
-    meet their experts, and the planner takes the cheaper one for each layer, if `tokens` does not
-    say which. Elements that a device sends per layer, with T tokens on the P devices together, h
-    features and k picks of each:
+    The number of tokens that pick an expert is not known in advance. Lepikhin et al., "GShard:
+    Scaling Giant Models with Conditional Computation and Automatic Sharding", 2020, section 3, and
+    Fedus et al., "Switch Transformers", 2021, section 2.2, limit it by a capacity and drop the
+    remaining tokens. Here no token is dropped, and results equal those of the plain model. There
+    are two ways to bring tokens and experts together. The planner chooses the cheaper one for each
+    layer, unless `tokens` names one. T is the number of tokens on the P devices together, h the
+    number of features, and k the number of experts that a token picks. A device sends, per layer:
 
-    ``"dispatched"`` (GShard; Switch; Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5): a
-    token's row goes to the device of each expert that it picked, and what that makes comes back, by
-    all-to-alls of the rows that there are. With picks that are balanced, for which they are priced,
+    ``"dispatched"`` (GShard; Switch; Rajbhandari et al., "DeepSpeed-MoE", 2022, section 5): each
+    token's row is sent to the device of each expert that the token picked, and the result is sent
+    back. These are all-to-alls of as many rows as there are. The price assumes balanced picks:
 
         forward     rows of tokens T·h·k(P−1)/P², of results T·h·k(P−1)/P²
         backward    rows of results' gradients and, again, of tokens, T·2h·k(P−1)/P², gates
                     T·k(P−1)/P²; gradients of tokens T·h·k(P−1)/P²,
                     of gates T·k(P−1)/P²
 
-    and, once in forward and once in backward, how many rows go where, a number for each expert.
+    Forward and backward each also exchange the counts of rows, one number per expert.
 
     ``"gathered"`` (the all-gather dispatcher of Megatron Core's MoE): a device gathers the tokens
-    of all P, with their picks and gates, computes with its own experts the rows that picked them
-    and no others, and what it makes, zeros for other tokens, is summed and scattered:
+    of all P devices, with their picks and gates, and computes the rows that picked its own experts.
+    The results, with zeros for other tokens, are reduce-scattered:
 
         forward     gathered: tokens T·h(P−1)/P, picks T·k(P−1)/P, gates T·k(P−1)/P; scattered:
                     results T·h(P−1)/P
         backward    gathered: the results' gradients T·h(P−1)/P; scattered: those of tokens
                     T·h(P−1)/P, of gates T·k(P−1)/P
 
-    and in backward again what forward gathered, where it is not kept whole. So dispatch sends k/P
-    of that per row, and less where P > k. Over several axes at most one of an op dispatches.
+    Backward gathers again what forward gathered, unless it is kept. Dispatch sends k/P times as
+    many elements per row, which is less if P > k. If `axes` are several, at most one axis of an op
+    dispatches.
 
-    Gradients of experts are summed over none of `axes`. A device computes T·k/P rows where all
-    experts are picked alike, which is what is priced; where not, all wait for the one whose experts
-    are picked most, and with dispatch it also gets, and holds, that many rows.
+    Gradients of experts are not summed over `axes`. The price assumes that all experts are picked
+    equally often, so that each device computes T·k/P rows. Otherwise all devices wait for the one
+    whose experts are picked most; with dispatch, this device also receives and stores more rows.
 
-    The axes are beside those of `ddp` or `fsdp`, as `megatron(ep=...)` composes them, which leaves
-    the two ways to the planner.
+    Combine the plan with `ddp` or `fsdp` on other axes, or use ``megatron(ep=...)``, which leaves
+    the choice between the two ways to the planner.
+
+    Args:
+        axes: names of mesh axes.
+        tokens: ``"dispatched"``, ``"gathered"``, or ``""`` for the planner's choice.
 
     Raises:
-        ConstraintError: on other `tokens`. When a model is planned: where it has no experts, or the
-            number of experts is no multiple of P, naming the op; where tokens are to be dispatched
-            over several axes; and as `ddp`.
+        ConstraintError: if `tokens` has another value. When a model is planned: as `ddp`, and if
+            the model has no experts, the number of experts of an op is not a multiple of P, or
+            tokens are to be dispatched over several axes.
     """
-    if tokens not in ("", "dispatched", "gathered"):
+    if tokens not in (*_EXPERTS,):
         remedy = 'pass "dispatched" or "gathered", or leave it to the planner'
         raise ConstraintError(f"expert_parallel(tokens={tokens!r}) is not there", remedy=remedy)
-    return Parallelism(f"expert_parallel_{tokens}" if tokens else "expert_parallel", names_of(axes))  # type: ignore[arg-type]
+    return Parallelism(_EXPERTS[tokens], names_of(axes))
 
 
 def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> Parallelism:
-    """Tensor parallelism of linears over `axes`. Of ``"2d"``, ``"2.5d"`` and ``"3d"`` says
-    `autopar.constraints.parallel` what lies where and what moves: there axes are named in the
-    grid's order. In ``"1d"`` the residual stream, and all else, is whole.
+    """Tensor parallelism: the weights of linears are split over `axes`.
+
+    For ``"2d"``, ``"2.5d"`` and ``"3d"``, the docstring of `autopar.constraints.parallel` states
+    layouts and communication; their axes are named in the order of the grid. With ``"1d"``, the
+    residual stream and everything outside of the linears is replicated.
 
     ``"1d"`` is Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using
-    Model Parallelism", 2019, section 3. In each chain from one linear to the next that every op
-    between can compute in parts (attention by heads, an MLP, a gated one, each expert), the first
-    linears' weights are split by columns (what they make), the last's by rows (what they contract).
-    A table of more rows than columns that is looked up by ids of the batch is split by rows, and so
-    is a head of more classes than features whose cross entropy is the loss. Other linears stay
-    whole, such as those before a norm, and so do keys and values of a single head; where an op is
-    the reason, the log names both. Weights rest as they are used. With b samples of s tokens of h
-    features, elements a step:
+    Model Parallelism", 2019, section 3. It applies to each chain of linears between which every op
+    can compute parts: attention by heads, an MLP, a gated MLP, each expert. Weights of the first
+    linears are split by columns (output features), those of the last by rows (input features). An
+    embedding with more rows than columns that is indexed by ids of the batch is split by rows, and
+    so is a head with more classes than features whose cross entropy is the loss. Other linears are
+    replicated, such as those before a norm, and so are keys and values of a single head. If an op
+    is the reason, the log names the linear and the op. Weights are stored in the layout in which
+    they are used. With b samples of s tokens of h features, elements per step:
 
         attention, MLP    one all-reduce of b·s·h in forward and one in backward, each:
                           2·2·b·s·h(P−1)/P for either
@@ -326,29 +358,34 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> 
         head and loss     one all-reduce of b·s·h in backward; in forward three of b·s (maximum, sum
                           and the label's logit)
 
-    The one in backward sums what queries, keys and values add to the gradient of their input. Where
-    the model's backward adds these to the residual's one by one (BERT), they are three.
-    Cross-attention adds one in forward and one in backward, and one more for the encoder's output,
-    all layers together. Scales that all heads share (a norm of queries) have gradients of their
-    size to sum.
+    The all-reduce in backward sums the gradients of the input by way of queries, keys and values.
+    If the model's backward adds these to the residual's gradient one by one, as BERT's does, there
+    are three. Cross-attention adds one all-reduce in forward and one in backward, and one for the
+    encoder's output in all layers together. The gradient of a scale that all heads share, such as
+    that of a norm of queries, is also all-reduced.
 
-    With `sequence`, Megatron's sequence parallelism (Korthikanti et al., "Reducing Activation
-    Recomputation in Large Transformer Models", 2022, section 4.2.2), what lies outside of these
-    chains is split along the sequence, dim 1 of the inputs: norms, dropout, the residual stream. In
-    place of each all-reduce above one all-gather and one reduce-scatter of b·s·h move as much;
-    backward gathers what the first linears read once more, where it is not kept whole; and
-    gradients of what all tokens share (norms' weights, biases that are added outside) are summed
-    over the axes. Numbers of one per token, which the loss sums, stay as they are.
+    With `sequence`, activations outside of these chains, such as norms, dropout and the residual
+    stream, are split along the sequence, dim 1 of the inputs. This is Megatron's sequence
+    parallelism (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+    Models", 2022, section 4.2.2). One all-gather and one reduce-scatter of b·s·h replace each
+    all-reduce above and send as many elements. Backward gathers the input of the first linears
+    again, unless it is kept gathered. Gradients of parameters that all tokens share, such as
+    weights of norms and biases that are added outside of the chains, are summed over the axes.
+    Tensors with one number per token, which the loss sums, are replicated.
+
+    Args:
+        kind: ``"1d"``, ``"2d"``, ``"2.5d"`` or ``"3d"``.
+        axes: names of mesh axes, for a grid in its order.
+        sequence: whether other activations are split along the sequence; only for ``"1d"``.
 
     Raises:
-        ConstraintError: on a kind that is not there, `sequence` of a grid, or a grid with another
-            number of axes. When a model is planned: where no input has the sequence that is to be
-            split, where the sides of a grid differ in size, where nothing can be split, or naming
-            the op that cannot be split, or not into so many parts, such as the view of a projection
-            as heads.
+        ConstraintError: if `kind` has another value, `sequence` is passed for a grid, or a grid has
+            another number of axes. When a model is planned: if no input has the sequence, the sides
+            of a grid differ in size, nothing can be split, or an op cannot be split into P parts,
+            such as the view of a projection as heads. The error names the op.
     """
     names = names_of(axes) or ()
-    if kind not in ("1d", *GRIDS):
+    if kind not in (*_TENSORS,):
         raise ConstraintError(
             f"tensor_parallel({kind!r}) is not there", remedy='pass "1d", "2d", "2.5d" or "3d"'
         )
@@ -367,7 +404,7 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> 
             what,
             remedy="name each side of the grid once, as in tensor_parallel('2d', axes=('a', 'b'))",
         )
-    return Parallelism(f"tensor_parallel_{kind}", names, sequence=sequence)  # type: ignore[arg-type]
+    return Parallelism(_TENSORS[kind], names, sequence=sequence)
 
 
 def axes_of(plan: Parallelism, mesh: Mesh) -> tuple[int, ...]:

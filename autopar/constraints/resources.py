@@ -61,40 +61,42 @@ def pipeline(
     independent: bool = False,
     chunks: int | None = None,
 ) -> Pipelined:
-    """Cut the model into as many stages as `axis` has devices, which work on different microbatches
-    at the same time.
+    """Cut the model into as many stages as `axis` has devices. Stages work on different
+    microbatches at the same time.
 
     Args:
-        axis: name of a mesh axis; the others shard what each stage computes. By default the planner
-            tries every axis, and none; there also several microbatches, one after another, where
-            more than a twentieth of a step goes into what backward runs again.
-        microbatches: into how many the batch is cut; by default the planner's choice: one, where
-            samples depend on each other (batch normalization, contrastive losses), which the plan
-            says, naming the op.
-        schedule: ``"1f1b"`` (Narayanan et al., "PipeDream", 2019, as Megatron-LM runs it: as many
-            microbatches in flight as there are stages from here to the last), ``"gpipe"`` (Huang et
-            al., 2019: all in flight), or ``"interleaved_1f1b"`` (Narayanan et al., "Efficient
-            Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021, section
-            2.2: several stages a device, far apart in the model, so that it waits less and holds
-            and sends more). ``"auto"``: 1F1B, and where its stages wait so long that it may be
-            worth it, also interleaved, with 2 stages a device, 4, … as long as that is faster. By
-            default ``"1f1b"`` on an axis that is named, ``"auto"`` where the planner chooses the
-            axis. One microbatch has one order, of which plans speak as ``"gpipe"``. So do those of
-            a model that returns no loss, whose backward waits for one outside of it: all forwards
-            run first.
-        cuts: module paths with which the later stages begin, ``["model.layers.8"]``; by default the
-            planner's choice.
-        independent: a promise that no sample depends on another, where the planner cannot see it
-            (tokens sorted by expert).
-        chunks: stages per device of the interleaved schedule, 2 by default; device r of P has
-            stages r, r + P, … of chunks·P. Its microbatches are as many as devices or more, in
-            equal rounds, such as a multiple of P.
+        axis: name of a mesh axis. The other axes shard the computation of each stage. None lets the
+            planner try every axis, and no pipeline; without one it also tries several microbatches
+            one after another, if recomputation takes more than a twentieth of a step.
+        microbatches: number of microbatches of the batch. None lets the planner choose: one if
+            samples depend on each other, as in batch normalization or a contrastive loss; the plan
+            then names the op.
+        schedule: the order of the stages' work.
+
+            - ``"1f1b"``: Narayanan et al., "PipeDream", 2019, as in Megatron-LM. A stage has as
+              many microbatches in flight as there are stages from it to the last one.
+            - ``"gpipe"``: Huang et al., 2019. All microbatches are in flight.
+            - ``"interleaved_1f1b"``: Narayanan et al., "Efficient Large-Scale Language Model
+              Training on GPU Clusters Using Megatron-LM", 2021, section 2.2. A device has several
+              stages from distant parts of the model. It waits less, and it stores and sends more.
+            - ``"auto"``: 1F1B, and if stages wait long enough for it to pay off, also interleaved
+              with 2, 4, … stages per device, for as long as this is faster.
+
+            The default is ``"1f1b"`` if `axis` is named, else ``"auto"``. A single microbatch has
+            only one order, which plans call ``"gpipe"``. So does a model that returns no loss: its
+            backward waits for a loss from outside, and all forwards run first.
+        cuts: paths of the modules with which the later stages begin, such as
+            ``["model.layers.8"]``. None lets the planner choose.
+        independent: a promise that samples do not depend on each other, for models where the
+            planner cannot see it, such as one that sorts tokens by expert.
+        chunks: stages per device of the interleaved schedule, by default 2. Device r of P has the
+            stages r, r + P, … of chunks·P. There must be at least P microbatches, in equal rounds,
+            such as a multiple of P.
 
     Raises:
-        ConstraintError: on another schedule or no number. When a model is planned: where the axis
-            is not in the mesh, the batch does not divide, samples depend on each other and more
-            than one microbatch is asked for, or the model cannot be cut there; naming the op that
-            refuses.
+        ConstraintError: if an argument has an invalid value. When a model is planned: if the axis
+            is not in the mesh, the batch is not divisible, samples depend on each other and several
+            microbatches are asked for, or the model cannot be cut there. The error names the op.
     """
     schedule = schedule or _schedule(axis, cuts)
     if schedule not in (*SCHEDULES, AUTO):

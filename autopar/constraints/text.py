@@ -101,7 +101,7 @@ def read_constraint(data: Mapping[str, Any]) -> Constraint:
         ConstraintError: if `data` is no such record.
     """
     try:
-        return _layout(data) if "pattern" in data else _named(data)
+        return _layout(data) if "pattern" in data else _plan(data)
     except (KeyError, TypeError, AttributeError, AutoparError) as error:
         raise ConstraintError(
             f"{data!r} is no record of a constraint",
@@ -113,31 +113,38 @@ def _layout(data: Mapping[str, Any]) -> LayoutConstraint:
     return layout(**{str(name): value for name, value in data.items()})
 
 
-def _named(data: Mapping[str, Any]) -> Constraint:
-    if data["plan"] == "megatron":
-        dp = None if data["dp"] is None else _degree(data["dp"])
-        rest = {
-            name: data[name]
-            for name in ("recompute", "pp", "microbatches", "chunks", "free", "sequence")
-            if name in data
-        }
-        more: dict[str, Any] = {name: _degree(data[name]) for name in ("cp", "ep") if name in data}
-        return megatron(tp=_degree(data["tp"]), dp=dp, zero=data["zero"], **more, **rest)
-    if data["plan"] in ("pipeline", "offload"):
-        make = pipeline if data["plan"] == "pipeline" else offload
-        return make(**{str(name): value for name, value in data.items() if name != "plan"})
-    if data["plan"] == "rests_as":
-        return rests_as(data["storage"])
+def _plan(data: Mapping[str, Any]) -> Constraint:
+    read = _READERS.get(data["plan"])
+    if read is not None:
+        return read(data)
     if data["plan"] not in get_args(PlanName) or not {"plan", "axes", "sequence"} >= data.keys():
         raise ConstraintError(f"no plan is named {data['plan']!r}")
     axes = None if data["axes"] is None else tuple(data["axes"])
     if "sequence" in data:
-        return tensor_parallel(
-            data["plan"].removeprefix("tensor_parallel_"),
-            axes=axes or (),
-            sequence=data["sequence"],
-        )
+        kind = data["plan"].removeprefix("tensor_parallel_")
+        return tensor_parallel(kind, axes=axes or (), sequence=data["sequence"])
     return Parallelism(data["plan"], axes, 3 if data["plan"] == "fsdp" else 0)
+
+
+def _megatron(data: Mapping[str, Any]) -> Constraint:
+    rest = {name: data[name] for name in _MEGATRON_WORDS if name in data}
+    degrees: dict[str, Any] = {name: _degree(data[name]) for name in ("cp", "ep") if name in data}
+    dp = None if data["dp"] is None else _degree(data["dp"])
+    return megatron(tp=_degree(data["tp"]), dp=dp, zero=data["zero"], **degrees, **rest)
+
+
+def _words(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constraint whose record has them under their own names."""
+    return {str(name): value for name, value in data.items() if name != "plan"}
+
+
+_MEGATRON_WORDS = ("recompute", "pp", "microbatches", "chunks", "free", "sequence")
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Constraint]] = {
+    "megatron": _megatron,
+    "pipeline": lambda data: pipeline(**_words(data)),
+    "offload": lambda data: offload(**_words(data)),
+    "rests_as": lambda data: rests_as(data["storage"]),
+}
 
 
 def _degree(value: int | list[str]) -> int | Axes:

@@ -108,28 +108,40 @@ def parallelisms(constraints: Iterable[Constraint], mesh: Mesh) -> Iterator[Para
     for constraint in constraints:
         if isinstance(constraint, LayoutConstraint | Pipelined | Offloaded | Resting):
             continue
-        for plan in (
-            parts_of(constraint, mesh) if isinstance(constraint, Megatron) else (constraint,)
-        ):
+        parts = parts_of(constraint, mesh) if isinstance(constraint, Megatron) else (constraint,)
+        for plan in parts:
             names = tuple(mesh.names[axis] for axis in axes_of(plan, mesh))
             if plan.kind is not None and plan.kind in GRIDS:
                 check_grid(str(plan), plan.kind, plan.axes or (), mesh)
                 names = plan.axes or ()
             for name in names:
                 if name in claimed:
-                    other, part = claimed[name]
-                    both = (
-                        f"{constraint}: {plan} and {part}"
-                        if other is constraint
-                        else f"{constraint} and {other}"
-                    )
-                    what = f"{both} both speak of axis {name!r}"
-                    raise ConstraintError(
-                        what, remedy="name the axes of each, for example ddp(axes='node')"
-                    )
+                    raise _same_axis_error(name, (constraint, plan), claimed[name])
                 claimed[name] = constraint, plan
             if names:
                 yield replace(plan, axes=names)
+
+
+def _same_axis_error(
+    name: str, one: tuple[Constraint, Parallelism], other: tuple[Constraint, Parallelism]
+) -> ConstraintError:
+    """Return the error for two plans on one axis.
+
+    Args:
+        name: the axis.
+        one, other: each plan, after the constraint that it is a part of.
+    """
+    constraint, plan = one
+    is_one_constraint = other[0] is constraint
+    both = (
+        f"{constraint}: {plan} and {other[1]}"
+        if is_one_constraint
+        else f"{constraint} and {other[0]}"
+    )
+    return ConstraintError(
+        f"{both} both speak of axis {name!r}",
+        remedy="name the axes of each, for example ddp(axes='node')",
+    )
 
 
 # --------------------------------------------------------------------------------------------------

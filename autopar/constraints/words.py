@@ -12,4 +12,6 @@ def in_words(constraint: Constraint) -> str:
     if not isinstance(constraint, LayoutConstraint):
         return str(constraint)
     words = constraint.to_json()
-    return f"layout({', '.join([repr(words.pop('pattern')), *(f'{name}={value!r}' for name, value in words.items())])})"  # noqa: E501
+    pattern = repr(words.pop("pattern"))
+    named = (f"{name}={value!r}" for name, value in words.items())
+    return f"layout({', '.join((pattern, *named))})"

@@ -123,7 +123,7 @@ def apply_buckets(program: Program, plan: Plan) -> Program:
             f"a bucket in {bucket.phase}, of {first} first, holds what no graph of the program"
             " moves"
         )
-    return replace(program, **changed, collectives=tuple(emitted))  # type: ignore[arg-type]
+    return replace(program, **changed, collectives=tuple(emitted))
 
 
 def names_of(bucket: Bucket) -> list[tuple[Any, ...]]:
@@ -195,7 +195,7 @@ class _Together:
             step.args[0]
             for step, read in zip(self.steps, self.reads, strict=True)
             if step.args[0] is not read
-        )  # type: ignore[misc]
+        )
 
     @staticmethod
     def of(bucket: Bucket, steps: Mapping[Any, fx.Node], mesh_shape: Sequence[int]) -> _Together:
@@ -224,8 +224,8 @@ class _Together:
             )
             raise ChangedPlanError(what)
         sources = [n.args[0] for n in members]
-        reads = tuple(s.args[0] if s.meta.get("key", "").endswith("/widen") else s for s in sources)  # type: ignore[union-attr]
-        return _Together(bucket, members, reads, tuple(map(_cast_behind, members)))  # type: ignore[arg-type]
+        reads = tuple(s.args[0] if s.meta.get("key", "").endswith("/widen") else s for s in sources)
+        return _Together(bucket, members, reads, tuple(map(_cast_behind, members)))
 
 
 def _cast_behind(step: fx.Node) -> fx.Node:

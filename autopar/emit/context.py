@@ -184,7 +184,7 @@ class LoweringContext:
     def results(self) -> list[fx.Node]:
         """Return the nodes that the trace returns."""
         assert self.output is not None
-        return list(self.output.args[0])  # type: ignore[arg-type]
+        return list(self.output.args[0])
 
     def value(self, ref: Ref) -> torch.Tensor:
         """Return the traced value of a tensor, a fake tensor of global shape."""

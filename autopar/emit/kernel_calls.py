@@ -151,12 +151,9 @@ def emit_kernel(
     job: LowersPlan = phase.job
     for operand, (ref, layout) in enumerate(zip(refs, strategy.inputs, strict=True)):
         step = job.index.steps.get((phase.phase, job.key(ref)), {}).get(layout)
-        if (
-            step is None
-            or step.kernel is None
-            or step.kernel.again != again
-            or layout in phase.have.get(ref, {})
-        ):
+        if step is None or step.kernel is None or step.kernel.again != again:
+            continue
+        if layout in phase.have.get(ref, {}):
             continue
         if step.collective.kind == "all_gather" and product_of(job.nodes[ref[0]], step) is node:
             _gather(phase, node, strategy, refs, operand, step)
@@ -164,7 +161,7 @@ def emit_kernel(
         if step.kernel.name == NORMED:
             _norm(phase, node, strategy, refs, operand, step)
             return True
-    step = _scatter_step(phase, node, strategy, again) if len(strategy.outputs) == 1 else None
+    step = _scatter_step(phase, node, strategy, again)
     if step is not None and _kernel(step).name != NORMED:
         _scatter(phase, node, strategy, refs, step)
     return step is not None or _stands_later(phase, node, again)
@@ -183,13 +180,15 @@ def _stands_later(phase: BuildsPhase, node: fx.Node, again: bool) -> bool:
 def _scatter_step(
     phase: BuildsPhase, made: fx.Node, strategy: Strategy, again: bool
 ) -> Communication | None:
-    """Return the step by which a kernel scatters a node's result, if there is one."""
+    """Return the step by which a kernel scatters a node's only result, if there is one."""
+    if len(strategy.outputs) != 1:
+        return None
     for step in phase.job.index.steps.get(
         (phase.phase, phase.job.key((made.name, 0))), {}
     ).values():
         scatters = step.collective.kind == "reduce_scatter" and step.source == strategy.outputs[0]
         if scatters and step.kernel is not None and step.kernel.again == again:
-            return step  # type: ignore[no-any-return]  # a Job is invariant
+            return step  # a Job is invariant
     return None
 
 
@@ -295,7 +294,7 @@ def _norm(
     _, _, scale, *settings = after.norm.args
     weight = phase.get(
         (scale.name, 0), chosen[after.norm.meta["key"]].inputs[2], after.norm.meta["key"]
-    )  # type: ignore[union-attr]
+    )
     args = (
         a,
         b,

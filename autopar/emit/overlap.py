@@ -350,7 +350,7 @@ class OverlapSchedule:
             c.kind == "all_gather"
             and step.meta["slack"] == "prefetchable"
             and step.args[0].target is not into_bucket
-        )  # type: ignore[union-attr]
+        )
         sent = 0 if rests else c.bytes
         return sent + c.output_bytes(c.size_in(self.phase.mesh_shape))
 

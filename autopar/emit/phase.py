@@ -57,7 +57,7 @@ def mark(node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
     """
     place = operand_written(node)
     if place is not None:
-        operand = strategy.inputs[operands_of(node).index(node.args[place])]  # type: ignore[arg-type]
+        operand = strategy.inputs[operands_of(node).index(node.args[place])]
         here.meta.update({IN_PLACE: place} if operand.splits_like(strategy.outputs[0]) else {})
 
 
@@ -71,8 +71,8 @@ def write(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequence[
         mesh_shape: the sizes of the mesh axes.
     """
     place = node.meta.pop(IN_PLACE, None)
-    form = None if place is None else in_place_form(node.target)  # type: ignore[arg-type]
-    if form is not None and _may_go(node.args[place], saved, mesh_shape):  # type: ignore[arg-type]
+    form = None if place is None else in_place_form(node.target)
+    if form is not None and _may_go(node.args[place], saved, mesh_shape):
         node.target, keyword = form
         node.kwargs = {**node.kwargs, keyword: node.args[place]} if keyword else node.kwargs
         node.meta[IN_PLACE] = place
@@ -213,6 +213,10 @@ class PhaseBuilder:
             ):
                 self._step(ref, node, step)
 
+    def _runs_again(self, node: fx.Node) -> bool:
+        """Whether the plan has backward run a node of forward again."""
+        return node.op == "call_function" and node.meta["key"] in self.job.index.again
+
     def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
         """Return the node of a tensor in a layout, after emitting whatever it needs.
 
@@ -233,12 +237,9 @@ class PhaseBuilder:
         step = self.job.index.steps.get((self.phase, self.job.key(ref)), {}).get(layout)
         if step is not None and step.kernel is not None:
             made = self.job.nodes[ref[0]]
-            self.compute(
-                kernel_calls.product_of(made, step)
-                if step.collective.kind == "all_gather"
-                else made,
-                again=step.kernel.again,
-            )
+            gathers = step.collective.kind == "all_gather"
+            product = kernel_calls.product_of(made, step) if gathers else made
+            self.compute(product, again=step.kernel.again)
             if layout in self.have.get(ref, {}):
                 return self.have[ref][layout]
         elif (
@@ -250,11 +251,7 @@ class PhaseBuilder:
             at_hand = self.have.get(ref, {})
             return at_hand[layout] if layout in at_hand else self._step(ref, source, step)
         node = self.job.nodes[ref[0]]
-        if (
-            self.phase == "backward"
-            and node.op == "call_function"
-            and node.meta["key"] in self.job.index.again
-        ):
+        if self.phase == "backward" and self._runs_again(node):
             self.compute(node, again=True)
             if layout in self.have.get(ref, {}):
                 return self.have[ref][layout]
@@ -482,5 +479,5 @@ class PhaseBuilder:
 
 def _reads(node: fx.Node) -> list[Ref]:
     if node.target is operator.getitem:
-        return [(node.args[0].name, int(node.args[1]))]  # type: ignore[union-attr, arg-type]
+        return [(node.args[0].name, int(node.args[1]))]
     return [(n.name, 0) for n in operands_of(node)]

@@ -34,13 +34,7 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
     Args:
         graph: an emitted graph. plan: the plan that it was emitted from.
     """
-    computed = ((e, entry) for e, entry in enumerate(plan.entries) if entry.kind == "compute")
-    owner = {
-        c.node.format(*at): (e, i)
-        for e, entry in computed
-        for i, at in enumerate(entry.instances)
-        for c in entry.nodes
-    }
+    owner = _owners(plan)
     found: dict[fx.Node, float] = {}
     spent: set[tuple[int, int, bool]] = set()
     for node in graph.nodes:
@@ -53,13 +47,23 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
         for key in (node.meta.get("key", ""), *(kernel.others if kernel is not None else ())):
             if (at := owner.get(key)) is not None and (*at, again) not in spent:
                 spent.add((*at, again))
-                found[node] = found.get(node, 0.0) + (
-                    plan.entries[at[0]].again_s if again else plan.entries[at[0]].time_s
-                )
+                entry = plan.entries[at[0]]
+                found[node] = found.get(node, 0.0) + (entry.again_s if again else entry.time_s)
         routed_s = sum(c.kernel.saved_s for c in node.meta.get("own", ()) if c.kernel is not None)
         if kernel is not None or routed_s:
             found[node] = found.get(node, 0.0) - (routed_s if kernel is None else kernel.saved_s)
     return found
+
+
+def _owners(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Return key of a node → the plan's entry and its instance that have the node's time."""
+    computed = ((e, entry) for e, entry in enumerate(plan.entries) if entry.kind == "compute")
+    return {
+        c.node.format(*at): (e, i)
+        for e, entry in computed
+        for i, at in enumerate(entry.instances)
+        for c in entry.nodes
+    }
 
 
 def blocked_s(node: fx.Node) -> float:
@@ -111,30 +115,13 @@ def _phase(
     streams = Streams(plan.overlap.slowdown)
     spans: list[Span] = []
     for action, node in order:
-        before_s, time_s = streams.now_s, times.get(node, 0.0)
+        time_s = times.get(node, 0.0)
         if action == "start" or node.target is kernels.start:
             streams.start(node, time_s)
         elif action == "finish" or node.target is kernels.finish:
             streams.finish(node if action == "finish" else node.args[0])
         else:
-            waits = (
-                "collective" in node.meta and node.meta["collective"].kind != "slice"
-            )  # a slice is a local copy
-            if blocked_s(node):
-                streams.block(blocked_s(node))
-                moved = node.meta["kernel"].key if "kernel" in node.meta else node.meta["key"]
-                spans.append((moved, "communication", before_s, streams.now_s - before_s))
-                before_s = streams.now_s
-            (streams.block if waits else streams.compute)(time_s)
-            if time_s > 0.0:
-                spans.append(
-                    (
-                        node.meta["key"],
-                        "communication" if waits else "compute",
-                        before_s,
-                        streams.now_s - before_s,
-                    )
-                )
+            spans += _run(streams, node, time_s)
     for step, start_s, end_s in streams.ran:
         assert isinstance(step, fx.Node)
         spans.append((step.meta["key"], "communication", start_s, end_s - start_s))
@@ -144,6 +131,30 @@ def _phase(
         tuple(sorted(spans, key=lambda span: span[2])),
         _missing_s(phase, times, plan),
     )
+
+
+def _run(streams: Streams, node: fx.Node, time_s: float) -> list[Span]:
+    """Run a node that is neither the start nor the end of a collective, and return what ran.
+
+    Args:
+        streams: the two streams of the device.
+        node: the node.
+        time_s: its time without `blocked_s`.
+    """
+    spans: list[Span] = []
+    if moved_s := blocked_s(node):
+        before_s = streams.now_s
+        streams.block(moved_s)
+        moved = node.meta["kernel"].key if "kernel" in node.meta else node.meta["key"]
+        spans.append((moved, "communication", before_s, streams.now_s - before_s))
+    before_s = streams.now_s
+    # A slice is a local copy.
+    waits = "collective" in node.meta and node.meta["collective"].kind != "slice"
+    (streams.block if waits else streams.compute)(time_s)
+    if time_s > 0.0:
+        kind = "communication" if waits else "compute"
+        spans.append((node.meta["key"], kind, before_s, streams.now_s - before_s))
+    return spans
 
 
 def _missing_s(phase: str, times: Mapping[fx.Node, float], plan: Plan) -> float:

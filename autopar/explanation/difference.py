@@ -103,6 +103,7 @@ def rows(first: Plan, second: Plan) -> tuple[DifferenceRow, ...]:
     places = _places(first), _places(second)
 
     def cell(module: str, instance: tuple[int, ...]) -> tuple[_Place, _Place]:
+        """Return the places of a module's copy in both plans; empty where a plan lacks it."""
         if module in CROSSING:  # named by what crosses there, which is another thing at each cut
             return (), ()
         return places[0].get((module, instance), ()), places[1].get((module, instance), ())
@@ -194,6 +195,7 @@ def _split(plan: Plan, cell: _Cell) -> Plan:
     different cells."""
 
     def each(facts: tuple[_Split, ...], node: Callable[[_Split], str]) -> Iterator[_Split]:
+        """Yield facts split so that all copies of one are in one cell."""
         for fact in facts:
             cells: dict[tuple[_Place, _Place], list[tuple[int, ...]]] = {}
             for instance in fact.instances:
@@ -413,8 +415,8 @@ class Diff(Readable):
 
 
 def diff(first: Plan | str | Path, second: Plan | str | Path) -> Diff:
-    """What changed from `first` to `second`, plans or their files: layouts, stages,
-    recomputation, time and memory, per module."""
+    """Compare two plans, or their files, module by module: layouts, stages, recomputation, time and
+    memory."""
     first, second = Plan.of(first), Plan.of(second)
     a, b = first.pipeline, second.pipeline
     if _cuts(first) != _cuts(second):
@@ -467,7 +469,7 @@ def _by_shares(first: Plan, second: Plan) -> Diff:
         if max(abs(before[name]), abs(after[name])) > least_s
     )
     same = ((f"({_modules(num_equal, ' that')} the same)", *equal_s),) if num_equal else ()
-    return Diff(first, second, tuple(changes), num_equal, (*same, *others))  # type: ignore[arg-type]
+    return Diff(first, second, tuple(changes), num_equal, (*same, *others))
 
 
 def _said_of(a: Share | None, b: Share | None) -> Iterator[str]:

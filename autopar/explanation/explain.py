@@ -21,23 +21,24 @@ def explain(
     profile: Hardware | None = None,
     flips: Sequence[Flip] = (),
 ) -> Explanation | StagedExplanation:
-    """A readable account of a plan: time, memory, proof; per module its layouts, costs, and the
-    best other choice. Of a plan with a pipeline also its schedule and what crosses between stages,
-    then the same per stage.
+    """Explain a plan: its time, memory and proof, and for each module its layouts, its costs and
+    the best alternative. For a plan with a pipeline, also the schedule and the tensors that cross
+    between stages, and then the same for each stage.
 
-    Which parallelism a module has is derived from its layouts; `autopar.breakdown.module_parts`
-    states the criteria.
+    The parallelism of a module is derived from its layouts; `autopar.breakdown.module_parts` states
+    the criteria.
 
     Args:
-        plan: or its file. module: a module path with shell wildcards; only these modules, with
-            every decision taken in them.
-        profile: the one that the plan was made for, where it is not a shipped one; it tells what
-            faster links are worth.
-        flips: at which change of the hardware close choices turn, as `autopar.flips` finds them for
-            the plan and its model.
+        plan: a plan or its file.
+        module: a module path with shell wildcards. Only the modules that match are shown, with
+            every decision in them. None shows all modules.
+        profile: the hardware profile of the plan, if it is not shipped with autopar. It is needed
+            to state the value of faster links.
+        flips: the changes of the hardware at which close choices change, as `autopar.flips` returns
+            them for the plan and its model.
 
     Raises:
-        PlanError: where no module matches.
+        PlanError: if no module matches.
     """
     plan = Plan.of(plan)
     pipeline = plan.pipeline

@@ -190,7 +190,11 @@ class StagedExplanation(Readable):
             "forward": forward,
             "the rest": [s.prediction.step_s - f for s, f in zip(stages, forward, strict=True)],
         }
-        return f"({' + '.join(f'{seconds(max(s))} (stage {s.index(max(s))}, the slowest in {phase})' for phase, s in waves.items())})"  # noqa: E501
+        slowest = (
+            f"{seconds(max(s))} (stage {s.index(max(s))}, the slowest in {phase})"
+            for phase, s in waves.items()
+        )
+        return f"({' + '.join(slowest)})"
 
     def _output_time(self) -> str:
         """Return the time of sending outputs to every rank, as text; empty if there are none."""

@@ -276,7 +276,10 @@ def on_hosts(plan: Plan) -> Iterator[str]:
 # The base of explanations: lines and tables that print in a terminal, as text and in a notebook.
 
 WIDTH = 150  # columns of the text form; a terminal's own width is used where there is one
-_HTML = '<pre style="line-height:1.15;font-family:monospace;white-space:pre;overflow-x:auto">{code}</pre>'  # noqa: E501
+_HTML = (
+    '<pre style="line-height:1.15;font-family:monospace;white-space:pre;overflow-x:auto">'
+    "{code}</pre>"
+)
 
 
 class Readable:

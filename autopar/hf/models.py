@@ -148,19 +148,27 @@ def _zero_dropout(config: Any, settings: Mapping[str, Any], dropout: float | Non
         if hasattr(value, "model_type"):
             nested = settings.get(name)
             _zero_dropout(value, nested if isinstance(nested, Mapping) else {}, dropout)
-        elif name in settings:
-            continue
-        elif name.endswith(("layerdrop", "layer_drop")) and isinstance(value, float):
-            setattr(config, name, 0.0)  # a layer dropped at random is control flow
-        elif name == "apply_spec_augment":
-            setattr(config, name, False)  # masks drawn by numpy in forward
-        elif name in ("mask_time_prob", "mask_feature_prob"):
-            setattr(config, name, 0.0)  # the same masks, of types that have no switch
-        elif "drop" in name and dropout is not None:
-            if isinstance(value, float):
-                setattr(config, name, dropout)
-            elif isinstance(value, list | tuple) and all(isinstance(rate, float) for rate in value):
-                setattr(config, name, [dropout] * len(value))
+        elif name not in settings:
+            changed = _without_draws(name, value, dropout)
+            if changed is not value:
+                setattr(config, name, changed)
+
+
+def _without_draws(name: str, value: Any, dropout: float | None) -> Any:
+    """Return the value of a setting with which nothing is drawn, and dropout has the rate
+    `dropout` if that is given; any other setting's value unchanged."""
+    if name.endswith(("layerdrop", "layer_drop")) and isinstance(value, float):
+        return 0.0  # a layer dropped at random is control flow
+    if name == "apply_spec_augment":
+        return False  # masks drawn by numpy in forward
+    if name in ("mask_time_prob", "mask_feature_prob"):
+        return 0.0  # the same masks, of types that have no switch
+    if "drop" not in name or dropout is None:
+        return value
+    if isinstance(value, float):
+        return dropout
+    is_list = isinstance(value, list | tuple) and all(isinstance(rate, float) for rate in value)
+    return [dropout] * len(value) if is_list else value
 
 
 def _head(kind: str, head: str, config: Any) -> Any:
@@ -189,10 +197,14 @@ def _head(kind: str, head: str, config: Any) -> Any:
 
 
 def load_function(spec: str) -> tuple[nn.Module, Any]:
-    """(model, batch) as ``FILE.py:FUNCTION`` returns them.
+    """Call a function of a Python file, and return the model and the batch that it returns.
+
+    Args:
+        spec: ``FILE.py:FUNCTION``.
 
     Raises:
-        AutoparError: where the file or the function is missing, or it returns something else.
+        AutoparError: if the file or the function does not exist, the function raises an error, or
+            it does not return (model, batch).
     """
     file, _, name = spec.rpartition(":")
     path = Path(file)
@@ -231,7 +243,8 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
 
 
 def _of_users(spec: str, run: Callable[[], Any]) -> Any:
-    """What `run` returns of the user's file; what that raises is told with its last line there."""
+    """Run code of the user's file. An error that it raises is reported with the last line of the
+    file in its traceback."""
     try:
         return run()
     except AutoparError:

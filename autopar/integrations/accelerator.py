@@ -44,11 +44,12 @@ class Accelerator(accelerate.Accelerator):
             pm, torch.optim.AdamW(pm.parameters()), loader, scheduler
         )
 
-    A loader's batch is the batch of all processes. Gathering returns its argument, which every rank
-    has anyway.
+    A batch of a loader is the batch of all processes. `gather` returns its argument, since every
+    rank has the whole value.
 
     Raises:
-        AutoparError: on arguments that ask accelerate for what the compiled module does itself.
+        AutoparError: if an argument asks accelerate for something that the compiled module does
+            itself.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -121,6 +122,7 @@ class Accelerator(accelerate.Accelerator):
         call = model.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            """Run the model under autocast, and return floating results in float32."""
             with self.autocast():
                 return convert_to_fp32(call(*args, **kwargs))
 

@@ -110,6 +110,7 @@ def call_of(module: Any, name: str, step: str, loaders: Any, prepared: Callable[
     batch = prepared(tree_map_only(Tensor, Tensor.clone, batch))
 
     def try_step(stand_in: nn.Module) -> None:
+        """Run the step on the first batch, with a stand-in for the child."""
         run = getattr(_trial(module, name, stand_in), step)
         run(batch, *_indices(run))
 

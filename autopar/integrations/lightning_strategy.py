@@ -159,28 +159,29 @@ _STEPS = {
 
 
 class LightningStrategy(WholeBatches):
-    """Run Lightning's Trainer on all processes that were started, or on one:
+    """A strategy with which Lightning's Trainer trains a compiled module on all processes of the
+    job, or on one:
 
         trainer = lightning.Trainer(
             strategy=autopar.LightningStrategy(), max_epochs=3, gradient_clip_val=1.0
         )
         trainer.fit(module, loader)
 
-    The only child of the LightningModule whose parameters are trained is compiled when a run
-    begins, and is replaced by the compiled module; the rest of a step (losses, logging, metrics)
-    runs on every rank, on whole outputs. A batch is that of all processes together. A checkpoint is
-    the file that Lightning writes on one process, with whole weights, which
-    ``load_from_checkpoint`` reads. The optimizer's state, which loads on any number of processes,
-    is in a folder next to it.
+    When a run begins, the only child of the LightningModule that has trained parameters is replaced
+    by its compiled module. The rest of a step, such as losses, logging and metrics, runs on every
+    rank with whole outputs. A batch of the loader is the batch of all processes together. A
+    checkpoint is the file that Lightning writes on one process. It has whole weights, and
+    ``load_from_checkpoint`` reads it. A folder next to it has the optimizer's state, which loads on
+    any number of processes.
 
     Args:
         mesh, compile_options: as for `autopar.compile`.
-        example_inputs: a batch as the model is called with it; by default the arguments with which
-            the step calls it on the loader's first batch, which is read for it.
+        example_inputs: the arguments of a call of the model. By default the first batch of the
+            loader is read, and its step is run to find them.
 
     Raises:
-        AutoparError: on what a compiled module cannot serve (several optimizers, parameters that
-            are trained in several children), with what to do.
+        AutoparError: if the LightningModule needs something that a compiled module does not
+            support, such as several optimizers, or trained parameters in several children.
     """
 
     def __init__(
@@ -262,6 +263,7 @@ class LightningStrategy(WholeBatches):
 
     def _first_call(self, module: Any, step: str, loop: Any) -> Any:
         def prepare_batch(batch: Any) -> Any:
+            """Return a batch of the loader as Lightning passes it to a step."""
             return self.batch_to_device(self.precision_plugin.convert_input(batch))
 
         return call_of(module, self._name, step, loop._data_source.dataloader(), prepare_batch)

@@ -50,7 +50,8 @@ def save_pretrained(
     state = whole_values(holder_of(module), names_saved(model))
 
     def save() -> None:
-        model.save_pretrained(str(folder), state_dict=state, **options)  # type: ignore[operator]
+        """Write the model with the gathered weights."""
+        model.save_pretrained(str(folder), state_dict=state, **options)
 
     by_first(save, str(folder), "see the reason; name a folder that can be written to")
 

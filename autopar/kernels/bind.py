@@ -70,7 +70,7 @@ def _bind_call(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -
 def _place_on_device(node: fx.Node, device: str | None) -> None:
     """Let an op run on `device`: by a kernel of one pass, or with its results there."""
     if device == "cuda" and node.target in row_kernels.ON_GPU:
-        node.target = row_kernels.ON_GPU[node.target]  # type: ignore[index]
+        node.target = row_kernels.ON_GPU[node.target]
     elif device == "cuda" and node.meta.get("on_host"):
         # Copies from memory that is not page-locked do not run beside compute.
         node.kwargs = {**node.kwargs, "pin_memory": True}
@@ -90,8 +90,8 @@ def _is_read_by_host(stored: fx.Node) -> bool:
 def _bind_place(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
     """Replace a rank's first index or length by a literal."""
     size, splitters = node.args
-    place = range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])  # type: ignore[arg-type, union-attr]
-    _replace(node, place[PLACES.index(node.target)])  # type: ignore[arg-type]
+    place = range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])
+    _replace(node, place[PLACES.index(node.target)])
 
 
 def _bind_copy(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
@@ -101,9 +101,9 @@ def _bind_copy(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -
 
 def _bind_experts(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
     *operands, split, most, axis, routed = node.args
-    starts = dispatched.starts_of(split, axis, tuple(groups))  # type: ignore[arg-type]
-    settings = dispatched.settings_of(groups[axis], routed)  # type: ignore[index,arg-type]
-    node.target = dispatched.BOUND[node.target]  # type: ignore[index]
+    starts = dispatched.starts_of(split, axis, tuple(groups))
+    settings = dispatched.settings_of(groups[axis], routed)
+    node.target = dispatched.BOUND[node.target]
     node.args = (*operands, starts, most, *settings)
 
 
@@ -144,8 +144,8 @@ def _bind_part(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -
 
 
 def _bind_kernel(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
-    node.target, place = fused.BOUND[node.target]  # type: ignore[index]
-    group = groups[node.args[place]]  # type: ignore[index]
+    node.target, place = fused.BOUND[node.target]
+    group = groups[node.args[place]]
     node.args = (
         *node.args[:place],
         group.size,

@@ -142,14 +142,14 @@ def experts_bound(*operands: Any) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return torch.ops.autopar.dispatch_experts(*operands)
-    return _run(dispatched_experts, *operands)  # type: ignore[no-any-return]
+    return _run(dispatched_experts, *operands)
 
 
 def experts_backward_bound(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `experts_backward` in a process group, see `experts_bound`."""
     if torch.compiler.is_compiling():
         return torch.ops.autopar.dispatch_experts_backward(*operands)
-    return _run(dispatched_experts_backward, *operands)  # type: ignore[no-any-return]
+    return _run(dispatched_experts_backward, *operands)
 
 
 def _run(together: Callable[[Sequence[Operands], Exchange], list[Any]], *operands: Any) -> Any:
@@ -426,7 +426,7 @@ def _dispatch_experts(
         name,
         coordinate,
         routed,
-    )  # type: ignore[no-any-return]
+    )
 
 
 @torch.library.custom_op("autopar::dispatch_experts_backward", mutates_args=())
@@ -447,7 +447,7 @@ def _dispatch_experts_backward(
     routed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     operands = grad, x, ids, gates, up, down, act, num, starts, most, size, name, coordinate, routed
-    return _run(dispatched_experts_backward, *operands)  # type: ignore[no-any-return]
+    return _run(dispatched_experts_backward, *operands)
 
 
 @_dispatch_experts.register_fake
@@ -459,4 +459,4 @@ def _(x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, *settings
 def _(
     grad: Tensor, x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(t.new_empty(t.shape) for t in (x, gates, up, down))  # type: ignore[return-value]
+    return tuple(t.new_empty(t.shape) for t in (x, gates, up, down))

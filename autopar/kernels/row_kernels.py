@@ -194,35 +194,31 @@ def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Te
 def _serves(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether a kernel takes these tensors: of one dtype on one device, contiguous, and with
     data."""
-    if (
-        torch.compiler.is_compiling()
-        or x.dtype not in library.FLOATS
-        or x.dim() == 0
-        or not x.numel()
-    ):
+    if torch.compiler.is_compiling() or not _has_kernel(x):
         return False
     given = [each for each in (x, *others) if each is not None]
-    alike = all(
-        each.dtype == x.dtype and each.device == x.device and type(each) in _WITH_DATA
-        for each in given
-    )
-    there = (
-        alike
-        and x.shape[-1] < 2**31
-        and _num_rows(x) < 2**31
-        and library.on_device(_kind(x))
-        and library.has(x.device)
-    )
-    if (
-        there
-        and (apart := next((each for each in given if not each.is_contiguous()), None)) is not None
-    ):
+    if not all(_is_like(each, x) for each in given):
+        return False
+    apart = next((each for each in given if not each.is_contiguous()), None)
+    if apart is not None:
         _say_once(
             f"a norm or a loss of {tuple(x.shape)} takes several passes over memory: it reads a"
             f" tensor of strides {apart.stride()}"
         )
+    return apart is None
+
+
+def _is_like(each: Tensor, x: Tensor) -> bool:
+    """Whether a tensor has data, and the dtype and the device of `x`."""
+    return each.dtype == x.dtype and each.device == x.device and type(each) in _WITH_DATA
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether there is a kernel for the dtype, the size and the device of a tensor."""
+    if x.dtype not in library.FLOATS or x.dim() == 0 or not x.numel():
         return False
-    return there
+    is_short = x.shape[-1] < 2**31 and _num_rows(x) < 2**31
+    return is_short and library.on_device(_kind(x)) and library.has(x.device)
 
 
 @cache

@@ -59,6 +59,12 @@ def constant(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """The tensor of shape `size` that holds `values` in row-major order. Each call makes a new
-    one."""
+    """Make a new tensor of given numbers.
+
+    Args:
+        values: the numbers, in row-major order.
+        size: shape of the tensor.
+        dtype: its dtype.
+        device: its device.
+    """
     return torch.tensor(values, dtype=dtype, device=device).reshape(tuple(size))

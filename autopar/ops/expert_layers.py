@@ -213,7 +213,7 @@ def _(
     size: int,
     start: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(t.new_empty(t.shape) for t in (x, gates, up, down))  # type: ignore[return-value]
+    return tuple(t.new_empty(t.shape) for t in (x, gates, up, down))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -65,7 +65,13 @@ def cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float) -> Tensor:
 
 
 def pdist_backward(grad: Tensor, x: Tensor, p: float) -> Tensor:
-    """The gradient of ``torch.pdist(x, p)``, whose distances are computed again."""
+    """Return the gradient of ``torch.pdist(x, p)``, whose distances are computed again.
+
+    Args:
+        grad: gradient of the distances [n (n − 1) / 2].
+        x: points [n, d].
+        p: order of the norm.
+    """
     grad, x = grad.contiguous(), x.contiguous()  # the kernel reads others as if they were
     return aten._pdist_backward.default(grad, x, p, aten._pdist_forward.default(x, p))
 
@@ -78,7 +84,12 @@ def segment_reduce_backward(
     offsets: Tensor | None,
     axis: int,
 ) -> Tensor:
-    """The gradient of ``torch.segment_reduce``, whose results are computed again."""
+    """Return the gradient of ``torch.segment_reduce``, whose results are computed again.
+
+    Args:
+        grad: gradient of the results.
+        data, reduce, lengths, offsets, axis: the arguments of ``torch.segment_reduce``.
+    """
     how = {"lengths": lengths, "offsets": offsets, "axis": axis}
     found = aten.segment_reduce.default(data, reduce, unsafe=True, **how)
     return aten._segment_reduce_backward.default(grad, found, data, reduce, **how)

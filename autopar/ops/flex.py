@@ -55,7 +55,16 @@ class Scoring:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
-    """As `autopar.ops.flex_attention` of all heads that a part reads."""
+    """Compute attention with scores that a function changes, as `autopar.ops.flex_attention`.
+
+    Args:
+        q: queries [b, h, s, d].
+        k, v: keys and values [b, g, t, d], where g divides h.
+        how: the functions of scores and mask, and the part that q is.
+
+    Returns:
+        out [b, h, s, d] and lse [b, h, s], the log of the sum of exponentials.
+    """
     if q.device.type == "cuda":
         with torch.no_grad():
             out, lse = _by_torch(q, k, v, how.captured, how)
@@ -85,7 +94,15 @@ def attend_backward(
     wanted: Sequence[int],
     how: Scoring,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, and of the captured tensors whose numbers are wanted."""
+    """Return the gradients of q, k, v, and of the captured tensors in `wanted`.
+
+    Args:
+        q, k, v, how: the arguments of `attend`.
+        out, lse: its results.
+        grad: gradient of `out`.
+        grad_lse: gradient of `lse`; None if it has none.
+        wanted: positions in `how.captured`.
+    """
     if q.device.type == "cuda":
         return _backward_by_torch(q, k, v, grad, grad_lse, wanted, how)
     dq, dk, dv, *others = (

@@ -150,7 +150,13 @@ def randint(
 
 
 def masked_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Return ``x · mask · scale``: dropout of `x`, or of a gradient in backward."""
+    """Return ``x · mask · scale``: dropout of `x`, or of a gradient in backward.
+
+    Args:
+        x: the operand or the gradient.
+        mask: which elements are kept, of the shape of `x`.
+        scale: 1 / (1 − the rate).
+    """
     return (x * mask).mul_(scale)
 
 

@@ -28,7 +28,10 @@ from torch import fx
 from autopar.errors import AutoparError
 
 COORDINATES = ("b", "h", "q", "k")
-SEEN = '{"does":[["full.default",[[],true],{"dtype":{"dtype":"bool"},"device":{"device":true}}]],"gives":{"v":0}}'  # noqa: E501
+SEEN = (
+    '{"does":[["full.default",[[],true],{"dtype":{"dtype":"bool"},"device":{"device":true}}]],'
+    '"gives":{"v":0}}'
+)
 """Every query sees every key."""
 INDEX = "index.Tensor"
 _CASTS = ("_to_copy.default",)

@@ -462,8 +462,13 @@ def attention_backward(
     heads: Heads | None = None,
     mirrored_in: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, given that of `attention`'s result and what it returned; shapes
-    and parts as there."""
+    """Return the gradients of q, k and v of `attention`.
+
+    Args:
+        grad: gradient [b, h, s, d] of the result.
+        out, lse: the results [b, h, s, d] and [b, h, s] of `attention`.
+        q, k, v, mask, is_causal, scale, q_start, heads, mirrored_in: its arguments.
+    """
     if heads is not None:
         own = read_heads(k, q, heads), read_heads(v, q, heads)
         dq, dk, dv = attention_backward(
@@ -494,8 +499,14 @@ def _head_index(q: Tensor, heads: Heads) -> Tensor:
 
 
 def read_heads(k: Tensor, q: Tensor, heads: Heads | None) -> Tensor:
-    """The heads of `k` that q's heads read: few, or where they are shared unequally, one for
-    each."""
+    """Return the heads of `k` that q's heads read: each once, or if they are shared unequally one
+    for each head of `q`.
+
+    Args:
+        k: keys or values [b, g, t, d].
+        q: queries [b, h, s, d].
+        heads: as for `attention`; None if `q` has all heads.
+    """
     if heads is None:
         return k
     low, count, aligned = _heads_read(q, heads)
@@ -503,7 +514,12 @@ def read_heads(k: Tensor, q: Tensor, heads: Heads | None) -> Tensor:
 
 
 def to_heads(grad: Tensor, k: Tensor, q: Tensor, heads: Heads) -> Tensor:
-    """The gradient of all of `k`, given that of the heads that were read."""
+    """Return the gradient of all of `k`, with zeros for heads that are not read.
+
+    Args:
+        grad: gradient of the result of `read_heads`.
+        k, q, heads: the arguments of `read_heads`.
+    """
     whole = torch.zeros_like(k)
     low, count, aligned = _heads_read(q, heads)
     if aligned:

@@ -360,8 +360,17 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Compute ``F.ctc_loss`` by these ops; arguments and result as there, also for one sample
-    without a batch dim."""
+    """Compute ``F.ctc_loss`` by these ops.
+
+    Args:
+        log_probs: [t, n, c], or [t, c] of one sample.
+        targets: [n, s], padded, or [sum of target_lengths], one sample after another.
+        input_lengths: frames of each sample [n].
+        target_lengths: labels of each sample [n].
+        blank: the label that stands for none.
+        reduction: ``mean`` of the losses per label, ``sum``, or ``none``.
+        zero_infinity: whether infinite losses and their gradients count as 0.
+    """
     alone = log_probs.dim() == 2
     if alone:
         log_probs, targets = log_probs.unsqueeze(1), targets.reshape(1, -1)

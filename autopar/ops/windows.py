@@ -132,8 +132,14 @@ def avg_pool_backward_part(
     divisor_override: int | None,
     edges: Sequence[Sequence[int] | None],
 ) -> Tensor:
-    """The gradient of average pooling for the part's own elements; `grad` comes with the halos of
-    `edges`, as in `convolution_backward_part`."""
+    """Return the gradient of average pooling for the part's own elements.
+
+    Args:
+        grad: gradient of the results, and x: the operand; both with the halos that `edges` says.
+        kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override: settings of
+            the pooling.
+        edges: as for `convolution_backward_part`.
+    """
     num, around = len(edges), _named(edges)
     kernels, strides = _each(kernel_size, num), _each(stride or kernel_size, num)
     shape = [*x.shape[: x.dim() - num], *_shape_seen(grad, x, around, kernels, strides)]

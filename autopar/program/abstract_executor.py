@@ -295,7 +295,7 @@ class _Trial:
             self.flat[number] = None  # the call alone holds it
         self.memory.reset_peak()
         before = self.memory.live_bytes
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        result = node.target(*args, **kwargs)
         rise = self.memory.peak_bytes - before
         places = self._place(result)
         return Effect(rise, tuple(self.made), places, bool(given) and not any(given))
@@ -348,7 +348,7 @@ def as_lying(base: Tensor, lie: Lie) -> Tensor:
             plain = torch.empty(0, dtype=dtype, device="meta").set_(
                 base.untyped_storage(), offset, size, stride
             )
-            x = fake_like(plain, base.device, base.fake_mode)  # type: ignore[attr-defined]
+            x = fake_like(plain, base.device, base.fake_mode)
     else:
         x = (base if base.dtype == dtype else base.view(dtype)).as_strided(size, stride, offset)
     x = x.conj() if conjugated else x
@@ -427,7 +427,7 @@ class Rehearsal(Executor):
 
     def _num_unread(self, phase: str, graph: fx.Graph) -> int:
         if phase == "backward" and self._unread:
-            return len(graph.output_node().args[0])  # type: ignore[arg-type]
+            return len(graph.output_node().args[0])
         return self.program.num_saved if phase == "forward" else 0
 
 
@@ -464,7 +464,7 @@ class _Run:
                         del env[dead]
         last = self.order[-1][1]
         self._tell(last, self.memory.live_bytes)
-        values = [env[r] if isinstance(r, fx.Node) else r for r in last.args[0]]  # type: ignore[union-attr]
+        values = [env[r] if isinstance(r, fx.Node) else r for r in last.args[0]]
         env.clear()
         unread = [_copy_value(values.pop()) for _ in range(self.num_unread)]
         return [*_handed_over(values), *reversed(unread)]
@@ -480,16 +480,16 @@ class _Run:
             node.target in PARTS
             and node.args[1] not in ("halo", *HOST_KINDS)
             and self.groups[node.args[-1]].size == 1
-        ):  # type: ignore[index]
-            return _copy_value(env[node.args[0]]), 0  # type: ignore[index]
+        ):
+            return _copy_value(env[node.args[0]]), 0
         if node.target is operator.getitem:
-            return _copy_value(env[node.args[0]][node.args[1]]), 0  # type: ignore[index]
+            return _copy_value(env[node.args[0]][node.args[1]]), 0
         if (
             self.last_queries
             and node.target is local_start
             and any(_sees_most_at_last(user, node) for user in node.users)
         ):
-            return node.args[0] - local_length(*node.args), 0  # type: ignore[operator,arg-type]
+            return node.args[0] - local_length(*node.args), 0
         call = Operands(env)
         args, kwargs = call.token(node.args), call.token(node.kwargs)
         key = (node.target, args, kwargs, call.sizes(), self.groups)

@@ -104,7 +104,7 @@ class Unused:
         )
         names = {node.name for node in found.gone}
         results = next(iter(reversed(trace.graph.nodes))).args[0]
-        trained = {p.name: results[p.gradient] for p in trace.parameters if p.gradient is not None}  # type: ignore[index]
+        trained = {p.name: results[p.gradient] for p in trace.parameters if p.gradient is not None}
         tangents = tuple(
             frozenset(path for path, name in tangent_names(stage) if name in names)
             for stage in program.stages
@@ -168,13 +168,13 @@ class _Gone:
         if all(operand in self.gone for operand in reads) or self._is_part(node, reads[0]):
             self.gone.add(node)
         elif node.target is into_bucket:
-            self.parts[node] = tuple(tensor in self.gone for tensor in node.args[0])  # type: ignore[union-attr]
+            self.parts[node] = tuple(tensor in self.gone for tensor in node.args[0])
         elif len(reads) == 1 and reads[0] in self.parts and node.target is not operator.getitem:
             self.parts[node] = self.parts[reads[0]]
 
     def _is_part(self, node: fx.Node, bucket: fx.Node) -> bool:
         is_taken = node.target is operator.getitem and bucket.target is from_bucket
-        return is_taken and bucket in self.parts and self.parts[bucket][int(node.args[1])]  # type: ignore[arg-type]
+        return is_taken and bucket in self.parts and self.parts[bucket][int(node.args[1])]
 
 
 def _keep_one_term(node: fx.Node, gone: Collection[fx.Node]) -> None:
@@ -526,7 +526,7 @@ def without_saved(source: fx.Graph, num_saved: int) -> fx.Graph:
     backward."""
     graph = fx.Graph()
     results = graph.graph_copy(source, {})
-    graph.output(tuple(results[: len(results) - num_saved]))  # type: ignore[index, arg-type]
+    graph.output(tuple(results[: len(results) - num_saved]))
     graph.eliminate_dead_code()
     for node in graph.nodes:
         if node.target in (linear_cross_entropy, ON_GPU[linear_cross_entropy]) and all(

@@ -60,10 +60,10 @@ def run_kernel(
         parts = moved("reduce_scatter", _products(str(equation), a, b, biases), (dim, "sum", axis))
         return _norm_parts(parts, others, n, eps, in_dtype(dtypes))
     *settings, axis, _ = node.args[2:]
-    if KERNELS[node.target] == "all_gather":  # type: ignore[index]
+    if KERNELS[node.target] == "all_gather":
         equation, operand, dim = settings
         factors = [a, b]
-        factors[operand] = whole = moved("all_gather", factors[operand], (dim, axis))  # type: ignore[index, call-overload]
+        factors[operand] = whole = moved("all_gather", factors[operand], (dim, axis))
         return list(
             zip(whole, _products(str(equation), factors[0], factors[1], biases), strict=True)
         )
@@ -294,7 +294,7 @@ class Ranks:
         target, without = functional_form(node.target) or (
             self._instead.get(node.target, node.target),
             "",
-        )  # type: ignore[arg-type]
+        )
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             raise VerificationError("an operator of the program writes into its operand")
         kwargs = {name: value for name, value in node.kwargs.items() if name != without}
@@ -330,15 +330,15 @@ class Ranks:
         *operands, split, _, axis, _ = node.args
         self.records += [(phase, node_name(node), c.collective) for c in node.meta.get("own", ())]
         result: list[Any] = [None for _ in self.ranks]
-        for group in self.mesh.groups(axis):  # type: ignore[arg-type]
+        for group in self.mesh.groups(axis):
             ranks = []
             for rank in group:
                 places = fake_groups(self.mesh, self.mesh.coordinate(rank))
                 given = fx.node.map_arg(tuple(operands), partial(_of_rank, env, rank))
-                ranks.append((*given, dispatched.starts_of(split, axis, places)))  # type: ignore[arg-type]
+                ranks.append((*given, dispatched.starts_of(split, axis, places)))
             for rank, made in zip(
                 group, dispatched.TOGETHER[node.target](ranks, Together()), strict=True
-            ):  # type: ignore[index]
+            ):
                 result[rank] = tree_map(lambda x: promote(x, self.dtype), made)
         return result
 
@@ -418,7 +418,7 @@ class Ranks:
 def _handed_over(node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
     """What the start of an early step made, once."""
     results = []
-    for handed in env[node.args[0]]:  # type: ignore[index]
+    for handed in env[node.args[0]]:
         if (
             not isinstance(handed, Handed)
             or handed.settings != node.args[1:]

@@ -355,7 +355,7 @@ def _whole(border: Input | Output, num: int, dim: int, num_axes: int) -> Program
 # called.
 
 
-class LazyGraphModule(fx.GraphModule):  # type: ignore[misc]  # untyped in torch
+class LazyGraphModule(fx.GraphModule):  # untyped in torch
     """A graph module that writes its Python code when it is first called or read, since that takes
     longer than the rest of an emission.
 

@@ -27,7 +27,8 @@ _STYLE = """
 .autopar-plan .head{font-weight:600;margin:.9em 0 .25em}
 .autopar-plan .row{display:flex;align-items:center;gap:.6em;margin:.15em 0}
 .autopar-plan .row .of{flex:0 0 11em;white-space:nowrap}
-.autopar-plan .bar{position:relative;flex:1 1 auto;display:flex;height:1.15em;background:rgba(128,128,128,.16);border-radius:2px}
+.autopar-plan .bar{position:relative;flex:1 1 auto;display:flex;height:1.15em;\
+background:rgba(128,128,128,.16);border-radius:2px}
 .autopar-plan .bar i{display:block;height:100%}
 .autopar-plan .bar b{position:absolute;top:-.2em;bottom:-.2em;border-left:2px dashed #d1605e}
 .autopar-plan .key{display:inline-block;margin-right:1.2em;white-space:nowrap}
@@ -35,13 +36,14 @@ _STYLE = """
 .autopar-plan .key i{width:.8em;height:.8em;margin-right:.4em}
 .autopar-plan .chip{padding:0 .45em;margin-right:.25em;font-size:11px}
 .autopar-plan table{border-collapse:collapse;margin:.3em 0}
-.autopar-plan th,.autopar-plan td{text-align:left;vertical-align:top;padding:.15em .7em .15em 0;background:none;color:inherit}
+.autopar-plan th,.autopar-plan td{text-align:left;vertical-align:top;padding:.15em .7em .15em 0;\
+background:none;color:inherit}
 .autopar-plan th,.autopar-plan td{border:0;border-bottom:1px solid rgba(128,128,128,.28)}
 .autopar-plan details{overflow-x:auto}
 .autopar-plan .as{white-space:nowrap}
 .autopar-plan .num{text-align:right;white-space:nowrap}
 .autopar-plan code{font-size:12px;background:none;color:inherit;white-space:nowrap}
-"""  # noqa: E501
+"""
 _GREY = "rgba(128,128,128,.55)"
 _HATCHED = f"repeating-linear-gradient(45deg,{_GREY} 0,{_GREY} 2px,transparent 2px,transparent 6px)"
 _STEP_COLOURS = (

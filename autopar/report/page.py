@@ -18,11 +18,12 @@ from autopar.report.timelines import schedule, schedule_height, stage_memory, ti
 _PICTURES = (".png", ".svg", ".pdf")
 _HTML = """<!doctype html>
 <html><head><meta charset="utf-8"><title>{title}</title>
-<style>body{{font-family:sans-serif;margin:2em;max-width:1300px}} img{{max-width:100%;display:block;margin:1em 0}}</style>
+<style>body{{font-family:sans-serif;margin:2em;max-width:1300px}} \
+img{{max-width:100%;display:block;margin:1em 0}}</style>
 </head><body>
 {body}
 </body></html>
-"""  # noqa: E501
+"""
 _HEIGHTS = (2.9, 4.0)  # of the memory figure and the time line, in inches
 
 

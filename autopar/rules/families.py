@@ -43,6 +43,7 @@ def pointwise(linear: tuple[tuple[int, ...], ...] = ()) -> Family:
     """Every dim is parallel; operands broadcast. `linear`: sets of slots."""
 
     def rule(call: Call) -> Factors:
+        """Return one letter per dim of the result, shared by all operands."""
         terms = ", ".join("..." for _ in slots(call))
         return parse(f"{terms} -> " + ", ".join("..." for _ in call.outputs), call, linear)
 
@@ -73,6 +74,7 @@ def reduction(reduce_op: str = "sum", linear: bool = False, whole: bool = False)
     """
 
     def rule(call: Call) -> Factors:
+        """Return one letter per dim; reduced dims have none in the result."""
         rank = len(call.inputs[0].shape)
         reduced = dims_of(argument(call, "dim"), rank)
         term = _letters(rank)
@@ -101,6 +103,7 @@ def along(linear: tuple[tuple[int, ...], ...] = (), dim: int | tuple[int, ...] =
     """
 
     def rule(call: Call) -> Factors:
+        """Return one letter per dim but the one that the op works along."""
         rank = max(len(i.shape) for i in (*call.inputs, *call.outputs))
         asked = argument(call, "dim", argument(call, "dims", dim))
         term = _whole(_letters(rank), dims_of(asked, rank))
@@ -303,6 +306,7 @@ def scatter(linear: bool) -> Family:
     """scatter and scatter_add: ``dim`` stays whole; dims of equal size are parallel."""
 
     def rule(call: Call) -> Factors:
+        """Return one letter per dim, other than `dim`, of equal size in all operands."""
         rank = len(call.inputs[0].shape)
         same = _same_dims(call, argument(call, "dim") % max(rank, 1))
         term = tuple(f"d{d}" if d in same else WHOLE for d in range(rank))

@@ -64,7 +64,7 @@ def _terms(call: Call) -> dict[int, Term]:
             name if name in sizes and sizes[name] == size else WHOLE
             for name, size in zip(names, shape, strict=True)
         ]
-        found[number] = tuple(x if letters.count(x) == 1 else WHOLE for x in letters)  # type: ignore[misc]
+        found[number] = tuple(x if letters.count(x) == 1 else WHOLE for x in letters)
     return found
 
 

@@ -30,6 +30,7 @@ def index_add(linear: bool) -> f.Family:
     """Into dim `dim` of a tensor, which stays whole, rows of another."""
 
     def rule(call: Call) -> Factors:
+        """Return a letter for each dim but `dim`; the rows' indices are whole."""
         rank = len(call.inputs[0].shape)
         dim = argument(call, "dim") % max(rank, 1)
         term = tuple(WHOLE if d == dim else f"d{d}" for d in range(rank))

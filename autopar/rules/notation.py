@@ -165,14 +165,15 @@ def _shard(letter: str, factors: Factors, call: Call) -> AxisOption | None:
         return None
     outputs: list[Placement] = []
     for number, (dims, info) in enumerate(zip(outs, call.outputs, strict=True)):
-        full = (
-            info == NO_TENSOR or not any(ins) or (factors.equal and letter in factors.equal[number])
-        )
-        if not dims and not full and info.dtype == torch.bool:
+        equal = bool(factors.equal) and letter in factors.equal[number]
+        if dims:
+            outputs.append(Shard(dims[0]))
+        elif info == NO_TENSOR or not any(ins) or equal:
+            outputs.append(REPLICATE)
+        elif info.dtype == torch.bool:
             return None
-        outputs.append(
-            Shard(dims[0]) if dims else REPLICATE if full else Partial(factors.reduce_op)
-        )
+        else:
+            outputs.append(Partial(factors.reduce_op))
     return AxisOption(tuple(Shard(d[0]) if d else REPLICATE for d in ins), tuple(outputs))
 
 

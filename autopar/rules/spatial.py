@@ -238,6 +238,7 @@ def max_pool(num: int) -> Callable[[Call], Factors]:
     """max_pool with indices over the last `num` dims: batch, channels, and space."""
 
     def rule(call: Call) -> Factors:
+        """Return the letters of batch and channels, and the ways to split the spatial dims."""
         further = over_space(
             call,
             pooling_windows(call, num),
@@ -252,6 +253,7 @@ def max_pool_backward(num: int) -> Callable[[Call], Factors]:
     """Its gradient, of operands (gradient, the pooling's operand, indices)."""
 
     def rule(call: Call) -> Factors:
+        """Return the letters of batch and channels, and the ways to split the spatial dims."""
         further = over_space(
             call,
             pooling_windows(call, num),
@@ -266,6 +268,7 @@ def avg_pool(num: int) -> Callable[[Call], Factors]:
     """avg_pool over the last `num` dims: batch, channels, and space."""
 
     def rule(call: Call) -> Factors:
+        """Return the letters of batch and channels, and the ways to split the spatial dims."""
         further = over_space(
             call, pooling_windows(call, num), lambda e, d: (place_operand(e, d), Shard(d))
         )
@@ -278,6 +281,7 @@ def avg_pool_backward(num: int) -> Callable[[Call], Factors]:
     """Its gradient, of operands (gradient, the pooling's operand)."""
 
     def rule(call: Call) -> Factors:
+        """Return the letters of batch and channels, and the ways to split the spatial dims."""
         further = over_space(
             call, pooling_windows(call, num), lambda e, d: (seen_back(e, d), Shard(d), Shard(d))
         )
@@ -292,6 +296,7 @@ def nearest(num: int, *, gradient: bool = False) -> Callable[[Call], Factors]:
     names = ("scales",) if num == 1 else ("scales_d", "scales_h", "scales_w")[-num:]
 
     def rule(call: Call) -> Factors:
+        """Return a letter for each spatial dim that grows by a whole factor; others stay whole."""
         small, large = (
             (call.outputs[0], call.inputs[0]) if gradient else (call.inputs[0], call.outputs[0])
         )
@@ -398,6 +403,7 @@ def _starts(site: Site, operand: int, num: int) -> tuple[Start | int, ...]:
 
 def _max_pool(num: int) -> Callable[[Site], Local]:
     def local(site: Site) -> Local:
+        """Return the pooling of a rank's part, with the index of its first element."""
         shape, layout = site.call.inputs[0].shape, site.strategy.inputs[0]
         split = _is_split(layout, len(shape), num)
         if not any(split):
@@ -422,6 +428,7 @@ def _max_pool(num: int) -> Callable[[Site], Local]:
 
 def _max_pool_backward(num: int) -> Callable[[Site], Local]:
     def local(site: Site) -> Local:
+        """Return the gradient of a rank's part, whose indices are those of the whole tensor."""
         shape = site.call.inputs[1].shape
         if not any(_is_split(site.strategy.inputs[1], len(shape), num)):
             return same(site)
@@ -437,6 +444,7 @@ def _max_pool_backward(num: int) -> Callable[[Site], Local]:
 
 def _avg_pool(num: int) -> Callable[[Site], Local]:
     def local(site: Site) -> Local:
+        """Return the pooling of a rank's part, whose padding lies at the ends of the whole dim."""
         split = _is_split(site.strategy.inputs[0], len(site.call.inputs[0].shape), num)
         return (
             site.change(padding=_local_padding(argument(site.call, "padding", (0,)), split))
@@ -449,6 +457,7 @@ def _avg_pool(num: int) -> Callable[[Site], Local]:
 
 def _avg_pool_backward(num: int) -> Callable[[Site], Local]:
     def local(site: Site) -> Local:
+        """Return the gradient of a rank's part, with the edges that its neighbours own."""
         call, (grad, operand) = site.call, site.strategy.inputs
         rank = len(call.inputs[1].shape)
         split = _is_split(operand, rank, num)
@@ -477,6 +486,7 @@ def _resize_rule(num: int, *, gradient: bool = False) -> Callable[[Site], Local]
     """Nearest-neighbour resizing: sizes are arguments."""
 
     def local(site: Site) -> Local:
+        """Return the resizing to the sizes of a rank's part."""
         sizes: dict[str, Any] = {
             "output_size": (site.input_shape(0) if gradient else site.output_shape())[-num:]
         }

@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -33,6 +34,89 @@ from autopar.runtime.guards import AsksForGradient, Misfit
 from autopar.runtime.rank_consistency import check_batch, check_parts
 
 log = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The structure of the arguments that a program was made for.
+
+    Attributes:
+        spec: the structure of ``(args, kwargs)``.
+        signature: the signature of forward; None if arguments are compared as they are passed.
+        defaults: the result of `defaults_of`.
+        paths: the path of each leaf.
+        names: the arguments of the program, by the names of the signature; empty if they do not fit
+            it.
+        named_spec: the structure of the arguments by name; None if they do not fit the signature.
+        order: for each leaf of `named_spec`, its position among the leaves of `spec`.
+    """
+
+    spec: Any
+    signature: inspect.Signature | None
+    defaults: Mapping[str, Any]
+    paths: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    named_spec: Any = None
+    order: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(spec: Any, signature: inspect.Signature | None, defaults: Mapping[str, Any]) -> CallForm:
+        """Return the form of a program's arguments.
+
+        Args:
+            spec, signature, defaults: the attributes.
+        """
+        args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+        paths = tuple(path.split(".", 1)[1] for path in paths_in((args, kwargs)))
+        form = CallForm(spec, signature, defaults, paths)
+        named = form.by_name(args, kwargs)
+        if named is None:
+            return form
+        order, named_spec = pytree.tree_flatten(named)
+        return replace(form, names=tuple(named), named_spec=named_spec, order=tuple(order))
+
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
+        """Return the leaves of a call in the order of the program's; None if the call has another
+        structure."""
+        leaves: list[Any]
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec == self.spec:
+            return leaves
+        named = self.by_name(args, kwargs)
+        if named is None or self.named_spec is None:
+            return None
+        reordered, spec = pytree.tree_flatten(self.with_defaults(named))
+        if spec != self.named_spec:
+            return None
+        pairs = zip(self.order, reordered, strict=True)
+        return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
+
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments by the names of the signature, None if they do not fit it."""
+        if self.signature is None:
+            return None
+        try:
+            bound = self.signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return None
+        kinds = {name: parameter.kind for name, parameter in self.signature.parameters.items()}
+        return {
+            n: dict(sorted(v.items())) if kinds[n] is inspect.Parameter.VAR_KEYWORD else v
+            for n, v in bound.items()
+        }
+
+    def with_defaults(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the call with exactly the arguments of the program, if defaults account for the
+        difference; otherwise the call unchanged."""
+        more = [name for name in given if name not in self.names]
+        if any(
+            name not in self.defaults or not _is_same(given[name], self.defaults[name])
+            for name in more
+        ):
+            return given
+        if any(name not in given and name not in self.defaults for name in self.names):
+            return given
+        return {name: given[name] if name in given else self.defaults[name] for name in self.names}
 
 
 class Arguments:
@@ -59,23 +143,11 @@ class Arguments:
         device_type: str,
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._spec, self._signature, self._device_type, self._settings = (
-            program.in_spec,
-            signature,
-            device_type,
-            program.settings,
-        )
+        self._form = CallForm.of(program.in_spec, signature, defaults)
+        self._device_type, self._settings = device_type, program.settings
         self._is_whole, self._num_calls, self._told_of_gpu = batch == "global", 0, False
         self._remedy = _REMEDY if self._is_whole else _OF_PARTS
-        args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
-        self._paths = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
-        self._canonical_spec, self._order = None, list(range(self._spec.num_leaves))
-        self._defaults, self._names = defaults, list[str]()
-        canonical = self._canonical(args, kwargs)
-        if canonical is not None:
-            self._order, self._canonical_spec = pytree.tree_flatten(canonical)
-            self._names = list(canonical)
-        positions = {path: position for position, path in enumerate(self._paths)}
+        positions = {path: position for position, path in enumerate(self._form.paths)}
         self._inputs = [
             (positions[tensor.name], tensor, _expected_shape(tensor, batch, groups))
             for tensor in program.inputs
@@ -118,8 +190,8 @@ class Arguments:
     def describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Describe the arguments in words. The words are equal on all ranks that make the same
         call: for a part that fits, they contain the shape of the whole tensor."""
-        canonical = self._canonical(args, kwargs)
-        given = (args, kwargs) if canonical is None else self._with_defaults(canonical)
+        canonical = self._form.by_name(args, kwargs)
+        given = (args, kwargs) if canonical is None else self._form.with_defaults(canonical)
         leaves, parts = (
             flatten_with_paths(given)[0],
             {} if self._is_whole else self._parts(args, kwargs),
@@ -203,8 +275,8 @@ class Arguments:
                 # other objects cannot be compared, so no other program can be chosen by them
                 kind = Misfit if isinstance(given, (Tensor, *_PLAIN)) else RuntimeStateError
                 raise kind(
-                    f"argument {self._paths[position]!r} is {_shown(given)}, the program was made"
-                    f" for {_shown(made_for)}",
+                    f"argument {self._form.paths[position]!r} is {_shown(given)}, the program was"
+                    f" made for {_shown(made_for)}",
                     remedy=(
                         "pass what the program was made for, or compile the model for this"
                         " call, too"
@@ -217,8 +289,8 @@ class Arguments:
         for position, made_for in self._settings.items():
             if isinstance(made_for, Tensor) and not torch.equal(leaves[position].cpu(), made_for):
                 what = (
-                    f"argument {self._paths[position]!r}, whose values forward reads, holds others"
-                    " than the program was made for"
+                    f"argument {self._form.paths[position]!r}, whose values forward reads, holds"
+                    " others than the program was made for"
                 )
                 raise Misfit(what, remedy="pass those, or compile the model for this call, too")
 
@@ -273,55 +345,16 @@ class Arguments:
         return value.to(own)
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec == self._spec:
+        leaves = self._form.leaves(args, kwargs)
+        if leaves is not None:
             return leaves
-        canonical = self._canonical(args, kwargs)
-        if canonical is not None and self._canonical_spec is not None:
-            reordered, spec = pytree.tree_flatten(self._with_defaults(canonical))
-            if spec == self._canonical_spec:
-                return [
-                    value
-                    for _, value in sorted(
-                        zip(self._order, reordered, strict=True), key=lambda pair: pair[0]
-                    )
-                ]
-        if self._signature is not None:
-            check_call(self._signature, args, kwargs)
+        if self._form.signature is not None:
+            check_call(self._form.signature, args, kwargs)
         got = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
         raise Misfit(
-            f"called with arguments {got}, the program was made for {self._paths}",
+            f"called with arguments {got}, the program was made for {list(self._form.paths)}",
             remedy=self._remedy,
         )
-
-    def _canonical(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments by the names of the signature, None if they do not fit it."""
-        if self._signature is None:
-            return None
-        try:
-            bound = self._signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return None
-        kinds = {name: parameter.kind for name, parameter in self._signature.parameters.items()}
-        return {
-            n: dict(sorted(v.items())) if kinds[n] is inspect.Parameter.VAR_KEYWORD else v
-            for n, v in bound.items()
-        }
-
-    def _with_defaults(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the call with exactly the arguments of the program, if defaults account for the
-        difference; otherwise the call unchanged."""
-        more = [name for name in given if name not in self._names]
-        if any(
-            name not in self._defaults or not _is_same(given[name], self._defaults[name])
-            for name in more
-        ):
-            return given
-        if any(name not in given and name not in self._defaults for name in self._names):
-            return given
-        return {
-            name: given[name] if name in given else self._defaults[name] for name in self._names
-        }
 
 
 def defaults_of(model: nn.Module) -> dict[str, Any]:

@@ -53,13 +53,18 @@ def whole_values(
         value = _whole(holder.stored(held[owner][0])) if owner in held else None
         wanting = {0} if rank0_only else set(range(len(everywhere)))
         if wanting - set(holders):  # it belongs to a stage that some of these ranks do not have
-            box = [value if rank() == holders[0] else None]
-            dist.broadcast_object_list(box, src=holders[0])
-            value = box[0]
+            value = _broadcast(value, holders[0])
         if rank() in wanting and value is not None:
             own = everywhere[holders[0]][owner]
             found |= {name: value for name in own if names is None or name in names}
     return found
+
+
+def _broadcast(value: Tensor | None, source: int) -> Tensor | None:
+    """Return the value that the rank `source` has; every rank calls it."""
+    box = [value if rank() == source else None]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
 
 
 def extra_states(model: nn.Module) -> dict[str, object]:

@@ -42,21 +42,7 @@ def launch(
     """
     if not script.is_file():
         raise AutoparError(f"there is no script {str(script)!r}", remedy="name a Python file")
-    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
-        raise AutoparError(
-            f"{nodes!r} is no number of machines",
-            remedy="pass one, as 4, or the fewest and the most, as 2:4",
-        )
-    fewest, _, most = nodes.partition(":")
-    if most and int(most) < int(fewest):
-        raise AutoparError(
-            f"from {fewest} to {most} machines", remedy="pass the fewest first, as 2:4"
-        )
-    if nodes != "1" and meet is None:
-        raise AutoparError(
-            f"{nodes} machines have no place to meet",
-            remedy="pass --meet HOST:PORT, the same on every machine",
-        )
+    _check_machines(nodes, meet)
     where = ["--standalone"]
     if meet is not None:
         where = [
@@ -65,6 +51,7 @@ def launch(
             f"--rdzv-endpoint={meet}",
             "--rdzv-id=autopar",
         ]
+    most = nodes.partition(":")[2]
     restarts = (10 if most else 0) if restarts is None else restarts
     # Otherwise (torch 2.13) the first machine announces its store only once, and a machine that
     # joins later waits forever.
@@ -90,3 +77,26 @@ def launch(
         raise AutoparError(
             what, where=str(script), remedy="see that rank's own error above"
         ) from None
+
+
+def _check_machines(nodes: str, meet: str | None) -> None:
+    """Check the arguments `nodes` and `meet` of `launch`.
+
+    Raises:
+        AutoparError: if `nodes` is no number and no range, or several machines have no `meet`.
+    """
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
+        raise AutoparError(
+            f"{nodes!r} is no number of machines",
+            remedy="pass one, as 4, or the fewest and the most, as 2:4",
+        )
+    fewest, _, most = nodes.partition(":")
+    if most and int(most) < int(fewest):
+        raise AutoparError(
+            f"from {fewest} to {most} machines", remedy="pass the fewest first, as 2:4"
+        )
+    if nodes != "1" and meet is None:
+        raise AutoparError(
+            f"{nodes} machines have no place to meet",
+            remedy="pass --meet HOST:PORT, the same on every machine",
+        )

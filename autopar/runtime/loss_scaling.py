@@ -150,7 +150,7 @@ def share_overflows(group: dist.ProcessGroup, device_type: str) -> None:
     if not hasattr(torch.amp.GradScaler._unscale_grads_, "__wrapped__"):
         torch.amp.GradScaler._unscale_grads_ = _share_overflows(
             torch.amp.GradScaler._unscale_grads_
-        )  # type: ignore[method-assign]
+        )
 
 
 def _share_overflows(unscale: Any) -> Any:

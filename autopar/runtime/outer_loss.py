@@ -134,7 +134,9 @@ class ScaledStep:
         self._before: dict[str, Tensor] | None = {}
         if calls.mutates:
             kept = calls.is_fp16 or scale.assumed_factor != 1.0
-            self._before = {name: buffers[name].clone() for name in calls.mutated} if kept else None
+            self._before = (
+                {name: buffers[name].clone() for name in calls.mutated_buffers} if kept else None
+            )
         self._versions = [(name, x, _version(x)) for name, x in self._changeable_tensors()]
 
     def run(self) -> tuple[dict[str, Tensor], list[Tensor | None]]:
@@ -231,7 +233,7 @@ class ScaledStep:
         named += [
             (f"buffer {name!r}", x)
             for name, x in buffers.items()
-            if name not in self._calls.mutated
+            if name not in self._calls.mutated_buffers
         ]
         return named + [(f"input {name!r}", x) for part in parts for name, x in part.items()]
 

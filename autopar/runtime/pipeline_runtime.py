@@ -3,6 +3,7 @@ and outputs. The module that the user sees is `autopar.runtime.staged_module.Sta
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -251,48 +252,60 @@ class StageCalls:
     """The pipeline of one rank.
 
     Args:
-        program: the program of all stages.
+        exchange: the exchange between the ranks of the pipeline.
         works: stage of this rank → its work.
         how: the microbatches, with their weights bound to this rank.
         kept: the outputs of the batch that a call returns.
         held: the parameters of this rank.
         storages: the storage of parameters and buffers, by name.
-        group: the ranks of the pipeline; None for one rank.
-        rank: this rank's index in the pipeline.
-        world: the whole mesh.
-
-    Attributes:
-        is_fp16: whether a value of any stage is in float16.
-        mutates: whether any stage changes buffers.
-        mutated: the buffers that stages of this rank change.
         world: the whole mesh.
     """
 
     def __init__(
         self,
-        program: StagedProgram,
+        exchange: StageExchange,
         works: Mapping[int, StageWork],
         how: Microbatches,
         kept: Sequence[ProgramTensor],
         held: Sequence[ProgramTensor],
         storages: Mapping[str, Storage],
-        group: dist.ProcessGroup | None,
-        rank: int,
         world: DeviceMesh,
     ) -> None:
-        self.program, self.how, self.kept, self.held, self.rank = program, how, kept, held, rank
-        self.exchange = StageExchange.of(program, group, rank, world.device_type)
-        self._works, self._storages, self._group, self.world = works, storages, group, world
+        self.exchange, self.how, self.kept, self.held = exchange, how, kept, held
+        self._works, self._storages, self.world = works, storages, world
         self._schedule = self._make_schedule()
-        self.is_fp16, self.mutates = (
-            computes_in_fp16(program.trace),
-            any(stage.mutated for stage in program.stages),
-        )
-        self.mutated = tuple(
-            dict.fromkeys(name for work in works.values() for name in work.program.mutated)
-        )
         self._num_backwards = 0
         self._unused: dict[frozenset[str], Unused] = {}
+
+    @property
+    def program(self) -> StagedProgram:
+        """The program of all stages."""
+        return self.exchange.program
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the pipeline."""
+        return self.exchange.rank
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self.exchange.group
+
+    @functools.cached_property
+    def is_fp16(self) -> bool:
+        """Whether a value of any stage is in float16."""
+        return computes_in_fp16(self.program.trace)
+
+    @functools.cached_property
+    def mutates(self) -> bool:
+        """Whether any stage changes buffers."""
+        return any(stage.mutated for stage in self.program.stages)
+
+    @functools.cached_property
+    def mutated_buffers(self) -> tuple[str, ...]:
+        """The buffers that stages of this rank change."""
+        names = (name for work in self._works.values() for name in work.program.mutated)
+        return tuple(dict.fromkeys(names))
 
     @property
     def device_type(self) -> str:

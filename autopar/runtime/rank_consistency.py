@@ -280,7 +280,7 @@ def _digest(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
     return shape, dtype, hashlib.blake2b(x.view(torch.uint8).numpy(), digest_size=16).hexdigest()
 
 
-def _gather_facts(what: str, fact: object, devices: DeviceMesh) -> list[list]:  # type: ignore[type-arg]
+def _gather_facts(what: str, fact: object, devices: DeviceMesh) -> list[list]:
     """Gather the facts of the mesh's ranks, in its order."""
     facts = of_all_alike(f"compares its {what}", fact)
     return [facts[rank] for rank in _ranks(devices)]

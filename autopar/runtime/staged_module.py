@@ -45,7 +45,7 @@ from autopar.runtime.loss_scaling import LossScale, share_overflows
 from autopar.runtime.module_shell import Standing
 from autopar.runtime.outer_loss import Answered, Published, ScaledStep
 from autopar.runtime.parameters import Storage
-from autopar.runtime.pipeline_runtime import StageCalls
+from autopar.runtime.pipeline_runtime import StageCalls, StageExchange
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_comm import rank
 
@@ -93,43 +93,30 @@ class StagedModule(Compiled):
             raise RuntimeStateError(what, remedy='pass batch="global"')
         agree(program.plan_hash, "plan", devices)
         own, group, self.rank = stage_devices(devices, program.axis)
-        self._num_ranks = 1 if group is None else group.size()
-        stages = {
-            n: program.stages[n] for n in range(self.rank, len(program.stages), self._num_ranks)
-        }
+        num_ranks = 1 if group is None else group.size()
+        stages = {n: program.stages[n] for n in range(self.rank, len(program.stages), num_ranks)}
         held = {t.name: t for stage in stages.values() for t in (*stage.parameters, *stage.buffers)}
         self._draws = random.STATE in held
-        on_all_ranks = {random.STATE, *program.microbatches.count_buffers}
-        held |= {
-            t.name: t for stage in program.stages for t in stage.buffers if t.name in on_all_ranks
-        }
-        here = {name for t in held.values() for name in (t.name, *t.aliases)}
-        every = {
-            name
-            for s in program.stages
-            for t in (*s.parameters, *s.buffers)
-            for name in (t.name, *t.aliases)
-        }
+        held |= _on_all_ranks(program)
+        tensors = (t for s in program.stages for t in (*s.parameters, *s.buffers))
+        elsewhere = _all_names(tensors) - _all_names(held.values())
         super().__init__(
             tuple(held.values()),
             own,
             model,
-            elsewhere=every - here,
+            elsewhere=elsewhere,
             world=devices,
             both_modes=both_modes,
             shared=shared,
         )
         self.program, self._scale = program, LossScale()
-        self.world_mesh, self._group = devices, group
         groups = groups_of(own)
-        kept = [
-            t
-            for stage in program.stages
-            for t in outputs_kept(stage, outputs, program.microbatches.num)
-        ]
-        self._kept = [t for t in program.outputs if t.name in {each.name for each in kept}]
+        num = program.microbatches.num
+        of_stages = [t for stage in program.stages for t in outputs_kept(stage, outputs, num)]
+        names = {t.name for t in of_stages}
+        kept = [t for t in program.outputs if t.name in names]
         self._presented = {
-            t.name: Storage.of(t, own) for t in kept if outputs == "dtensor" and not t.is_loss
+            t.name: Storage.of(t, own) for t in of_stages if outputs == "dtensor" and not t.is_loss
         }
         works: dict[int, StageWork] = {}
         for number, stage in stages.items():
@@ -146,43 +133,30 @@ class StagedModule(Compiled):
         self._is_trained = bool(trained)
         # in another mode, outputs of a trained model may have no gradient
         self._may_train = shared is None or self._is_trained
-        self._held = _held_by(stages.values(), trained)
         signature, defaults = inspect.signature(model.forward), defaults_of(model)
         self._arguments = Arguments(
             program, signature, batch, groups, devices.device_type, defaults
         )
         self._results = CallResults(program)
-        self._how = program.microbatches.bound(
-            lambda graph: bind(graph, groups, devices.device_type)
-        )
-        left_out = [t.name for t in program.outputs if t not in self._kept]
-        if outputs not in ("full", "loss") and left_out and rank() == 0:
-            num = program.microbatches.num
-            why = f"the batch runs in {num} microbatches" if num > 1 else "the last stage makes it"
-            log.warning(
-                '%s, because %s; outputs="full" returns it, and outputs="loss" says that it is not'
-                " wanted",
-                _describe_missing(program, left_out),
-                why,
-            )
-        self._calls = StageCalls(
-            program,
-            works,
-            self._how,
-            self._kept,
-            self._held,
-            self._storages,
-            group,
-            self.rank,
-            devices,
-        )
+        how = program.microbatches.bound(lambda graph: bind(graph, groups, devices.device_type))
+        if outputs not in ("full", "loss"):
+            _tell_of_missing(program, [t.name for t in program.outputs if t not in kept])
+        exchange = StageExchange.of(program, group, self.rank, devices.device_type)
+        trainable = _held_by(stages.values(), trained)
+        self._calls = StageCalls(exchange, works, how, kept, trainable, self._storages, devices)
         if group is not None:
             share_overflows(group, devices.device_type)
         self._stand_for_all(model, program.attributes, shared)
 
+    @property
+    def world_mesh(self) -> DeviceMesh:
+        """The whole mesh."""
+        return self._calls.world
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
         """Copy the module, with the same process group."""
-        memo[id(self._group)] = self._group
+        group = self._calls.exchange.group
+        memo[id(group)] = group
         return super().__deepcopy__(memo)
 
     @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
@@ -197,27 +171,27 @@ class StagedModule(Compiled):
         values = self._program_inputs(args, kwargs, self.world_mesh)
         if isinstance(values, Misfit):
             return self._elsewhere(values, args, kwargs)
-        parts = self._how.parts(
+        parts = self._calls.how.parts(
             {t.name: x for t, x in zip(self.program.inputs, values, strict=True)},
             self._local_buffers(),
         )
-        parameters = [self.get_parameter(t.name) for t in self._held]
+        parameters = [self.get_parameter(t.name) for t in self._calls.held]
         # a rank whose stages train nothing takes part, too
         trained = torch.is_grad_enabled() and self._is_trained
         if torch.is_grad_enabled() and self._may_train:
-            self._trains(parameters, self._held)
+            self._trains(parameters, self._calls.held)
         outputs = (
             self._run_forwards(parts, parameters)
-            if trained and self._how.loss is None
+            if trained and self._calls.how.loss is None
             else self._run_step(parts, parameters, keep=trained)
         )
         self._count_draws()
         for name, storage in self._presented.items():
             outputs[name] = storage.wrap(outputs[name])
-        if self._how.loss is not None:
-            refused = [t.name for t in self._kept if t.requires_grad and not t.is_loss]
+        if self._calls.how.loss is not None:
+            refused = [t.name for t in self._calls.kept if t.requires_grad and not t.is_loss]
             outputs |= {
-                name: refuse_backward(name, outputs[name], outputs[self._how.loss])
+                name: refuse_backward(name, outputs[name], outputs[self._calls.how.loss])
                 for name in refused
             }
         return self._results.build(
@@ -232,13 +206,13 @@ class StagedModule(Compiled):
         ranks."""
         if not self._draws and random.STATE in self._buffers:
             with torch.no_grad():
-                self.get_buffer(random.STATE).add_(self._how.num)
+                self.get_buffer(random.STATE).add_(self._calls.how.num)
 
     def _run_step(
         self, parts: list[dict[str, Tensor]], parameters: Sequence[Tensor], *, keep: bool
     ) -> dict[str, Tensor]:
         """Run forward, with `keep` also backward, and return the outputs by name."""
-        buffers, loss = self._local_buffers(), self._how.loss
+        buffers, loss = self._local_buffers(), self._calls.how.loss
         with torch.autocast(self.device_mesh.device_type, enabled=False):
             if not keep:
                 return self._calls.step(parts, buffers, parameters, scale=1.0, keep=False)[0]
@@ -259,7 +233,7 @@ class StagedModule(Compiled):
         backwards."""
         anchor = torch.empty(0, device=self.device_mesh.device_type, requires_grad=True)
         found = Answered.apply(self._calls, parts, self._local_buffers(), anchor, *parameters)
-        return dict(zip((t.name for t in self._kept), found, strict=True))
+        return dict(zip((t.name for t in self._calls.kept), found, strict=True))
 
     def _local_buffers(self) -> dict[str, Tensor]:
         """Return the local buffers of this rank's stages, by name."""
@@ -302,7 +276,33 @@ class StagedModule(Compiled):
             (p, self._names[name] not in elsewhere) for name, p in self.named_parameters()
         ]
         with announced(f"clips the gradients of {self._title}", self.world_mesh):
-            return clip_over_stages(parameters, max_norm, norm_type, self._group, self.device_mesh)
+            return clip_over_stages(
+                parameters, max_norm, norm_type, self._calls.exchange.group, self.device_mesh
+            )
+
+
+def _on_all_ranks(program: StagedProgram) -> dict[str, ProgramTensor]:
+    """Return the buffers that every rank holds, by name: the state of random draws, and counts."""
+    names = {random.STATE, *program.microbatches.count_buffers}
+    return {t.name: t for stage in program.stages for t in stage.buffers if t.name in names}
+
+
+def _all_names(tensors: Iterable[ProgramTensor]) -> set[str]:
+    """Return the names of tensors, with those of tied ones."""
+    return {name for t in tensors for name in (t.name, *t.aliases)}
+
+
+def _tell_of_missing(program: StagedProgram, names: Sequence[str]) -> None:
+    """Warn, on one rank, that a call returns None for outputs of the model."""
+    if not names or rank() != 0:
+        return
+    num = program.microbatches.num
+    why = f"the batch runs in {num} microbatches" if num > 1 else "the last stage makes it"
+    log.warning(
+        '%s, because %s; outputs="full" returns it, and outputs="loss" says that it is not wanted',
+        _describe_missing(program, names),
+        why,
+    )
 
 
 def _describe_missing(program: StagedProgram, names: Sequence[str]) -> str:

@@ -361,12 +361,12 @@ def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[
 
 
 def _result_index(node: fx.Node) -> int:
-    return int(node.args[1]) if node.target is operator.getitem else 0  # type: ignore[arg-type]
+    return int(node.args[1]) if node.target is operator.getitem else 0
 
 
 def _graph_outputs(trace: Trace) -> set[Ref]:
     output = next(iter(reversed(trace.graph.nodes)))
-    return {(n.name, 0) for n in output.args[0] if isinstance(n, fx.Node)}  # type: ignore[union-attr]
+    return {(n.name, 0) for n in output.args[0] if isinstance(n, fx.Node)}
 
 
 def _mergeable(graph: _Graph, content: Sequence[str], member: ClusterMember, name: str) -> bool:

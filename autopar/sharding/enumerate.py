@@ -339,7 +339,7 @@ def _orders(
     """All orders of the axes if two of them split one dim of some tensor, else only mesh order."""
     natural = tuple(range(len(chosen)))
     for ref in shapes:
-        dims = [p.dim for option in chosen if splits(p := option[ref])]  # type: ignore[attr-defined]
+        dims = [p.dim for option in chosen if splits(p := option[ref])]
         if len(set(dims)) < len(dims):
             return list(itertools.permutations(natural))
     return [natural]

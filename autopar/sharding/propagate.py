@@ -159,7 +159,7 @@ def read_trace(trace: Trace) -> TraceIndex:
     for name, node in nodes.items():
         operands = operands_of(node)
         calls[name] = call_of(node)
-        index = int(node.args[1]) if node.target is operator.getitem else 0  # type: ignore[arg-type]
+        index = int(node.args[1]) if node.target is operator.getitem else 0
         reads[name] = tuple((operand.name, index) for operand in operands)
         for depending in (on_batch, on_parameters):
             if any(operand.name in depending for operand in operands):
@@ -193,7 +193,7 @@ def _gradients(trace: Trace) -> dict[str, str]:
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     found: dict[str, str] = {}
     for p in trace.parameters:
-        left = [] if p.gradient is None else [results[p.gradient]]  # type: ignore[index]
+        left = [] if p.gradient is None else [results[p.gradient]]
         while left:
             node = left.pop()
             if (

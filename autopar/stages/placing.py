@@ -350,7 +350,7 @@ class _Placer:
         )
         buffers = {b.name: nodes[b.node] for b in self.trace.buffers}
         for name, index in self.trace.mutated.items():
-            value = results[index]  # type: ignore[index]
+            value = results[index]
             if value.name not in stages:
                 continue
             others = sorted(self._stages_reading(buffers[name], stages) - {stages[value.name]})
@@ -447,10 +447,10 @@ def _addends(node: fx.Node, dropped: set[str]) -> Iterable[fx.Node]:
     plain = (
         node.target is _add and all(isinstance(a, fx.Node) for a in node.args) and not node.kwargs
     )
-    if plain and all(a.meta.get("phase") == "backward" for a in node.args) and len(node.users) <= 1:  # type: ignore[union-attr]
+    if plain and all(a.meta.get("phase") == "backward" for a in node.args) and len(node.users) <= 1:
         dropped.add(node.name)
         for addend in node.args:
-            yield from _addends(addend, dropped)  # type: ignore[arg-type]
+            yield from _addends(addend, dropped)
     else:
         yield node
 

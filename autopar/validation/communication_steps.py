@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Shard
 
-from autopar.core.collective import Collective
+from autopar.core.collective import Collective, Kind
 from autopar.core.layout import Layout
 from autopar.core.placements import Halo, Mirrored
 from autopar.kernels import collectives as steps
@@ -18,7 +18,7 @@ from autopar.validation.shards import apply_collective, is_even, local_lengths
 from autopar.validation.states import Packed, Several, State
 from autopar.validation.traced import Traced
 
-KINDS: Mapping[Any, str] = {
+KINDS: Mapping[Any, Kind] = {
     steps.all_gather: "all_gather",
     steps.reduce_scatter: "reduce_scatter",
     steps.all_reduce: "all_reduce",
@@ -40,7 +40,7 @@ class MoveError(Exception):
 def move(
     traced: Traced,
     state: Any,
-    kind: str,
+    kind: Kind,
     settings: Sequence[Any],
     length: int | None,
     mesh_shape: Sequence[int],
@@ -90,18 +90,19 @@ def _check_reduction(traced: Traced, state: State) -> None:
         raise MoveError(f"partial sums are reduced in {made}, where {due_text} is due")
 
 
-def _step_of(layout: Layout, kind: str, settings: Sequence[Any]) -> tuple[Collective, Layout]:
+def _step_of(layout: Layout, kind: Kind, settings: Sequence[Any]) -> tuple[Collective, Layout]:
     """Return a step by its settings, and the layout that says which halo is meant and which way a
     swap goes."""
     if kind in ("fetch", "store"):
-        return Collective(kind, -1, -1, -1, "", "", 0), layout  # type: ignore[arg-type]
+        return Collective(kind, -1, -1, -1, "", "", 0), layout
     *rest, axis = settings
     reduce_op = str(rest[-1]) if kind in _REDUCING else ""
     dim, to_dim = (
         -1 if kind == "all_reduce" else int(rest[0]),
         int(rest[1]) if kind == "all_to_all" else -1,
     )
-    step, wanted = Collective(kind, int(axis), dim, to_dim, reduce_op, "", 0), layout  # type: ignore[arg-type]
+    step = Collective(kind, int(axis), dim, to_dim, reduce_op, "", 0)
+    wanted = layout
     if kind == "halo":
         wanted = layout.with_placement(step.axis, Halo(*rest))
     if kind == "swap":
@@ -111,7 +112,7 @@ def _step_of(layout: Layout, kind: str, settings: Sequence[Any]) -> tuple[Collec
 
 
 def _move_bucket(
-    traced: Traced, packed: Packed, kind: str, settings: Sequence[Any], mesh_shape: Sequence[int]
+    traced: Traced, packed: Packed, kind: Kind, settings: Sequence[Any], mesh_shape: Sequence[int]
 ) -> Packed:
     """Return the state of a moved bucket: each member moves as it would alone. A bucket that is
     gathered or scattered has a row for each rank of the axis."""
@@ -153,13 +154,13 @@ def pack(node: fx.Node, states: Sequence[Any]) -> Packed:
     """Return the bucket that a node packs."""
     _, dims, parts, count, dtype = node.args
     members = tuple(s for s in states if isinstance(s, State))
-    if len(members) != len(states) or len(dims) != len(members):  # type: ignore[arg-type]
+    if len(members) != len(states) or len(dims) != len(members):
         raise MoveError("it packs what is no tensor of the model")
     for member in members:
         before = member.dtype
-        if torch.promote_types(before, dtype) != dtype:  # type: ignore[arg-type]
+        if torch.promote_types(before, dtype) != dtype:
             raise MoveError(f"{member.ref[0]} of {before} is packed as {dtype}")
-    return Packed(members, tuple(map(int, dims)), int(parts), int(count), dtype)  # type: ignore[arg-type]
+    return Packed(members, tuple(map(int, dims)), int(parts), int(count), dtype)
 
 
 def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]) -> Several:
@@ -173,12 +174,12 @@ def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]
         MoveError: if the bucket was packed differently.
     """
     _, sizes, dims, parts, dtypes = node.args
-    if not isinstance(packed, Packed) or (packed.dims, packed.parts) != (tuple(dims), parts):  # type: ignore[arg-type]
+    if not isinstance(packed, Packed) or (packed.dims, packed.parts) != (tuple(dims), parts):
         raise MoveError("it unpacks what was packed otherwise")
-    if not len(packed.members) == len(sizes) == len(dtypes):  # type: ignore[arg-type]
-        raise MoveError(f"it unpacks {len(sizes)} tensors out of a bucket of {len(packed.members)}")  # type: ignore[arg-type]
+    if not len(packed.members) == len(sizes) == len(dtypes):
+        raise MoveError(f"it unpacks {len(sizes)} tensors out of a bucket of {len(packed.members)}")
     found = []
-    for member, size, dim, dtype in zip(packed.members, sizes, dims, dtypes, strict=True):  # type: ignore[arg-type]
+    for member, size, dim, dtype in zip(packed.members, sizes, dims, dtypes, strict=True):
         lengths = local_lengths(traced.shape(member.ref), member.layout, mesh_shape)
         held = tuple(size) or (1,)
         if packed.count < packed.parts:  # the bucket has some of the parts of tensors of this size

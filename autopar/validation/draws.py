@@ -119,16 +119,16 @@ def check_draws(trace: Trace) -> None:
                 raise invalid(what, where_of(node))
             if type(number) is not int or not 0 <= number < _LARGEST:
                 raise invalid(f"{node.meta['key']} is draw {number!r}", where_of(node))
-            seen[here] = node  # type: ignore[index]
+            seen[here] = node
     if seen:
         _check_state(trace, {node for node, _ in seen})
-        check_generator({node.target for node in seen.values()})  # type: ignore[arg-type]
+        check_generator({node.target for node in seen.values()})
 
 
 def _check_state(trace: Trace, states: set[fx.Node]) -> None:
     held = {b.node for b in trace.buffers if b.name == random.STATE}
     results = next(iter(reversed(trace.graph.nodes))).args[0]
-    after = results[trace.mutated[random.STATE]] if random.STATE in trace.mutated else None  # type: ignore[index]
+    after = results[trace.mutated[random.STATE]] if random.STATE in trace.mutated else None
     goes_on = (
         isinstance(after, fx.Node)
         and after.target is _ADD

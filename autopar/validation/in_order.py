@@ -297,7 +297,7 @@ def _run(stages: Sequence[_Stage], action: Action, sent: _Sent) -> None:
     if len(come) != len(buffers):
         raise stage.error(number, f"{len(come)} tensors come, and it takes {len(buffers)}")
     for buffer, each in zip(buffers, come, strict=True):
-        buffer.came = each  # type: ignore[attr-defined]
+        buffer.came = each
     (stage.work.forward if ahead else stage.work.backward)(number)
     leaving = stage.work.leaving_outputs(number) if ahead else stage.work.leaving_gradients(number)
     if leaving or (stage.stage < len(stages) - 1 if ahead else stage.stage > 0):
@@ -352,7 +352,7 @@ class _Stage:
         own = [t for t in program.inputs if not t.crosses]
         parts = [{t.name: _Symbol(t.name, number) for t in own} for number in range(self.num)]
         parameters = [_Symbol(t.name) for t in program.parameters]
-        self.work.begin((), parameters, (), parts, self.weight, keep=keep)  # type: ignore[arg-type]
+        self.work.begin((), parameters, (), parts, self.weight, keep=keep)
 
     def error(self, number: int, why: str) -> ValidationError:
         """Return an error of this stage."""

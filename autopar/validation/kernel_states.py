@@ -55,8 +55,8 @@ def _state_gathered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Str
     a, b, equation, operand, dim, axis, _ = node.args
     whole = move(
         walk.traced, walk.env[(a, b)[operand]], "all_gather", (dim, axis), None, walk.mesh_shape
-    )  # type: ignore[index]
-    made = _product(walk, node, origin, strategy, [a, b], str(equation), {int(operand): whole})  # type: ignore[arg-type]
+    )
+    made = _product(walk, node, origin, strategy, [a, b], str(equation), {int(operand): whole})
     return Several((whole, made))
 
 
@@ -70,8 +70,8 @@ def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: St
     if (addend is None) != (not others):
         raise MoveError("it adds what its plan does not, or the other way round")
     if others:
-        summed = _state_added(walk, node, others[0], summed, walk.env[addend])  # type: ignore[index]
-    return move(walk.traced, summed, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)  # type: ignore[no-any-return]
+        summed = _state_added(walk, node, others[0], summed, walk.env[addend])
+    return move(walk.traced, summed, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)
 
 
 def _state_normed(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
@@ -79,11 +79,11 @@ def _state_normed(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strat
     product = _product(walk, node, origin, strategy, [a, b], str(equation), {})
     part = move(walk.traced, product, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)
     total_key, squares_key, norm_key = node.meta["kernel"].others
-    total = _state_added(walk, node, total_key, part, walk.env[residual])  # type: ignore[index]
+    total = _state_added(walk, node, total_key, part, walk.env[residual])
     squares_of, squares_at = _planned_strategy(walk, node, squares_key)
     squares = _state_of_result(walk, squares_of, squares_at, [total])
     norm_of, norm_at = _planned_strategy(walk, node, norm_key)
-    norm = _state_of_result(walk, norm_of, norm_at, [total, squares, walk.env[weight]])  # type: ignore[index]
+    norm = _state_of_result(walk, norm_of, norm_at, [total, squares, walk.env[weight]])
     if list(norm_of.args[3:]) != settings or squares_of.args[1:] != (settings[2],):
         raise MoveError(f"its norm has settings {settings}, the model's {list(norm_of.args[3:])}")
     return Several((total, squares, norm))

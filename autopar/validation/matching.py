@@ -228,12 +228,10 @@ def without(
 
 
 def _without(call: Call, shape: tuple[int, ...], read: TimePlacement, num: int) -> TimePlacement:
-    wrong = TimePlacement("wrong")
-    if read.kind in ("wrong", "open"):
+    if not read.is_known:
         return read
     if call.inputs[0].dtype != call.outputs[0].dtype:
-        return wrong
-    before, after = call.inputs[0].shape, call.outputs[0].shape
+        return TimePlacement("wrong")
     if call.target in _COPIES:
         return read
     if call.target in _PRODUCTS:
@@ -241,20 +239,33 @@ def _without(call: Call, shape: tuple[int, ...], read: TimePlacement, num: int) 
     if call.target is _SUM:
         return _without_sum(call, shape, read)
     if call.target is _EXPAND:
-        dim = split_dim(after, shape, num)
-        fits = read.kind in ("whole", "zero") and read.dim < 0 and before == shape
-        return (
-            TimePlacement(read.kind if read.kind == "zero" else "split", dim, read.power)
-            if fits and dim >= 0
-            else wrong
-        )
-    if call.target in VIEWS:
-        if read.dim < 0:
-            return read if before == after == shape else wrong
-        dim = dict(leading_dims(before, after)).get(read.dim, -1)
-        right = dim >= 0 and split_dim(after, shape, num) == dim
-        return TimePlacement(read.kind, dim, read.power) if right else wrong
-    return wrong
+        return _without_expand(call, shape, read, num)
+    return _without_view(call, shape, read, num)
+
+
+def _without_expand(
+    call: Call, shape: tuple[int, ...], read: TimePlacement, num: int
+) -> TimePlacement:
+    """Undo an expansion to all samples, of which a microbatch has one."""
+    dim = split_dim(call.outputs[0].shape, shape, num)
+    fits = read.kind in ("whole", "zero") and read.dim < 0 and call.inputs[0].shape == shape
+    if not fits or dim < 0:
+        return TimePlacement("wrong")
+    return TimePlacement(read.kind if read.kind == "zero" else "split", dim, read.power)
+
+
+def _without_view(
+    call: Call, shape: tuple[int, ...], read: TimePlacement, num: int
+) -> TimePlacement:
+    """Undo a view, which a microbatch lacks if its tensor has the right shape without it."""
+    before, after = call.inputs[0].shape, call.outputs[0].shape
+    if call.target not in VIEWS:
+        return TimePlacement("wrong")
+    if read.dim < 0:
+        return read if before == after == shape else TimePlacement("wrong")
+    dim = dict(leading_dims(before, after)).get(read.dim, -1)
+    right = dim >= 0 and split_dim(after, shape, num) == dim
+    return TimePlacement(read.kind, dim, read.power) if right else TimePlacement("wrong")
 
 
 def _without_product(call: Call, read: TimePlacement, num: int) -> TimePlacement:

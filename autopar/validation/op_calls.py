@@ -26,20 +26,20 @@ def place_of(node: fx.Node, env: Mapping[fx.Node, Any]) -> Place | None:
     if node.target in steps.PLACES:
         size, splitters = node.args
         kind = "start" if node.target is steps.local_start else "length"
-        return Place(kind, int(size), tuple(tuple(pair) for pair in splitters))  # type: ignore[arg-type, union-attr]
+        return Place(kind, int(size), tuple(tuple(pair) for pair in splitters))
     if (
         node.target is operator.sub
         and isinstance(node.args[0], fx.Node)
         and isinstance(env[node.args[0]], Place)
     ):
         start: Place = env[node.args[0]]
-        return Place(start.kind, start.size, start.splitters, start.before + int(node.args[1]))  # type: ignore[arg-type]
+        return Place(start.kind, start.size, start.splitters, start.before + int(node.args[1]))
     return None
 
 
 def written_operand(node: fx.Node) -> fx.Node | None:
     """Return the operand that a node writes its result into, if any."""
-    form = functional_form(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    form = functional_form(node.target) if node.op == "call_function" else None
     if form is None:
         return None
     written = node.kwargs[form[1]] if form[1] else node.args[0]
@@ -92,7 +92,7 @@ def differences(
         node: of the emitted graph. local: the call that it must make. env: the states so far.
             mesh_shape: the sizes of the mesh axes.
     """
-    target, without = functional_form(node.target) or (node.target, "")  # type: ignore[arg-type]
+    target, without = functional_form(node.target) or (node.target, "")
     wanted = dispatched.STEPS.get(local.target, local.target)
     if target is not wanted:
         yield f"it calls {target}, where {wanted} is due"

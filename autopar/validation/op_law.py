@@ -113,24 +113,35 @@ def _on_one_axis(keyed: KeyedCall, option: AxisOption, uneven: bool) -> tuple[Ve
         filled = replace(call, target=_ZEROS[call.target], kwargs=kwargs)
         return _on_one_axis(KeyedCall(filled), option, uneven)
     if call.target in VIEWS:
-        right = keeps_parts(call, option, uneven=uneven)
-        return (
-            (Verdict.PROVEN, "")
-            if right
-            else (Verdict.WRONG, "its parts are not made of the same elements")
-        )
-    if call.target in DRAWS:
-        alike = all(isinstance(p, Replicate) for p in option.inputs) and not isinstance(
-            option.outputs[0], Partial
-        )
-        return (
-            (Verdict.PROVEN, "")
-            if alike
-            else (Verdict.WRONG, "every rank needs the same state, and draws a part")
-        )
+        holds, wrong = keeps_parts(call, option, uneven=uneven), _OTHER_ELEMENTS
+    elif call.target in DRAWS:
+        holds, wrong = _draws_parts(option), _OTHER_STATE
+    else:
+        return _on_trials(keyed, option, (2, 3) if uneven else (2,))
+    return (Verdict.PROVEN, "") if holds else (Verdict.WRONG, wrong)
+
+
+_OTHER_ELEMENTS = "its parts are not made of the same elements"
+_OTHER_STATE = "every rank needs the same state, and draws a part"
+
+
+def _draws_parts(option: AxisOption) -> bool:
+    """Return whether every rank of a random draw has the same state and draws no partial sum."""
+    is_replicated = all(isinstance(p, Replicate) for p in option.inputs)
+    return is_replicated and not isinstance(option.outputs[0], Partial)
+
+
+def _on_trials(keyed: KeyedCall, option: AxisOption, nums: Sequence[int]) -> tuple[Verdict, str]:
+    """Check an option on small calls with numbers.
+
+    Args:
+        keyed: the call.
+        option: the placements on one axis.
+        nums: the numbers of ranks to try.
+    """
     tried = False
     for small, tensors in _trials(keyed):
-        for num in (2, 3) if uneven else (2,):
+        for num in nums:
             if not _can_split(small, option, num):
                 continue
             tried = True

@@ -118,8 +118,8 @@ class _Program:
         self.trace, self.plan, self.program, self.traced = trace, plan, program, Traced(trace)
         self.chosen, self.again = plan.node_choices(), plan.recomputed_choices()
         self.walks: list[GraphWalk] = []
-        with_gradient = [p for p in trace.parameters if p.gradient is not None]
-        self.gradients = {p.name: self.traced.gradient_of(p.gradient) for p in with_gradient}  # type: ignore[arg-type]
+        positions = {p.name: p.gradient for p in trace.parameters if p.gradient is not None}
+        self.gradients = {name: self.traced.gradient_of(at) for name, at in positions.items()}
 
     def validation(self) -> Validation:
         """Return the report if everything is justified."""

@@ -31,23 +31,11 @@ def _attention(call: Call, first: int) -> list[Trial]:
     Args:
         call: the large call. first: the number of the operand that is the query.
     """
-    query, key = call.inputs[first : first + 2]
-    (batch, heads, queries, width), (_, shared, keys, _) = query.shape, key.shape
-    ratio = heads // shared
-    b, g, h, s = (
-        (_BATCH if batch > 1 else 1),
-        (4 if ratio == 1 else _SHARED),
-        0,
-        (_QUERIES if queries > 1 else 1),
-    )
-    g = g if shared > 1 else 1
-    h = g * ratio
-    t = s if keys == queries else _KEYS
-    d, v = _WIDTH, _WIDTH if call.inputs[first + 2].shape[3] == width else 2 * _WIDTH
-    q_k_v = [
-        _numbers(shape, seed)
-        for seed, shape in enumerate(((b, h, s, d), (b, g, t, d), (b, g, t, v)))
-    ]
+    b, h, g, s, t = _sizes(call.inputs[first].shape, call.inputs[first + 1].shape)
+    width, value_width = (call.inputs[first + n].shape[3] for n in (0, 2))
+    v = _WIDTH if value_width == width else 2 * _WIDTH
+    shapes = (b, h, s, _WIDTH), (b, g, t, _WIDTH), (b, g, t, v)
+    q_k_v = [_numbers(shape, seed) for seed, shape in enumerate(shapes)]
     mask_info = call.inputs[-1] if len(call.inputs) in (4, 7) else None
     mask = None if mask_info is None else _mask(mask_info, (b, h, s, t))
     causal, scale = call.args[4 + 3 * (first > 0)], call.args[5 + 3 * (first > 0)]
@@ -62,6 +50,20 @@ def _attention(call: Call, first: int) -> list[Trial]:
     else:
         tensors, results = [*q_k_v, *([] if mask is None else [mask])], (out, lse)
     return [(replace(call, inputs=_infos(tensors), outputs=_infos(results)), tensors)]
+
+
+def _sizes(query: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int, int]:
+    """Return small numbers of samples, of heads of queries and of keys, of queries and of keys.
+
+    Args:
+        query, key: shapes [b, h, s, d] and [b, g, t, d] of the large call.
+    """
+    (batch, heads, queries, _), (_, shared, keys, _) = query, key
+    ratio = heads // shared
+    s = _QUERIES if queries > 1 else 1
+    few = 4 if ratio == 1 else _SHARED
+    g = few if shared > 1 else 1
+    return _BATCH if batch > 1 else 1, g * ratio, g, s, s if keys == queries else _KEYS
 
 
 def _mask(info: TensorInfo, full: Sequence[int]) -> torch.Tensor:

@@ -67,37 +67,46 @@ def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
     """Check a stage's placeholders: tensors of the model and of the batch, and what its neighbours
     pass under the same name."""
     stage = stages[number]
+    handed = _gradients_handed(stages[number - 1]) if number else {}
+    crossing = {i.node: i.gradient for i in stage.inputs if i.crosses}
+    for name, gradient in crossing.items():
+        _check_handed(stage, number, name, gradient, handed)
     known = {p.node for p in (*part.parameters, *part.buffers)} | {i.node for i in part.inputs}
     known |= {o.tangent for o in part.differentiable}
-    handed = _gradients_handed(stages[number - 1]) if number else {}
-    for i in stage.inputs:
-        if not i.crosses:
-            continue
-        if i.node not in handed:
-            raise _missing_error(stage, number, i.node, "the stage before does not hand it over")
-        returned = _results(stage)[i.gradient].name if i.gradient is not None else ""
-        if returned != handed[i.node]:
-            what = (
-                f"its gradient goes back as {returned or 'nothing'}, and the stage before waits for"
-                f" {handed[i.node] or 'none'}"
-            )
-            raise _missing_error(stage, number, i.node, what)
-    arriving = {i.node for i in stage.inputs if i.crosses} | set(_gradients_handed(stage).values())
+    known |= crossing.keys() | set(_gradients_handed(stage).values())
     for node in stage.graph.nodes:
-        if node.op == "placeholder" and node.name not in known and node.name not in arriving:
+        if node.op == "placeholder" and node.name not in known:
             raise _error(
                 node,
                 number,
                 "it is no tensor of the model or of the batch, and comes from no other stage",
             )
-    left = handed.keys() - {i.node for i in stage.inputs if i.crosses}
-    if left:
-        raise _missing_error(
-            stage,
-            number,
-            sorted(left)[0],
-            "the stage before hands it over, and this stage does not take it",
+    if left := sorted(handed.keys() - crossing.keys()):
+        what = "the stage before hands it over, and this stage does not take it"
+        raise _missing_error(stage, number, left[0], what)
+
+
+def _check_handed(
+    stage: Trace, number: int, name: str, gradient: int | None, handed: dict[str, str]
+) -> None:
+    """Check that the stage before passes a value under its name, and waits for its gradient.
+
+    Args:
+        stage: the stage that takes the value.
+        number: the stage's index.
+        name: the value's placeholder.
+        gradient: index of the value's gradient in the stage's results; None if it has none.
+        handed: values that the stage before passes → the gradients that it waits for.
+    """
+    if name not in handed:
+        raise _missing_error(stage, number, name, "the stage before does not hand it over")
+    returned = _results(stage)[gradient].name if gradient is not None else ""
+    if returned != handed[name]:
+        what = (
+            f"its gradient goes back as {returned or 'nothing'}, and the stage before waits for"
+            f" {handed[name] or 'none'}"
         )
+        raise _missing_error(stage, number, name, what)
 
 
 def _gradients_handed(stage: Trace) -> dict[str, str]:
@@ -141,7 +150,7 @@ def _terms(node: fx.Node) -> Iterator[str]:
     """Iterate over the names of the values that a node is the sum of."""
     if node.op == "call_function" and _is_sum(node):
         for operand in node.args:
-            yield from _terms(operand)  # type: ignore[arg-type]
+            yield from _terms(operand)
     else:
         yield node.name
 
@@ -151,7 +160,7 @@ def _list_terms(terms: Counter[str]) -> str:
 
 
 def _results(trace: Trace) -> Sequence[fx.Node]:
-    found: Sequence[fx.Node] = next(iter(reversed(trace.graph.nodes))).args[0]  # type: ignore[assignment]
+    found: Sequence[fx.Node] = next(iter(reversed(trace.graph.nodes))).args[0]
     return found
 
 

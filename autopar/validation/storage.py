@@ -52,7 +52,7 @@ class Memory:
             return None
         if node.target is operator.getitem:
             source, number = node.args
-            return self.owners[source] if is_view(source) else (source, int(number))  # type: ignore[index, arg-type, return-value]
+            return self.owners[source] if is_view(source) else (source, int(number))
         written = written_in(node)
         if written is not None:
             return self.owners[written]
@@ -92,7 +92,7 @@ def written_in(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function":
         return None
     if node.target in (add_to, write_to):
-        return node.args[0]  # type: ignore[return-value]
+        return node.args[0]
     return written_operand(node)
 
 
@@ -167,20 +167,20 @@ def check_apart(
     """
     output = next(iter(reversed(graph.nodes)))
     seen: dict[Owner, str] = {}
-    for name, node in zip(names, output.args[0], strict=False):  # type: ignore[arg-type]
-        owner = memory.owners[node]  # type: ignore[index]
+    for name, node in zip(names, output.args[0], strict=False):
+        owner = memory.owners[node]
         if owner in seen:
             raise unjustified_error(
                 node, phase, f"the gradients of {seen[owner]!r} and {name!r} share memory"
-            )  # type: ignore[arg-type]
+            )
         if owner[0].op == "placeholder" and owner[0] not in owned:
             raise unjustified_error(
                 node, phase, f"the gradient of {name!r} lies in memory of {owner[0].name}"
-            )  # type: ignore[arg-type]
-        if _lies_over_itself(node, memory):  # type: ignore[arg-type]
+            )
+        if _lies_over_itself(node, memory):
             raise unjustified_error(
                 node, phase, f"elements of the gradient of {name!r} share memory"
-            )  # type: ignore[arg-type]
+            )
         seen[owner] = name
 
 

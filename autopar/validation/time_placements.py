@@ -83,13 +83,18 @@ def _place_results(
     if whole.key == part.key and all(r == WHOLE for r in reads):
         return tuple(WHOLE for _ in whole.outputs)
     if whole.target is aten.arange.default:
-        counts = whole.args == (part.args[0] * num,) and dict(whole.kwargs) == dict(part.kwargs)
-        return (TimePlacement("place", 0),) if counts else ()
+        return _positions(whole, part, num)
     if whole.target in VIEWS:
         return _place_view(whole, part, reads[0], num)
     tried = try_on_numbers(whole, part, reads, num)
     known = bool(tried) and all(found.kind != "open" for found in tried)
     return tried if known else _by_rule(whole, part, reads, num)
+
+
+def _positions(whole: Call, part: Call, num: int) -> tuple[TimePlacement, ...]:
+    """Return the placement of positions, if the batch has `num` times as many as a microbatch."""
+    counts = whole.args == (part.args[0] * num,) and dict(whole.kwargs) == dict(part.kwargs)
+    return (TimePlacement("place", 0),) if counts else ()
 
 
 def _by_rule(
@@ -113,13 +118,16 @@ def _by_rule(
     for option in options:
         if all(map(_may_lie, reads, option.inputs)) and _is_called(whole, part, option, num):
             power = reads[scaled[0]].power if scaled else 0
-            return tuple(
-                TimePlacement("split", p.dim, power)
-                if isinstance(p, Shard)
-                else TimePlacement("term" if p == PARTIAL else "whole", -1, power)
-                for p in option.outputs
-            )
+            return tuple(_placement_of(p, power) for p in option.outputs)
     return ()
+
+
+def _placement_of(placement: Placement, power: int) -> TimePlacement:
+    """Return the placement in time of a tensor with a placement on an axis of ranks that stand for
+    microbatches."""
+    if isinstance(placement, Shard):
+        return TimePlacement("split", placement.dim, power)
+    return TimePlacement("term" if placement == PARTIAL else "whole", -1, power)
 
 
 def _may_lie(read: TimePlacement, placement: Placement) -> bool:

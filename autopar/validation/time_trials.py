@@ -182,16 +182,32 @@ def _change_sizes(whole: Any, part: Any, small: Any, num: int, many: int) -> Any
         )
     if whole == part or (whole != whole and part != part):
         return small
-    if (
-        isinstance(whole, int | float)
-        and isinstance(part, int | float)
-        and not isinstance(whole, bool)
-    ):
-        if _is_near(whole, part * num) and not (isinstance(small, int) and small % many):
-            return small // many if isinstance(small, int) else small / many
-        if _is_near(whole * num, part):
-            return small * many
+    if isinstance(whole, bool) or not (_is_number(whole) and _is_number(part)):
+        raise _UnclearError
+    return _scale(whole, part, small, num, many)
+
+
+def _scale(whole: float, part: float, small: Any, num: int, many: int) -> Any:
+    """Return a setting divided or multiplied by `many`, if the batch's is `num` times the
+    microbatch's, or the other way round.
+
+    Args:
+        whole, part: the setting in the large calls of batch and microbatch.
+        small: the setting in the batch's small call.
+        num, many: numbers of microbatches of the large and the small calls.
+
+    Raises:
+        _UnclearError: if it is neither.
+    """
+    if _is_near(whole, part * num) and not (isinstance(small, int) and small % many):
+        return small // many if isinstance(small, int) else small / many
+    if _is_near(whole * num, part):
+        return small * many
     raise _UnclearError
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float)
 
 
 def _is_near(a: float, b: float) -> bool:

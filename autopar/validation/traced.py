@@ -49,7 +49,7 @@ class Nodes:
         """Return the value that a node computes; for a getitem the result that it picks."""
         result = 0
         while node.target is operator.getitem:
-            node, result = node.args  # type: ignore[assignment]
+            node, result = node.args
         return node.name, result
 
     def reads(self, node: fx.Node) -> list[Ref]:
@@ -84,7 +84,7 @@ class Traced(Nodes):
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.graph)
         self.trace = trace
-        self.results: tuple[fx.Node, ...] = next(iter(reversed(trace.graph.nodes))).args[0]  # type: ignore[assignment]
+        self.results: tuple[fx.Node, ...] = next(iter(reversed(trace.graph.nodes))).args[0]
         self.widest: Mapping[Ref, torch.dtype] = self._widest()
 
     def gradient_of(self, position: int) -> tuple[Ref, tuple[Ref, ...]]:
@@ -93,7 +93,7 @@ class Traced(Nodes):
         node = self.results[position]
         before, casts = node, list[Ref]()
         while before.target is _CAST and not before.kwargs.keys() - {"dtype"}:
-            before = before.args[0]  # type: ignore[assignment]
+            before = before.args[0]
             casts.append(self.ref(before))
         return self.ref(node), tuple(casts)
 
@@ -117,7 +117,7 @@ class Traced(Nodes):
             own, wide = node.meta["val"].dtype, None
             found[self.ref(node)] = own if own.itemsize >= 4 else torch.float32
             while self._is_passed_on(node):
-                source: fx.Node = node.args[0]  # type: ignore[assignment]
+                source: fx.Node = node.args[0]
                 made, read = node.meta["val"].dtype, source.meta["val"].dtype
                 if made != read and torch.promote_types(made, read) == made:
                     wide = made

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.core.collective import Kind
 from autopar.core.layout import Strategy
 from autopar.errors import AutoparError
 from autopar.kernels import collectives as steps
@@ -114,12 +115,12 @@ class GraphWalk:
             ),
         }
 
-    def _move(self, state: Any, kind: str, settings: Sequence[Any], node: fx.Node) -> Any:
+    def _move(self, state: Any, kind: Kind, settings: Sequence[Any], node: fx.Node) -> Any:
         self.how["step"] += 1
-        return move(self.traced, state, kind, settings, node.kwargs.get("length"), self.mesh_shape)  # type: ignore[arg-type]
+        return move(self.traced, state, kind, settings, node.kwargs.get("length"), self.mesh_shape)
 
     def _pick(self, node: fx.Node) -> Any:
-        source, number = self.env[node.args[0]], int(node.args[1])  # type: ignore[index, arg-type]
+        source, number = self.env[node.args[0]], int(node.args[1])
         if not isinstance(source, Several) or not 0 <= number < len(source.parts):
             raise MoveError("it picks a result of what has one")
         return source.parts[number]
@@ -127,24 +128,24 @@ class GraphWalk:
     def _start(self, node: fx.Node) -> InFlight:
         x, kind, *settings = node.args
         return InFlight(
-            self._move(self.env[x], str(kind), settings, node),
+            self._move(self.env[x], kind, settings, node),
             (kind, *settings, node.kwargs.get("length")),
-        )  # type: ignore[index]
+        )
 
     def _finish(self, node: fx.Node) -> Any:
         source, *settings = node.args
-        flying = self.env[source]  # type: ignore[index]
+        flying = self.env[source]
         if not isinstance(flying, InFlight) or flying.settings != (
             *settings,
             node.kwargs.get("length"),
         ):
             raise MoveError("it finishes what was not started with these settings")
-        if [user.target for user in source.users] != [steps.finish]:  # type: ignore[union-attr]
+        if [user.target for user in source.users] != [steps.finish]:
             raise MoveError("what it started is read by others as well")
         return flying.made
 
     def _add(self, node: fx.Node) -> Sum:
-        total, gradient = (self.env[x] for x in node.args)  # type: ignore[index]
+        total, gradient = (self.env[x] for x in node.args)
         if not isinstance(total, Sum) or total.is_added:
             raise MoveError(
                 f"it adds to {shown(total)}, which is no sum that waits for this microbatch"
@@ -172,7 +173,7 @@ class GraphWalk:
     def _reads_as(self, node: fx.Node, origin: fx.Node) -> bool:
         """Return whether a cast or a copy is that of the trace, and not another one under its
         key."""
-        state = self.env[node.args[0]]  # type: ignore[index]
+        state = self.env[node.args[0]]
         return (
             origin.target is node.target
             and isinstance(state, State)
@@ -183,10 +184,10 @@ class GraphWalk:
         """Return the state of a cast or a copy that the trace does not have: the same value."""
         if not self._passes_on(node):
             raise MoveError("the model has no such op")
-        state = self.env[node.args[0]]  # type: ignore[index]
+        state = self.env[node.args[0]]
         dtype = node.kwargs.get("dtype", state.dtype if isinstance(state, State) else None)
         self.how["cast"] += 1
-        return cast(self.traced, state, dtype)  # type: ignore[arg-type]
+        return cast(self.traced, state, dtype)
 
     def result_of(self, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State | Several:
         """Return the state of a node that computes what a traced node does.

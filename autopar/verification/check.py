@@ -64,6 +64,7 @@ def diagnose(case: Case, summary: str) -> None:
     values: dict[str, tuple[Any, ...]] = {}
 
     def remember(node: fx.Node, value: Any) -> None:
+        """Record the results of a traced node."""
         values[node.name] = tuple(value) if isinstance(value, tuple | list) else (value,)
 
     trace = _run_reference(case, remember)
@@ -77,6 +78,16 @@ def diagnose(case: Case, summary: str) -> None:
     seen: set[fx.Node] = set()
 
     def check(phase: str, node: fx.Node, locals: list[Any]) -> None:
+        """Compare the ranks' results of an emitted node with those of its traced node.
+
+        Args:
+            phase: forward or backward.
+            node: the emitted node.
+            locals: its result on each rank.
+
+        Raises:
+            VerificationError: if they differ by more than rounding explains.
+        """
         if node in seen:  # in a later microbatch
             return
         seen.add(node)
@@ -141,6 +152,7 @@ def _floors(
     """
 
     def largest(parts: Iterable[Any]) -> float:
+        """Return the largest magnitude among the tensors."""
         return max((magnitude(part) for part in parts if isinstance(part, Tensor)), default=0.0)
 
     sizes, share = {name: largest(parts) for name, parts in values.items()}, floor_share_of(dtype)
@@ -388,6 +400,21 @@ def _worst_value(errors: Errors) -> float:
     return max((*errors.outputs.values(), *errors.buffers.values()), default=0.0)
 
 
+def _noise(case: Case, plain: Results, limit: float) -> dict[str, float]:
+    """Return the noise of rounding in each gradient of the plain model.
+
+    It is at most the largest gradient: a weight at a kink makes noise that would excuse anything.
+
+    Args:
+        case: what is compared.
+        plain: the plain model's results.
+        limit: the tolerance.
+    """
+    most = max(magnitude(x) for x in plain.gradients.values())
+    noises = noise_of_rounding(case).items()
+    return {name: min(_NOISES * size / limit, most) for name, size in noises}
+
+
 def _judge(
     case: Case,
     ran: Lockstep,
@@ -408,12 +435,7 @@ def _judge(
     others = _worst_value(errors)
     # In a smaller dtype noise may hide an error; there `_exactly` compares in a larger one.
     if case.computed == torch.float64 and others <= limit < errors.worst < math.inf:
-        # At most the largest gradient: a weight at a kink makes noise that would excuse anything.
-        most = max(magnitude(x) for x in plain.gradients.values())
-        noise = {
-            name: min(_NOISES * size / limit, most)
-            for name, size in noise_of_rounding(case).items()
-        }
+        noise = _noise(case, plain, limit)
         errors = compare(ours, plain, wide, scale, summed, noise)
     traced = (
         compare(ours, case.run_traced(), share, scale, summed, noise).worst

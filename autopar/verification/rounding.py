@@ -49,6 +49,7 @@ def scales_of_sums(case: Case) -> dict[str, float]:
     scales: Scales = {}
 
     def observe(node: fx.Node, value: Any) -> None:
+        """Record the scale of the terms that were summed for a node."""
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             scale = _SCALES.get(node.target, _own) if node.op == "call_function" else _own
             scales[node] = max(
@@ -63,7 +64,7 @@ def scales_of_sums(case: Case) -> dict[str, float]:
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     named = {o.path: trace.node(o.node) for o in trace.outputs} | {
         name: results[at] for name, at in trace.mutated.items()
-    }  # type: ignore[index]
+    }
     return {name: scales.get(node, 0.0) for name, node in named.items()}
 
 
@@ -96,7 +97,7 @@ def _scale_of_quotient(node: fx.Node, value: Tensor, scales: Scales) -> float:
 
 def _scale_of_sum(node: fx.Node, value: Tensor, scales: Scales) -> float:
     """Return the number of terms of a sum times the scale of the largest."""
-    num = node.args[0].meta["val"].numel() / max(value.numel(), 1)  # type: ignore[union-attr]
+    num = node.args[0].meta["val"].numel() / max(value.numel(), 1)
     return _scale(node.args[0], scales) * num
 
 
@@ -111,7 +112,7 @@ def _scale_of_contraction(node: fx.Node, value: Tensor, scales: Scales) -> float
         x: size
         for term, read in zip(inputs.split(","), operands, strict=False)
         for x, size in zip(term, read.meta["val"].shape, strict=True)
-    }  # type: ignore[union-attr]
+    }
     product = math.prod(_scale(x, scales) for x in operands[:2]) * math.prod(
         size for x, size in sizes.items() if x not in kept
     )
@@ -169,6 +170,7 @@ def scale_of_zeros(case: Case, reference: Results, rounding: float) -> float:
     largest, follows = 0.0, {case.trace.node(o.tangent) for o in case.trace.differentiable}
 
     def observe(node: fx.Node, value: Any) -> None:
+        """Record the magnitude of a node that follows from a tangent."""
         nonlocal largest
         if node in follows or follows.intersection(node.all_input_nodes):
             follows.add(node)

@@ -150,7 +150,7 @@ def _by_grid(kind: str, text: str, vision: dict[str, Any], **more: Any) -> Built
     for first in (0, 10):
         ids[:, first], ids[:, first + 1 : first + 5], ids[:, first + 5] = BEGIN, MARK, END
     sizes, kinds = torch.tensor([[1, 4, 4]] * 2 * SAMPLES), (ids == MARK).int()
-    positions = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=sizes)[0]  # type: ignore[operator, union-attr]
+    positions = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=sizes)[0]
     patches = torch.randn(2 * SAMPLES * 16, 3 * 2 * 4 * 4)
     return model, {
         "input_ids": ids,

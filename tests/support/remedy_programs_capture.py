@@ -144,10 +144,10 @@ def _grad(self: Any, x: Tensor) -> Tensor:
 
 
 _INDICES = torch.tensor([1, 1, 2, 3])
-_ITEM = "capture/diagnostics.py as_capture_error 2"
+_ITEM = "capture/diagnostics.py _of_graph 0"
 
 PROGRAMS: dict[str, Program] = {
-    "capture/diagnostics.py as_capture_error 0": Program(
+    "capture/diagnostics.py _of_known_function 0": Program(
         captured(Called(_ctc), *_FRAMES), "F.ctc_loss", captured(Called(_padded_ctc), *_FRAMES)
     ),
     f"{_ITEM} | branch": Program(

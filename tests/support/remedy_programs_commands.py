@@ -21,7 +21,7 @@ from autopar import HardwareProfile, hf
 from autopar.cli.models import built, turning_of
 from autopar.cli.plan_command import _check_stages
 from autopar.cli.planning import _save
-from autopar.cli.shared_options import check_dtype, check_named, check_there
+from autopar.cli.shared_options import NamedModel, check_dtype, check_there
 from autopar.explanation import explain
 from autopar.integrations.libraries import LEAST, library
 from autopar.profiler import measure as measuring
@@ -83,9 +83,7 @@ def _function(of: str) -> Callable[[], object]:
 def _built(config: str | None, of: str | None, batch: int | None) -> Callable[[], object]:
     def make(folder: Path) -> object:
         function = None if of is None else f"{folder}/{of}"
-        return built(
-            config, None, function, batch, None, None, "meta", inference=False, precision=None
-        )
+        return built(NamedModel(hf=config, module=function, batch=batch), "meta")
 
     return _within(make)
 
@@ -93,17 +91,7 @@ def _built(config: str | None, of: str | None, batch: int | None) -> Callable[[]
 def _without_transformers() -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "transformers", None)
-        return built(
-            f"llama:{json.dumps(_TEXT)}",
-            None,
-            None,
-            2,
-            4,
-            None,
-            "meta",
-            inference=False,
-            precision=None,
-        )
+        return built(NamedModel(hf=f"llama:{json.dumps(_TEXT)}", batch=2, seq=4), "meta")
 
 
 def _installed(version: str | None) -> Callable[[], object]:
@@ -217,8 +205,6 @@ def _reported(name: str) -> Callable[[], object]:
     return _within(lambda folder: report(made_plan(), folder / name))
 
 
-_NAMES = (None, "gpt2", None, None)
-
 MODELS: dict[str, Program] = {
     "hf/batches.py _Sizes.length 0": Program(
         _named("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1}, seq=2048),
@@ -325,9 +311,9 @@ MODELS: dict[str, Program] = {
         _named("llama", "[8]"), '{"name": value, ...}', _named("llama", _TEXT, seq=4)
     ),
     "cli/models.py turning_of 0": Program(
-        lambda: turning_of(made_plan(), 3, None, None, None, None, None, None),
+        lambda: turning_of(made_plan(), 3, NamedModel()),
         "pass one of --hf, --model and --module",
-        lambda: check_named(*_NAMES),
+        lambda: NamedModel(model="gpt2").check(),
     ),
     "cli/models.py built 0": Program(
         _built(None, "model.py:made", 4),
@@ -345,10 +331,10 @@ MODELS: dict[str, Program] = {
         "check the path",
         _within(lambda folder: check_there(folder / "plan.json")),
     ),
-    "cli/shared_options.py check_named 0": Program(
-        lambda: check_named("gpt2:{}", *_NAMES[1:]),
+    "cli/shared_options.py NamedModel.check 0": Program(
+        lambda: NamedModel(hf="gpt2:{}", model="gpt2").check(),
         "pass one of --hf, --model and --module",
-        lambda: check_named(*_NAMES),
+        lambda: NamedModel(model="gpt2").check(),
     ),
     "cli/plan_command.py _check_stages 0": Program(
         lambda: _check_stages(None, "gpipe", None),
@@ -387,16 +373,16 @@ OTHERS: dict[str, Program] = {
     "runtime/launching.py launch 0": Program(
         _launched("absent.py"), "name a Python file", _launched("model.py")
     ),
-    "runtime/launching.py launch 1": Program(
+    "runtime/launching.py _check_machines 0": Program(
         _launched(nodes="two", meet="host:1"), "2:4", _launched(nodes="2:4", meet="host:1")
     ),
-    "runtime/launching.py launch 2": Program(
+    "runtime/launching.py _check_machines 1": Program(
         _launched(nodes="4:2", meet="host:1"), "2:4", _launched(nodes="2:4", meet="host:1")
     ),
-    "runtime/launching.py launch 3": Program(
+    "runtime/launching.py _check_machines 2": Program(
         _launched(nodes="2"), "--meet HOST:PORT", _launched(nodes="2", meet="host:1")
     ),
-    "runtime/launching.py launch 4": Program(
+    "runtime/launching.py launch 1": Program(
         _launched(fails=True), "that rank's own error above", _launched()
     ),
     "profiler/measure.py measure 0": Program(

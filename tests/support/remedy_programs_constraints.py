@@ -120,15 +120,15 @@ PROGRAMS: dict[str, Program] = {
         "plan for a mesh with an axis of that size",
         _stages(megatron(tp=4, pp=3), mesh=Mesh({"node": 3, "gpu": 4})),
     ),
-    "constraints/megatron.py parts_of 0": Program(
+    "constraints/megatron.py _expert_axes 0": Program(
         _filled(megatron(tp="gpu", ep="gpu")),
         "neither tp, cp nor pp have: node",
         _filled(megatron(tp="gpu", ep="node")),
     ),
-    "constraints/megatron.py parts_of 1": Program(
+    "constraints/megatron.py _data_axes 0": Program(
         _filled(megatron(tp=4, dp=4)), "pass dp=2", _filled(megatron(tp=4, dp=2))
     ),
-    "constraints/megatron.py parts_of 1 | left out": Program(
+    "constraints/megatron.py _data_axes 0 | left out": Program(
         _filled(megatron(tp=4, dp=4)), "or leave it out", _filled(megatron(tp=4))
     ),
     "constraints/megatron.py _last_axes 0": Program(
@@ -186,7 +186,7 @@ PROGRAMS: dict[str, Program] = {
         "the same number in both",
         lambda: check_number([pipeline("node", microbatches=4)], 4),
     ),
-    "constraints/together.py parallelisms 0": Program(
+    "constraints/together.py _same_axis_error 0": Program(
         _filled(ddp(), fsdp(axes="gpu")),
         "ddp(axes='node')",
         _filled(ddp(axes="node"), fsdp(axes="gpu")),

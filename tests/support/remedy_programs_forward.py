@@ -127,17 +127,17 @@ PROGRAMS: dict[str, Program] = {
         "let the model have all else as attributes",
         captured(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
     ),
-    "capture/diagnostics.py as_capture_error 1": Program(
+    "capture/diagnostics.py _of_result 0": Program(
         _given(lambda layer, x, given: given, [torch.ones(3)]),
         "return what is computed of it",
         _given(lambda layer, x, given: layer(x), [torch.ones(3)]),
     ),
-    "capture/diagnostics.py as_capture_error 2 | generator": Program(
+    "capture/diagnostics.py _of_graph 0 | generator": Program(
         forward(lambda self, x: x * torch.rand(4, generator=torch.Generator().manual_seed(0))),
         "torch.rand and others follow torch.manual_seed",
         forward(lambda self, x: x * torch.rand(4)),
     ),
-    "capture/diagnostics.py as_capture_error 2 | list": Program(
+    "capture/diagnostics.py _of_graph 0 | list": Program(
         forward(lambda self, x: x * self.layer(x)[0].tolist()[0]),
         "but to compute with it",
         forward(lambda self, x: x * self.layer(x)[0][0]),

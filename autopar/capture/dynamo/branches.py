@@ -85,6 +85,7 @@ def _translators(kind: Any) -> Iterator[Any]:
 
 def _leaving_out(handler: _Handler, lines: list[str]) -> _Handler:
     def handle(translator: Any, instruction: Any) -> None:
+        """Run an instruction, or leave out a branch on values that only raises."""
         translator.stack[-1] = or_its_value(translator.stack[-1])
         if not (_is_of_values(translator.stack[-1]) and _only_raises(translator, instruction)):
             handler(translator, instruction)

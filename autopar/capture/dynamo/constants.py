@@ -183,6 +183,7 @@ class Origins:
         make = FakeTensorMode.from_tensor
 
         def make_tracked(mode: FakeTensorMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+            """Make a fake tensor that has the origins and the known value of the real one."""
             fake = make(mode, tensor, **how)
             positions = self._of.get(tensor)
             if positions is not None:
@@ -394,7 +395,7 @@ def settle_known(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         number = node.meta.get("example_value")
         if name_of(node) == "item" and isinstance(number, int | float):
-            node.replace_all_uses_with(number)  # type: ignore[arg-type]
+            node.replace_all_uses_with(number)
             graph.erase_node(node)
             continue
         _read_by_numbers(node, written)
@@ -420,22 +421,26 @@ def _read_by_numbers(node: fx.Node, written: Collection[int | None]) -> None:
     """Replace known masks and repeats by indices of rows: ``x[mask]``, ``x[mask] = y``,
     ``masked_select``, ``repeat_interleave``."""
     name = name_of(node)
-    if (
-        name in ("getitem", "setitem")
-        and tensor_of(node.args[0]) is not None
-        and _known(node) is None
-    ):
+    if _known(node) is not None:
+        return
+    if name in ("getitem", "setitem") and tensor_of(node.args[0]) is not None:
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         found = tuple(entry for each in index for entry in _numbers(node, each, written))
         if found != index:
             node.args = (node.args[0], found, *node.args[2:])
-    elif name == "masked_select" and not node.kwargs and _known(node) is None:
+    elif name == "masked_select" and not node.kwargs:
         source, mask = node.args
         numbers = _numbers(node, mask, written)
-        if numbers != (mask,) and tensor_of(source).shape == tensor_of(mask).shape:  # type: ignore[union-attr]
+        if numbers != (mask,) and _shape(source) == _shape(mask):
             node.op, node.target, node.args = "call_function", operator.getitem, (source, numbers)
-    elif name == "repeat_interleave" and _known(node) is None:
+    elif name == "repeat_interleave":
         _repeat_by_numbers(node)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    tensor = tensor_of(node)
+    assert tensor is not None, f"{node} is a tensor"
+    return tuple(tensor.shape)
 
 
 def _numbers(node: fx.Node, mask: Any, written: Collection[int | None]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ def new_fake_mode() -> FakeMode:
     return; other tensors are converted."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Not a subclass, which higher-order operators would not know.
-    mode.dispatch = partial(_dispatch_fake, mode)  # type: ignore[method-assign]
+    mode.dispatch = partial(_dispatch_fake, mode)
     return mode
 
 
@@ -90,6 +90,7 @@ def views_of_one_mode() -> contextlib.AbstractContextManager[object]:
     make = FakeTensorMode.from_tensor
 
     def make_in_own_mode(mode: FakeMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+        """Make a fake tensor; that of a real view with no other mode active."""
         with (
             _disable_current_modes()
             if tensor._is_view() and not is_fake(tensor)

@@ -151,8 +151,8 @@ def _source(node: fx.Node) -> str:
 
 def _join(node: fx.Node, owner: Any) -> None:
     q, k, v, score, block_mask, scale, options, of_score, of_mask = node.args
-    _check(node, options)  # type: ignore[arg-type]
-    captured = list(dict.fromkeys((*of_score, *of_mask)))  # type: ignore[misc]
+    _check(node, options)
+    captured = list(dict.fromkeys((*of_score, *of_mask)))
     if not all(
         isinstance(each, fx.Node) and isinstance(each.meta.get("example_value"), torch.Tensor)
         for each in captured
@@ -162,7 +162,7 @@ def _join(node: fx.Node, owner: Any) -> None:
             _source(node),
             "pass it as a tensor",
         )
-    mask = block_mask[-1]  # type: ignore[index]
+    mask = block_mask[-1]
     try:
         texts = [
             text_of(
@@ -170,14 +170,14 @@ def _join(node: fx.Node, owner: Any) -> None:
                 names,
                 _example(q).dtype,
                 {captured.index(x): _example(x) for x in reads},
-            )  # type: ignore[arg-type, union-attr]
+            )
             for function, names, reads in ((score, SCALARS, of_score), (mask, SCALARS[1:], of_mask))
         ]
     except UnwritableError as error:
         raise of_flex_attention(
             f"has a function that is not known: {error.what}", _source(node), error.remedy
         ) from error
-    if texts[1] == SEEN and min(block_mask[-3:-1]) < _FREE:  # type: ignore[index]
+    if texts[1] == SEEN and min(block_mask[-3:-1]) < _FREE:
         remedy = (
             "make the block mask by create_block_mask, or give BlockMask.from_kv_blocks the "
             "mask_mod that hides what its blocks leave out"
@@ -189,7 +189,7 @@ def _join(node: fx.Node, owner: Any) -> None:
     with graph.inserting_before(node):
         joined = graph.call_function(
             ops.flex_attention, (q, k, v, captured, *texts, float(scale), *_SETTLED)
-        )  # type: ignore[arg-type]
+        )
         joined.meta = {name: value for name, value in node.meta.items() if name != "example_value"}
         joined.meta["example_value"] = node.meta["example_value"][:2]
     for user in list(node.users):

@@ -139,6 +139,7 @@ def others_detached(
     batch = {node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) in given}
 
     def is_computed(tensor: torch.Tensor) -> bool:
+        """Return whether a result follows from both the batch and a parameter."""
         node = results.get(id(tensor))
         sources = _sources(node) if node is not None else set()
         return not sources.isdisjoint(batch) and any(
@@ -333,6 +334,7 @@ def prints_left_out() -> Iterator[list[str]]:
     call = IgnoredFunctionVariable.call_function
 
     def note_print(variable: Any, translator: Any, *args: Any) -> Any:
+        """Record the line of a call of `print`."""
         line = f"{translator.f_code.co_filename}:{translator.lineno}"
         if variable.value is print and line not in lines:
             lines.append(line)

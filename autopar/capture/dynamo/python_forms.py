@@ -92,6 +92,7 @@ def functions_replaced() -> Iterator[None]:
     trace_rules.get_torch_obj_rule_map()
 
     def flags(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     with (
@@ -152,6 +153,13 @@ def computed_attributes() -> contextlib.AbstractContextManager[object]:
 
 def _without_place(get: Callable[..., Any]) -> Callable[..., Any]:
     def get_attribute(self: Any, tx: Any, name: str) -> Any:
+        """Return an attribute of a tensor, without a place unless the tensor is an input.
+
+        Args:
+            self: Dynamo's variable of the tensor.
+            tx: Dynamo's translator.
+            name: the attribute.
+        """
         value = get(self, tx, name)
         if isinstance(value, TensorVariable) and value.proxy.node.op != "placeholder":
             value.source = None

@@ -278,26 +278,26 @@ class _Merge:
     def _operand(self, one: fx.Node, two: fx.Node) -> Any:
         units = self.units
         if one in units.own or two in units.own:
-            (home, kind), (other, _) = (
-                units.own.get(one, (None, "")),
-                units.own.get(two, (None, "")),
-            )
-            if home is None and one is two:
-                return one
-            if (
-                home is None
-                or other is None
-                or home != (units.one, other[1])
-                or other[0] != units.two
-            ):
-                raise ValueError
-            return Ref(UnitKind.OWN, (kind, home[1]))
+            return self._own(one, two)
         place, other_place = units.place.get(one), units.place.get(two)
         if place is None and one is two:
             return one
         if place is None or other_place is None or place[0] != other_place[0]:
             raise ValueError
         return self._beside(one, two, place, other_place)
+
+    def _own(self, one: fx.Node, two: fx.Node) -> Any:
+        """Return the operand if a unit alone has one of the nodes, as its parameters."""
+        none: tuple[Any, str] = (None, "")
+        home, kind = self.units.own.get(one, none)
+        other, _ = self.units.own.get(two, none)
+        if home is None and one is two:
+            return one
+        if home is None or other is None:
+            raise ValueError
+        if home != (self.units.one, other[1]) or other[0] != self.units.two:
+            raise ValueError
+        return Ref(UnitKind.OWN, (kind, home[1]))
 
     def _beside(
         self, one: fx.Node, two: fx.Node, place: tuple[str, int, int], other: tuple[str, int, int]

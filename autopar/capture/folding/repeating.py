@@ -161,6 +161,7 @@ class _Repetition:
 
     def _node(self, step: UnitStep, unit: int) -> fx.Node:
         def operand(ref: Ref) -> fx.Node:
+            """Return the node of a unit that stands for an operand of the pattern."""
             match ref.kind:
                 case UnitKind.HERE:
                     phase, offset = ref.offset
@@ -173,6 +174,7 @@ class _Repetition:
                     return self.own[unit][ref.offset]
 
         def fill_in(value: Any) -> Any:
+            """Return arguments with nodes in place of references."""
             if isinstance(value, Ref):
                 return operand(value)
             if isinstance(value, tuple):

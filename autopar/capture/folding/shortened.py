@@ -73,7 +73,7 @@ def tell(
     Raises:
         NotFoldable: forward fails, or does not call the layers in turn.
     """
-    recorder = Recorder(runs, layers, [KEPT_FIRST + KEPT_LAST] * len(runs), prepared.mode)
+    recorder = Recorder(runs, layers, [KEPT_FIRST + KEPT_LAST] * len(runs))
     recorder.story.results = _run(model, prepared, recorder, "the shortened model")
     return recorder.story
 
@@ -92,7 +92,7 @@ def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[R
         NotFoldable: it does not; the message says where it differs.
     """
     layers = dict(places(runs, model))
-    follower = Follower(story, runs, layers, [run.num_units for run in runs], prepared.mode)
+    follower = Follower(story, prepared.mode, runs, layers, [run.num_units for run in runs])
     if _run(model, prepared, follower, "the model") != story.results:
         raise NotFoldable("what forward returns depends on the number of layers")
 
@@ -136,20 +136,30 @@ def _watch_stream(stream: Stream) -> Iterator[None]:
     layers: Mapping[nn.Module, Layer] = stream.layers
 
     def enter(module: nn.Module, _: Any) -> None:
+        """Tell the stream that a layer begins."""
         if module in layers:
             stream.enter(layers[module])
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
+        """Tell the stream that a layer ends.
+
+        Args:
+            module: the module that was called.
+            _: its arguments.
+            __: its result.
+        """
         if module in layers:
             stream.leave(layers[module])
 
     plain = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record the call of an autograd function, and run it."""
         stream.event(("autograd function", cls), (args, kwargs))
         return plain.__get__(None, cls)(*args, **kwargs)
 
     def register_hook(*_: Any) -> Any:
+        """Refuse a hook on a tensor."""
         raise stream.record_refusal(
             "forward registers a hook on a tensor, which only backward would show"
         )
@@ -169,6 +179,7 @@ def order_of_calls(model: nn.Module, prepared: Prepared) -> dict[nn.Module, int]
     order: dict[nn.Module, int] = {}
 
     def enter(module: nn.Module, _: Any) -> None:
+        """Number a module at its first call."""
         order.setdefault(module, len(order))
 
     with contextlib.ExitStack() as stack:

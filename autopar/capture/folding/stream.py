@@ -199,7 +199,6 @@ class Stream(TorchDispatchMode):
         runs: the runs.
         layers: their layers in the model that runs.
         num_units: units of each run in that model.
-        mode: the mode of the fake tensors.
     """
 
     def __init__(
@@ -207,10 +206,9 @@ class Stream(TorchDispatchMode):
         runs: Sequence[Run],
         layers: Mapping[nn.Module, Layer],
         num_units: Sequence[int],
-        mode: FakeMode,
     ) -> None:
         super().__init__()
-        self.runs, self.layers, self.num_units, self.mode = runs, layers, num_units, mode
+        self.runs, self.layers, self.num_units = runs, layers, num_units
         self.run, self.unit, self.full_unit = OUTSIDE, 0, 0
         self.offset = 0
         self.next_layer = [0] * len(runs)  # of each run, the number of the layer that must come
@@ -397,7 +395,11 @@ class Recorder(Stream):
         self.story = Story()
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
-        """Compute the results and record them."""
+        """Compute the results and record them.
+
+        Args:
+            what, tensors, compute: as for `Stream.answer`.
+        """
         results = compute()
         numbers = {id(tensor): number for number, tensor in reversed(list(enumerate(tensors)))}
         self.story.entries[self.run, self.unit].append(
@@ -407,15 +409,25 @@ class Recorder(Stream):
 
 
 class Follower(Stream):
-    """Compares a forward with a story, and computes nothing."""
+    """Compares a forward with a story, and computes nothing.
 
-    def __init__(self, story: Story, *context: Any) -> None:
+    Args:
+        story: the story.
+        mode: the mode of the results, which are fake tensors.
+        context: the arguments of `Stream`.
+    """
+
+    def __init__(self, story: Story, mode: FakeMode, *context: Any) -> None:
         super().__init__(*context)
-        self.story = story
+        self.story, self._mode = story, mode
         self._expected = story.entries[OUTSIDE, 0]
 
     def move(self, run: int, unit: int, full_unit: int, offset: int) -> None:
-        """Move to another place, after checking that the current one is complete."""
+        """Move to another place, after checking that the current one is complete.
+
+        Args:
+            run, unit, full_unit, offset: as for `Stream.move`.
+        """
         if self.run != OUTSIDE:
             self._complete()
         super().move(run, unit, full_unit, offset)
@@ -433,13 +445,20 @@ class Follower(Stream):
             raise self.record_refusal(f"{self._where()} lacks {_name(self._expected[self.offset])}")
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
-        """Return the recorded results; raise NotFoldable if another op was recorded."""
+        """Return the recorded results.
+
+        Args:
+            what, tensors, compute: as for `Stream.answer`; nothing is computed.
+
+        Raises:
+            NotFoldable: if another op was recorded.
+        """
         entry = self._expected[self.offset] if self.offset < len(self._expected) else None
         if entry is None or entry.what != what:
             raise self.record_refusal(
                 f"{self._where()} differs from its like in {_name(RecordedOp(what, None))}"
             )
-        return remake_results(entry.results, tensors, self.mode)
+        return remake_results(entry.results, tensors, self._mode)
 
 
 def _counterpart(unit: int, num_units: int) -> int:

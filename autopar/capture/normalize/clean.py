@@ -190,7 +190,7 @@ def _respell_mark(node: fx.Node) -> None:
     if isinstance(operand, fx.Node):
         node.target = _COMPUTED[node.target]
         return
-    number = operand.conjugate() if node.target is aten._conj.default else -operand  # type: ignore[union-attr,operator]
+    number = operand.conjugate() if node.target is aten._conj.default else -operand
     settings = {"dtype": dtype_of(node), "device": node.meta["val"].device}
     node.target, node.args, node.kwargs = aten.full.default, ([], number), settings
 
@@ -291,6 +291,7 @@ def _twice(node: fx.Node) -> fx.Node:
 
 def _neutral(neutral: float) -> Callable[[fx.Node], fx.Node]:
     def simplify(node: fx.Node) -> fx.Node:
+        """Return the operand if the other one is neutral and nothing is cast or broadcast."""
         source, other = node.args
         if not is_tensor(source) or isinstance(other, fx.Node) or other != neutral:
             return node
@@ -459,7 +460,7 @@ def copy_before_strided(graph: fx.Graph) -> None:
     for node in calls(graph, aten.as_strided.default):
         x = node.args[0]
         strides = x.meta["val"].stride()
-        order = sorted(range(len(strides)), key=lambda dim, strides=strides: -strides[dim])  # type: ignore[misc]
+        order = sorted(range(len(strides)), key=[-stride for stride in strides].__getitem__)
         if not x.meta["val"].permute(order).is_contiguous():
             raise CaptureError(
                 "forward reads by strides (as_strided) a tensor that is a part or an expansion of"

@@ -79,13 +79,13 @@ def _match_reduction(x: fx.Node, other: fx.Node) -> Made | None:
     """Return the op that compares `x` with `other`, if `other` is the extreme of `x` over some
     dims; else None."""
     while other.target is aten.expand.default:
-        other = other.args[0]  # type: ignore[assignment]
+        other = other.args[0]
     found = _extreme(_skip_reshapes(other))
     if found is None:
         return None
     compared = x
     if found.of_magnitudes and x.target is aten.abs.default:
-        compared = x.args[0]  # type: ignore[assignment]
+        compared = x.args[0]
     if compared is not found.source or found.of_magnitudes is (compared is x):
         return None
     rank = len(shape_of(x))
@@ -98,30 +98,30 @@ def _match_reduction(x: fx.Node, other: fx.Node) -> Made | None:
 
 def _skip_reshapes(node: fx.Node) -> fx.Node:
     while node.target in _SHAPED:
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node
 
 
 def _extreme(node: fx.Node) -> _Extreme | None:
     """Return the reduction that `node` is; None if it is not an extreme."""
     if node.target in _OF_ALL and len(node.args) == 1:
-        return _Extreme(node.args[0], _OF_ALL[node.target], ())  # type: ignore[arg-type]
+        return _Extreme(node.args[0], _OF_ALL[node.target], ())
     if node.target in _OF_DIMS:
-        return _Extreme(node.args[0], _OF_DIMS[node.target], _dims(node, 1))  # type: ignore[arg-type]
-    if node.target is operator.getitem and node.args[0].target is aten.aminmax.default:  # type: ignore[union-attr]
-        made: fx.Node = node.args[0]  # type: ignore[assignment]
-        return _Extreme(made.args[0], ("min", "max")[node.args[1]], _dims(made, 1))  # type: ignore[arg-type,index]
+        return _Extreme(node.args[0], _OF_DIMS[node.target], _dims(node, 1))
+    if node.target is operator.getitem and node.args[0].target is aten.aminmax.default:
+        made: fx.Node = node.args[0]
+        return _Extreme(made.args[0], ("min", "max")[node.args[1]], _dims(made, 1))
     if node.target in _NORMS and "dtype" not in node.kwargs:
         order = node.args[1] if len(node.args) > 1 else node.kwargs.get("ord", 2)
         if isinstance(order, float) and math.isinf(order):
             kind = "max" if order > 0 else "min"
-            return _Extreme(node.args[0], kind, _dims(node, 2), of_magnitudes=True)  # type: ignore[arg-type]
+            return _Extreme(node.args[0], kind, _dims(node, 2), of_magnitudes=True)
     return None
 
 
 def _dims(node: fx.Node, position: int) -> tuple[int, ...]:
     given = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
-    return (given,) if isinstance(given, int) else tuple(given or ())  # type: ignore[arg-type]
+    return (given,) if isinstance(given, int) else tuple(given or ())
 
 
 def _match_scatter(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
@@ -130,16 +130,16 @@ def _match_scatter(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
     at = (
         other.args[0] if other.target in (aten.gather.default, aten.index_select.default) else other
     )
-    if at.target not in (aten.scatter_reduce.two, aten.index_reduce.default):  # type: ignore[union-attr]
+    if at.target not in (aten.scatter_reduce.two, aten.index_reduce.default):
         return None
-    into, dim, index, source, kind = at.args[:5]  # type: ignore[union-attr]
+    into, dim, index, source, kind = at.args[:5]
     if kind not in ("amax", "amin") or x is not (into if other is at else source):
         return None
     if other is not at and not _is_same(other.args[1:3], (dim, index)):  # read at other places
         return None
-    include_self = at.kwargs.get("include_self", True)  # type: ignore[union-attr]
-    if at.target is aten.index_reduce.default:  # type: ignore[union-attr]
-        index = _spread(node, index, dim, shape_of(source))  # type: ignore[arg-type]
+    include_self = at.kwargs.get("include_self", True)
+    if at.target is aten.index_reduce.default:
+        index = _spread(node, index, dim, shape_of(source))
     arguments = (into, index, source, dim, kind, include_self, other is not at)
     return extremes.is_scattered_extreme, arguments
 

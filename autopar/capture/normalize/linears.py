@@ -312,15 +312,11 @@ def _is_slice(node: fx.Node, dim: int) -> bool:
 
 def _site(split: fx.Node) -> _LinearSite | None:
     num_parts = _equal_parts(split)
-    value, bias = split.args[0], None
-    product = value
-    if value.target is aten.add.Tensor and not value.kwargs and len(value.args) == 2:
-        product, bias = value.args
-    if (
-        num_parts is None
-        or product.target is not ops.dot
-        or any(len(node.users) > 1 for node in {product, value})
-    ):
+    value = split.args[0]
+    product, bias = _summands(value)
+    if num_parts is None or product.target is not ops.dot:
+        return None
+    if any(len(node.users) > 1 for node in (product, value)):
         return None
     equation, x, weight, *own = product.args
     if own and value is not product:
@@ -332,6 +328,13 @@ def _site(split: fx.Node) -> _LinearSite | None:
     joined = tuple(_find_concatenations(x, weight, shape_of(value), num_parts))
     site = _LinearSite(product, weight, bias, value, split, num_parts, joined)
     return site if _is_closed(site) else None
+
+
+def _summands(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Return the two summands of a sum; a node that is no sum, and None."""
+    if value.target is aten.add.Tensor and not value.kwargs and len(value.args) == 2:
+        return value.args
+    return value, None
 
 
 def _equal_parts(split: fx.Node) -> int | None:
@@ -354,35 +357,28 @@ def _find_concatenations(
     seen = set()
     for user in (*x.users, *weight.users):
         for operand in user.args[1:] if user.target is ops.dot else ():
-            whole = (
-                operand.target is aten.cat.default
-                and shape_of(operand) == shape
-                and len(operand.args[0]) == num_parts
-            )
-            foreign = whole and any(
-                w.op == "placeholder" and w not in (x, weight)
-                for u in operand.users
-                for w in u.all_input_nodes
-            )
-            if (
-                whole
-                and not foreign
-                and operand not in seen
-                and (operand.args[1:] or (0,))[0] % len(shape) == len(shape) - 1
-            ):
+            if operand in seen or not _is_concatenation(operand, shape, num_parts):
+                continue
+            factors = [node for reader in operand.users for node in reader.all_input_nodes]
+            if not any(node.op == "placeholder" and node not in (x, weight) for node in factors):
                 seen.add(operand)
                 yield operand
+
+
+def _is_concatenation(node: fx.Node, shape: tuple[int, ...], num_parts: int) -> bool:
+    """Whether a node concatenates `num_parts` tensors along the last dim to a tensor of the
+    shape."""
+    if node.target is not aten.cat.default or shape_of(node) != shape:
+        return False
+    dim = node.args[1] if len(node.args) > 1 else 0
+    return len(node.args[0]) == num_parts and dim % len(shape) == len(shape) - 1
 
 
 def _is_closed(site: _LinearSite) -> bool:
     """Whether all nodes with the fused dim belong to the site, so that all of them can be
     rewritten."""
     inside = {site.product, *site.joined}
-    if site.bias is not None and (
-        site.bias.op != "placeholder"
-        or len(shape_of(site.bias)) != 1
-        or set(site.bias.users) != {site.value}
-    ):
+    if site.bias is not None and not _is_own_bias(site.bias, site.value):
         return False
     if any(user not in inside and not _reads_joined(user, site) for user in site.weight.users):
         return False
@@ -396,6 +392,12 @@ def _is_closed(site: _LinearSite) -> bool:
             ):
                 return False
     return True
+
+
+def _is_own_bias(bias: fx.Node, value: fx.Node) -> bool:
+    """Whether a bias is a vector that only the node `value` reads."""
+    is_vector = bias.op == "placeholder" and len(shape_of(bias)) == 1
+    return is_vector and set(bias.users) == {value}
 
 
 def _reads_joined(user: fx.Node, site: _LinearSite) -> bool:

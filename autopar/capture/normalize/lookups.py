@@ -76,7 +76,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _argument(node: fx.Node, name: str, default: Any) -> Any:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in node.target._schema.arguments]
     position = names.index(name)
     return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
 

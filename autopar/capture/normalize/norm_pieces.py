@@ -268,6 +268,6 @@ def _per_row(
 def _replace_rms(node: fx.Node, *results: fx.Node | None) -> None:
     for user in list(node.users):
         assert user.target is operator.getitem, "an operator with two results"
-        result = results[user.args[1]]  # type: ignore[index]
+        result = results[user.args[1]]
         if result is not None:
             user.replace_all_uses_with(result)

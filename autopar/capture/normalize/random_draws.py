@@ -165,6 +165,7 @@ def _replace_shaped(kind: Callable[..., Any], first: float, second: float) -> _R
     result's shape and dtype."""
 
     def replace(node: fx.Node, state: fx.Node) -> fx.Node:
+        """Replace a draw that needs the shape and the dtype of its result alone."""
         shape, dtype = shape_of(node), dtype_of(node)
         return _draw(node, state, kind, (shape, first, second, dtype), shape, dtype)
 
@@ -177,6 +178,7 @@ def _replace_ranged(
     """Return a replacement for ``uniform(x, from, to)`` and ``normal_functional(x, mean, std)``."""
 
     def replace(node: fx.Node, state: fx.Node) -> fx.Node:
+        """Replace a draw whose two parameters are arguments."""
         shape, dtype = shape_of(node), dtype_of(node)
         first, second = (
             _argument(node, i + 1, name, default)
@@ -192,6 +194,7 @@ def _integers(low: int | None, high: int) -> _Replacement:
     arguments."""
 
     def replace(node: fx.Node, state: fx.Node) -> fx.Node | None:
+        """Replace a draw of integers; return None if the range is too large for it."""
         shape, dtype = shape_of(node), dtype_of(node)
         begin, end = node.args[low] if low is not None else 0, node.args[high]
         if end - begin > random.LARGEST_RANGE:

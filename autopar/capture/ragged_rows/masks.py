@@ -7,6 +7,8 @@ uses pick equally many rows.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -98,6 +100,7 @@ def _story(node: fx.Node, made: dict[fx.Node, Any], version: dict[int, int]) -> 
     """
 
     def part(x: Any) -> Any:
+        """Return the description of one argument."""
         if isinstance(x, slice):
             return "slice", part(x.start), part(x.stop), part(x.step)
         if isinstance(x, fx.Node):
@@ -139,7 +142,7 @@ def _count_alike(graph: fx.Graph) -> None:
             continue
         first = sizes.setdefault(flags, value.shape[0])
         if count_symbol(first) != count_symbol(value.shape[0]):
-            node_of_size = value.shape[0].node  # type: ignore[attr-defined]
+            node_of_size = value.shape[0].node
             node_of_size.shape_env._set_replacement(
                 node_of_size.expr, first.node.expr, "of one mask"
             )
@@ -166,7 +169,7 @@ def settle_required(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         number = node.meta.get("example_value")
         if isinstance(number, torch.SymInt) and number.node.expr.is_Integer:
-            node.replace_all_uses_with(int(number.node.expr))  # type: ignore[arg-type]
+            node.replace_all_uses_with(int(number.node.expr))
             graph.erase_node(node)
         elif name_of(node) == "getitem" and (picked := _match_picked(node)):
             _replace_read(node, *picked, Writer(graph, node))
@@ -184,27 +187,34 @@ def _match_picked(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...], int] | None:
     held, index = tensor_of(node.args[0]), node.args[1]
     flags, *others = index if isinstance(index, tuple) else (index,)
     picks = tensor_of(flags)
-    if (
-        held is None
-        or picks is None
-        or picks.dtype is not torch.bool
-        or not picks.dim()
-        or any(isinstance(x, fx.Node) for x in others)
-    ):
+    if held is None or picks is None or picks.dtype is not torch.bool or not picks.dim():
         return None
-    reads = name_of(node) == "getitem"
-    rows = tensor_of(node if reads else node.args[2])
-    if rows is None or (
-        not reads
-        and (any(x != slice(None) for x in others) or rows.dim() != 1 + held.dim() - picks.dim())
-    ):
+    if any(isinstance(x, fx.Node) for x in others):
         return None
-    num = rows.shape[0]
+    rank = 1 + held.dim() - picks.dim()
+    rows = _picked_rows(node, others, rank)
+    num = None if rows is None else rows.shape[0]
     if isinstance(num, torch.SymInt):
-        return (flags, tuple(others), int(num.node.expr)) if num.node.expr.is_Integer else None
-    return (
-        None if num == 1 else (flags, tuple(others), int(num))
-    )  # of one row each that is picked takes a copy
+        num = int(num.node.expr) if num.node.expr.is_Integer else None
+    elif num == 1:  # of one row each that is picked takes a copy
+        num = None
+    return None if num is None else (flags, tuple(others), num)
+
+
+def _picked_rows(node: fx.Node, others: Sequence[Any], rank: int) -> torch.Tensor | None:
+    """Return the rows that an index reads or writes; None for rows that it does not write whole.
+
+    Args:
+        node: a call of ``getitem`` or ``setitem``.
+        others: the indices after the mask.
+        rank: rank of the rows in the tensor that is indexed.
+    """
+    if name_of(node) == "getitem":
+        return tensor_of(node)
+    rows = tensor_of(node.args[2])
+    if rows is None or rows.dim() != rank or any(x != slice(None) for x in others):
+        return None
+    return rows
 
 
 def _replace_read(
@@ -214,7 +224,9 @@ def _replace_read(
     order = write.call(torch.argsort, first, descending=True, stable=True)
     rows = write.method("flatten", node.args[0], 0, _rank(flags) - 1)
     made = write.call(torch.index_select, rows, 0, write.method("narrow", order, 0, 0, num))
-    _replace(node, write.call(node.target, made, (slice(None), *others)) if others else made, write)  # type: ignore[arg-type]
+    if others:
+        made = write.call(operator.getitem, made, (slice(None), *others))
+    _replace(node, made, write)
 
 
 def _replace_write(

@@ -129,6 +129,13 @@ def _mean(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
 
 def _extreme(sign: int) -> _Ending:
     def end_extreme(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+        """Reduce with the identity in rows that were not picked; None if indices are asked for.
+
+        Args:
+            node: the reduction.
+            masks: the masks by the symbol that counts their rows.
+            write: writes nodes before `node`.
+        """
         found = _along(node)
         if found is None:
             return None
@@ -149,6 +156,13 @@ def _bound(dtype: torch.dtype, sign: int) -> int:
 
 def _whether(every: bool) -> _Ending:
     def end_flags(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
+        """Reduce with the neutral flag in rows that were not picked.
+
+        Args:
+            node: the reduction.
+            masks: the masks by the symbol that counts their rows.
+            write: writes nodes before `node`.
+        """
         if _along(node) is None:
             return None
         return write.method(
@@ -175,34 +189,45 @@ def _settings(node: fx.Node) -> dict[str, Any]:
 
 def _loss(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
     name, given = name_of(node), _settings(node)
-    function, how = getattr(functional, name), given.get("reduction", "mean")
     operands = [x for x in given.values() if isinstance(x, fx.Node) and first_dim(x)]
-    if given.get("size_average") is not None or given.get("reduce") is not None or not operands:
+    is_old = any(given.get(name) is not None for name in ("size_average", "reduce"))
+    if is_old or not operands:
         return None
     tensors = [tensor for x in operands if (tensor := tensor_of(x)) is not None]
     if name in _OF_CLASSES:
         if tensors[-1].is_floating_point() or len(operands) < 2:
             return None
         ignored = given.get("ignore_index", -100)
-        return write.call(
-            function, **{**given, "target": _fill_unpicked(given["target"], ignored, masks, write)}
-        )
+        target = _fill_unpicked(given["target"], ignored, masks, write)
+        return write.call(getattr(functional, name), **{**given, "target": target})
     if name in _OF_ROWS and max(tensor.dim() for tensor in tensors) != 2:
         return None
-    shape = (
-        (1,)
-        if name not in _OF_ELEMENTS
-        else (1, *torch.broadcast_shapes(*(tensor.shape[1:] for tensor in tensors)))
-    )
-    each = write.call(function, **{**given, "reduction": "none"})
-    mask, factor = _mask_of(operands[0], masks)
+    inner = torch.broadcast_shapes(*(t.shape[1:] for t in tensors)) if name in _OF_ELEMENTS else ()
+    return _reduce_loss(node, operands[0], (1, *inner), masks, write)
+
+
+def _reduce_loss(
+    node: fx.Node, operand: fx.Node, shape: tuple[int, ...], masks: Masks, write: Writer
+) -> fx.Node:
+    """Sum or average a loss over the picked rows.
+
+    Args:
+        node: the call of the loss.
+        operand: an operand with the picked rows.
+        shape: shape of the loss of one row without reduction, [1, ...].
+        masks: the masks by the symbol that counts their rows.
+        write: writes nodes before `node`.
+    """
+    given = _settings(node)
+    each = write.call(getattr(functional, name_of(node)), **{**given, "reduction": "none"})
+    mask, factor = _mask_of(operand, masks)
     kept = write.call(torch.where, mask.rows(factor, len(shape), write), each, 0)
     total = write.method("sum", kept)
+    how = given.get("reduction", "mean")
     if how == "sum":
         return total
-    return write.call(
-        torch.div, total, mask.count(factor * (math.prod(shape) if how == "mean" else 1), write)
-    )
+    num = factor * (math.prod(shape) if how == "mean" else 1)
+    return write.call(torch.div, total, mask.count(num, write))
 
 
 def _index_add(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:

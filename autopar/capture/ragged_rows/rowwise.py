@@ -396,23 +396,36 @@ def dims_of(node: fx.Node, name: str, rank: int) -> tuple[int, ...] | None:
     return tuple(dim % rank for dim in (given if isinstance(given, list | tuple) else (given,)))
 
 
+_ALWAYS = _ELEMENTWISE | SHAPING | MAKING  # ops that keep the rows whatever their arguments
+
+
 def keeps_rows(node: fx.Node) -> bool:
     """Whether `node`, whose result's first dim counts rows, treats rows alike and apart."""
     name, operands = name_of(node), [n for n in node.all_input_nodes if tensor_of(n) is not None]
-    rows = [n for n in operands if first_dim(n)]
-    if name in _ELEMENTWISE or name in SHAPING or name in MAKING:
+    rows = list(filter(first_dim, operands))
+    if name in _ALWAYS:
         return True
     if name in _DIMS and rows and operands[0] in rows:
-        dims = dims_of(node, name, _rank(operands[0]))
-        return name in ("max", "min") if dims is None else 0 not in dims
+        return _is_along_others(node, name, operands[0])
     if name in _ALONG_ALL:
-        rank = _rank(rows[0]) + (name == "stack")
-        dim = argument(node, 2 if name == "take_along_dim" else 1, "dim", _ALONG_ALL[name])
-        return len(rows) == len(operands) and isinstance(dim, int) and dim % rank != 0
+        return len(rows) == len(operands) and _is_along_another_dim(node, name, rows)
     if name in _FIRST or name in _IMAGES:
         return rows == operands[:1] and _rank(rows[0]) >= _FIRST.get(name, _IMAGES.get(name, 0))
     special: Callable[[fx.Node, list[fx.Node], list[fx.Node]], bool] | None = _SPECIAL.get(name)
     return special is not None and special(node, operands, rows)
+
+
+def _is_along_others(node: fx.Node, name: str, operand: fx.Node) -> bool:
+    """Whether an op of `_DIMS` works along dims that do not count rows."""
+    dims = dims_of(node, name, _rank(operand))
+    return name in ("max", "min") if dims is None else 0 not in dims
+
+
+def _is_along_another_dim(node: fx.Node, name: str, rows: list[fx.Node]) -> bool:
+    """Whether an op of `_ALONG_ALL` works along a dim that does not count rows."""
+    rank = _rank(rows[0]) + (name == "stack")
+    dim = argument(node, 2 if name == "take_along_dim" else 1, "dim", _ALONG_ALL[name])
+    return isinstance(dim, int) and dim % rank != 0
 
 
 def _rank(node: fx.Node) -> int:

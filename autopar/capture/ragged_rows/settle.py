@@ -4,8 +4,9 @@ tensors."""
 from __future__ import annotations
 
 import logging
+import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from autopar.errors import CaptureError, Where
 
 _log = logging.getLogger("autopar")
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_DIVIDING = ("truediv", "sym_float")  # they make floats
+_ARITHMETIC = ("add", "sub", "mul", "neg", *_DIVIDING)
 
 
 def settle_rows(graph: fx.Graph) -> None:
@@ -57,6 +60,11 @@ def _depends(value: Any) -> bool:
         if isinstance(value, tuple | list)
         else isinstance(value, _NUMBERS)
     )
+
+
+def _is_number(x: Any) -> bool:
+    """Whether x is a node that gives a number read from tensors."""
+    return isinstance(x, fx.Node) and isinstance(value_of(x), _NUMBERS)
 
 
 def _symbol_of(node: fx.Node) -> tuple[str, int] | None:
@@ -96,26 +104,40 @@ class _Settling:
         self._tell()
 
     def _settle(self, node: fx.Node) -> None:
+        """Rewrite one node: the numbers that it reads first, then rows that it picks or reads."""
         value, operands = value_of(node), node.all_input_nodes
         if isinstance(value, _NUMBERS):
             return  # sizes are put in where they are read
         numbers = [n for n in operands if isinstance(value_of(n), _NUMBERS)]
         rows = [n for n in operands if _depends(value_of(n)) and n not in numbers]
         if node.op == "output":
-            for each in (*rows, *numbers):
-                raise refusal(each) if each in rows else self._misread(each, each)
+            self._check_output(rows, numbers)
         write = Writer(self._graph, node)
         if numbers:
             self._put_sizes_in(node, numbers, write)
-        if _depends(value) and not rows and not numbers:
+        if rows:
+            self._settle_rows_of(node, rows, write)
+        elif _depends(value) and not numbers:
             self._pick(node, write)
-        elif name_of(node) == "setitem" and rows:
+        elif _depends(value):
+            self._keep(node, rows)
+
+    def _check_output(self, rows: Sequence[fx.Node], numbers: Sequence[fx.Node]) -> None:
+        """Raise CaptureError if forward returns picked rows or numbers."""
+        if rows:
+            raise refusal(rows[0])
+        if numbers:
+            raise self._misread(numbers[0], numbers[0])
+
+    def _settle_rows_of(self, node: fx.Node, rows: Iterable[fx.Node], write: Writer) -> None:
+        """Rewrite a node that reads rows: one that puts them back, ends them, or keeps them."""
+        if name_of(node) == "setitem":
             if not put_back(node, self._masks, write):
                 raise refusal(node)
             self._gone.add(node)
-        elif rows and not _depends(value):
+        elif not _depends(value_of(node)):
             self._replace(node, end_rows(node, self._masks, write), write)
-        elif rows or _depends(value):
+        else:
             self._keep(node, rows)
 
     def _keep(self, node: fx.Node, rows: Iterable[fx.Node]) -> None:
@@ -173,7 +195,7 @@ class _Settling:
         flat = write.method("flatten", held, 0, picks.dim() - 1) if picks.dim() > 1 else held
         rank = tensor.dim() - picks.dim() + 1
         rows = mask.choose_rows(write.method("clone", flat), tensor, rank, write)
-        return write.call(node.target, rows, (slice(None), *others)) if others else rows  # type: ignore[arg-type]
+        return write.call(operator.getitem, rows, (slice(None), *others)) if others else rows
 
     def _select(self, node: fx.Node, write: Writer) -> fx.Node | None:
         held, flags = node.args[:2]
@@ -233,26 +255,19 @@ class _Settling:
         if number in self._tensors:
             return self._tensors[number]
         symbol, factor = count_symbol(value_of(number)) or ("", 0)
-        name, inner = (
-            name_of(number),
-            [n for n in number.all_input_nodes if isinstance(value_of(n), _NUMBERS)],
-        )
+        name = name_of(number)
         if symbol in self._masks:
             made = self._masks[symbol].count(factor, write)
         elif name == "item" and tensor_of(number.args[0]) is not None:
             made = write.method("reshape", write.method("detach", number.args[0]), ())
-        elif name in ("add", "sub", "mul", "truediv", "neg", "sym_float") and inner:
-            known = {n: self._as_tensor(n, reader, write) for n in inner}
-            args = [known.get(x, x) if isinstance(x, fx.Node) else x for x in number.args]
-            args = [
-                (
-                    write.method("double", x)
-                    if x in known.values() and name in ("truediv", "sym_float")
-                    else x
-                )
-                for x in args
-            ]
-            made = args[0] if name == "sym_float" else write.call(number.target, *args)  # type: ignore[arg-type, assignment]
+        elif name in _ARITHMETIC and any(_is_number(x) for x in number.args):
+            operands = number.args
+            args = [self._as_tensor(x, reader, write) if _is_number(x) else x for x in operands]
+            if name in _DIVIDING:
+                pairs = list(zip(operands, args, strict=True))
+                args = [write.method("double", arg) if _is_number(x) else arg for x, arg in pairs]
+            assert callable(number.target), "an operator of Python"
+            made = args[0] if name == "sym_float" else write.call(number.target, *args)
         else:
             raise self._misread(reader, number)
         self._tensors[number] = made
@@ -270,6 +285,7 @@ class _Settling:
     @staticmethod
     def _swap(node: fx.Node, number: fx.Node, size: int) -> None:
         def substitute(x: Any) -> Any:
+            """Return the size in place of the number."""
             return size if x is number else x
 
         node.args, node.kwargs = (

@@ -127,7 +127,8 @@ def _try_next(
         if not tried.dims.get(
             pattern
         ):  # the table would be split for lookups, and whole in the gradient of the product
-            weights = {product_of(graph, n)[1] for n in nodes if graph.pattern(n) == pattern}  # type: ignore[index]
+            alike = [n for n in nodes if graph.pattern(n) == pattern]
+            weights = {product_of(graph, n)[1] for n in alike}  # type: ignore[index]
             changed |= bool(weights & tried.tables.keys())
             tried.tables = {ref: label for ref, label in tried.tables.items() if ref not in weights}
         if by and not tried.dims.get(pattern):
@@ -145,7 +146,7 @@ def _column_dims(graph: TraceIndex, node: fx.Node) -> list[int]:
         o.inputs[weight].dim
         for o in options
         if o.inputs[x] == REPLICATE and isinstance(o.inputs[weight], Shard)
-    }  # type: ignore[attr-defined]
+    }
     return sorted(dims, reverse=True)
 
 
