@@ -142,10 +142,13 @@ def _pipelined(model: nn.Module, batch: Batch, microbatches: int) -> tuple[Run, 
 
 
 def _cuts(model: Any, num_stages: int) -> list[int]:
-    """The layers with which the later stages begin. The head counts as a layer."""
-    num = len(model.model.layers) + 1
-    sizes = [num // num_stages + (stage < num % num_stages) for stage in range(num_stages)]
-    return [sum(sizes[: stage + 1]) for stage in range(num_stages - 1)]
+    """The layers with which the later stages begin. The head counts as a layer; each stage has
+    one layer at least."""
+    num = len(model.model.layers)
+    sizes = [
+        (num + 1) // num_stages + (stage < (num + 1) % num_stages) for stage in range(num_stages)
+    ]
+    return [min(sum(sizes[:stage]), num - num_stages + stage) for stage in range(1, num_stages)]
 
 
 class _StageOfLlama(nn.Module):
