@@ -36,6 +36,7 @@ Batch = Literal["global", "local"]
 Outputs = Literal["full", "local", "dtensor", "loss", "auto"]
 Precision = Literal["bf16", "fp16"]
 Auto = Literal["auto"]
+Effort = Literal["quick", "normal", "thorough"]
 Call = Literal["plan", "compile"]
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "none")
 UNLIMITED = 2**60
@@ -241,6 +242,7 @@ class PlanKeywords(TypedDict, total=False):
     gap: float
     time_limit_s: float
     solver: str
+    effort: Effort
     num_microbatches: int | Auto
     loss_rows: int | Auto
     precision: Precision | None
@@ -378,6 +380,26 @@ class PlanOptions:
                 str,
                 "highs",
                 metavar="NAME",
+            ),
+        ),
+    )
+    effort: Effort = field(
+        default="normal",
+        metadata=_option(
+            "how much work alternatives to the first plan may take: further mesh shapes, and"
+            ' stages that nobody asked for. ``"quick"``: none, but those that the first plan needs'
+            ' if nothing fits; ``"normal"``: about as much as one search on a mesh of three axes'
+            ' takes; ``"thorough"``: whatever bounds do not exclude. What was not tried is in the'
+            " plan's proof, with its bound.",
+            _among(get_args(Effort)),
+            brief="how much work [alternatives to the first plan](#alternatives) may take",
+            is_recorded=False,
+            flag=Flag(
+                "--quick/--thorough",
+                "Search no alternatives to the first plan (other mesh shapes, stages), or all that"
+                " bounds do not exclude; by default those that take little work.",
+                bool | None,
+                read=lambda quick: {None: "normal", True: "quick", False: "thorough"}[quick],
             ),
         ),
     )

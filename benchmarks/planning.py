@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from autopar.api.alternatives import WorkBudget
 from autopar.api.arguments import as_mesh
-from autopar.api.mesh_search import best_shape, shapes
-from autopar.api.pipeline_search import Chooser
+from autopar.api.chooser import Chooser
+from autopar.api.mesh_search import shapes
+from autopar.api.plan_search import PlanSearch
 from autopar.capture import Trace, capture
 from autopar.constraints import pipeline
 from autopar.core.mesh import Mesh, is_unshaped, read_mesh
-from autopar.planner import Planned, PlanOptions
+from autopar.planner import PlanOptions
 from autopar.plans import Plan
 from benchmarks.common import ROOT, Row, load_profile, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
@@ -81,17 +83,20 @@ def row(
     start, cpu = time.perf_counter(), time.process_time()
     trace = capture(model, (), data)
     trace_s = time.perf_counter() - start
-    captured: dict[int, Trace] = {}
+    captured, budget = dict[int, Trace](), WorkBudget.of(options)
     given, profile = read_mesh(mesh), load_profile(hardware)
 
-    def fastest(shape: Mesh, limit_s: float) -> Planned:
-        return Chooser(model, trace, (), data, shape, profile, options, captured=captured).plan(
-            limit_s
+    def choose(shape: Mesh) -> Chooser:
+        return Chooser(
+            model, trace, (), data, shape, profile, options, captured=captured, budget=budget
         )
 
-    planned = best_shape(
-        shapes(given) if is_unshaped(given) else (as_mesh(given),), fastest
-    ).closer_proven(in_time=not options.is_late)
+    meshes = shapes(given) if is_unshaped(given) else (as_mesh(given),)
+    planned = (
+        PlanSearch(choose, options, meshes, budget=budget)
+        .run()
+        .closer_proven(in_time=not options.is_late)
+    )
     all_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
     seconds = planned.seconds
     emit_s = seconds["emit"] + seconds["memory"]

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.api.alternatives import SearchStatus, WorkBudget, search_work
 from autopar.core.mesh import Mesh, Unshaped
 from autopar.core.units import seconds
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError, MeshError
@@ -111,94 +112,99 @@ def _inner(size: int) -> Iterator[int]:
     return (n for n in range(size // 2, 1, -1) if size % n == 0)
 
 
-def best_shape(
-    meshes: tuple[Mesh, ...],
-    plan: Callable[[Mesh, float], Planned],
-    *,
-    further: tuple[Mesh, ...] = (),
-    holds: Callable[[Mesh], bool] = lambda _: True,
-    late: Callable[[], bool] = lambda: False,
-) -> Planned:
-    """The fastest plan over the shapes; it says which were tried.
-
-    Args:
-        plan: of one shape, or `TooSlow` where none is faster than so many seconds.
-        further: shapes that are tried where none of `meshes` has a plan, and not for want of memory
-            alone.
-        holds: whether a shape has the axes that constraints speak of. late: whether what was found
-            is to do.
-
-    Raises:
-        ConstraintError, InfeasibleError, MeshError: where none has a plan, of the shape that says
-            most: of those that want memory alone the one that wants least, else the plainest that
-            has the axes, else one of the most axes.
-    """
-    tried = _Tried(plan, late)
-    tried.add(meshes)
-    if tried.best is None and not all(
-        isinstance(error, InfeasibleError) for _, error in tried.refusals
-    ):
-        tried.add(further)
-    if tried.best is None:
-        raise _most_informative(tried.refusals, holds)
-    return tried.best if len(tried.told) == 1 else _note_tried_shapes(tried.best, tried.told)
-
-
 @dataclass
-class _Tried:
-    """The shapes that were planned for.
+class ShapeSearch:
+    """Plans for one mesh shape after another, each faster than the best before it.
 
     Attributes:
-        told: per shape, how fast its plan is, or that there is none.
+        plan: plans for one shape, or raises `TooSlow` if no plan beats so many seconds.
+        budget: work that may be spent once there is a plan.
+        status: is told what is searched.
+        holds: whether a shape has the axes that constraints speak of.
+        best: the fastest plan.
+        untried: shapes for which no work was left.
     """
 
     plan: Callable[[Mesh, float], Planned]
-    late: Callable[[], bool]
+    budget: WorkBudget
+    holds: Callable[[Mesh], bool] = lambda _: True
+    status: SearchStatus = field(default_factory=SearchStatus)
     best: Planned | None = None
-    refusals: list[tuple[Mesh, AutoparError]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    untried: list[Mesh] = field(default_factory=list)
+    _refusals: list[tuple[Mesh, AutoparError]] = field(default_factory=list)
+    _told: list[str] = field(default_factory=list)
 
-    def add(self, meshes: tuple[Mesh, ...]) -> None:
-        """Plan for these shapes, each for less time than the best before it."""
-        for mesh in meshes:
-            if self.best is not None and self.late():
-                self.told.append(f"{mesh} (not tried: the time was over)")
+    def add(self, meshes: Sequence[Mesh]) -> None:
+        """Plan for these shapes."""
+        for place, mesh in enumerate(meshes, 1):
+            if self.best is not None and not self.budget.take(search_work(len(mesh.axes))):
+                why = "the search was over" if self.budget.is_over else 'effort="thorough" tries it'
+                self._leave_out(mesh, f"not tried: {why}")
                 continue
+            self.status.begin(f"mesh {mesh}" if len(meshes) > 1 else "", len(meshes) - place)
             try:
-                found = self.plan(
-                    mesh, math.inf if self.best is None else self.best.plan.prediction.step_s
-                )
-            except TooSlow as error:
-                self.told.append(f"{mesh} (at least {seconds(error.args[0])})")
-                continue
-            except (InfeasibleError, ConstraintError, MeshError) as error:
-                log.info("no plan for mesh %s: %s", mesh, error.what)
-                self.told.append(f"{mesh} (none)")
-                self.refusals.append((mesh, error))
-                continue
-            self.told.append(f"{mesh} ({seconds(found.plan.prediction.step_s)})")
-            if self.best is None or found.plan.prediction.step_s < self.best.plan.prediction.step_s:
+                self._add_plan(mesh)
+            except KeyboardInterrupt:
+                if self.best is None:
+                    raise
+                self.budget.interrupt()
+                self._leave_out(mesh, "interrupted")
+
+    def _leave_out(self, mesh: Mesh, why: str) -> None:
+        self._told.append(f"{mesh} ({why})")
+        self.untried.append(mesh)
+
+    def _add_plan(self, mesh: Mesh) -> None:
+        """Plan for one shape, and record the plan or why there is none."""
+        best_s = math.inf if self.best is None else self.best.plan.prediction.step_s
+        try:
+            found = self.plan(mesh, best_s)
+        except TooSlow as error:
+            self._told.append(f"{mesh} (at least {seconds(error.args[0])})")
+        except (InfeasibleError, ConstraintError, MeshError) as error:
+            log.info("no plan for mesh %s: %s", mesh, error.what)
+            self._told.append(f"{mesh} (none)")
+            self._refusals.append((mesh, error))
+        else:
+            if self.best is None:
+                self.budget.measure(len(mesh.axes), found.plan.proof.num_variables)
+            self._told.append(f"{mesh} ({seconds(found.plan.prediction.step_s)})")
+            if found.plan.prediction.step_s < best_s:
                 self.best = found
+                self.status.add(found)
 
+    def add_further(self, meshes: Sequence[Mesh]) -> None:
+        """Plan for further shapes if the others have no plan, and not for lack of memory alone."""
+        if self.best is None and not all(
+            isinstance(error, InfeasibleError) for _, error in self._refusals
+        ):
+            self.add(meshes)
 
-def _most_informative(
-    refusals: list[tuple[Mesh, AutoparError]], holds: Callable[[Mesh], bool]
-) -> AutoparError:
-    """Return the refusal that says most; `best_shape` states the order."""
+    @property
+    def refusal(self) -> AutoparError:
+        """Why no shape has a plan: the refusal of the shape that says most.
 
-    def rank(refusal: tuple[Mesh, AutoparError]) -> tuple[int, float]:
-        mesh, error = refusal
-        if isinstance(error, InfeasibleError):
-            return 0, error.needed_bytes or math.inf
-        return (1, 0) if holds(mesh) else (2, -len(mesh.axes))
+        Of the shapes that lack memory alone, it is the one that lacks least; else the plainest
+        that has the axes that constraints speak of; else one of the most axes.
+        """
 
-    return min(refusals, key=rank)[1]
+        def rank(refusal: tuple[Mesh, AutoparError]) -> tuple[int, float]:
+            mesh, error = refusal
+            if isinstance(error, InfeasibleError):
+                return 0, error.needed_bytes or math.inf
+            return (1, 0) if self.holds(mesh) else (2, -len(mesh.axes))
 
+        assert self._refusals, "a shape without a plan was refused"
+        return min(self._refusals, key=rank)[1]
 
-def _note_tried_shapes(best: Planned, told: list[str]) -> Planned:
-    """Return the plan with a note on what its bound covers: its own shape. The note lists the other
-    shapes that were tried."""
-    tried = f"this mesh shape alone; tried, with the step found for each: {'; '.join(told)}"
-    proof = replace(best.plan.proof, covers=(*best.plan.proof.covers, tried))
-    plan = replace(best.plan, proof=proof)
-    return replace(best, plan=plan, program=replace(best.program, plan_hash=plan.hash))
+    def note(self, best: Planned) -> Planned:
+        """Return a plan with a note on what its bound covers: its own shape. The note lists the
+        other shapes that were tried."""
+        if len(self._told) < 2:
+            return best
+        tried = (
+            f"this mesh shape alone; tried, with the step found for each: {'; '.join(self._told)}"
+        )
+        proof = replace(best.plan.proof, covers=(*best.plan.proof.covers, tried))
+        plan = replace(best.plan, proof=proof)
+        return replace(best, plan=plan, program=replace(best.program, plan_hash=plan.hash))

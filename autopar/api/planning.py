@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from autopar.api.alternatives import SearchStatus, WorkBudget
 from autopar.api.arguments import (
     Example,
     MeshLike,
@@ -23,10 +24,11 @@ from autopar.api.arguments import (
     runs_on,
     within_this_gpu,
 )
-from autopar.api.mesh_search import best_shape, shapes, shapes_in_three
+from autopar.api.chooser import Chooser
+from autopar.api.mesh_search import shapes, shapes_in_three
 from autopar.api.options import PlanRequest, takes_options
-from autopar.api.pipeline_search import Chooser
 from autopar.api.plan_options import check_fits, recorded_options
+from autopar.api.plan_search import PlanSearch
 from autopar.api.shortage import instead
 from autopar.api.tracing import (
     as_planned,
@@ -191,13 +193,23 @@ def plan_call(
         chosen, inference=inference, outputs=settle_outputs(wanted, has_loss, inference)
     )
     trace = as_wanted(trace, chosen.outputs)
-    captured: dict[int, Trace] = {}
+    captured, budget = dict[int, Trace](), WorkBudget.of(chosen)
+    status = SearchStatus(progress)
 
     def chooser(shape: Mesh) -> Chooser:
-        return Chooser(model, trace, args, kwargs, shape, devices, chosen, progress, captured)
-
-    def fastest(shape: Mesh, limit_s: float) -> Planned:
-        return chooser(shape).plan(limit_s)
+        return Chooser(
+            model,
+            trace,
+            args,
+            kwargs,
+            shape,
+            devices,
+            chosen,
+            status,
+            captured,
+            budget=budget,
+            status=status,
+        )
 
     def part_of(plan: Plan) -> Trace:
         if plan.pipeline is None:
@@ -213,8 +225,8 @@ def plan_call(
         (shapes(mesh), shapes_in_three(mesh)) if is_unshaped(mesh) else ((as_mesh(mesh),), ())
     )
     try:
-        holds, late = partial(speak_of, chosen.constraints), partial(getattr, chosen, "is_late")
-        found = best_shape(meshes, fastest, further=further, holds=holds, late=late)
+        holds = partial(speak_of, chosen.constraints)
+        found = PlanSearch(chooser, chosen, meshes, further, holds, budget).run()
     except InfeasibleError as error:
         if wanted == "auto" and chosen.outputs == "full" and has_loss:
             log.warning(

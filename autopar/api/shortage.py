@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.analysis.microbatches import Microbatching
-from autopar.api.microbatch_search import ONE_STAGE
-from autopar.api.pipeline_search import Chooser
+from autopar.api.captured_call import ONE_STAGE
+from autopar.api.chooser import Chooser
 from autopar.api.tracing import by_rows
-from autopar.capture.chunked_loss import heads_of
 from autopar.capture.trace import Trace
 from autopar.constraints import Constraint, Pipelined, pipeline_in
 from autopar.constraints.words import in_words
@@ -261,12 +260,7 @@ class _Shortage:
             options=options if num != "auto" else replace(options, num_microbatches="auto"),
         )
         asked = chooser.options.loss_rows
-        heads = heads_of(chooser.trace)[0] if asked == "auto" else ()
-        rows = (
-            (0, *chooser.row_choices(max((h.num_rows for h in heads), default=0), None))
-            if asked == "auto"
-            else (asked,)
-        )
+        rows = (0 if asked == "auto" else asked, *chooser.row_choices(None))
         for num_rows in rows:
             yield from _of_pipelines(replace(chooser, rows=num_rows))
         if num == "auto" and pipeline_in(rest, chooser.mesh) is None:

@@ -3,15 +3,14 @@ the limits beyond which no plan is tried."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.capture.trace import Trace
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Problem
-from autopar.core.solution import FractionalGroups, Solution
+from autopar.core.solution import Solution
 from autopar.cost.priced import Priced
 from autopar.emit.context import placeholder_keys
 from autopar.plans import Plan, RunnerUp
@@ -71,27 +70,6 @@ def all_keys(trace: Trace) -> dict[str, str]:
 
 class TooSlow(Exception):
     """No plan is as fast as is asked for; its argument is the bound in seconds."""
-
-
-Elsewhere = Callable[[float, float], float]
-"""A search for plans of another kind: it gets the seconds of the step that was found and the least
-compute of any plan, and returns the seconds that a plan of this kind may take."""
-
-
-def beside(look: Elsewhere, problem: Problem, found: Solution | FractionalGroups) -> float:
-    """Search for plans of another kind.
-
-    Args:
-        look: the search.
-        problem: of this kind of plans.
-        found: its answer so far.
-
-    Returns:
-        Seconds that a plan of this kind may take.
-    """
-    return look(
-        math.inf if isinstance(found, FractionalGroups) else found.objective_s, problem.computing_s
-    )
 
 
 @dataclass(frozen=True, slots=True)

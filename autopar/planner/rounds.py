@@ -30,7 +30,7 @@ from autopar.core.problem import Problem
 from autopar.core.solution import FractionalGroups, Solution
 from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.cost.priced import Priced
-from autopar.planner.candidates import Candidate, Elsewhere, TooSlow, beside
+from autopar.planner.candidates import Candidate, TooSlow
 from autopar.planner.emitter import Emitter
 from autopar.planner.layer_groups import starts_of
 from autopar.planner.learned_moments import LayerGroups, Learnt
@@ -178,7 +178,6 @@ class PlannerLoop:
     Attributes:
         emitter: emits and measures plans. pricing: gives the problem if layers decide in groups.
         limit_s: a plan that takes as long is not wanted.
-        elsewhere: asked once, before a search goes on for long.
         whole: whether layers stay as `pricing` has them, and are put into no groups.
         regions: as in `SearchState`.
     """
@@ -186,7 +185,6 @@ class PlannerLoop:
     emitter: Emitter
     pricing: Callable[[Starts], Priced]
     limit_s: float = math.inf
-    elsewhere: Elsewhere | None = None
     whole: bool = False
     regions: frozenset[int] | None = None
     _solving: Solving = field(init=False)
@@ -291,10 +289,7 @@ class PlannerLoop:
         is_too_slow = found.bound_s >= state.limit_s
         if isinstance(found, Solution) and (is_too_slow or not found.mixed or self.options.is_late):
             return state  # it is close enough, too slow, or was searched for to the end
-        if not is_too_slow and self.elsewhere is not None:
-            limit_s = min(state.limit_s, beside(self.elsewhere, state.groups.priced.problem, found))
-            state = replace(state, limit_s=limit_s)
-        if found.bound_s >= state.limit_s:
+        if is_too_slow:
             raise TooSlow(found.bound_s)
         return replace(state, phase=SearchPhase.GROUP, effort=Effort.WHOLE)
 

@@ -16,7 +16,7 @@ from autopar.core.problem import Problem
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import AutoparError, ConstraintError
-from autopar.planner.candidates import Candidate, Elsewhere
+from autopar.planner.candidates import Candidate
 from autopar.planner.clock import Clock, Progress
 from autopar.planner.comm_schedule import Peaks
 from autopar.planner.emitter import Emitter
@@ -120,13 +120,12 @@ def make_plan(
     model_name: str = "",
     progress: Progress = lambda _: None,
     limit_s: float = math.inf,
-    elsewhere: Elsewhere | None = None,
 ) -> Planned:
     """Plan a captured model for a mesh.
 
     Args:
         hardware: of unequal devices the slowest sets the pace of all. limit_s: a plan that is no
-            faster is not wanted. elsewhere: as of `autopar.planner.candidates.Elsewhere`.
+            faster is not wanted.
 
     Raises:
         ConstraintError: where a constraint matches nothing or no strategy meets it.
@@ -142,7 +141,6 @@ def make_plan(
         clock,
         model_name=model_name,
         limit_s=limit_s,
-        elsewhere=elsewhere,
     )
     return finish_search(search.find_best(), clock, options)
 
@@ -156,7 +154,6 @@ def prepare_search(
     *,
     model_name: str = "",
     limit_s: float = math.inf,
-    elsewhere: Elsewhere | None = None,
 ) -> PlannerLoop:
     """Enumerate strategies for the search of `make_plan`.
 
@@ -165,7 +162,6 @@ def prepare_search(
         clock: measures phases.
         model_name: for the plan's fingerprint.
         limit_s: a plan that is no faster is not wanted.
-        elsewhere: as in `autopar.planner.candidates.Elsewhere`.
 
     Returns:
         The search; `PlannerLoop.find_best` runs it.
@@ -210,7 +206,7 @@ def prepare_search(
     mark = fingerprint(trace, model_name, hardware, VERSION)
     recorded, peaks = options.to_json(profile), Peaks(options)
     emitter = Emitter(trace, mesh, options, clock, mark, recorded, budget, peaks)
-    return PlannerLoop(emitter, price_groups, limit_s=limit_s, elsewhere=elsewhere)
+    return PlannerLoop(emitter, price_groups, limit_s=limit_s)
 
 
 def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> Planned:

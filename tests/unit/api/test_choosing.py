@@ -1,17 +1,21 @@
-"""Which pipelines are tried, and which are not, since bounds say enough."""
+"""Which plans are tried, and which are not, since bounds say enough."""
 
 from __future__ import annotations
 
-import logging
 import math
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
-from autopar.api import microbatch_search, pipeline_search, plan
-from autopar.api.pipeline_search import Chooser
+from autopar.api import captured_call, pipeline_search, plan
+from autopar.api import chooser as chooser_module
+from autopar.api.alternatives import EFFORTS, Alternative, SearchStatus, WorkBudget
+from autopar.api.chooser import Chooser
+from autopar.api.plan_search import PlanSearch
 from autopar.constraints import Pipelined, fsdp, pipeline
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
@@ -20,26 +24,71 @@ from autopar.errors import ConstraintError, CoupledError, InfeasibleError
 from autopar.planner import PlanOptions, TooSlow
 
 ALONE_S = 1.0  # what is found without stages
-TRACE: Any = SimpleNamespace(loss=0, given_back=(), outputs=(0, 1))
+TRACE: Any = SimpleNamespace(loss=0, given_back=(), outputs=(0, 1), graph=fx.Graph())
+Bounds = Mapping[tuple[str, int], float]
+Staged = Callable[[Chooser, Pipelined, int, float], Any]
 
 
-def uncovered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What plans would say that they cover, which these have no place for."""
-    told: list[str] = []
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines that plans get on what they were chosen from, which these plans have no place
+    for; no loss can be computed by rows."""
+    lines: list[str] = []
 
     def add_coverage(found: Any, line: str) -> Any:
-        told.append(line)
+        lines.append(line)
         return found
 
-    for module in (microbatch_search, pipeline_search):
-        monkeypatch.setattr(module, "add_coverage", add_coverage)
-    return told
+    monkeypatch.setattr(chooser_module, "add_coverage", add_coverage)
+    monkeypatch.setattr(chooser_module, "heads_of", lambda trace: ((), ()))
+    return lines
 
 
-def whole(step_s: float, compute_s: float = 0.0) -> Any:
-    """A plan without stages."""
-    plan = SimpleNamespace(prediction=SimpleNamespace(step_s=step_s), pipeline=None, entries=())
-    return SimpleNamespace(plan=plan, computing_s=compute_s)
+def made(step_s: float, compute_s: float = 0.0, num: int = 0) -> Any:
+    """A plan, in stages if there are microbatches."""
+    alone = SimpleNamespace(
+        prediction=SimpleNamespace(step_s=step_s),
+        pipeline=None,
+        entries=(),
+        proof=SimpleNamespace(memory_price_s_per_gib=0.0, num_variables=10_000, gap=0.004),
+    )
+    stages = SimpleNamespace(stages=(alone,), num_microbatches=num, num_chunks=1)
+    whole = SimpleNamespace(**{**vars(alone), "pipeline": stages if num else None})
+    return SimpleNamespace(plan=whole, computing_s=compute_s)
+
+
+def search(
+    monkeypatch: pytest.MonkeyPatch,
+    staged: Staged,
+    alone: Any = None,
+    bounds: Bounds = MappingProxyType({}),
+    *,
+    mesh: Mesh = Mesh({"a": 2}),  # noqa: B008 (it is frozen)
+    samples: int = 4,
+    device: str = "h100-sxm",
+    batch_s: float = 0.0,
+    **options: Any,
+) -> Any:
+    """Search for a plan: `staged` plans pipelines, and `alone` is the plan without stages."""
+
+    def in_one_piece(self: Chooser, limit_s: float) -> Any:
+        if isinstance(alone, Exception):
+            raise alone
+        return made(ALONE_S) if alone is None else alone
+
+    monkeypatch.setattr(Chooser, "in_one_piece", in_one_piece)
+    monkeypatch.setattr(Chooser, "_plan_schedules", staged)
+
+    def bound_s(self: Chooser, wish: Pipelined, num: int, chunks: int, total: Any) -> float:
+        return bounds.get((wish.axis or "", num), 0.0 if num > 1 else 0.9)
+
+    monkeypatch.setattr(Chooser, "_bound_s", bound_s)
+    monkeypatch.setattr(Chooser, "_least_batch_s", lambda self, axis: batch_s)
+    monkeypatch.setattr(Chooser, "_most_chunks", lambda self, wish, num: 1)
+    chosen = PlanOptions(**{"outputs": "loss", **options})
+    profile, batch = HardwareProfile.load(device), {"x": torch.zeros(samples, 2)}
+    chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, mesh, profile, chosen)
+    return PlanSearch(lambda _: chooser, chosen, (mesh,), budget=WorkBudget.of(chosen)).run()
 
 
 @pytest.mark.parametrize(
@@ -47,199 +96,292 @@ def whole(step_s: float, compute_s: float = 0.0) -> Any:
     [
         (0.8, {}, "h100-sxm", True),
         (0.8, {"outputs": "full"}, "h100-sxm", True),
-        (
-            0.8,
-            {"outputs": "dtensor"},
-            "h100-sxm",
-            False,
-        ),  # in stages a call would return other outputs
+        # In stages a call would return other outputs.
+        (0.8, {"outputs": "dtensor"}, "h100-sxm", False),
         (0.95, {}, "h100-sxm", False),  # what stages wait for would take as long
         (0.8, {}, "cpu-gloo", False),
         (0.8, {"num_microbatches": 1}, "h100-sxm", False),
         (0.8, {"inference": True}, "h100-sxm", False),
         (0.8, {"batch": "local"}, "h100-sxm", False),
+        (0.8, {"effort": "quick"}, "h100-sxm", False),
         (0.8, {"constraints": (fsdp(),)}, "h100-sxm", False),
         (0.95, {"constraints": (pipeline(),)}, "h100-sxm", True),
+        (0.95, {"constraints": (pipeline(),), "effort": "quick"}, "h100-sxm", True),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("goes_on", [False, True])
 def test_stages_are_tried_without_asking_where_a_plan_without_them_waits(
     compute_s: float,
     asked: dict[str, Any],
     device: str,
     looked: bool,
-    goes_on: bool,
     monkeypatch: pytest.MonkeyPatch,
+    told: list[str],
 ) -> None:
-    """Once, before the search without stages goes on for long where it would, and else behind
-    it."""
-    seen: list[tuple[str, float]] = []
-    limits = list[float]()
+    seen: list[tuple[int, float]] = []
 
     def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
-        seen.append((f"{num} along {wish.axis}", limit_s))
-        if limit_s <= 0.5:
-            raise TooSlow(0.6)
-        return whole(0.5)
+        seen.append((num, limit_s))
+        return made(0.5, num=num)
 
-    def alone(self: Chooser, limit_s: float, elsewhere: Any = None) -> Any:
-        if goes_on and elsewhere is not None:
-            limits.append(elsewhere(ALONE_S, compute_s))
-        return whole(ALONE_S, compute_s)
-
-    monkeypatch.setattr(Chooser, "in_one_piece", alone)
-    monkeypatch.setattr(Chooser, "_plan_schedules", staged)
-    told = uncovered(monkeypatch)
-    options, batch = (
-        PlanOptions(**{"gap": 0.1, "outputs": "loss", **asked}),
-        {"x": torch.zeros(4, 2)},
+    found = search(
+        monkeypatch, staged, made(ALONE_S, compute_s), gap=0.1, device=device, samples=2, **asked
     )
-    chooser = Chooser(
-        torch.nn.Identity(),
-        TRACE,
-        (),
-        batch,
-        Mesh({"a": 2, "b": 1}),
-        HardwareProfile.load(device),
-        options,
-    )
-    found = chooser._pipelines(math.inf)
     assert found.plan.prediction.step_s == (0.5 if looked else ALONE_S)
-    assert [s for s in seen if s[1] == 0.9] == ([("2 along a", 0.9)] if looked else []), (
-        "a plan that saves more than the gap, once"
-    )
-    assert len({name for name, _ in seen}) == len(seen)
-    assert ("no stages" in "".join(told)) == (asked.get("outputs") == "dtensor")
-    beaten_s = (
-        0.45 if asked.get("constraints") else 0.5 / 0.95
-    )  # there one without stages would be taken
-    assert limits in ([], [pytest.approx(beaten_s) if looked else math.inf])
+    first = [(2, 0.9)] if looked else []
+    assert seen[:1] == first, "a plan that saves more than the gap is looked for"
+    assert ("no stages: of these" in "".join(told)) == (asked.get("outputs") == "dtensor")
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_when_the_time_is_over_and_there_is_a_plan_no_stages_are_tried(
-    late: bool, monkeypatch: pytest.MonkeyPatch
+    late: bool, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     seen: list[int] = []
-
-    def alone(self: Chooser, limit_s: float, elsewhere: Any) -> Any:
-        elsewhere(ALONE_S, 0.0)
-        return whole(ALONE_S)
 
     def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
         seen.append(num)
         raise TooSlow(2.0)
 
-    monkeypatch.setattr(Chooser, "in_one_piece", alone)
-    monkeypatch.setattr(Chooser, "_plan_schedules", staged)
-    uncovered(monkeypatch)
-    options = PlanOptions(outputs="loss", time_limit_s=1.0, ends=1.0 if late else math.inf)
-    chooser = Chooser(
-        torch.nn.Identity(),
-        TRACE,
-        (),
-        {"x": torch.zeros(4, 2)},
-        Mesh({"a": 2}),
-        HardwareProfile.load("h100-sxm"),
-        options,
-    )
-    assert chooser._pipelines(math.inf).plan.prediction.step_s == ALONE_S
+    ends = 1.0 if late else math.inf
+    found = search(monkeypatch, staged, time_limit_s=1.0, ends=ends)
+    assert found.plan.prediction.step_s == ALONE_S
     assert bool(seen) != late
+    assert ("not tried" in told[0]) == late
 
 
 @pytest.mark.parametrize(
     ("asked", "steps_s"), [((), 1.0), ((pipeline(),), 0.97)], ids=["unasked", "asked"]
 )
 def test_stages_that_nobody_asked_for_are_taken_where_they_save_a_twentieth(
-    asked: tuple[Pipelined, ...], steps_s: float, monkeypatch: pytest.MonkeyPatch
+    asked: tuple[Pipelined, ...],
+    steps_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    told: list[str],
 ) -> None:
-    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere: whole(ALONE_S))
-    monkeypatch.setattr(Chooser, "_plan_schedules", lambda self, wish, num, limit_s: whole(0.97))
-    told = uncovered(monkeypatch)
-    batch, options = {"x": torch.zeros(4, 2)}, PlanOptions(outputs="loss", constraints=asked)
-    chooser = Chooser(
-        torch.nn.Identity(),
-        TRACE,
-        (),
-        batch,
-        Mesh({"a": 2}),
-        HardwareProfile.load("h100-sxm"),
-        options,
+    found = search(
+        monkeypatch,
+        lambda self, wish, num, limit_s: made(0.97, num=num),
+        samples=2,
+        constraints=asked,
     )
-    assert chooser._pipelines(math.inf).plan.prediction.step_s == steps_s
-    assert "no microbatches (1.00 s); 2 microbatches in stages along a (970 ms)" in told[0]
+    assert found.plan.prediction.step_s == steps_s
+    assert "no stages (1.00 s); 2 microbatches in stages along a (970 ms)" in told[0]
     assert ("save less than 5 %" in told[0]) == (not asked)
 
 
-def test_stages_that_nobody_asked_for_are_no_more_tried_once_samples_depend_on_each_other(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("asked", [False, True])
+def test_once_samples_depend_on_each_other_only_requested_stages_are_tried_in_one_microbatch(
+    asked: bool, monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
-    seen: list[str] = []
+    seen: list[tuple[int, str | None]] = []
 
     def coupled(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
-        seen.append(f"{num} along {wish.axis}")
+        seen.append((num, wish.axis))
+        if num == 1:
+            return made(0.9, num=1)
         raise CoupledError("samples meet in a norm", remedy="one microbatch")
 
-    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere: whole(ALONE_S))
-    monkeypatch.setattr(Chooser, "_plan_schedules", coupled)
-    uncovered(monkeypatch)
-    batch, mesh, options = (
-        {"x": torch.zeros(4, 2)},
-        Mesh({"a": 2, "b": 2}),
-        PlanOptions(outputs="loss"),
+    found = search(
+        monkeypatch,
+        coupled,
+        bounds={("a", 1): 0.5, ("b", 1): 0.6},
+        mesh=Mesh({"a": 2, "b": 2}),
+        constraints=(pipeline(),) if asked else (),
     )
-    chooser = Chooser(
-        torch.nn.Identity(), TRACE, (), batch, mesh, HardwareProfile.load("h100-sxm"), options
-    )
-    assert chooser._pipelines(math.inf).plan.prediction.step_s == ALONE_S
-    assert seen == ["2 along a"], "neither in one microbatch, nor along another axis"
+    assert len({num for num, _ in seen if num > 1}) == 1, "no other number above one"
+    assert [each for each in seen if each[0] == 1] == ([(1, "a"), (1, "b")] if asked else [])
+    assert ("one microbatch alone" in "".join(told)) == asked
+    assert found.plan.prediction.step_s == (0.9 if asked else ALONE_S)
 
 
-@pytest.mark.parametrize(("bound_s", "tried"), [(1.3, [4]), (1.2, [4, 8])])
-def test_more_microbatches_are_tried_as_long_as_waiting_less_may_help(
-    bound_s: float,
-    tried: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_alternatives_are_searched_in_the_order_of_their_bounds_until_these_are_too_high(
+    monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
-    """Two stages: a bound of M microbatches says that M/(M + 1) of it remain, however many they
-    are; fewer wait for more."""
+    seen: list[tuple[str | None, int]] = []
+
+    def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        seen.append((wish.axis, num))
+        return made({8: 0.7, 2: 0.6}[num], num=num)
+
+    bounds = {("a", 8): 0.3, ("b", 2): 0.5, ("b", 4): 0.65, ("b", 8): 0.67}
+    found = search(
+        monkeypatch,
+        staged,
+        bounds={(axis, num): bounds.get((axis, num), 0.9) for axis in "ab" for num in (2, 4, 8)},
+        mesh=Mesh({"a": 2, "b": 2}),
+        samples=8,
+    )
+    assert seen == [("a", 8), ("b", 2)]
+    assert found.plan.prediction.step_s == 0.6
+    assert "2 to 4 microbatches in stages along a (at least 900 ms)" in told[0]
+    assert "4 to 8 microbatches in stages along b (at least 650 ms)" in told[0]
+
+
+def test_a_bound_holds_for_more_microbatches_too(
+    monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    """With two stages, 4 microbatches take 5/4 of what stages compute, and 8 take 9/8: a bound
+    of 1.2 s of 4 means at least 1.08 s of 8. Of 2 microbatches it says nothing."""
     seen: list[int] = []
 
     def too_slow(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
         seen.append(num)
-        assert limit_s == ALONE_S * 0.99, "what saves less than the gap is not looked for"
-        raise TooSlow(bound_s if len(seen) == 1 else 10.0)
+        raise TooSlow(1.2)
 
-    found = whole(ALONE_S)
-    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s, elsewhere: found)
-    monkeypatch.setattr(Chooser, "_plan_schedules", too_slow)
-    covered = uncovered(monkeypatch)
-    options = PlanOptions(constraints=(pipeline(),))
-    batch = {"x": torch.zeros(16, 2)}
-    chooser = Chooser(
-        torch.nn.Identity(),
-        TRACE,
-        (),
-        batch,
-        Mesh({"stage": 2}),
-        HardwareProfile.load("h100-sxm"),
-        options,
+    bounds = {("a", 4): 0.1, ("a", 8): 0.2, ("a", 2): 0.3}
+    search(monkeypatch, too_slow, bounds=bounds, samples=8)
+    assert seen == [4, 2]
+    assert "8 microbatches in stages along a (at least 1.08 s)" in told[0]
+
+
+@pytest.mark.parametrize("batch_s", [1.5, 2.1])
+def test_a_bound_of_the_batch_on_the_mesh_of_a_stage_holds_for_all_numbers(
+    batch_s: float, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    """With two stages, 2 microbatches take 3/4 of the batch's time through both, 4 take 5/8, and
+    8 take 9/16."""
+    seen: list[int] = []
+
+    def too_slow(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        seen.append(num)
+        raise TooSlow(10.0)
+
+    search(monkeypatch, too_slow, batch_s=batch_s, samples=8, effort="thorough")
+    assert seen == {1.5: [8, 4], 2.1: []}[batch_s]
+    assert f"(at least {seconds(batch_s * 0.75)})" in told[0] or batch_s == 2.1
+    assert "2 to 8 microbatches in stages along a (at least 1.18 s)" in told[0] or batch_s == 1.5
+
+
+@pytest.mark.parametrize(
+    ("first", "steps_s", "seen"),
+    [
+        (4, {4: 0.5, 8: 0.6}, [4, 8, 2]),  # beyond 8 the step rises
+        (8, {4: 0.6, 8: 0.5}, [8, 4, 16]),  # below 4 it rises
+        (4, {4: math.inf}, [4, 8, 16]),  # fewer microbatches need more memory
+    ],
+)
+def test_numbers_beyond_a_slower_one_or_below_one_that_does_not_fit_are_not_tried(
+    first: int,
+    steps_s: dict[int, float],
+    seen: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    told: list[str],
+) -> None:
+    tried: list[int] = []
+
+    def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        tried.append(num)
+        step_s = steps_s.get(num, 0.55)
+        if math.isinf(step_s):
+            raise InfeasibleError("it does not fit", remedy="more memory")
+        return made(step_s, num=num)
+
+    order = [first, *(num for num in (4, 8, 2, 16) if num != first)]
+    bounds = {("a", num): 0.01 * (place + 1) for place, num in enumerate(order)}
+    search(monkeypatch, staged, bounds=bounds, samples=16, effort="thorough")
+    assert tried == seen
+
+
+def test_what_the_budget_of_work_leaves_out_is_named_with_its_bound(
+    monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    seen: dict[str, int] = {}
+    alone = made(ALONE_S)
+    alone.plan.proof.num_variables = 60_000
+    for effort in EFFORTS:
+        counted: list[int] = []
+
+        def staged(
+            self: Chooser, wish: Pipelined, num: int, limit_s: float, counted: list[int] = counted
+        ) -> Any:
+            counted.append(num)
+            raise TooSlow(0.5)
+
+        bounds = {("a", num): 0.4 - num / 1000 for num in (2, 4, 8, 16, 32, 64)}
+        search(
+            monkeypatch,
+            staged,
+            alone,
+            bounds=bounds,
+            mesh=Mesh({"a": 8, "b": 2}),
+            samples=64,
+            effort=effort,
+        )
+        seen[effort] = len(counted)
+    assert seen["quick"] == 0 < seen["normal"] < seen["thorough"]
+    assert "(not tried, at least" in told[0] and "(not tried" not in told[-1]
+
+
+def test_without_a_plan_stages_are_searched_whatever_the_budget(
+    monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    """As long as there is no plan; afterwards the budget counts."""
+    seen: list[int] = []
+
+    def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        seen.append(num)
+        if len(seen) == 1:
+            raise ConstraintError("this number does not do", remedy="another")
+        return made(2.0, num=num)
+
+    found = search(
+        monkeypatch,
+        staged,
+        InfeasibleError("all at once does not fit", remedy="more memory"),
+        samples=16,
+        effort="quick",
     )
-    with caplog.at_level(logging.INFO, "autopar"):
-        assert chooser._pipelines(float("inf")) is found
-    assert seen == tried, "4/5 of 1.3 s are too slow, of 1.2 s are not; 8/9 of 10 s are"
-    assert "with nothing to wait for" in caplog.text
-    bounds = [bound_s, *[10.0] * (len(tried) - 1)]
-    told = [
-        f"{num} microbatches in stages along stage (at least {seconds(s)})"
-        for num, s in zip(tried, bounds, strict=True)
+    assert found.plan.prediction.step_s == 2.0 and len(seen) == 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_ctrl_c_ends_the_search_with_the_best_plan_if_there_is_one(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    seen: list[int] = []
+
+    def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        seen.append(num)
+        raise KeyboardInterrupt
+
+    refusal = InfeasibleError("all at once does not fit", remedy="more memory")
+    if is_first:
+        with pytest.raises(KeyboardInterrupt):
+            search(monkeypatch, staged, refusal, samples=16)
+        return
+    found = search(monkeypatch, staged, samples=16, effort="thorough")
+    assert found.plan.prediction.step_s == ALONE_S and len(seen) == 1
+    assert "2 to 16 microbatches in stages along a (not tried, at least" in told[0]
+
+
+def test_the_status_says_what_is_searched_and_the_best_plan_so_far() -> None:
+    said: list[str] = []
+    status = SearchStatus(said.append)
+    status("solve")
+    status.begin("8 microbatches in stages along a", 3)
+    status.add(made(0.5))
+    status("emit")
+    assert said == [
+        "solving",
+        "emitting, 8 microbatches in stages along a (3 more), best so far 500 ms a step,"
+        " 0.4 % from its bound",
     ]
-    assert covered[0].endswith(
-        f"tried, with the step found for each: no microbatches ({seconds(ALONE_S)});"
-        f" {'; '.join(told)}"
-    )
+
+
+def test_of_what_has_no_plan_the_refusal_of_the_last_alternative_is_raised(
+    monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        raise ConstraintError(f"not {num}", remedy="another")
+
+    with pytest.raises(ConstraintError, match="not 2"):
+        search(
+            monkeypatch,
+            staged,
+            InfeasibleError("all at once does not fit", remedy="more memory"),
+            samples=2,
+        )
 
 
 @pytest.mark.parametrize(
@@ -263,6 +405,7 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
     tried: list[int],
     asked: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
+    told: list[str],
 ) -> None:
     """Without a pipeline in what is asked for, where the call returns the same of several."""
 
@@ -290,16 +433,13 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
         return plan(step_s, num)
 
     seen: list[int] = []
-    monkeypatch.setattr(
-        Chooser, "in_one_piece", lambda self, limit_s, elsewhere=None: plan(ALONE_S, 1)
-    )
+    monkeypatch.setattr(Chooser, "in_one_piece", lambda self, limit_s: plan(ALONE_S, 1))
     monkeypatch.setattr(Chooser, "in_stages", staged)
-    uncovered(monkeypatch)
     options, batch = PlanOptions(**asked), {"x": torch.zeros(16, 2)}
     chooser = Chooser(
         torch.nn.Identity(), TRACE, (), batch, Mesh(1), HardwareProfile.load("h100-sxm"), options
     )
-    found = chooser._pipelines(math.inf)
+    found = chooser.plan()
     tried = [] if asked.get("outputs") == "dtensor" else tried
     assert seen == tried
     assert found.plan.prediction.step_s == min(
@@ -308,43 +448,21 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
 
 
 def test_the_numbers_of_a_batch_are_one_and_those_that_fill_the_stages() -> None:
-    assert microbatch_search.numbers_of((1, 2, 3, 4, 6, 8, 12, 24), 2) == (1, 2, 3, 4, 6, 8, 12)
-    assert microbatch_search.numbers_of((1, 2, 4), 8) == (
-        1,
-        4,
-    ), "too few for the stages: as many as there are"
-    assert microbatch_search.numbers_of((1,), 4) == (1,)
+    numbers_of = pipeline_search.numbers_of
+    assert numbers_of((1, 2, 3, 4, 6, 8, 12, 24), 2) == (1, 2, 3, 4, 6, 8, 12)
+    assert numbers_of((1, 2, 4), 8) == (1, 4), "too few for the stages: as many as there are"
+    assert numbers_of((1,), 4) == (1,)
+
+
+def test_an_alternative_needs_less_work_than_a_search_on_the_whole_mesh_and_a_capture() -> None:
+    def work(mesh: Mesh) -> float:
+        each = Alternative(mesh, "a", 2, 0.75, 0.0, lambda: 0.0, lambda _: made(1.0))
+        assert each.bound_work < each.search_work
+        return each.search_work
+
     assert (
-        microbatch_search.first_of((1, 4)) == (4,)
-        and microbatch_search.first_of((1,)) == (1,)
-        and microbatch_search.first_of((1, 2, 4, 8, 16)) == (4, 8, 16)
+        work(Mesh({"a": 2})) < work(Mesh({"a": 2, "b": 2})) < work(Mesh({"a": 2, "b": 2, "c": 2}))
     )
-
-
-@pytest.mark.parametrize("overhead_s", [0.0, 0.01, 0.1, 0.5, 2.0])
-@pytest.mark.parametrize("num_stages", [2, 4, 8])
-def test_the_walk_finds_the_best_number_where_the_step_falls_and_then_rises(
-    overhead_s: float, num_stages: int
-) -> None:
-    """t(M) = overhead + 1/M: every such step has one valley among the numbers."""
-    numbers = microbatch_search.numbers_of(
-        tuple(n for n in range(1, 97) if 96 % n == 0), num_stages
-    )
-    steps = {num: (num + num_stages - 1) * (overhead_s + 1 / num) / num_stages for num in numbers}
-    found: dict[int, float] = {}
-    for num in microbatch_search.walk(numbers, found):
-        found[num] = steps[num]
-    assert min(found.values()) == min(steps.values())
-    assert len(found) < len(numbers) or overhead_s > 0.01, (
-        "where waiting is all, the first numbers are enough"
-    )
-
-
-def test_where_the_first_numbers_do_not_fit_fewer_are_not_tried() -> None:
-    found: dict[int, float] = {}
-    for num in microbatch_search.walk((1, 2, 4, 8, 16), found):
-        found[num] = math.inf
-    assert list(found) == [4, 8, 16]
 
 
 @pytest.mark.parametrize("loss", [True, False])
@@ -370,7 +488,7 @@ def test_a_schedule_that_does_not_run_is_refused_before_a_microbatch_is_captured
     def part(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a microbatch is captured")
 
-    monkeypatch.setattr(microbatch_search, "trace_part", part)
+    monkeypatch.setattr(captured_call, "trace_part", part)
     if (
         not loss and asked.schedule == "1f1b"
     ):  # backward waits for the user's loss: it runs as GPipe, for which a microbatch is captured

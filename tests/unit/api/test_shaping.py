@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,9 @@ import zoo_small
 from made_plan import made_plan
 
 import autopar
+from autopar.api.alternatives import WorkBudget
 from autopar.api.arguments import is_shape_of
-from autopar.api.mesh_search import best_shape, shapes, shapes_in_three
+from autopar.api.mesh_search import ShapeSearch, shapes, shapes_in_three
 from autopar.api.planning import plan_model
 from autopar.constraints import layout, megatron, pipeline
 from autopar.core.mesh import Mesh
@@ -85,6 +87,36 @@ def test_sizes_that_have_no_shape_are_refused(devices: int | tuple[int, int]) ->
 def test_a_count_of_no_nodes_of_eight_is_told_how_nodes_are_given() -> None:
     with pytest.raises(MeshError, match=r"12 devices are not nodes of 8(.|\n)*\(3, 4\)"):
         shapes(12)
+
+
+def best_shape(
+    meshes: Sequence[Mesh],
+    plan: Callable[[Mesh, float], Planned],
+    *,
+    further: Sequence[Mesh] = (),
+    holds: Callable[[Mesh], bool] = lambda _: True,
+    work: float = math.inf,
+) -> Planned:
+    search = ShapeSearch(plan, WorkBudget(work), holds)
+    search.add(meshes)
+    search.add_further(further)
+    if search.best is None:
+        raise search.refusal
+    return search.note(search.best)
+
+
+def test_shapes_that_the_budget_leaves_out_are_named() -> None:
+    tried: list[Mesh] = []
+
+    def plan(mesh: Mesh, limit_s: float) -> Any:
+        tried.append(mesh)
+        return made(mesh, 3.0 - len(tried))
+
+    best = best_shape(shapes((2, 4)), plan, work=0.0)
+    assert tried == [shapes((2, 4))[0]], "the first shape is always tried"
+    assert (
+        'node=2,gpu0=2,gpu1=2 (not tried: effort="thorough" tries it)' in best.plan.proof.covers[-1]
+    )
 
 
 def test_each_shape_is_asked_to_beat_the_best_before_it() -> None:

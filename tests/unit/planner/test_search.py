@@ -22,7 +22,7 @@ from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.emit import emit
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
-from autopar.planner import Planned, PlanOptions, TooSlow, make_plan, rounds
+from autopar.planner import Planned, PlanOptions, make_plan, rounds
 from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Ordering, Peaks
 from autopar.planner.pipeline.stage_cache import Alike, Effort
@@ -326,46 +326,6 @@ def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(
     assert solves[0] and not orders, (
         "a first plan is waited for, an order of its communications is not"
     )
-
-
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_before_a_search_goes_on_for_long_plans_of_another_kind_are_looked_for_once(
-    goes_on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, answer = list[tuple[float, float]](), rounds.Solving.answer
-
-    def mixed(asks: rounds.Solving, problem: Problem, effort: Effort, **how: Any) -> object:
-        found = answer(asks, problem, effort, **how)
-        if effort is not Effort.MIXED or not isinstance(found, Solution):
-            return found
-        return replace(found, mixed={0: (0.5,)} if goes_on else {})
-
-    def look(step_s: float, compute_s: float) -> float:
-        seen.append((step_s, compute_s))
-        return limit_s
-
-    def beside() -> Planned:
-        return make_plan(trace(), MESH, GLOO, PlanOptions(), elsewhere=look)
-
-    monkeypatch.setattr(rounds.Solving, "answer", mixed)
-    limit_s = math.inf
-    free = beside()
-    assert free.plan == planned().plan and len(seen) == int(goes_on)
-    limit_s = free.plan.proof.bound_s / 2
-    if not goes_on:
-        assert beside().plan == free.plan
-        return
-    assert free.plan.proof.bound_s <= seen[0][0] and 0.0 < seen[0][1] <= seen[0][0]
-    solves, choose = list[Problem](), rounds.choices_or_least
-    monkeypatch.setattr(
-        rounds,
-        "choices_or_least",
-        lambda problem, **how: (solves.append(problem), choose(problem, **how))[1],
-    )
-    with pytest.raises(TooSlow) as refusal:
-        beside()
-    assert len(solves) == 1, "nor is it searched on"
-    assert limit_s < refusal.value.args[0] <= free.plan.proof.objective_s and len(seen) == 2
 
 
 @pytest.mark.parametrize(("spent", "most"), [(0.0, 3e9), (1e12, 1.25e12)])

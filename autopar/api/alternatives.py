@@ -1,0 +1,389 @@
+"""The order in which alternatives to the first plan are searched, and where the search ends.
+
+An alternative is a pipeline along one axis of one mesh shape, with one number of microbatches. Its
+bound needs no capture: it is the compute of the trace, divided perfectly, plus the waiting of the
+schedule (`autopar.cost.least_compute`). Alternatives are searched in the order of their bounds. One
+whose bound is not below the step that has to be beaten is not searched. What a search finds raises
+bounds, or excludes others:
+
+- Let t(M) be the time that one of M microbatches takes through all stages. Launches and latencies
+  do not shrink with a microbatch, so M · t(M) does not fall as M grows. A bound of M microbatches
+  therefore bounds more microbatches as well. Before the first capture, the program of the whole
+  batch on the mesh of a stage bounds all numbers (`autopar.planner.pipeline.batch_bound`).
+- The step falls with M, since stages wait less, and then rises. So numbers beyond a slower one are
+  excluded.
+- Fewer microbatches are larger ones. If M microbatches do not fit, fewer do not.
+
+The work of a search is estimated before it begins, in variables of the integer program. Estimates
+count work, not seconds, so that equal input gives an equal plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from autopar.core.mesh import Mesh
+from autopar.core.terminal import PHASES
+from autopar.core.units import microbatches, seconds, share
+from autopar.errors import AutoparError, ConstraintError, CoupledError, InfeasibleError
+from autopar.planner import Planned, TooSlow
+from autopar.planner.clock import Progress
+from autopar.request import PlanOptions
+
+log = logging.getLogger("autopar")
+
+# Variables that the program of a published model of equal layers has on a mesh without axes, and
+# how many times as many each axis makes (measured: 9,578 on one axis, 45,078 and 82,226 on two).
+_VARIABLES, _PER_AXIS = 2_000, 5
+# Variables whose search takes as long as the capture of a microbatch (about 5 s on one core).
+CAPTURE_WORK = 40_000.0
+EFFORTS = {"quick": 0.0, "normal": 100_000.0, "thorough": math.inf}
+"""Work that alternatives to the first plan may take, by the option `effort`."""
+
+
+def search_work(num_axes: int) -> float:
+    """Estimate the work of a search, in variables.
+
+    Args:
+        num_axes: axes of the mesh on which ops are divided.
+    """
+    return float(_VARIABLES * _PER_AXIS**num_axes)
+
+
+@dataclass
+class WorkBudget:
+    """The work that alternatives to the first plan may take.
+
+    Attributes:
+        left: variables.
+        is_late: whether the time limit of planning is over.
+        size: variables of the first plan's program, as a multiple of the estimate.
+        was_interrupted: whether the user ended the search with Ctrl-C.
+    """
+
+    left: float = math.inf
+    is_late: Callable[[], bool] = lambda: False
+    size: float = 1.0
+    was_interrupted: bool = False
+
+    @staticmethod
+    def of(options: PlanOptions) -> WorkBudget:
+        """Make the budget that options ask for."""
+        return WorkBudget(EFFORTS[options.effort], lambda: options.is_late)
+
+    @staticmethod
+    def unlimited(options: PlanOptions) -> WorkBudget:
+        """Make the budget of what is requested, which the time limit alone ends."""
+        return WorkBudget(is_late=lambda: options.is_late)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is searched once there is a plan, however much work is left."""
+        return self.was_interrupted or self.is_late()
+
+    def interrupt(self) -> None:
+        """End the search, since there is a plan and the user pressed Ctrl-C."""
+        log.warning("interrupted: the best plan so far is taken, and the rest is not tried")
+        self.was_interrupted = True
+
+    def measure(self, num_axes: int, num_variables: int) -> None:
+        """Correct the estimates by the variables of the first plan's program.
+
+        Args:
+            num_axes: axes of its mesh.
+            num_variables: of the program.
+        """
+        self.size = num_variables / search_work(num_axes)
+
+    def take(self, work: float) -> bool:
+        """Take estimated work from the budget; returns whether there was enough, and there is time
+        left."""
+        if work * self.size > self.left or self.is_over:
+            return False
+        self.left -= work * self.size
+        return True
+
+
+@dataclass
+class SearchStatus:
+    """What a search does, for people: the phase, what is searched, and the best plan so far.
+
+    Attributes:
+        tell: shows a text.
+        searched: what is searched, and how much is waiting.
+        best: the best plan so far, in words.
+    """
+
+    tell: Progress = lambda _: None
+    searched: str = ""
+    best: str = ""
+
+    def __call__(self, phase: str) -> None:
+        """Tell that a phase of planning begins."""
+        parts = (PHASES.get(phase, phase), self.searched, self.best)
+        self.tell(", ".join(filter(None, parts)))
+
+    def begin(self, name: str, num_waiting: int) -> None:
+        """Tell what is searched next.
+
+        Args:
+            name: what is searched.
+            num_waiting: how many searches may follow.
+        """
+        self.searched = f"{name} ({num_waiting} more)" if num_waiting else name
+
+    def add(self, found: Planned) -> None:
+        """Take note of the best plan so far."""
+        proof = found.plan.proof
+        self.best = (
+            f"best so far {seconds(found.plan.prediction.step_s)} a step, {share(proof.gap)} from"
+            " its bound"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A pipeline that may be searched.
+
+    Attributes:
+        mesh: the whole mesh.
+        axis: along which stages lie.
+        num: number of microbatches, M.
+        waiting: the step, as a multiple of the time that the batch takes through all stages, one
+            after another: (M + (P − 1) / v) / (P · M) for P devices along the axis with v stages
+            each.
+        bound_s: lower bound of the step.
+        least_batch_s: bounds the time that the batch takes through all stages, for all numbers of
+            microbatches; takes less work than `search`.
+        search: searches for a plan that is faster than so many seconds.
+    """
+
+    mesh: Mesh
+    axis: str
+    num: int
+    waiting: float
+    bound_s: float
+    least_batch_s: Callable[[], float]
+    search: Callable[[float], Planned]
+
+    @property
+    def bound_work(self) -> float:
+        """The estimated work of `least_batch_s`, in variables."""
+        return search_work(len(self.mesh.axes) - 1)
+
+    @property
+    def search_work(self) -> float:
+        """The estimated work of `search`, in variables: a capture, and the stages' programs."""
+        return CAPTURE_WORK + search_work(len(self.mesh.axes) - 1)
+
+    def is_beside(self, other: Alternative) -> bool:
+        """Whether two alternatives differ in the number of microbatches alone."""
+        return (self.mesh, self.axis) == (other.mesh, other.axis)
+
+    def raised(self, batch_s: float) -> Alternative:
+        """Raise the bound, given the least time of the batch through all stages."""
+        return replace(self, bound_s=max(self.bound_s, batch_s * self.waiting))
+
+
+@dataclass
+class Tries:
+    """What was tried, as text, and the fastest plan.
+
+    Attributes:
+        best: the fastest plan that is taken.
+        told: per plan that was tried, or group of plans that were not, what is known of its step.
+    """
+
+    best: Planned | None = None
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def best_s(self) -> float:
+        """The step of the fastest plan (seconds); infinite if there is none."""
+        return math.inf if self.best is None else self.best.plan.prediction.step_s
+
+    def add(self, name: str, found: Planned) -> float:
+        """Record a plan and return the seconds of its step."""
+        step_s = found.plan.prediction.step_s
+        self.told.append(f"{name} ({seconds(step_s)})")
+        if step_s < self.best_s:
+            self.best = found
+        return step_s
+
+    def add_bound(self, name: str, bound_s: float) -> None:
+        """Record that no plan of a kind is faster than what was found, since a bound says so."""
+        self.told.append(f"{name} (at least {seconds(bound_s)})")
+
+    def add_refused(self, name: str) -> None:
+        """Record that there is no plan of a kind."""
+        self.told.append(f"{name} (none)")
+
+    def add_untried(self, name: str, bound_s: float) -> None:
+        """Record that plans of a kind were not tried."""
+        self.told.append(f"{name} (not tried, at least {seconds(bound_s)})")
+
+
+def name_of(axis: str, num: int, per_device: int = 1) -> str:
+    """Name a kind of plan.
+
+    Args:
+        axis: of the stages; empty for microbatches one after another.
+        num: number of microbatches; 0 for no microbatches.
+        per_device: stages per device.
+    """
+    if not num:
+        return "no microbatches"
+    stages = f" in stages along {axis}" if axis else " one after another"
+    return microbatches(num) + stages + (f", {per_device} a device" if per_device > 1 else "")
+
+
+@dataclass
+class AlternativeSearch:
+    """Searches alternatives, the one with the lowest bound first.
+
+    Attributes:
+        budget: work that all searches may take.
+        limit: seconds that a plan has to beat, given those of the fastest one so far.
+        several: whether alternatives are of several mesh shapes, so that names tell theirs.
+        status: is told what is searched.
+        coupled: set to the error that says why samples depend on each other, once that is known.
+    """
+
+    budget: WorkBudget
+    limit: Callable[[float], float]
+    several: bool = False
+    status: SearchStatus = field(default_factory=SearchStatus)
+    coupled: CoupledError | None = None
+    _found_s: dict[tuple[Mesh, str], dict[int, float]] = field(default_factory=dict)
+    _bounded: set[tuple[Mesh, str]] = field(default_factory=set)
+
+    def run(
+        self, alternatives: Iterable[Alternative], tries: Tries, *, required: bool
+    ) -> AutoparError | TooSlow | None:
+        """Search the alternatives.
+
+        Args:
+            alternatives: those that may be searched.
+            tries: records them.
+            required: whether alternatives are searched without regard to the budget as long as
+                there is no plan.
+
+        Returns:
+            Why an alternative has no plan that is faster than what was found; None if each has.
+        """
+        refusal: AutoparError | TooSlow | None = None
+        waiting = sorted(alternatives, key=lambda each: each.bound_s)
+        left_out: list[Alternative] = []
+        while waiting:
+            limit_s, first = self.limit(tries.best_s), waiting[0]
+            if first.bound_s >= limit_s:
+                self._tell(waiting, tries.add_bound)
+                refusal = refusal or TooSlow(first.bound_s)
+                break
+            is_free = required and tries.best is None and math.isinf(limit_s)
+            is_bounded = is_free or (first.mesh, first.axis) in self._bounded
+            work = first.search_work if is_bounded else first.bound_work
+            if not is_free and not self.budget.take(work):
+                left_out.append(waiting.pop(0))
+                continue
+            self.status.begin(self._name(first, first.num), len(waiting) - 1)
+            try:
+                if is_bounded:
+                    waiting, error = self._search(first, limit_s, waiting[1:], tries)
+                    refusal = error or refusal
+                else:
+                    waiting = self._bound_axis(first, waiting)
+            except KeyboardInterrupt:
+                if math.isinf(self.limit(tries.best_s)):
+                    raise  # there is no plan
+                self.budget.interrupt()
+        self._tell(left_out, tries.add_untried)
+        return refusal
+
+    def _bound_axis(self, first: Alternative, waiting: list[Alternative]) -> list[Alternative]:
+        """Raise the bounds of all alternatives along an axis, without a capture."""
+        self._bounded.add((first.mesh, first.axis))
+        batch_s = first.least_batch_s()
+        raised = [each.raised(batch_s) if each.is_beside(first) else each for each in waiting]
+        return sorted(raised, key=lambda each: each.bound_s)
+
+    def _search(
+        self, first: Alternative, limit_s: float, others: list[Alternative], tries: Tries
+    ) -> tuple[list[Alternative], AutoparError | TooSlow | None]:
+        """Search one alternative.
+
+        Returns:
+            The others that remain, in the order of their bounds, and why there is no plan.
+        """
+        error: AutoparError | TooSlow | None = None
+        name = self._name(first, first.num)
+        try:
+            found = first.search(limit_s)
+        except TooSlow as slow:
+            error, bound_s = slow, max(float(slow.args[0]), first.bound_s)
+            log.info("no plan of %s is faster: at least %.4g s", name, bound_s)
+            tries.add_bound(name, bound_s)
+            batch_s = bound_s / first.waiting
+            others = [
+                other.raised(batch_s) if other.is_beside(first) and other.num > first.num else other
+                for other in others
+            ]
+        except (InfeasibleError, ConstraintError) as refused:
+            error = refused
+            log.info("no plan of %s: %s", name, refused.what)
+            tries.add_refused(name)
+            others = self._without_refused(first, refused, others)
+        else:
+            pipeline = found.plan.pipeline
+            chunks = pipeline.num_chunks if pipeline else 1
+            step_s = tries.add(self._name(first, first.num, chunks), found)
+            if found is tries.best:
+                self.status.add(found)
+            others = list(self._without_slower(first, step_s, others))
+        return sorted(others, key=lambda each: each.bound_s), error
+
+    def _without_refused(
+        self, first: Alternative, error: AutoparError, others: list[Alternative]
+    ) -> list[Alternative]:
+        """Exclude what has no plan because this one has none."""
+        if isinstance(error, CoupledError):
+            self.coupled = error
+            return [other for other in others if other.num == 1]
+        if isinstance(error, InfeasibleError):
+            return [o for o in others if not (o.is_beside(first) and o.num < first.num)]
+        return others
+
+    def _without_slower(
+        self, first: Alternative, step_s: float, others: list[Alternative]
+    ) -> Iterator[Alternative]:
+        """Exclude numbers of microbatches that lie beyond a slower one."""
+        found_s = self._found_s.setdefault((first.mesh, first.axis), {})
+        found_s[first.num] = step_s
+        best = min(found_s, key=lambda num: found_s[num])
+        for other in others:
+            beyond = (num for num in found_s if num != best and found_s[num] > found_s[best])
+            if not (
+                other.is_beside(first)
+                and any(other.num < num < best or other.num > num > best for num in beyond)
+            ):
+                yield other
+
+    def _tell(
+        self, alternatives: Iterable[Alternative], record: Callable[[str, float], None]
+    ) -> None:
+        """Record alternatives that are not searched, those of one axis together."""
+        groups: dict[tuple[Mesh, str], list[Alternative]] = {}
+        for each in alternatives:
+            groups.setdefault((each.mesh, each.axis), []).append(each)
+        for same in groups.values():
+            numbers = sorted(each.num for each in same)
+            name = self._name(same[0], numbers[-1])
+            span = f"{numbers[0]} to " if len(numbers) > 1 else ""
+            record(span + name, min(each.bound_s for each in same))
+
+    def _name(self, alternative: Alternative, num: int, per_device: int = 1) -> str:
+        of_mesh = f" of {alternative.mesh}" if self.several else ""
+        return name_of(alternative.axis, num, per_device) + of_mesh

@@ -1,0 +1,154 @@
+"""A captured call, and its plan for given stages, a given number of microbatches, and given rows of
+logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from autopar.analysis.microbatches import Microbatching
+from autopar.api.tracing import batch_size, by_rows, trace_part
+from autopar.capture import Trace
+from autopar.constraints import Pipelined
+from autopar.core.hardware import Hardware
+from autopar.core.mesh import Mesh
+from autopar.core.schedules import AUTO
+from autopar.planner import Planned, make_plan, make_staged_plan
+from autopar.planner.clock import Progress
+from autopar.planner.pipeline.stage_construction import check_order
+from autopar.planner.pipeline.stage_units import check_parts
+from autopar.request import PlanOptions
+from autopar.stages.placing import cut_points
+
+
+def add_coverage(found: Planned, line: str) -> Planned:
+    """Return the plan with an additional line on what its proof covers."""
+    plan = replace(
+        found.plan, proof=replace(found.plan.proof, covers=(*found.plan.proof.covers, line))
+    )
+    return replace(found, plan=plan, program=replace(found.program, plan_hash=plan.hash))
+
+
+ONE_STAGE = Pipelined("", None, "1f1b", None, independent=False)
+WITHOUT_ASKING = Pipelined(None, None, AUTO, None, independent=False)
+"""Stages that nobody asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCall:
+    """A captured call, and the settings that it is planned with.
+
+    Attributes:
+        captured: traces of the same call on other numbers of samples, added when they are needed.
+        rows: rows of logits that the loss processes at a time; 0 for all.
+    """
+
+    model: nn.Module
+    trace: Trace
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    mesh: Mesh
+    hardware: Hardware
+    options: PlanOptions
+    progress: Progress = lambda _: None
+    captured: dict[int, Trace] = field(default_factory=dict)
+    rows: int = 0
+
+    def parts(self) -> tuple[int, ...]:
+        """Return the numbers of microbatches that the batch may be cut into if it does not fit."""
+        samples = batch_size(self.args, self.kwargs) if self.options.batch == "global" else 1
+        return tuple(n for n in range(2, samples + 1) if samples % n == 0)
+
+    def in_one_piece(self, limit_s: float = math.inf) -> Planned:
+        """Plan the whole batch at once, without stages.
+
+        Args:
+            limit_s: seconds of a step that the plan has to beat.
+
+        Raises:
+            InfeasibleError, ConstraintError: if there is no plan.
+            TooSlow: if no plan beats the limit.
+        """
+        options = self.options_without_stages()
+        name = type(self.model).__name__
+        trace = by_rows(self.trace, self.rows)
+        found = make_plan(
+            trace,
+            self.mesh,
+            self.hardware,
+            options,
+            model_name=name,
+            progress=self.progress,
+            limit_s=limit_s,
+        )
+        return self.note_loss_rows(found)
+
+    def options_without_stages(self) -> PlanOptions:
+        """Return the options without constraints on pipelines."""
+        kept = tuple(c for c in self.options.constraints if not isinstance(c, Pipelined))
+        return (
+            self.options
+            if len(kept) == len(self.options.constraints)
+            else replace(self.options, constraints=kept)
+        )
+
+    def note_loss_rows(self, found: Planned) -> Planned:
+        """Record in a plan that its loss processes rows in parts; unchanged if it does not."""
+        if not self.rows:
+            return found
+        found = replace(found, plan=replace(found.plan, loss_rows=self.rows))
+        return add_coverage(
+            found,
+            f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is"
+            " slower",
+        )
+
+    def num_ranks(self, wish: Pipelined) -> int:
+        """Return the number of devices along the axis of stages; 1 if there is none."""
+        return self.mesh.shape[self.mesh.names.index(wish.axis)] if wish.axis else 1
+
+    def in_stages(self, here: Pipelined, num: int, limit_s: float) -> Planned:
+        """Plan one pipeline with one number of microbatches; raises as `in_one_piece`.
+
+        Args:
+            here: the pipeline, with its axis.
+            num: number of microbatches.
+            limit_s: seconds of a step that the plan has to beat.
+        """
+        if here.axis:
+            num_stages = here.chunks * self.num_ranks(here)
+            check_parts(len(cut_points(self.trace, num_stages - 1)) + 1, num_stages)
+            check_order(self.trace, self.mesh, num, here)
+        part, how = self.part(num, independent=here.independent)
+        found = make_staged_plan(
+            self.trace,
+            by_rows(part, self.rows),
+            how,
+            self.mesh,
+            self.hardware,
+            self.options,
+            here,
+            model_name=type(self.model).__name__,
+            limit_s=limit_s,
+            progress=self.progress,
+        )
+        return self.note_loss_rows(found)
+
+    def part(self, num: int, *, independent: bool) -> tuple[Trace, Microbatching]:
+        """Return the trace of one microbatch, and how `num` of them make the batch; see
+        `trace_part`."""
+        return trace_part(
+            self.model,
+            self.trace,
+            self.args,
+            self.kwargs,
+            num,
+            precision=self.options.precision,
+            inference=self.options.inference,
+            independent=independent,
+            known=self.captured,
+        )

@@ -1,0 +1,195 @@
+"""The search for a call's plan: mesh shapes, stages, microbatches, and losses by rows.
+
+1. Plans without stages, for one mesh shape after another (`autopar.api.mesh_search`). The first
+   one is ready after one search. If memory binds, losses that process the logits in parts are
+   tried, and microbatches one after another.
+2. Alternatives with stages, along every axis of every shape, in the order of their bounds
+   (`autopar.api.alternatives`), within the budget of work that `effort` gives.
+3. If nothing fits, microbatches one after another until they fit.
+
+A pipeline whose axis or number of microbatches is requested is searched in place of step 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.api.alternatives import (
+    Alternative,
+    AlternativeSearch,
+    Tries,
+    WorkBudget,
+)
+from autopar.api.captured_call import WITHOUT_ASKING
+from autopar.api.chooser import Chooser, is_bound_by_memory, leaves_room, note_tries
+from autopar.api.mesh_search import ShapeSearch
+from autopar.core.mesh import Mesh
+from autopar.core.units import seconds
+from autopar.errors import AutoparError, CoupledError, InfeasibleError
+from autopar.planner import Planned, TooSlow
+from autopar.request import PlanOptions
+
+# Share of a step that stages which nobody asked for have to save: a pipeline is harder to run and
+# to debug.
+_SAVED = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSearch:
+    """Searches for the plan of a call over mesh shapes and stages.
+
+    Attributes:
+        choose: returns the call on a mesh shape.
+        options: of the call.
+        meshes: the shapes, the plainest first.
+        further: shapes that are tried if none of `meshes` has a plan, and not for lack of memory
+            alone.
+        holds: whether a shape has the axes that constraints speak of.
+        budget: the work that alternatives to the first plan may take.
+    """
+
+    choose: Callable[[Mesh], Chooser]
+    options: PlanOptions
+    meshes: Sequence[Mesh]
+    further: Sequence[Mesh] = ()
+    holds: Callable[[Mesh], bool] = lambda _: True
+    budget: WorkBudget = field(default_factory=WorkBudget)
+
+    def run(self) -> Planned:
+        """Find the fastest plan among those tried.
+
+        Raises:
+            ConstraintError, InfeasibleError, MeshError: if there is none, of the mesh shape that
+                says most (`autopar.api.mesh_search.ShapeSearch`).
+        """
+        shapes = ShapeSearch(
+            lambda mesh, limit_s: self.choose(mesh).plan(limit_s),
+            self.budget,
+            self.holds,
+            self.choose(self.meshes[0]).status,
+        )
+        shapes.add(self.meshes)
+        shapes.add_further(self.further)
+        best, refusal = self._with_stages(shapes)
+        if best is None and isinstance(refusal, InfeasibleError):
+            best, refusal = self._in_parts(refusal)
+        if best is None:
+            assert refusal is not None, "a search without a plan is refused"
+            raise refusal
+        return shapes.note(best)
+
+    def _with_stages(self, shapes: ShapeSearch) -> tuple[Planned | None, AutoparError | None]:
+        """Search the alternatives with stages to what was found for mesh shapes.
+
+        Returns:
+            The best plan of all, and why there is none.
+        """
+        alone = shapes.best
+        refusal = shapes.refusal if alone is None else None
+        meshes = [m for m in self.meshes if m not in shapes.untried and self.holds(m)]
+        choosers = [c for c in map(self.choose, meshes) if c.free_stages is not None]
+        if not choosers:
+            return alone, refusal
+        unasked = choosers[0].free_stages is WITHOUT_ASKING
+        if unasked and alone is not None and not leaves_room(alone):
+            return alone, refusal
+        saved = _SAVED if unasked else 0.0
+        search = AlternativeSearch(
+            self.budget if unasked else WorkBudget.unlimited(self.options),
+            self._limit(alone, saved),
+            len(self.meshes) > 1,
+            choosers[0].status,
+        )
+        tries = Tries()
+        error = search.run(_alternatives(choosers), tries, required=True)
+        if tries.best is not None or alone is None:
+            _by_fewer_rows(choosers, search, tries)
+        if error is not None and not isinstance(error, TooSlow):
+            refusal = error
+        return _better(alone, tries, saved, search.coupled), refusal
+
+    def _limit(self, alone: Planned | None, saved: float) -> Callable[[float], float]:
+        """Return the function from the step of the fastest plan with stages to the seconds that
+        another one has to beat.
+
+        Args:
+            alone: the best plan without stages.
+            saved: share of its step that stages have to save.
+        """
+        alone_s = math.inf if alone is None else alone.plan.prediction.step_s
+
+        def limit(best_s: float) -> float:
+            """Seconds of a step."""
+            return min(self.options.worth_s(min(alone_s, best_s)), alone_s * (1.0 - saved))
+
+        return limit
+
+    def _in_parts(self, refusal: InfeasibleError) -> tuple[Planned | None, AutoparError]:
+        """Search microbatches one after another, after all else was refused."""
+        shapes = ShapeSearch(
+            lambda mesh, limit_s: self.choose(mesh).in_parts(refusal, limit_s),
+            WorkBudget.unlimited(self.options),
+            self.holds,
+        )
+        shapes.add(self.meshes)
+        return shapes.best, refusal
+
+
+def _by_fewer_rows(choosers: Sequence[Chooser], search: AlternativeSearch, tries: Tries) -> None:
+    """Search losses by fewer and fewer rows, with the best stages, or with all if no plan fits, as
+    long as memory binds."""
+    for rows in choosers[0].row_choices(tries.best):
+        if tries.best is not None and not is_bound_by_memory(tries.best.plan):
+            return
+        here = [replace(chooser, rows=rows) for chooser in choosers]
+        search.run(_alternatives(here, tries.best), tries, required=True)
+
+
+def _alternatives(
+    choosers: Sequence[Chooser], like: Planned | None = None
+) -> Iterator[Alternative]:
+    """Yield the alternatives with stages of some mesh shapes.
+
+    Args:
+        choosers: the call on each shape.
+        like: a plan; if given, only the alternative with its mesh, axis and microbatches.
+    """
+    pipeline = None if like is None else like.plan.pipeline
+    for chooser in choosers:
+        wish = chooser.free_stages
+        assert wish is not None, "only calls whose stages are free have alternatives"
+        for each in chooser.alternatives(wish):
+            if (
+                like is None
+                or pipeline is None
+                or (each.mesh, each.axis, each.num)
+                == (like.plan.mesh, pipeline.axis, pipeline.num_microbatches)
+            ):
+                yield each
+
+
+def _better(
+    alone: Planned | None, tries: Tries, saved: float, coupled: CoupledError | None
+) -> Planned | None:
+    """Return the plan with stages if it saves enough, else the one without; with a note on both.
+
+    Args:
+        alone: the best plan without stages.
+        tries: the plans with stages.
+        saved: share of a step that stages have to save.
+        coupled: why samples depend on each other, if they do.
+    """
+    told, best = list(tries.told), tries.best
+    if alone is not None:
+        alone_s = alone.plan.prediction.step_s
+        told.insert(0, f"no stages ({seconds(alone_s)})")
+        if best is None or best.plan.prediction.step_s > (1.0 - saved) * alone_s:
+            if best is not None and best.plan.prediction.step_s < alone_s:
+                told.append(
+                    f"stages that save less than {100 * saved:g} % are not taken where none are"
+                    " asked for"
+                )
+            best = alone
+    return None if best is None else note_tries(best, told, coupled)
