@@ -28,6 +28,9 @@ from autopar.kernels.collectives import (
     start,
     swap,
 )
+from autopar.kernels.packing import into_bucket
+from autopar.ops.products import dot
+from autopar.ops.vocabulary import embedding_backward
 
 
 def bind(
@@ -39,7 +42,8 @@ def bind(
     Graphs are captured on the CPU. In the copy, ops that name a device make their tensors on
     `device`, and on a GPU norms and softmaxes are kernels of one pass
     (`autopar.kernels.row_kernels`). Steps along axes of size 1 are removed, except `halo`, which
-    pads there, and `local_start` becomes a literal.
+    pads there, and `local_start` becomes a literal. A sum over ranks is computed in the memory of
+    its operand where nothing else reads that.
 
     Args:
         graph_module: an emitted graph; the copy shares its tensors. groups: this rank's group along
@@ -55,6 +59,8 @@ def bind(
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (host.store, host.finish_store):
             node.args = (*node.args, _is_read_by_host(node))
+        elif node.target in bound_ops.IN_PLACE and _is_last_read(node.args[0]):
+            node.target = bound_ops.IN_PLACE[node.target]  # type: ignore[index]
     return fx.GraphModule(graph_module, graph)
 
 
@@ -76,6 +82,13 @@ def _place_on_device(node: fx.Node, device: str | None) -> None:
         node.kwargs = {**node.kwargs, "pin_memory": True}
     elif device is not None and node.kwargs.get("device") is not None:
         node.kwargs = {**node.kwargs, "device": torch.device(device)}
+
+
+def _is_last_read(operand: Any) -> bool:
+    """Return whether nothing but one node reads the memory of a tensor."""
+    return (
+        isinstance(operand, fx.Node) and len(operand.users) == 1 and operand.target in _NEW_MEMORY
+    )
 
 
 def _is_read_by_host(stored: fx.Node) -> bool:
@@ -171,6 +184,21 @@ _BOUND: dict[Any, Callable[..., Tensor]] = {
     swap: bound_ops.swap,
     halo: bound_ops.halo,
 }
+_aten = torch.ops.aten
+_NEW_MEMORY = (
+    dot,
+    embedding_backward,
+    into_bucket,
+    _aten._to_copy.default,
+    _aten.add.Tensor,
+    _aten.addmm.default,
+    _aten.baddbmm.default,
+    _aten.bmm.default,
+    _aten.mm.default,
+    _aten.mul.Tensor,
+    _aten.sum.dim_IntList,
+)
+"""Functions whose result is in memory that no other tensor has, whatever their arguments."""
 _BINDERS: tuple[tuple[Collection[Any], Callable[..., None]], ...] = (
     (PLACES, _bind_place),
     (STEPS, _bind_step),

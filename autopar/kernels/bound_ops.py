@@ -161,6 +161,21 @@ def start_all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Started
     ]  # it is reduced in place, in a copy
 
 
+def all_reduce_(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
+    """Reduce a tensor in its own memory, which nothing else may read; see `all_reduce`."""
+    return finish_all_reduce(start_all_reduce_(x, reduce_op, size, name), reduce_op, size, name)
+
+
+def start_all_reduce_(x: Tensor, reduce_op: str, size: int, name: str) -> Started:
+    """Issue an `all_reduce_`. A tensor that is not contiguous is copied."""
+    if size == 1:
+        return [x]
+    come = _summable(x.contiguous())
+    if name:
+        come = _functional.all_reduce_(come, reduce_op, name)
+    return [come, come if come.dtype == x.dtype else x.new_empty(0)]
+
+
 def finish_all_reduce(started: Started, reduce_op: str, size: int, name: str) -> Tensor:
     """Wait for an `all_reduce` and return its result.
 
@@ -505,6 +520,11 @@ def _itself(started: Started) -> Tensor:
     return x
 
 
+IN_PLACE: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    all_reduce: all_reduce_,
+    start_all_reduce: start_all_reduce_,
+}
+"""Steps that may compute in their operand's memory, and the form that does."""
 STARTS: Mapping[str, Callable[..., Started]] = {
     "all_gather": start_all_gather,
     "reduce_scatter": start_reduce_scatter,

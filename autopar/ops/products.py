@@ -11,6 +11,7 @@ knows where its part begins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,12 +26,12 @@ class _Dot:
     inner] and [batch, inner, columns].
 
     `swapped` means that the left operand is the second factor, because its own dims come last in
-    the result.
+    the result. A permutation that changes nothing is None.
     """
 
     swapped: bool
-    first: tuple[int, ...]
-    second: tuple[int, ...]
+    first: tuple[int, ...] | None
+    second: tuple[int, ...] | None
     num_batch: int
     num_rows: int
     num_inner: int
@@ -60,14 +61,58 @@ def _dot_plan(equation: str) -> _Dot:
     natural = [*shared, *own[first], *own[second]]
     return _Dot(
         swapped=swapped,
-        first=tuple(first.index(letter) for letter in (*shared, *own[first], *inner)),
-        second=tuple(second.index(letter) for letter in (*shared, *inner, *own[second])),
+        first=_order((*shared, *own[first], *inner), first),
+        second=_order((*shared, *inner, *own[second]), second),
         num_batch=len(shared),
         num_rows=len(own[first]),
         num_inner=len(inner),
-        result=None
-        if "".join(natural) == result
-        else tuple(natural.index(letter) for letter in result),
+        result=_order(result, natural),
+    )
+
+
+def _order(wanted: Sequence[str], letters: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the permutation of `letters` to those that are wanted; None if they are the same."""
+    places = tuple(letters.index(letter) for letter in wanted)
+    return None if places == tuple(range(len(places))) else places
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The sizes of a product.
+
+    Attributes:
+        plan: the product. first, second: shapes of the factors as matrices, [batch, rows, inner]
+            and [batch, inner, columns], without the batch if there is none.
+        natural: the dims of the result in the order of the product: the batch, the rows, the
+            columns.
+        columns: the last of these.
+    """
+
+    plan: _Dot
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    natural: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _sizes_of(equation: str, a: Sequence[int], b: Sequence[int]) -> _Sizes:
+    """Return the sizes of the product of operands of two shapes."""
+    plan_of = _dot_plan.__wrapped__ if torch.compiler.is_compiling() else _dot_plan
+    plan = plan_of(equation)
+    first, second = (b, a) if plan.swapped else (a, b)
+    first = first if plan.first is None else [first[dim] for dim in plan.first]
+    second = second if plan.second is None else [second[dim] for dim in plan.second]
+    inner_at = plan.num_batch + plan.num_rows
+    batch, rows, inner = first[: plan.num_batch], first[plan.num_batch : inner_at], first[inner_at:]
+    columns = second[plan.num_batch + plan.num_inner :]
+    several = (math.prod(batch),) if plan.num_batch else ()
+    return _Sizes(
+        plan,
+        (*several, math.prod(rows), math.prod(inner)),
+        (*several, math.prod(inner), math.prod(columns)),
+        (*batch, *rows, *columns),
+        tuple(columns),
     )
 
 
@@ -87,24 +132,14 @@ def dot(
         starts: if dims that are summed over are split, the first index of this part along each of
             them; the bias is added by the part whose starts are all 0.
     """
-    # a compiler traces through the cache's own function: it folds the equation into constants
-    plan = _dot_plan.__wrapped__(equation) if torch.compiler.is_compiling() else _dot_plan(equation)
+    # a compiler traces through the caches' own functions: it folds the equation into constants
+    sizes_of = _sizes_of.__wrapped__ if torch.compiler.is_compiling() else _sizes_of
+    sizes = sizes_of(equation, a.shape, b.shape)
+    plan, natural, columns = sizes.plan, sizes.natural, sizes.columns
     first, second = (b, a) if plan.swapped else (a, b)
-    first, second = first.permute(plan.first), second.permute(plan.second)
-    batch, rows = (
-        first.shape[: plan.num_batch],
-        first.shape[plan.num_batch : plan.num_batch + plan.num_rows],
-    )
-    inner, columns = (
-        first.shape[plan.num_batch + plan.num_rows :],
-        second.shape[plan.num_batch + plan.num_inner :],
-    )
-    several = (batch.numel(),) if batch else ()
-    first, second = (
-        first.reshape(*several, rows.numel(), inner.numel()),
-        second.reshape(*several, inner.numel(), columns.numel()),
-    )
-    natural = (*batch, *rows, *columns)
+    first = (first if plan.first is None else first.permute(plan.first)).reshape(sizes.first)
+    second = (second if plan.second is None else second.permute(plan.second)).reshape(sizes.second)
+    batch = plan.num_batch
     if bias is None or any(starts):
         product = torch.bmm(first, second) if batch else torch.mm(first, second)
     elif (
@@ -116,7 +151,7 @@ def dot(
         spread = bias.expand([natural[dim] for dim in order]).permute(
             [*map(list(order).index, range(len(natural)))]
         )
-        spread = spread.reshape(*several, rows.numel(), columns.numel())
+        spread = spread.reshape(*sizes.first[:-1], sizes.second[-1])
         product = (
             torch.baddbmm(spread, first, second) if batch else torch.addmm(spread, first, second)
         )

@@ -28,6 +28,7 @@ from autopar.core.layout import Layout, local_shape
 from autopar.core.private_folder import private_folder
 from autopar.errors import RuntimeStateError
 from autopar.kernels.bind import bind
+from autopar.kernels.bound_ops import IN_PLACE
 from autopar.kernels.collectives import FIRST, Groups, all_gather, all_reduce, use_groups
 from autopar.kernels.packing import from_bucket, into_bucket
 from autopar.kernels.row_kernels import ON_GPU
@@ -500,11 +501,13 @@ def _compile_module(graph_module: fx.GraphModule) -> Boxed:
 
 
 def _functional(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy that writes into no operand by ``out=``, which Dynamo refuses for some strides.
-    Inductor finds by itself where it may write."""
+    """Return a copy that writes into no operand by ``out=``, which Dynamo refuses for some strides,
+    nor reduces one in place. Inductor finds by itself where it may write."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
+    in_new_memory = {in_place: other for other, in_place in IN_PLACE.items()}
     for node in graph.nodes:
+        node.target = in_new_memory.get(node.target, node.target)
         form = functional_form(node.target) if node.op == "call_function" else None
         if form is not None and form[1]:
             node.target, without = form

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.trace import Constant, KnownBuffer
@@ -263,11 +264,16 @@ class Compiled(Holder):
         Raises:
             RuntimeStateError: if a parameter trains that was frozen when the program was made.
         """
-        pairs = list(zip(parameters, tensors, strict=True))
-        for parameter, tensor in pairs:
-            if parameter.requires_grad and not tensor.requires_grad:
-                raise _thawed_error(tensor.name)
-        return any(p.requires_grad and t.has_gradient for p, t in pairs)
+        with DisableTorchFunctionSubclass():
+            trained = [
+                tensor
+                for parameter, tensor in zip(parameters, tensors, strict=True)
+                if parameter.requires_grad
+            ]
+        thawed = next((tensor.name for tensor in trained if not tensor.requires_grad), None)
+        if thawed is not None:
+            raise _thawed_error(thawed)
+        return any(tensor.has_gradient for tensor in trained)
 
 
 def _thawed_error(

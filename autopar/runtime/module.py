@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, DistributedSampler
@@ -212,14 +213,15 @@ class ParallelModule(Compiled):
         needs. Tensors of the user among these values are watched for changes."""
         program, buffers = self.program, [self.get_buffer(t.name) for t in self.program.buffers]
         with torch.no_grad(), torch.autocast(self.device_mesh.device_type, enabled=False):
-            locals = [
-                self._storages[t.name].local(p)
-                for p, t in zip(parameters, program.parameters, strict=True)
-            ]
-            local_buffers = [
-                self._storages[t.name].local(b)
-                for b, t in zip(buffers, program.buffers, strict=True)
-            ]
+            with DisableTorchFunctionSubclass():
+                locals = [
+                    self._storages[t.name].local(p)
+                    for p, t in zip(parameters, program.parameters, strict=True)
+                ]
+                local_buffers = [
+                    self._storages[t.name].local(b)
+                    for b, t in zip(buffers, program.buffers, strict=True)
+                ]
             outputs, saved = self._executor.forward(locals, local_buffers, inputs, keep=keep)
         if keep:
             names = self._names_of("parameter", "buffer", "input", "output")

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RuntimeStateError, size_text
+from autopar.runtime import local_steps
 from autopar.runtime.dtensor import parted_as
 from autopar.runtime.dtensor_checkpoints import checkpointable
 from autopar.runtime.rank_agreement import num_failures
@@ -220,9 +221,7 @@ def watch_optimizers(parameters: Iterable[Tensor], steps: Steps) -> None:
         setattr(parameter, _MARK, steps)
     if not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
-        _hook.append(
-            register_optimizer_step_post_hook(lambda optimizer, *_: check_state(optimizer))
-        )
+        _hook.append(register_optimizer_step_post_hook(_after_step))
 
 
 def watch_replaced(parameters: Iterable[Tensor]) -> None:
@@ -254,7 +253,8 @@ def _share_state(optimizer: Optimizer) -> None:
                 state[name] = parted_as(parameter, value)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Check an optimizer, and return the arguments of its step (`autopar.runtime.local_steps`)."""
     marks = {
         id(mark): mark
         for group in optimizer.param_groups
@@ -264,7 +264,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for steps in marks.values():
         steps.has_stepped = True
     if getattr(optimizer, _MARK, False):
-        return
+        return local_steps.take(optimizer, args, kwargs)
     _check_replaced(optimizer)
     if marks:
         check_optimizer(optimizer)
@@ -274,3 +274,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             lambda _, state: {**state, "state": checkpointable(state["state"])}
         )
         setattr(optimizer, _MARK, True)  # optimizers without marks may get such parameters later
+    return None
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    local_steps.give_back(optimizer, args)
+    check_state(optimizer)

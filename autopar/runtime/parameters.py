@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.core.layout import local_shape
@@ -34,6 +35,7 @@ class Storage:
         placements: the placements of the DTensor on `seen`.
         graph_shape: the local shape over the dims of the tensor's `view`, as in graphs.
         stored_shape: the local shape over the dims of the tensor's `shape`, as in the DTensor.
+        spec: the spec of the DTensor, which all tensors of this storage share.
     """
 
     tensor: ProgramTensor
@@ -42,6 +44,7 @@ class Storage:
     placements: tuple[Placement, ...]
     graph_shape: tuple[int, ...]
     stored_shape: tuple[int, ...]
+    spec: DTensorSpec
 
     @staticmethod
     def of(tensor: ProgramTensor, devices: DeviceMesh) -> Storage:
@@ -52,7 +55,11 @@ class Storage:
             math.prod(local[d] for d in group) for group in stored_dims(tensor.shape, tensor.view)
         )
         at = stored_placements(tensor.shape, tensor.view, tensor.layout, mesh_shape)
-        return Storage(tensor, devices, joined_axes(devices, at.axes), at.placements, local, stored)
+        seen = joined_axes(devices, at.axes)
+        stride = tuple(math.prod(tensor.shape[d + 1 :]) for d in range(len(tensor.shape)))
+        meta = TensorMeta(torch.Size(tensor.shape), stride, tensor.dtype)
+        spec = DTensorSpec(seen, at.placements, tensor_meta=meta)
+        return Storage(tensor, devices, seen, at.placements, local, stored, spec)
 
     def distribute(self, full: Tensor) -> DTensor:
         """Return this rank's part of a full tensor as a DTensor, copied to its device. It is marked
@@ -89,10 +96,12 @@ class Storage:
 
     def wrap(self, local: Tensor) -> DTensor:
         """Return the DTensor of a local tensor in either local shape, without a copy."""
-        stride = tuple(math.prod(self.tensor.shape[d + 1 :]) for d in range(len(self.tensor.shape)))
-        return around(
-            local.reshape(self.stored_shape), self.seen, self.placements, self.tensor.shape, stride
-        )
+        local = local.reshape(self.stored_shape)
+        if local.dtype == self.tensor.dtype and not local.requires_grad:
+            return DTensor(local, self.spec, requires_grad=False)  # no autograd function runs
+        meta = self.spec.tensor_meta
+        assert meta is not None, "a storage has a shape"
+        return around(local, self.seen, self.placements, meta.shape, meta.stride)
 
     def local(self, stored: Tensor) -> Tensor:
         """Return the local tensor of a stored tensor in the shape of graphs, as a view.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.dynamo.fakes import no_modes
@@ -96,14 +97,15 @@ class Watched:
 
     def follow(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Also watch DTensors whose local tensor is watched under the same name, since they have
-        version counters of their own."""
+        version counters of their own. Of results of autograd functions an alias is held, since
+        these would hold each other."""
         known = {name for name, _, _ in self._tensors}
-        followed = (
-            (name, tensor)
-            for name, tensor in named
-            if isinstance(tensor, DTensor) and name in known
-        )
-        self._tensors += [(name, tensor.detach(), tensor._version) for name, tensor in followed]
+        with DisableTorchFunctionSubclass():
+            self._tensors += [
+                (name, tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+                for name, tensor in named
+                if isinstance(tensor, DTensor) and name in known
+            ]
 
     def check(self) -> None:
         """Check the tensors, and stop watching them.
@@ -111,7 +113,8 @@ class Watched:
         Raises:
             RuntimeStateError: if a tensor was changed.
         """
-        changed = [name for name, tensor, before in self._tensors if tensor._version != before]
+        with DisableTorchFunctionSubclass():
+            changed = [name for name, tensor, before in self._tensors if tensor._version != before]
         self._tensors.clear()
         if changed:
             raise RuntimeStateError(
