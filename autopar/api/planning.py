@@ -37,7 +37,7 @@ from autopar.api.tracing import (
     refuse_wrapped,
     settle_outputs,
     staged_trace,
-    trace_call,
+    trace_unplanned,
     traced_for,
     with_validation,
 )
@@ -171,15 +171,12 @@ def plan_call(
         if hardware is None and not isinstance(devices, Mixed)
         else chosen
     ).begun()
-    trace = trace_call(model, args, kwargs, chosen.precision, inference=chosen.inference)
+    trace = trace_unplanned(model, args, kwargs, chosen)
     if not trace.differentiable and not chosen.inference:
         log.warning(
             "nothing that the model returns has a gradient: planned for inference, without"
             " gradients and optimizer state"
         )
-        trace = trace_call(
-            model, args, kwargs, chosen.precision, inference=True
-        )  # as the plan will be read
     refuse_parts(trace, chosen.batch)
     wanted = (
         "auto"

@@ -38,7 +38,7 @@ from autopar.errors import (
 )
 from autopar.plans import Pipeline, Plan
 from autopar.program.program import Microbatches, Program, StagedProgram
-from autopar.request import Outputs
+from autopar.request import Outputs, PlanOptions
 from autopar.stages import Cut, cut_trace
 from autopar.stages.placing import CutError
 from autopar.validation import Validation, validate, validate_microbatches
@@ -156,6 +156,35 @@ def traced_for(
         plan.options.get("precision"),
         inference=plan.options.get("inference", False),
     )
+
+
+def trace_unplanned(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: PlanOptions
+) -> Trace:
+    """Capture a call as the plan that these options lead to will be for it: forward alone if
+    nothing has a gradient.
+
+    Args:
+        model: the plain model.
+        args, kwargs: the call.
+        options: of the plan.
+
+    Raises:
+        CaptureError: as `trace_call`.
+    """
+    trace = trace_call(model, args, kwargs, options.precision, inference=options.inference)
+    if trace.differentiable or options.inference:
+        return trace
+    return trace_call(model, args, kwargs, options.precision, inference=True)
+
+
+def is_trace_for(plan: Plan, trace: Trace) -> bool:
+    """Return whether a call was captured in the precision and for the use that a plan was made
+    for; if it was, `traced_for` would capture it again."""
+    precision = plan.options.get("precision")
+    return trace.precision == (None if precision is None else _PRECISIONS[precision]) and bool(
+        trace.differentiable
+    ) != plan.options.get("inference", False)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
