@@ -157,7 +157,7 @@ def row(
 
     num_ranks = autopar.Mesh.parse(mesh).num_devices
     with tempfile.TemporaryDirectory() as folder:
-        case = {
+        case: dict[str, Any] = {
             "spec": spec,
             "mesh": mesh,
             "hardware": hardware,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from autopar.api.tracing import (
 )
 from autopar.capture import Trace
 from autopar.core.mesh import HardwareLike, is_unshaped
+from autopar.core.terminal import progress_of_long
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.summary import idle
@@ -258,7 +260,9 @@ def _plan_together(
         plan.mesh if is_shaped_so else as_mesh(request.mesh),
         type(request.model).__name__,
     )
-    return plan, program_of(plan, request.model, trace, args, kwargs)
+    with progress_of_long("emitting and validating the program") if rank() == 0 else nullcontext():
+        program = program_of(plan, request.model, trace, args, kwargs, request.captured)
+    return plan, program
 
 
 def _check_outputs(plan: Plan, outputs: Outputs) -> None:

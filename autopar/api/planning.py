@@ -188,10 +188,11 @@ def plan_call(
         chosen, inference=inference, outputs=settle_outputs(wanted, has_loss, inference)
     )
     trace = as_wanted(trace, chosen.outputs)
-    captured: dict[int, Trace] = {}
 
     def chooser(shape: Mesh) -> Chooser:
-        return Chooser(model, trace, args, kwargs, shape, devices, chosen, progress, captured)
+        return Chooser(
+            model, trace, args, kwargs, shape, devices, chosen, progress, request.captured
+        )
 
     def fastest(shape: Mesh, limit_s: float) -> Planned:
         return chooser(shape).plan(limit_s)

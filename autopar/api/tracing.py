@@ -393,7 +393,7 @@ def trace_part(
         )
         raise CoupledError(what, remedy="pass num_microbatches=1")
     known = {} if known is None else known
-    known.setdefault(batch_size(args, kwargs), whole)
+    known[batch_size(args, kwargs)] = whole
 
     def capture_part(call: Call) -> Trace:
         samples = batch_size(*call)
@@ -456,7 +456,12 @@ def _of_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> C
 
 
 def program_of(
-    plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    plan: Plan,
+    model: nn.Module,
+    whole: Trace,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    known: dict[int, Trace] | None = None,
 ) -> Program | StagedProgram:
     """Emit a plan and validate the program.
 
@@ -465,6 +470,7 @@ def program_of(
         model: the plain model.
         whole: the trace of the call, as it was captured.
         args, kwargs: the call.
+        known: traces by number of samples, as for `trace_part`.
 
     Raises:
         PlanError, EmissionError: if the plan does not fit the model.
@@ -474,14 +480,19 @@ def program_of(
     if plan.pipeline is None:
         program: Program | StagedProgram = emit(reference, plan)
     else:
-        part, how, made = staged_trace(plan, model, whole, args, kwargs)
+        part, how, made = staged_trace(plan, model, whole, args, kwargs, known)
         program = emit_staged(part, made, how, plan)
     validate_before_run(reference, plan, program)
     return program
 
 
 def staged_trace(
-    plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    plan: Plan,
+    model: nn.Module,
+    whole: Trace,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    known: dict[int, Trace] | None = None,
 ) -> tuple[Trace, Microbatching, Cut]:
     """Return the trace of one microbatch, how microbatches make the batch, and the stages of a
     pipeline.
@@ -491,11 +502,12 @@ def staged_trace(
         model: the plain model.
         whole: the trace of the batch.
         args, kwargs: the call on the whole batch.
+        known: traces by number of samples, as for `trace_part`.
 
     Raises:
         ConstraintError, EmissionError: if the model cannot be cut as the plan says.
     """
-    part, how = planned_part(plan, model, whole, args, kwargs)
+    part, how = planned_part(plan, model, whole, args, kwargs, known)
     positions = _pipeline(plan).positions
     try:
         return part, how, cut_trace(part, positions) if positions else Cut((part,), (), {})
@@ -506,7 +518,12 @@ def staged_trace(
 
 
 def planned_part(
-    plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    plan: Plan,
+    model: nn.Module,
+    whole: Trace,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    known: dict[int, Trace] | None = None,
 ) -> tuple[Trace, Microbatching]:
     """Return the trace of one microbatch as a plan with a pipeline is for it, and how microbatches
     make the batch.
@@ -516,6 +533,7 @@ def planned_part(
         model: the plain model.
         whole: the trace of the batch.
         args, kwargs: the call on the whole batch.
+        known: traces by number of samples, as for `trace_part`.
     """
     pipeline = _pipeline(plan)
     alone = as_wanted(whole, plan.options.get("outputs", "dtensor"))
@@ -528,6 +546,7 @@ def planned_part(
         precision=plan.options.get("precision"),
         inference=plan.options.get("inference", False),
         independent=pipeline.independent,
+        known=known,
     )
     return by_rows(part, plan.loss_rows), how
 
