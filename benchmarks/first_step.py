@@ -15,12 +15,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar import constraints
 from benchmarks.common import ROOT, Row, parser, run_rows, specs_of
+from benchmarks.models import ModelSpec
 
 GPT = (
     'gpt2:{"n_layer": 3, "n_embd": 192, "n_head": 6, "vocab_size": 512, "n_positions": 64,'
@@ -28,8 +35,16 @@ GPT = (
     ' "resid_pdrop": 0.1}'
 )
 MESHES = ("2",)
+WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "whole batch": {},
+        "microbatches": {"num_microbatches": 4},
+        "stages": {"constraints": [constraints.pipeline()]},
+    }
+)
 PHASES = ("compile", "first_step", "second_step", "first_eval", "other_batch")
 COLUMNS = (
+    "way",
     "rank",
     "import_s",
     *(f"{phase}_s" for phase in PHASES),
@@ -84,16 +99,13 @@ def rank(imported_s: float) -> None:
         imported_s: CPU time (seconds) that the process took to start and to import torch,
             transformers and autopar.
     """
-    import torch
-    import torch.distributed as dist
-
     case = json.loads(os.environ["FIRST_STEP_CASE"])
     number, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(case["store"], num_ranks), rank=number, world_size=num_ranks
     )
-    row = {"rank": number, "import_s": round(imported_s, 3), **_measured(case)}
+    row = {"way": case["way"], "rank": number, "import_s": round(imported_s, 3), **_measured(case)}
     dist.barrier()
     dist.destroy_process_group()
     Path(case["out"].format(number)).write_text(json.dumps(row), encoding="utf-8")
@@ -101,18 +113,17 @@ def rank(imported_s: float) -> None:
 
 def _measured(case: dict[str, Any]) -> Row:
     """Compile a model and make the calls; return the row without what was imported before."""
-    import torch
-
-    import autopar
-    from benchmarks.models import ModelSpec
-
     spec = ModelSpec(**case["spec"])
     model, batch = spec.build(batch=case["batch"], seq=case["seq"])
     _, larger = spec.build(batch=2 * case["batch"], seq=case["seq"])
     phase, first = Phases(), batch if case["at_once"] else None
     with phase("compile"):
         module: Any = autopar.compile(
-            model, autopar.Mesh.parse(case["mesh"]), hardware=case["hardware"], example_inputs=first
+            model,
+            autopar.Mesh.parse(case["mesh"]),
+            hardware=case["hardware"],
+            example_inputs=first,
+            **WAYS[case["way"]],
         )
 
     def train(on: dict[str, Any], optimizer: Any) -> Any:
@@ -150,16 +161,15 @@ def _measured(case: dict[str, Any]) -> Row:
 
 
 def row(
-    spec: dict[str, Any], mesh: str, hardware: str, batch: int, seq: int, at_once: bool
+    spec: dict[str, Any], mesh: str, way: str, hardware: str, batch: int, seq: int, at_once: bool
 ) -> list[Row]:
     """The rows of all ranks of one model."""
-    import autopar
-
     num_ranks = autopar.Mesh.parse(mesh).num_devices
     with tempfile.TemporaryDirectory() as folder:
         case: dict[str, Any] = {
             "spec": spec,
             "mesh": mesh,
+            "way": way,
             "hardware": hardware,
             "batch": batch,
             "seq": seq,
@@ -199,6 +209,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument(
         "--at-once", action="store_true", help="pass example_inputs, so that `compile` plans"
     )
+    flags.add_argument("--way", action="append", default=[], choices=list(WAYS))
     options = flags.parse_args(arguments)
     shared = {
         "hardware": options.hardware,
@@ -207,9 +218,10 @@ def main(arguments: list[str]) -> int:
         "at_once": options.at_once,
     }
     cases = [
-        {"spec": spec.to_json(), "mesh": mesh, **shared}
-        for spec in specs_of(options, (GPT,))
+        {"spec": spec.to_json(), "mesh": mesh, "way": way, **shared}
+        for spec in specs_of(options, ()) or [ModelSpec("gpt2-3x192", GPT)]
         for mesh in options.mesh or MESHES
+        for way in options.way or WAYS
     ]
     return run_rows("first_step", cases, COLUMNS, options.json)
 
