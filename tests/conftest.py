@@ -44,6 +44,10 @@ torch.set_num_threads(1)
 import shared_captures  # noqa: E402
 import stored_captures  # noqa: E402
 
+from autopar.core import terminal  # noqa: E402
+
+terminal._AFTER_S = 3600.0  # what is logged does not depend on how busy the machine is
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

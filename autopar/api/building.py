@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,14 +31,17 @@ from autopar.api.specialize import (
 )
 from autopar.api.tracing import (
     as_planned,
+    is_trace_for,
     program_of,
     refuse_parts,
     settle_outputs,
+    trace_unplanned,
     traced_for,
     validate_before_run,
 )
 from autopar.capture import Trace
 from autopar.core.mesh import HardwareLike, is_unshaped
+from autopar.core.terminal import progress_of_long
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.summary import idle
@@ -233,8 +237,10 @@ def _device_type(model: nn.Module, batch: object) -> str:
 def _plan_together(
     order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Plan, Program | StagedProgram]:
-    """Rank 0 plans and broadcasts the plan's text (or its error); every rank emits from it."""
-    request = order.request
+    """Rank 0 plans and broadcasts the plan's text (or its error); every rank emits from it. No rank
+    captures the call twice: rank 0 emits from the trace that it planned, and the others capture
+    while it plans."""
+    request, captured = order.request, None
     plan = Plan.load(order.plan) if isinstance(order.plan, str | Path) else order.plan
     if plan is not None:
         _check_outputs(plan, request.options.outputs)
@@ -244,8 +250,8 @@ def _plan_together(
         return planned.plan, planned.program
     if plan is None:
         with announced(f"compiles {type(request.model).__name__}"):
-            plan = _from_rank_zero(order, args, kwargs)
-    trace = traced_for(plan, request.model, args, kwargs)
+            plan, captured = _from_rank_zero(order, args, kwargs)
+    trace = traced_for(plan, request.model, args, kwargs) if captured is None else captured
     refuse_parts(trace, request.options.batch)
     is_shaped_so = is_unshaped(request.mesh) and is_shape_of(plan.mesh, request.mesh)
     check_fits(
@@ -254,7 +260,9 @@ def _plan_together(
         plan.mesh if is_shaped_so else as_mesh(request.mesh),
         type(request.model).__name__,
     )
-    return plan, program_of(plan, request.model, trace, args, kwargs)
+    with progress_of_long("emitting and validating the program") if rank() == 0 else nullcontext():
+        program = program_of(plan, request.model, trace, args, kwargs, request.captured)
+    return plan, program
 
 
 def _check_outputs(plan: Plan, outputs: Outputs) -> None:
@@ -281,17 +289,31 @@ def _plan_here(
         return found
 
 
-def _from_rank_zero(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+def _from_rank_zero(
+    order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Plan, Trace | None]:
+    """Return the plan of rank 0, and the trace of the call if this rank has captured it as the plan
+    is for it."""
     box: list[Any] = [None]
+    trace, refusal = None, None
     if dist.get_rank() == 0:
         try:
-            box = [("plan", _plan_here(order, args, kwargs)[1].plan.dumps())]
+            trace, planned = _plan_here(order, args, kwargs)
+            box = [("plan", planned.plan.dumps())]
         # the others wait in the broadcast: they must learn of it, then every rank raises
         except Exception as error:
             dist.broadcast_object_list([("error", f"{type(error).__name__}: {error}")], src=0)
             raise
+    else:
+        try:
+            trace = trace_unplanned(order.request.model, args, kwargs, order.request.options)
+        except Exception as error:  # raised below, since rank 0 would wait in the broadcast
+            refusal = error
     dist.broadcast_object_list(box, src=0)
     kind, text = box[0]
     if kind == "error":
         raise PlanError(f"rank 0 could not plan: {text}")  # which says what to do
-    return Plan.loads(text, "broadcast from rank 0")
+    if refusal is not None:
+        raise refusal
+    plan = Plan.loads(text, "broadcast from rank 0")
+    return plan, trace if trace is not None and is_trace_for(plan, trace) else None

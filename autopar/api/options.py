@@ -6,12 +6,13 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import nn
 
 from autopar.api.arguments import MeshLike
+from autopar.capture import Trace
 from autopar.core.mesh import HardwareLike
 from autopar.request import DEFAULTS, Call, CompileKeywords, PlanKeywords, PlanOptions, options_of
 
@@ -86,6 +87,8 @@ class PlanRequest:
         hardware: None for that of this machine.
         is_further: whether it is a further call of a compiled module; a call without a loss then
             returns its outputs.
+        captured: traces of the call on other numbers of samples, which are captured when a search
+            or a program needs them, and once.
     """
 
     model: nn.Module
@@ -93,3 +96,4 @@ class PlanRequest:
     hardware: HardwareLike | None
     options: PlanOptions
     is_further: bool = False
+    captured: dict[int, Trace] = field(default_factory=dict, repr=False, compare=False)

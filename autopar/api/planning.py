@@ -39,7 +39,7 @@ from autopar.api.tracing import (
     refuse_wrapped,
     settle_outputs,
     staged_trace,
-    trace_call,
+    trace_unplanned,
     traced_for,
     with_validation,
 )
@@ -173,15 +173,12 @@ def plan_call(
         if hardware is None and not isinstance(devices, Mixed)
         else chosen
     ).begun()
-    trace = trace_call(model, args, kwargs, chosen.precision, inference=chosen.inference)
+    trace = trace_unplanned(model, args, kwargs, chosen)
     if not trace.differentiable and not chosen.inference:
         log.warning(
             "nothing that the model returns has a gradient: planned for inference, without"
             " gradients and optimizer state"
         )
-        trace = trace_call(
-            model, args, kwargs, chosen.precision, inference=True
-        )  # as the plan will be read
     refuse_parts(trace, chosen.batch)
     wanted = (
         "auto"
@@ -193,8 +190,7 @@ def plan_call(
         chosen, inference=inference, outputs=settle_outputs(wanted, has_loss, inference)
     )
     trace = as_wanted(trace, chosen.outputs)
-    captured, budget = dict[int, Trace](), WorkBudget.of(chosen)
-    status = SearchStatus(progress)
+    budget, status = WorkBudget.of(chosen), SearchStatus(progress)
 
     def chooser(shape: Mesh) -> Chooser:
         return Chooser(
@@ -206,7 +202,7 @@ def plan_call(
             devices,
             chosen,
             status,
-            captured,
+            request.captured,
             budget=budget,
             status=status,
         )

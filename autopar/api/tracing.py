@@ -38,7 +38,7 @@ from autopar.errors import (
 )
 from autopar.plans import Pipeline, Plan
 from autopar.program.program import Microbatches, Program, StagedProgram
-from autopar.request import Outputs
+from autopar.request import Outputs, PlanOptions
 from autopar.stages import Cut, cut_trace
 from autopar.stages.placing import CutError
 from autopar.validation import Validation, validate, validate_microbatches
@@ -156,6 +156,35 @@ def traced_for(
         plan.options.get("precision"),
         inference=plan.options.get("inference", False),
     )
+
+
+def trace_unplanned(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: PlanOptions
+) -> Trace:
+    """Capture a call as the plan that these options lead to will be for it: forward alone if
+    nothing has a gradient.
+
+    Args:
+        model: the plain model.
+        args, kwargs: the call.
+        options: of the plan.
+
+    Raises:
+        CaptureError: as `trace_call`.
+    """
+    trace = trace_call(model, args, kwargs, options.precision, inference=options.inference)
+    if trace.differentiable or options.inference:
+        return trace
+    return trace_call(model, args, kwargs, options.precision, inference=True)
+
+
+def is_trace_for(plan: Plan, trace: Trace) -> bool:
+    """Return whether a call was captured in the precision and for the use that a plan was made
+    for; if it was, `traced_for` would capture it again."""
+    precision = plan.options.get("precision")
+    return trace.precision == (None if precision is None else _PRECISIONS[precision]) and bool(
+        trace.differentiable
+    ) != plan.options.get("inference", False)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -364,7 +393,7 @@ def trace_part(
         )
         raise CoupledError(what, remedy="pass num_microbatches=1")
     known = {} if known is None else known
-    known.setdefault(batch_size(args, kwargs), whole)
+    known[batch_size(args, kwargs)] = whole
 
     def capture_part(call: Call) -> Trace:
         samples = batch_size(*call)
@@ -427,7 +456,12 @@ def _of_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> C
 
 
 def program_of(
-    plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    plan: Plan,
+    model: nn.Module,
+    whole: Trace,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    known: dict[int, Trace] | None = None,
 ) -> Program | StagedProgram:
     """Emit a plan and validate the program.
 
@@ -436,6 +470,7 @@ def program_of(
         model: the plain model.
         whole: the trace of the call, as it was captured.
         args, kwargs: the call.
+        known: traces by number of samples, as for `trace_part`.
 
     Raises:
         PlanError, EmissionError: if the plan does not fit the model.
@@ -445,14 +480,19 @@ def program_of(
     if plan.pipeline is None:
         program: Program | StagedProgram = emit(reference, plan)
     else:
-        part, how, made = staged_trace(plan, model, whole, args, kwargs)
+        part, how, made = staged_trace(plan, model, whole, args, kwargs, known)
         program = emit_staged(part, made, how, plan)
     validate_before_run(reference, plan, program)
     return program
 
 
 def staged_trace(
-    plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    plan: Plan,
+    model: nn.Module,
+    whole: Trace,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    known: dict[int, Trace] | None = None,
 ) -> tuple[Trace, Microbatching, Cut]:
     """Return the trace of one microbatch, how microbatches make the batch, and the stages of a
     pipeline.
@@ -462,11 +502,12 @@ def staged_trace(
         model: the plain model.
         whole: the trace of the batch.
         args, kwargs: the call on the whole batch.
+        known: traces by number of samples, as for `trace_part`.
 
     Raises:
         ConstraintError, EmissionError: if the model cannot be cut as the plan says.
     """
-    part, how = planned_part(plan, model, whole, args, kwargs)
+    part, how = planned_part(plan, model, whole, args, kwargs, known)
     positions = _pipeline(plan).positions
     try:
         return part, how, cut_trace(part, positions) if positions else Cut((part,), (), {})
@@ -477,7 +518,12 @@ def staged_trace(
 
 
 def planned_part(
-    plan: Plan, model: nn.Module, whole: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    plan: Plan,
+    model: nn.Module,
+    whole: Trace,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    known: dict[int, Trace] | None = None,
 ) -> tuple[Trace, Microbatching]:
     """Return the trace of one microbatch as a plan with a pipeline is for it, and how microbatches
     make the batch.
@@ -487,6 +533,7 @@ def planned_part(
         model: the plain model.
         whole: the trace of the batch.
         args, kwargs: the call on the whole batch.
+        known: traces by number of samples, as for `trace_part`.
     """
     pipeline = _pipeline(plan)
     alone = as_wanted(whole, plan.options.get("outputs", "dtensor"))
@@ -499,6 +546,7 @@ def planned_part(
         precision=plan.options.get("precision"),
         inference=plan.options.get("inference", False),
         independent=pipeline.independent,
+        known=known,
     )
     return by_rows(part, plan.loss_rows), how
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from autopar.errors import AutoparError
 
 log = logging.getLogger("autopar")
 out, err = Console(), Console(stderr=True)
+_AFTER_S = 2.0  # until what a call does is shown
 _EVERY_S = 5.0  # between two lines in the log
 _EVERY_LINE_S = 10.0  # between two where no terminal shows one that changes
 _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*((?:[kmgt]i?)?b?)\s*$", re.IGNORECASE)
@@ -105,11 +107,20 @@ def show(readable: Any) -> None:
 
 
 @contextmanager
-def progress_of_long(first: str, after_s: float = 2.0) -> Iterator[Callable[[str], None]]:
-    """Show progress as `progress` does, but only of work that takes longer than `after_s` seconds.
-    Without a terminal the progress is logged."""
+def progress_of_long(
+    first: str, after_s: float | None = None, *, level: int = logging.INFO
+) -> Iterator[Callable[[str], None]]:
+    """Show progress as `progress` does, but only of work that takes longer than `after_s` seconds
+    (by default 2). Without a terminal the progress is logged with level INFO.
+
+    Args:
+        first: what is done first.
+        after_s: until the first line, in seconds.
+        level: of the first line in the log.
+    """
+    after_s = _AFTER_S if after_s is None else after_s
     if not err.is_terminal:
-        with _in_log(first, after_s) as tell:
+        with _in_log(first, after_s, level) as tell:
             yield tell
         return
     status = err.status(f"{first} …")
@@ -131,12 +142,15 @@ def progress_of_long(first: str, after_s: float = 2.0) -> Iterator[Callable[[str
 
 
 @contextmanager
-def _in_log(first: str, after_s: float) -> Iterator[Callable[[str], None]]:
-    """Log the progress with level INFO after `after_s` seconds, and then at intervals."""
-    if not log.isEnabledFor(logging.INFO):
+def _in_log(first: str, after_s: float, level: int) -> Iterator[Callable[[str], None]]:
+    """Log the progress after `after_s` seconds, and then with level INFO at intervals."""
+    if not log.isEnabledFor(level):
         yield lambda _: None
         return
-    with _again_and_again(first, after_s, _EVERY_S, log.info) as tell:
+    levels = chain((level,), repeat(logging.INFO))
+    with _again_and_again(
+        first, after_s, _EVERY_S, lambda line: log.log(next(levels), "%s", line)
+    ) as tell:
         yield tell
 
 

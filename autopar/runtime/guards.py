@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.side_effects import follow, steps_of, value_at
 from autopar.capture.trace import KnownBuffer, ModuleAttribute, OutsideValue, Stamp
+from autopar.core.terminal import progress_of_long
 from autopar.errors import RuntimeStateError
 from autopar.runtime.module_shell import Standing
 from autopar.runtime.rank_comm import rank
@@ -298,14 +300,27 @@ class Variants:
                 " number that changes as a tensor"
             )
             raise RuntimeStateError(what, remedy=remedy)
-        if rank() == 0:
-            level = logging.INFO if isinstance(misfit, OtherMode) else logging.WARNING
-            log.log(
-                level, "%s: planning for this call, too; what is made for it is kept", misfit.what
-            )
-        made = self._make(module, training, *whole())
+        what = f"{misfit.what}: planning for this call, too; what is made for it is kept"
+        with _progress(what, is_expected=isinstance(misfit, OtherMode)):
+            made = self._make(module, training, *whole())
         self.known.append(made)
         return made
+
+
+@contextmanager
+def _progress(what: str, *, is_expected: bool) -> Iterator[None]:
+    """Log on rank 0 that a variant is made, and show it while it takes long.
+
+    Args:
+        what: what is done, and why.
+        is_expected: whether most users expect it: it is then no warning, unless it takes long.
+    """
+    if rank() != 0:
+        yield
+        return
+    log.log(logging.INFO if is_expected else logging.WARNING, "%s", what)
+    with progress_of_long(what, level=logging.WARNING if is_expected else logging.INFO):
+        yield
 
 
 # --------------------------------------------------------------------------------------------------

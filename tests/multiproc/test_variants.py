@@ -37,3 +37,16 @@ def test_ranks_that_pass_batches_of_different_shapes_are_told_so() -> None:
 def test_a_batch_that_the_constraints_cannot_hold_for_is_computed_without_them() -> None:
     found = run_processes(2, WORKER, "unable")
     assert found == pytest.approx([model_of()(**batch_of(1, 16)).loss.item()] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_every_rank_captures_a_call_once(num_microbatches: int) -> None:
+    parts = [(8 // num_microbatches, True)] if num_microbatches > 1 else []
+    wanted = [(8, True), *parts, (8, False), (12, True)]
+    assert run_processes(2, WORKER, "captures", num_microbatches) == [wanted] * 2
+
+
+def test_a_model_that_cannot_be_captured_is_refused_on_every_rank() -> None:
+    first, second = run_processes(2, WORKER, "refused")
+    assert first.startswith("CaptureError") or first.startswith("CallError")
+    assert second.startswith(f"PlanError: rank 0 could not plan: {first[:40]}")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.errors import RuntimeStateError
+from autopar.api import tracing
+from autopar.errors import AutoparError, RuntimeStateError
 from benchmarks.common import load_profile
 from benchmarks.zoo import build
 
@@ -86,6 +87,44 @@ def apart(rank: int) -> str:
         module(**batch_of(4 + rank, 16))
     except RuntimeStateError as error:
         return str(error)
+    return ""
+
+
+def captures(rank: int, num_microbatches: int) -> list[tuple[int, bool]]:
+    """The samples of each capture of this rank, and whether it has gradients: of a call in train
+    mode, of one in eval mode, and of a larger batch."""
+    made: list[tuple[int, bool]] = []
+    capture = tracing.capture
+
+    def counting(model: Any, args: Any, kwargs: Any, **how: Any) -> Any:
+        made.append((kwargs["input_ids"].shape[0], not how["inference"]))
+        return capture(model, args, kwargs, **how)
+
+    tracing.capture = counting
+    module: Any = autopar.compile(
+        model_of(),
+        autopar.Mesh({"gpu": 2}),
+        hardware="cpu-gloo",
+        outputs="loss",
+        num_microbatches=num_microbatches,
+    )
+    module(**batch_of(8, 16)).loss.backward()
+    module.eval()
+    with torch.no_grad():
+        module(**batch_of(8, 16))
+    module.train()
+    module(**batch_of(12, 16)).loss.backward()
+    return made
+
+
+def refused(rank: int) -> str:
+    """What is raised on this rank where the model cannot be captured."""
+    model = model_of()
+    model.forward = lambda input_ids, labels: {}[str(input_ids)]  # type: ignore[assignment]
+    try:
+        autopar.compile(model, autopar.Mesh({"gpu": 2}), example_inputs=batch_of(8, 16))
+    except AutoparError as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

@@ -49,6 +49,20 @@ def test_without_a_terminal_the_log_says_what_takes_long_and_not_too_often(
         assert not caplog.records
 
 
+def test_the_first_line_in_the_log_may_be_a_warning_and_the_others_are_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(terminal, "_EVERY_S", 0.01)
+    monkeypatch.setattr(terminal, "err", Console(file=io.StringIO(), force_terminal=False))
+    with (
+        caplog.at_level(logging.INFO, "autopar"),
+        terminal.progress_of_long("specializing", 0.01, level=logging.WARNING),
+    ):
+        time.sleep(0.5)
+    levels = [record.levelno for record in caplog.records]
+    assert levels[0] == logging.WARNING and set(levels[1:]) == {logging.INFO}
+
+
 def lines_of_a_command(
     monkeypatch: pytest.MonkeyPatch, *, every_s: float, takes_s: float
 ) -> list[str]:

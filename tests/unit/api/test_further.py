@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import logging
 import threading
 import weakref
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
+from autopar.core import terminal
 from autopar.core.hardware import HardwareProfile
 from autopar.errors import RuntimeStateError
 from autopar.runtime import guards
@@ -413,3 +416,26 @@ def _like(held: Any, full: Tensor) -> Any:
         if isinstance(held, DTensor)
         else full.clone()
     )
+
+
+@pytest.mark.parametrize("samples", [8, 3])
+def test_a_further_program_that_takes_long_says_what_it_is_for_and_why(
+    samples: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, module = pair()
+    monkeypatch.setattr(terminal, "_AFTER_S", 0.0)
+    monkeypatch.setattr(terminal, "err", Console(file=io.StringIO(), force_terminal=False))
+    caplog.clear()
+    if samples == 8:
+        module.eval()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "autopar"):
+        module(**batch(samples))
+        module(**batch(samples))
+    why = (
+        "the program was made in train mode, which this model computes differently"
+        if samples == 8
+        else "argument 'x' is torch.float32 (3, 8), the program takes torch.float32 (8, 8)"
+    )
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1, "one line, for the first of equal calls"
+    assert told[0].startswith(f"{why}: planning for this call, too; what is made for it is kept")
