@@ -247,6 +247,7 @@ class PlanKeywords(TypedDict, total=False):
     inference: bool
     batch: Batch
     outputs: Outputs
+    cache: bool
 
 
 class CompileKeywords(PlanKeywords, total=False):
@@ -481,6 +482,22 @@ class PlanOptions:
                 " once. Or full, dtensor.",
                 str,
                 "auto",
+            ),
+        ),
+    )
+    cache: bool = field(
+        default=True,
+        metadata=_option(
+            "take the plan from the cache on disk if the model, the call, the options and the"
+            " hardware are the same, and put new plans there.",
+            _check_switch,
+            brief="use the [cache of plans](#the-cache-of-plans)",
+            is_recorded=False,
+            flag=Flag(
+                "--cache/--no-cache",
+                "Take the plan from the cache if it is there, and put new plans there.",
+                bool,
+                True,
             ),
         ),
     )

@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("constraints", "hf", "ops", "solve"),
     ("capture", "kernels", "plans", "request", "rules"),
-    ("analysis", "breakdown", "profiler", "program", "stages"),
+    ("analysis", "breakdown", "cache", "profiler", "program", "stages"),
     ("runtime", "sharding", "validation", "verification"),  # validation shares nothing with emit
     ("checkpoint", "cost", "emit"),
     ("certificate", "explanation", "planner"),

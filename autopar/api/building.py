@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, kind_of, planned_for
 from autopar.api.options import PlanRequest
 from autopar.api.plan_options import check_fits
-from autopar.api.planning import plan_told
+from autopar.api.planning import Found, find_told
 from autopar.api.specialize import (
     Structure,
     asked_of,
@@ -36,12 +36,12 @@ from autopar.api.tracing import (
     traced_for,
     validate_before_run,
 )
+from autopar.cache.store import remove_entry
 from autopar.capture import Trace
 from autopar.core.mesh import HardwareLike, is_unshaped
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.summary import idle
-from autopar.planner import Planned
 from autopar.plans import Plan
 from autopar.program.program import Program, StagedProgram
 from autopar.request import Backend, Outputs, PlanOptions
@@ -233,28 +233,49 @@ def _device_type(model: nn.Module, batch: object) -> str:
 def _plan_together(
     order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Plan, Program | StagedProgram]:
-    """Rank 0 plans and broadcasts the plan's text (or its error); every rank emits from it."""
-    request = order.request
+    """Rank 0 plans, or finds the plan in its cache, and broadcasts the plan's text (or its error);
+    every rank emits from it."""
+    request, key = order.request, ""
     plan = Plan.load(order.plan) if isinstance(order.plan, str | Path) else order.plan
     if plan is not None:
         _check_outputs(plan, request.options.outputs)
     if plan is None and (not dist.is_initialized() or dist.get_world_size() == 1):
-        trace, planned = _plan_here(order, args, kwargs)
-        validate_before_run(as_planned(trace, planned.plan), planned.plan, planned.program)
-        return planned.plan, planned.program
-    if plan is None:
+        found = _plan_here(order, args, kwargs)
+        plan, key = found.plan, found.key
+        if found.planned is not None and found.trace is not None:
+            validate_before_run(as_planned(found.trace, plan), plan, found.planned.program)
+            return plan, found.planned.program
+    elif plan is None:
         with announced(f"compiles {type(request.model).__name__}"):
-            plan = _from_rank_zero(order, args, kwargs)
+            plan, key = _from_rank_zero(order, args, kwargs)
     trace = traced_for(plan, request.model, args, kwargs)
     refuse_parts(trace, request.options.batch)
-    is_shaped_so = is_unshaped(request.mesh) and is_shape_of(plan.mesh, request.mesh)
-    check_fits(
-        plan,
-        trace,
-        plan.mesh if is_shaped_so else as_mesh(request.mesh),
-        type(request.model).__name__,
-    )
+    _check_found(request, plan, trace, key)
     return plan, program_of(plan, request.model, trace, args, kwargs)
+
+
+def _check_found(request: PlanRequest, plan: Plan, trace: Trace, key: str) -> None:
+    """Check that a plan is for the captured call and the mesh. One from the cache always is, unless
+    autopar has an error; it is then removed.
+
+    Args:
+        key: of its entry in the cache; empty if it is not from there.
+
+    Raises:
+        PlanError: with one line per difference.
+    """
+    mesh, model_name = request.mesh, type(request.model).__name__
+    is_shaped_so = is_unshaped(mesh) and is_shape_of(plan.mesh, mesh)
+    try:
+        check_fits(plan, trace, plan.mesh if is_shaped_so else as_mesh(mesh), model_name)
+    except PlanError as error:
+        if not key:
+            raise
+        remove_entry(key)
+        raise PlanError(
+            f"the cached plan is not for this model, and was removed: {error.what}",
+            remedy="start again, and report it: the key of the cache lacks what differs",
+        ) from error
 
 
 def _check_outputs(plan: Plan, outputs: Outputs) -> None:
@@ -264,16 +285,14 @@ def _check_outputs(plan: Plan, outputs: Outputs) -> None:
         raise PlanError(what, remedy=f"pass outputs={made_for!r}, or plan again")
 
 
-def _plan_here(
-    order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Trace, Planned]:
+def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Found:
     log.info("planning for mesh %s", as_mesh(order.request.mesh))
     try:
-        return plan_told(order.request, args, kwargs)
+        return find_told(order.request, args, kwargs)
     except ConstraintError as error:
         if order.otherwise is None:
             raise
-        found = plan_told(replace(order.request, options=order.otherwise), args, kwargs)
+        found = find_told(replace(order.request, options=order.otherwise), args, kwargs)
         log.warning(
             "for this call constraints on layouts are left out, since they cannot hold: %s",
             error.what,
@@ -281,11 +300,17 @@ def _plan_here(
         return found
 
 
-def _from_rank_zero(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+def _from_rank_zero(
+    order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Plan, str]:
+    """Return the plan of rank 0, which alone reads and writes the cache, and on rank 0 its key
+    there."""
     box: list[Any] = [None]
+    key = ""
     if dist.get_rank() == 0:
         try:
-            box = [("plan", _plan_here(order, args, kwargs)[1].plan.dumps())]
+            found = _plan_here(order, args, kwargs)
+            box, key = [("plan", found.plan.dumps())], found.key
         # the others wait in the broadcast: they must learn of it, then every rank raises
         except Exception as error:
             dist.broadcast_object_list([("error", f"{type(error).__name__}: {error}")], src=0)
@@ -294,4 +319,4 @@ def _from_rank_zero(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, An
     kind, text = box[0]
     if kind == "error":
         raise PlanError(f"rank 0 could not plan: {text}")  # which says what to do
-    return Plan.loads(text, "broadcast from rank 0")
+    return Plan.loads(text, "broadcast from rank 0"), key

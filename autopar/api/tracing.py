@@ -3,9 +3,11 @@ batch. Validate programs against these traces."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -127,13 +129,30 @@ def trace_call(
         CaptureError: if the call cannot be captured, or the model is parallel or compiled already.
     """
     refuse_wrapped(model)
-    return capture(
+    trace = capture(
         model,
         args,
         kwargs,
         precision=None if precision is None else _PRECISIONS[precision],
         inference=inference,
     )
+    if (recorded := _RECORDED.get()) is not None:
+        recorded.append(trace)
+    return trace
+
+
+_RECORDED: ContextVar[list[Trace] | None] = ContextVar("recorded captures", default=None)
+
+
+@contextlib.contextmanager
+def recorded_captures() -> Iterator[list[Trace]]:
+    """Record the captures that `trace_call` makes."""
+    found: list[Trace] = []
+    token = _RECORDED.set(found)
+    try:
+        yield found
+    finally:
+        _RECORDED.reset(token)
 
 
 def traced_for(
