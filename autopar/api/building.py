@@ -268,14 +268,11 @@ def _check_found(request: PlanRequest, plan: Plan, trace: Trace, key: str) -> No
     is_shaped_so = is_unshaped(mesh) and is_shape_of(plan.mesh, mesh)
     try:
         check_fits(plan, trace, plan.mesh if is_shaped_so else as_mesh(mesh), model_name)
-    except PlanError as error:
-        if not key:
-            raise
-        remove_entry(key)
-        raise PlanError(
-            f"the cached plan is not for this model, and was removed: {error.what}",
-            remedy="start again, and report it: the key of the cache lacks what differs",
-        ) from error
+    except PlanError:
+        if key:
+            remove_entry(key)
+            log.warning("this plan was from the cache, where it was removed: start again")
+        raise
 
 
 def _check_outputs(plan: Plan, outputs: Outputs) -> None:
