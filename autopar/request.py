@@ -488,14 +488,14 @@ class PlanOptions:
     cache: bool = field(
         default=True,
         metadata=_option(
-            "take the plan from the cache on disk if the model, the call, the options and the"
-            " hardware are the same, and put new plans there.",
+            "take the plan, or else the capture, from the cache on disk if all that it depends on"
+            " is the same, and put new ones there.",
             _check_switch,
-            brief="use the [cache of plans](#the-cache-of-plans)",
+            brief="use the [cache of plans](#the-cache-of-plans) and captures",
             is_recorded=False,
             flag=Flag(
                 "--cache/--no-cache",
-                "Take the plan from the cache if it is there, and put new plans there.",
+                "Take the plan, or the capture, from the cache if it is there; put new ones there.",
                 bool,
                 True,
             ),

@@ -30,6 +30,7 @@ from autopar.api.specialize import (
 )
 from autopar.api.tracing import (
     as_planned,
+    captures_cached,
     program_of,
     refuse_parts,
     settle_outputs,
@@ -248,10 +249,11 @@ def _plan_together(
     elif plan is None:
         with announced(f"compiles {type(request.model).__name__}"):
             plan, key = _from_rank_zero(order, args, kwargs)
-    trace = traced_for(plan, request.model, args, kwargs)
-    refuse_parts(trace, request.options.batch)
-    _check_found(request, plan, trace, key)
-    return plan, program_of(plan, request.model, trace, args, kwargs)
+    with captures_cached(use=request.options.cache):
+        trace = traced_for(plan, request.model, args, kwargs)
+        refuse_parts(trace, request.options.batch)
+        _check_found(request, plan, trace, key)
+        return plan, program_of(plan, request.model, trace, args, kwargs)
 
 
 def _check_found(request: PlanRequest, plan: Plan, trace: Trace, key: str) -> None:

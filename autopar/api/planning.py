@@ -32,6 +32,7 @@ from autopar.api.tracing import (
     as_planned,
     as_wanted,
     by_rows,
+    captures_cached,
     program_of,
     recorded_captures,
     refuse_parts,
@@ -42,7 +43,7 @@ from autopar.api.tracing import (
     traced_for,
     with_validation,
 )
-from autopar.cache.plan_entries import PlanKey, load_plan, recorded_warnings, save_plan
+from autopar.cache.entries import Key, load_plan, recorded_warnings, save_plan
 from autopar.cache.walk import Opaque
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, certify_staged, named_so
@@ -306,7 +307,8 @@ def find_plan(
     if key is not None and (plan := load_plan(key)) is not None:
         log.info("the plan is from the cache: %s", key.text)
         return Found(plan, key=key.text)
-    with recorded_captures() as traces, recorded_warnings() as messages:
+    cached = captures_cached(use=chosen.cache)
+    with cached, recorded_captures() as traces, recorded_warnings() as messages:
         trace, planned = plan_call(request, args, kwargs, progress=progress)
     if key is not None and not chosen.is_late:  # with more time it may be another
         save_plan(key, planned.plan, traces, messages)
@@ -315,7 +317,7 @@ def find_plan(
 
 def _key_of(
     request: PlanRequest, devices: Hardware, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> PlanKey | None:
+) -> Key | None:
     """Return the key of a request; None if its plan cannot be in the cache, which the log says."""
     options = request.options
     if not (options.cache and is_cache_on("plans")):
@@ -325,7 +327,9 @@ def _key_of(
     try:
         if options.solver != "highs":
             raise Opaque(f"the version of the solver {options.solver} is not known")
-        return PlanKey.of(request.model, args, kwargs, (mesh, devices, asked, request.is_further))
+        return Key.of(
+            "plan", request.model, args, kwargs, (mesh, devices, asked, request.is_further)
+        )
     except Opaque as reason:
         log.debug("the cache of plans is not used: %s", reason)
         return None

@@ -23,10 +23,13 @@ from autopar.analysis.microbatches import (
     for_single_samples,
     ready,
 )
+from autopar.cache.entries import Key, load_trace, recorded_warnings, save_trace
+from autopar.cache.walk import Opaque
 from autopar.capture import Trace, capture
 from autopar.capture.chunked_loss import loss_alone, loss_by_rows, outputs_whole
 from autopar.capture.trees import paths_in
 from autopar.certificate import Certificate, Finding
+from autopar.core.private_folder import is_cache_on
 from autopar.emit import emit, emit_staged
 from autopar.emit.program_builder import microbatches_of
 from autopar.errors import (
@@ -129,16 +132,45 @@ def trace_call(
         CaptureError: if the call cannot be captured, or the model is parallel or compiled already.
     """
     refuse_wrapped(model)
-    trace = capture(
-        model,
-        args,
-        kwargs,
-        precision=None if precision is None else _PRECISIONS[precision],
-        inference=inference,
-    )
+    options = _PRECISIONS.get(precision or ""), inference
+    key = _key_of(model, args, kwargs, options) if _USES_CACHE.get() else None
+    trace = None if key is None else load_trace(key, model)
+    if trace is None:
+        with recorded_warnings() as messages:
+            trace = capture(model, args, kwargs, precision=options[0], inference=inference)
+        if key is not None:
+            save_trace(key, type(model).__name__, trace, messages)
     if (recorded := _RECORDED.get()) is not None:
         recorded.append(trace)
     return trace
+
+
+def _key_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: tuple[Any, ...]
+) -> Key | None:
+    """Return the key of a capture; None if it cannot be in the cache, which the log says."""
+    try:
+        return Key.of("capture", model, args, kwargs, options)
+    except Opaque as reason:
+        log.debug("the cache of captures is not used: %s", reason)
+        return None
+
+
+_USES_CACHE: ContextVar[bool] = ContextVar("captures are cached", default=False)
+
+
+@contextlib.contextmanager
+def captures_cached(*, use: bool) -> Iterator[None]:
+    """Let `trace_call` take captures from the cache on disk, and put new ones there.
+
+    Args:
+        use: the option; nothing is cached if it is False, or the environment turns the cache off.
+    """
+    token = _USES_CACHE.set(use and is_cache_on("plans"))
+    try:
+        yield
+    finally:
+        _USES_CACHE.reset(token)
 
 
 _RECORDED: ContextVar[list[Trace] | None] = ContextVar("recorded captures", default=None)

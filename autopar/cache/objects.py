@@ -87,8 +87,12 @@ _HOOKS = frozenset(
         "_forward_hooks_always_called",
     )
 )
-# of transformers' configurations: what they were, in a number that is another in each process
-_PER_PROCESS = frozenset(("_original_object_hash",))
+# by library: what its configurations were, in a number that is another in each process; and what a
+# capture notes at a tensor, which has no part in the graph
+_LEFT_OUT = {
+    "transformers": frozenset(("_original_object_hash",)),
+    "torch": frozenset(("_dynamo_static_input_type",)),
+}
 
 
 def is_atom(value: Any) -> bool:
@@ -166,9 +170,9 @@ def class_items(kind: type) -> Iterator[tuple[str, Any]]:
 
 def object_state(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, in the order in which they were set, then its slots."""
-    of_library = type(value).__module__.startswith("transformers.")
+    left_out = _LEFT_OUT.get(type(value).__module__.partition(".")[0], frozenset())
     for name, item in getattr(value, "__dict__", {}).items():
-        if not (of_library and name in _PER_PROCESS):
+        if name not in left_out:
             yield name, item
     for kind in type(value).__mro__:
         for name in slots_of(kind):

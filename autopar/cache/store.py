@@ -47,20 +47,20 @@ class EntryFile:
     used_s: float
 
 
-def plan_folder() -> Path:
-    """Return the folder of cached plans, which may not exist."""
-    return cache_home() / "plans"
+def entry_folder() -> Path:
+    """Return the folder of the entries, which may not exist."""
+    return cache_home() / "entries"
 
 
 def _own_folder() -> Path | None:
-    """Return the folder of cached plans, made if it is missing; None if the cache is off or the
+    """Return the folder of the entries, made if it is missing; None if the cache is off or the
     folder cannot be made."""
     if not is_cache_on("plans"):
         return None
     try:
-        return private_folder(plan_folder(), "cached plans", _NAME_ANOTHER)
+        return private_folder(entry_folder(), "cached plans and captures", _NAME_ANOTHER)
     except OSError as error:
-        warn_once(f"plans are not cached: {error}; {_NAME_ANOTHER}")
+        warn_once(f"the cache is not used: {error}; {_NAME_ANOTHER}")
         return None
 
 
@@ -99,7 +99,7 @@ def report_damaged(key: str, reason: str) -> None:
         key: of the entry.
         reason: what is wrong with it.
     """
-    warn_once(f"a cached plan is not used and made again: {reason}")
+    warn_once(f"an entry of the cache is not used and made again: {reason}")
     remove_entry(key)
 
 
@@ -126,7 +126,7 @@ def write_entry(key: str, text: str) -> bool:
             part.write(body + b"\n" + _digest(body).encode())
         os.replace(part.name, folder / f"{key}{_SUFFIX}")
     except OSError as error:
-        warn_once(f"a plan cannot be cached: {error}; {_NAME_ANOTHER}")
+        warn_once(f"an entry of the cache cannot be written: {error}; {_NAME_ANOTHER}")
         return False
     _evict(folder)
     return True
@@ -140,10 +140,10 @@ def entries(folder: Path | None = None) -> tuple[EntryFile, ...]:
     """Return the files of the cache, those that were used last first.
 
     Args:
-        folder: `plan_folder()` by default.
+        folder: `entry_folder()` by default.
     """
     return tuple(
-        sorted(_files(folder or plan_folder(), _SUFFIX), key=lambda e: (-e.used_s, e.path.name))
+        sorted(_files(folder or entry_folder(), _SUFFIX), key=lambda e: (-e.used_s, e.path.name))
     )
 
 
@@ -172,7 +172,7 @@ def _evict(folder: Path) -> None:
 
 
 def clear() -> tuple[int, int]:
-    """Remove all cached plans.
+    """Remove all entries.
 
     Returns:
         The number of entries, and of bytes, that were removed.
@@ -181,7 +181,7 @@ def clear() -> tuple[int, int]:
         OSError: if one cannot be removed.
     """
     removed = [0, 0]
-    for entry in (*entries(), *_files(plan_folder(), _PART)):
+    for entry in (*entries(), *_files(entry_folder(), _PART)):
         entry.path.unlink(missing_ok=True)
         removed[0] += entry.path.suffix == _SUFFIX
         removed[1] += entry.num_bytes

@@ -78,15 +78,16 @@ class Followed:
 
     Attributes:
         code: the code of the user that was hashed.
-        cells: ids of the closure variables.
-        tensors: ids of the tensors whose values were hashed.
-        namespaces: ids of the dicts of globals of the user's functions.
+        cells: closure variables by id, in the order of the walk, which is the same for equal
+            hashes.
+        tensors: the tensors whose values were hashed, by id.
+        namespaces: the globals of the user's functions, by id.
     """
 
     code: set[CodeName] = field(default_factory=set)
-    cells: set[int] = field(default_factory=set)
-    tensors: set[int] = field(default_factory=set)
-    namespaces: set[int] = field(default_factory=set)
+    cells: dict[int, types.CellType] = field(default_factory=dict)
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    namespaces: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 class Walk:
@@ -288,7 +289,7 @@ class Walk:
             self._tensor_values(tensor)
 
     def _tensor_values(self, tensor: Tensor) -> None:
-        self.followed.tensors.add(id(tensor))
+        self.followed.tensors[id(tensor)] = tensor
         if tensor.is_meta:
             return
         if tensor.numel() * tensor.element_size() > MOST_BYTES:
@@ -306,7 +307,7 @@ class Walk:
         if is_users:
             self._token("function", function.__module__, function.__qualname__)
             self._code(code)
-            self.followed.namespaces.add(id(function.__globals__))
+            self.followed.namespaces[id(function.__globals__)] = function.__globals__
             self._globals(function)
         else:
             self._library("function", function.__module__, function.__qualname__, origin)
@@ -319,8 +320,7 @@ class Walk:
         self._items(sorted(function.__dict__.items()), lenient)
 
     def _cell(self, name: str, cell: types.CellType, lenient: bool) -> None:
-        self.followed.cells.add(id(cell))
-        self._kept.append(cell)
+        self.followed.cells[id(cell)] = cell
         self._token("cell", name)
         try:
             self._value(cell.cell_contents, lenient, f" variable {name}")
@@ -409,12 +409,14 @@ class Walk:
             self._changes(kind)
 
     def _changes(self, kind: type) -> None:
-        """Hash the plain values of a library's class, and the functions that the user gave it."""
+        """Hash a library's class as far as users may change it: plain values, containers, and
+        functions of theirs."""
         for name, item in class_items(kind):
             code = getattr(item, "__code__", None)
-            if is_atom(item) or (
-                isinstance(code, types.CodeType) and origin_of_file(code.co_filename) == "user"
-            ):
+            is_users = isinstance(code, types.CodeType) and (
+                origin_of_file(code.co_filename) == "user"
+            )
+            if is_users or is_atom(item) or type(item) in (dict, list, tuple, set):
                 self._token(name)
                 self._value(item, True, f".{name}")
         self._token("end")

@@ -1,4 +1,4 @@
-"""``autopar cache info|list|clear``: the plans that are cached on this machine."""
+"""``autopar cache info|list|clear``: the plans and captures that are cached on this machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from autopar.core.units import size
 from autopar.errors import AutoparError
 
 cache_app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="The cache of plans on this machine."
+    no_args_is_help=True,
+    add_completion=False,
+    help="The cache of plans and captures on this machine.",
 )
 _UNITS = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
 
 
 @cache_app.command("info")
 def info_command() -> None:
-    """Where cached plans are, how many there are, and whether they are used."""
-    folder, found = store.plan_folder(), store.entries()
+    """Where the cache is, how many entries it has, and whether it is used."""
+    folder, found = store.entry_folder(), store.entries()
     say(f"folder: {folder}")
     say(f"entries: {len(found)}, {size(sum(e.num_bytes for e in found))}")
     say(f"limit: {size(store.MAX_BYTES)}; the entries that were not used for longest go first")
@@ -36,33 +38,31 @@ def info_command() -> None:
 
 @cache_app.command("list")
 def list_command() -> None:
-    """The cached plans, with the model and the mesh of each, those that were used last first."""
+    """The cached plans and captures, those that were used last first."""
     for entry in store.entries():
         say(f"{entry.path.stem[:16]}  {size(entry.num_bytes)}  {_ago(entry.used_s)}  {_of(entry)}")
 
 
 @cache_app.command("clear")
 def clear_command() -> None:
-    """Remove all cached plans."""
+    """Remove all cached plans and captures."""
     try:
         num, num_bytes = store.clear()
     except OSError as error:
         raise AutoparError(
-            f"a cached plan cannot be removed: {error}",
-            remedy=f"remove the folder: {store.plan_folder()}",
+            f"an entry of the cache cannot be removed: {error}",
+            remedy=f"remove the folder: {store.entry_folder()}",
         ) from error
     say(f"removed {num} {'entry' if num == 1 else 'entries'}, {size(num_bytes)}")
 
 
 def _of(entry: store.EntryFile) -> str:
-    """Return what a plan is for, in words; "damaged" if it cannot be read."""
+    """Return what an entry is, in words; "damaged" if it cannot be read."""
     try:
-        plan = entry.path.read_text(encoding="utf-8").split("\n", 2)[2].rpartition("\n")[0]
-        data = json.loads(plan)
-        axes = ", ".join(f"{name}={num}" for name, num in data["mesh"]["axes"])
-        mark = data["fingerprint"]
-        return f"{mark['model_name'] or 'model'} on {axes} of {mark['profile']}"
-    except (OSError, ValueError, LookupError, TypeError):
+        with entry.path.open(encoding="utf-8") as lines:
+            head = json.loads(next(lines))
+        return f"{head['kind']}: {head['about']}"
+    except (OSError, ValueError, LookupError, TypeError, StopIteration):
         return "damaged"
 
 

@@ -220,10 +220,10 @@ def _cleared(is_folder_removed: bool) -> Callable[[], object]:
     removed."""
 
     def make(folder: Path) -> object:
-        entry = folder / "plans" / "entry.json"
+        entry = folder / "entries" / "entry.json"
         entry.mkdir(parents=True)  # which `unlink` does not remove
         if is_folder_removed:
-            shutil.rmtree(folder / "plans")
+            shutil.rmtree(folder / "entries")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("AUTOPAR_CACHE_DIR", str(folder))
             return clear_command()

@@ -21,12 +21,12 @@ import torch
 from cached_source import SOURCE, load
 from torch import nn
 
-from autopar.cache.plan_entries import PlanKey
+from autopar.cache.entries import Key
 from autopar.cache.walk import Opaque
 
 
 def key(model: nn.Module, args: tuple[Any, ...] = (), **more: Any) -> str:
-    return PlanKey.of(model, args, more, ()).text
+    return Key.of("plan", model, args, more, ()).text
 
 
 def key_of_source(folder: Path, source: str = SOURCE) -> str:
@@ -36,8 +36,8 @@ def key_of_source(folder: Path, source: str = SOURCE) -> str:
 def test_equal_sources_have_equal_keys_in_every_process(tmp_path: Path) -> None:
     assert key_of_source(tmp_path) == key_of_source(tmp_path)
     program = (
-        "import sys, cached_net; from autopar.cache.plan_entries import PlanKey;"
-        " model, args = cached_net.make(); print(PlanKey.of(model, args, {}, ()).text)"
+        "import sys, cached_net; from autopar.cache.entries import Key;"
+        " model, args = cached_net.make(); print(Key.of('plan', model, args, {}, ()).text)"
     )
     found = {
         subprocess.run(

@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("AUTOPAR_CACHE")
     warn_once.cache_clear()
-    return tmp_path / "cache" / "plans"
+    return tmp_path / "cache" / "entries"
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_damaged_file_is_reported_once_and_removed(
         assert store.read_entry(KEY) is None
         assert not file.exists()
     assert [r.message for r in caplog.records] == [
-        f"a cached plan is not used and made again: {file} is damaged"
+        f"an entry of the cache is not used and made again: {file} is damaged"
     ]
 
 
@@ -66,7 +66,7 @@ def test_a_folder_of_another_user_is_left_alone(
     store.write_entry(KEY, "the plan")
     os.chown(folder, 12345, -1)
     assert store.read_entry(KEY) is None
-    assert "is not used for cached plans" in caplog.text
+    assert "is not used for cached plans and captures" in caplog.text
     store.write_entry(OTHER, "another")
     assert store.read_entry(OTHER) == "another", "this process has a folder of its own"
     assert [p.name for p in folder.iterdir()] == [f"{KEY}.json"]
@@ -122,10 +122,10 @@ def test_the_environment_turns_the_cache_off(
 def test_the_folder_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOPAR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert store.plan_folder() == Path("/somewhere/autopar/plans")
+    assert store.entry_folder() == Path("/somewhere/autopar/entries")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
-    assert store.plan_folder() == Path("/home/me/.cache/autopar/plans")
+    assert store.entry_folder() == Path("/home/me/.cache/autopar/entries")
 
 
 WRITER = """
