@@ -72,6 +72,8 @@ def _settings() -> Iterator[Any]:
 
 
 def _environment() -> Iterator[tuple[str, str]]:
+    # the warnings of captures, which entries hold, are given on rank 0 alone
+    yield "rank", "0" if os.environ.get("RANK", "0") == "0" else "another"
     for name, value in sorted(os.environ.items()):
         if name.startswith("AUTOPAR_") and name not in _NOT_READ:
             yield name, value

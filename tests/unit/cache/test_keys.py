@@ -191,6 +191,17 @@ def test_what_torch_is_set_to_changes_the_key() -> None:
     assert key(model) == found[0]
 
 
+def test_ranks_that_give_no_warnings_have_entries_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for rank in ("0", "1", "2"):
+        monkeypatch.setenv("RANK", rank)
+        found.append(key(Plain()))
+    monkeypatch.delenv("RANK")
+    assert key(Plain()) == found[0] != found[1] == found[2]
+
+
 def test_functions_in_the_place_of_torchs_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key(Plain())
     with monkeypatch.context() as patch:
