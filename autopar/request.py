@@ -249,6 +249,7 @@ class PlanKeywords(TypedDict, total=False):
     inference: bool
     batch: Batch
     outputs: Outputs
+    cache: bool
 
 
 class CompileKeywords(PlanKeywords, total=False):
@@ -503,6 +504,22 @@ class PlanOptions:
                 " once. Or full, dtensor.",
                 str,
                 "auto",
+            ),
+        ),
+    )
+    cache: bool = field(
+        default=True,
+        metadata=_option(
+            "take the plan, or else the capture, from the cache on disk if all that it depends on"
+            " is the same, and put new ones there.",
+            _check_switch,
+            brief="use the [cache of plans](#the-cache-of-plans) and captures",
+            is_recorded=False,
+            flag=Flag(
+                "--cache/--no-cache",
+                "Take the plan, or the capture, from the cache if it is there; put new ones there.",
+                bool,
+                True,
             ),
         ),
     )

@@ -21,6 +21,7 @@ from hypothesis import settings  # noqa: E402
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
+IN_TESTS = "AUTOPAR_TESTS_CACHE"  # in the environment, so that pytest-xdist's workers know it
 NIGHTLY = TESTS / "nightly.txt"
 LONG = (
     "tests/unit/test_notebooks.py",
@@ -69,6 +70,15 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory()
         os.environ[stored_captures.FOLDER] = folder.name
         config.add_cleanup(lambda: _forget(folder))
+
+    # The cache is the run's own. Plans are not taken from it, apart from the tests of the cache:
+    # others change the planner.
+    if not os.environ.get(IN_TESTS):
+        caches = tempfile.TemporaryDirectory()
+        os.environ.update(
+            {"AUTOPAR_CACHE_DIR": caches.name, "AUTOPAR_CACHE": "rules", IN_TESTS: "1"}
+        )
+        config.add_cleanup(caches.cleanup)
 
 
 def _forget(captures: tempfile.TemporaryDirectory[str]) -> None:

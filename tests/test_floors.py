@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("constraints", "hf", "ops", "solve"),
     ("capture", "kernels", "plans", "request", "rules"),
-    ("analysis", "breakdown", "profiler", "program", "stages"),
+    ("analysis", "breakdown", "cache", "profiler", "program", "stages"),
     ("runtime", "sharding", "validation", "verification"),  # validation shares nothing with emit
     ("checkpoint", "cost", "emit"),
     ("certificate", "explanation", "planner"),
@@ -75,7 +75,7 @@ MAX_PARAMETERS = 7
 MAX_MUTABLE_FIELDS = 10
 
 # Today's numbers of functions and classes above these limits. They may only fall.
-MOST_COMPLEX_FUNCTIONS = 44
+MOST_COMPLEX_FUNCTIONS = 43
 MOST_LONG_PARAMETER_LISTS = 64
 MOST_LARGE_MUTABLE_CLASSES = 15
 

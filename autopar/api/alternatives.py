@@ -62,22 +62,23 @@ class WorkBudget:
         is_late: whether the time limit of planning is over.
         size: variables of the first plan's program, as a multiple of the estimate.
         was_interrupted: whether the user ended the search with Ctrl-C.
+        parent: the budget that this one is a part of; it is interrupted together with this one.
     """
 
     left: float = math.inf
     is_late: Callable[[], bool] = lambda: False
     size: float = 1.0
     was_interrupted: bool = False
+    parent: WorkBudget | None = None
 
     @staticmethod
     def of(options: PlanOptions) -> WorkBudget:
         """Make the budget that options ask for."""
         return WorkBudget(EFFORTS[options.effort], lambda: options.is_late)
 
-    @staticmethod
-    def unlimited(options: PlanOptions) -> WorkBudget:
-        """Make the budget of what is requested, which the time limit alone ends."""
-        return WorkBudget(is_late=lambda: options.is_late)
+    def unlimited(self) -> WorkBudget:
+        """Return the budget of what is requested, which the time limit or Ctrl-C alone ends."""
+        return WorkBudget(is_late=lambda: self.is_over, parent=self)
 
     @property
     def is_over(self) -> bool:
@@ -88,6 +89,8 @@ class WorkBudget:
         """End the search, since there is a plan and the user pressed Ctrl-C."""
         log.warning("interrupted: the best plan so far is taken, and the rest is not tried")
         self.was_interrupted = True
+        if self.parent is not None:
+            self.parent.was_interrupted = True
 
     def measure(self, num_axes: int, num_variables: int) -> None:
         """Correct the estimates by the variables of the first plan's program.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, kind_of, planned_for
+from autopar.api.cached_captures import captures_cached
 from autopar.api.options import PlanRequest
 from autopar.api.plan_options import check_fits
-from autopar.api.planning import plan_told
+from autopar.api.planning import Found, find_told
 from autopar.api.specialize import (
     Structure,
     asked_of,
@@ -39,13 +40,13 @@ from autopar.api.tracing import (
     traced_for,
     validate_before_run,
 )
+from autopar.cache.store import remove_entry
 from autopar.capture import Trace
 from autopar.core.mesh import HardwareLike, is_unshaped
 from autopar.core.terminal import progress_of_long
 from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.summary import idle
-from autopar.planner import Planned
 from autopar.plans import Plan
 from autopar.program.program import Program, StagedProgram
 from autopar.request import Backend, Outputs, PlanOptions
@@ -237,32 +238,54 @@ def _device_type(model: nn.Module, batch: object) -> str:
 def _plan_together(
     order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Plan, Program | StagedProgram]:
-    """Rank 0 plans and broadcasts the plan's text (or its error); every rank emits from it. No rank
-    captures the call twice: rank 0 emits from the trace that it planned, and the others capture
-    while it plans."""
-    request, captured = order.request, None
+    """Rank 0 plans, or finds the plan in its cache, and broadcasts the plan's text (or its error);
+    every rank emits from it. No rank captures the call twice: rank 0 emits from the trace that it
+    planned, and the others capture while it plans."""
+    request, captured, key = order.request, None, ""
     plan = Plan.load(order.plan) if isinstance(order.plan, str | Path) else order.plan
     if plan is not None:
         _check_outputs(plan, request.options.outputs)
     if plan is None and (not dist.is_initialized() or dist.get_world_size() == 1):
-        trace, planned = _plan_here(order, args, kwargs)
-        validate_before_run(as_planned(trace, planned.plan), planned.plan, planned.program)
-        return planned.plan, planned.program
-    if plan is None:
+        found = _plan_here(order, args, kwargs)
+        plan, key = found.plan, found.key
+        if found.planned is not None and found.trace is not None:
+            validate_before_run(as_planned(found.trace, plan), plan, found.planned.program)
+            return plan, found.planned.program
+    elif plan is None:
         with announced(f"compiles {type(request.model).__name__}"):
-            plan, captured = _from_rank_zero(order, args, kwargs)
-    trace = traced_for(plan, request.model, args, kwargs) if captured is None else captured
-    refuse_parts(trace, request.options.batch)
-    is_shaped_so = is_unshaped(request.mesh) and is_shape_of(plan.mesh, request.mesh)
-    check_fits(
-        plan,
-        trace,
-        plan.mesh if is_shaped_so else as_mesh(request.mesh),
-        type(request.model).__name__,
-    )
-    with progress_of_long("emitting and validating the program") if rank() == 0 else nullcontext():
-        program = program_of(plan, request.model, trace, args, kwargs, request.captured)
+            plan, captured, key = _from_rank_zero(order, args, kwargs)
+    with captures_cached(use=request.options.cache):
+        trace = traced_for(plan, request.model, args, kwargs) if captured is None else captured
+        refuse_parts(trace, request.options.batch)
+        _check_found(request, plan, trace, key)
+        with _progress_on_rank_zero("emitting and validating the program"):
+            program = program_of(plan, request.model, trace, args, kwargs, request.captured)
     return plan, program
+
+
+def _progress_on_rank_zero(what: str) -> AbstractContextManager[Any]:
+    return progress_of_long(what) if rank() == 0 else nullcontext()
+
+
+def _check_found(request: PlanRequest, plan: Plan, trace: Trace, key: str) -> None:
+    """Check that a plan is for the captured call and the mesh. One from the cache always is, unless
+    autopar has an error; it is then removed.
+
+    Args:
+        key: of its entry in the cache; empty if it is not from there.
+
+    Raises:
+        PlanError: with one line per difference.
+    """
+    mesh, model_name = request.mesh, type(request.model).__name__
+    is_shaped_so = is_unshaped(mesh) and is_shape_of(plan.mesh, mesh)
+    try:
+        check_fits(plan, trace, plan.mesh if is_shaped_so else as_mesh(mesh), model_name)
+    except PlanError:
+        if key:
+            remove_entry(key)
+            log.warning("this plan was from the cache, where it was removed: start again")
+        raise
 
 
 def _check_outputs(plan: Plan, outputs: Outputs) -> None:
@@ -272,16 +295,14 @@ def _check_outputs(plan: Plan, outputs: Outputs) -> None:
         raise PlanError(what, remedy=f"pass outputs={made_for!r}, or plan again")
 
 
-def _plan_here(
-    order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Trace, Planned]:
+def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Found:
     log.info("planning for mesh %s", as_mesh(order.request.mesh))
     try:
-        return plan_told(order.request, args, kwargs)
+        return find_told(order.request, args, kwargs)
     except ConstraintError as error:
         if order.otherwise is None:
             raise
-        found = plan_told(replace(order.request, options=order.otherwise), args, kwargs)
+        found = find_told(replace(order.request, options=order.otherwise), args, kwargs)
         log.warning(
             "for this call constraints on layouts are left out, since they cannot hold: %s",
             error.what,
@@ -291,22 +312,26 @@ def _plan_here(
 
 def _from_rank_zero(
     order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Plan, Trace | None]:
-    """Return the plan of rank 0, and the trace of the call if this rank has captured it as the plan
-    is for it."""
+) -> tuple[Plan, Trace | None, str]:
+    """Return the plan of rank 0, which alone reads and writes the cache of plans; the trace of the
+    call if this rank has captured it as the plan is for it; and on rank 0 the plan's key in the
+    cache."""
     box: list[Any] = [None]
-    trace, refusal = None, None
+    trace: Trace | None = None
+    refusal: Exception | None = None
+    key = ""
     if dist.get_rank() == 0:
         try:
-            trace, planned = _plan_here(order, args, kwargs)
-            box = [("plan", planned.plan.dumps())]
+            found = _plan_here(order, args, kwargs)
+            box, trace, key = [("plan", found.plan.dumps())], found.trace, found.key
         # the others wait in the broadcast: they must learn of it, then every rank raises
         except Exception as error:
             dist.broadcast_object_list([("error", f"{type(error).__name__}: {error}")], src=0)
             raise
     else:
         try:
-            trace = trace_unplanned(order.request.model, args, kwargs, order.request.options)
+            with captures_cached(use=order.request.options.cache):
+                trace = trace_unplanned(order.request.model, args, kwargs, order.request.options)
         except Exception as error:  # raised below, since rank 0 would wait in the broadcast
             refusal = error
     dist.broadcast_object_list(box, src=0)
@@ -316,4 +341,4 @@ def _from_rank_zero(
     if refusal is not None:
         raise refusal
     plan = Plan.loads(text, "broadcast from rank 0")
-    return plan, trace if trace is not None and is_trace_for(plan, trace) else None
+    return plan, trace if trace is not None and is_trace_for(plan, trace) else None, key

@@ -151,7 +151,7 @@ class Chooser(Staging):
             check(wish, self.mesh)
         tries = Tries()
         search = AlternativeSearch(
-            WorkBudget.unlimited(self.options),
+            self.budget.unlimited(),
             lambda best_s: min(limit_s, self.options.worth_s(best_s)),
             status=self.status,
         )

@@ -78,7 +78,7 @@ class PlanSearch:
         if best is None:
             assert refusal is not None, "a search without a plan is refused"
             raise refusal
-        return shapes.note(best)
+        return replace(shapes.note(best), was_interrupted=self.budget.was_interrupted)
 
     def _with_stages(self, shapes: ShapeSearch) -> tuple[Planned | None, AutoparError | None]:
         """Search the alternatives with stages to what was found for mesh shapes.
@@ -97,7 +97,7 @@ class PlanSearch:
             return alone, refusal
         saved = _SAVED if unasked else 0.0
         search = AlternativeSearch(
-            self.budget if unasked else WorkBudget.unlimited(self.options),
+            self.budget if unasked else self.budget.unlimited(),
             self._limit(alone, saved),
             len(self.meshes) > 1,
             choosers[0].status,
@@ -130,7 +130,7 @@ class PlanSearch:
         """Search microbatches one after another, after all else was refused."""
         shapes = ShapeSearch(
             lambda mesh, limit_s: self.choose(mesh).in_parts(refusal, limit_s),
-            WorkBudget.unlimited(self.options),
+            self.budget.unlimited(),
             self.holds,
         )
         shapes.add(self.meshes)

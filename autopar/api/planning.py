@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -24,6 +24,7 @@ from autopar.api.arguments import (
     runs_on,
     within_this_gpu,
 )
+from autopar.api.cached_captures import captures_cached, recorded_captures
 from autopar.api.chooser import Chooser
 from autopar.api.mesh_search import shapes, shapes_in_three
 from autopar.api.options import PlanRequest, takes_options
@@ -43,12 +44,15 @@ from autopar.api.tracing import (
     traced_for,
     with_validation,
 )
+from autopar.cache.entries import Key, load_plan, recorded_warnings, save_plan
+from autopar.cache.walk import Opaque
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, certify_staged, named_so
 from autopar.constraints import speak_of
 from autopar.core.hardware import Hardware, Mixed, slowest
 from autopar.core.keywords import named
 from autopar.core.mesh import HardwareLike, Mesh, is_unshaped
+from autopar.core.private_folder import is_cache_on
 from autopar.core.terminal import PHASES, progress_of_long
 from autopar.core.units import share
 from autopar.emit import emit, emit_staged
@@ -57,7 +61,7 @@ from autopar.planner import Planned
 from autopar.planner.reprice import reprice_plan
 from autopar.plans import Plan
 from autopar.report import card as card  # with it, notebooks show plans
-from autopar.request import PlanKeywords, PlanOptions
+from autopar.request import OPTIONS, PlanKeywords, PlanOptions
 from autopar.solve import check_solver
 from autopar.verification import Verification, verify_program
 
@@ -140,6 +144,32 @@ def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]
 log = logging.getLogger("autopar")
 
 
+def settle_request(
+    request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Hardware, PlanOptions]:
+    """Return the hardware of a request, the default one if none is named, and the options, with the
+    time of planning begun.
+
+    Args:
+        request: as for `plan_call`.
+        args, kwargs: the call.
+
+    Raises:
+        CaptureError, HardwareError, MeshError, AutoparError: if a part of it cannot be used.
+    """
+    model, mesh, hardware, chosen = request.model, request.mesh, request.hardware, request.options
+    if isinstance(model, nn.Module):  # what is none is refused below
+        refuse_wrapped(model)
+    check_solver(chosen.solver)
+    devices = as_hardware(
+        default_hardware(runs_on(model, mesh, (args, kwargs))) if hardware is None else hardware,
+        mesh,
+    )
+    if hardware is None and not isinstance(devices, Mixed):
+        chosen = within_this_gpu(chosen, devices)
+    return devices, chosen.begun()
+
+
 def plan_call(
     request: PlanRequest,
     args: tuple[Any, ...],
@@ -160,19 +190,8 @@ def plan_call(
     Raises:
         CaptureError, ConstraintError, InfeasibleError, HardwareError, MeshError: as `autopar.plan`.
     """
-    model, mesh, hardware, chosen = request.model, request.mesh, request.hardware, request.options
-    if isinstance(model, nn.Module):  # what is none is refused below
-        refuse_wrapped(model)
-    check_solver(chosen.solver)
-    devices = as_hardware(
-        default_hardware(runs_on(model, mesh, (args, kwargs))) if hardware is None else hardware,
-        mesh,
-    )
-    chosen = (
-        within_this_gpu(chosen, devices)
-        if hardware is None and not isinstance(devices, Mixed)
-        else chosen
-    ).begun()
+    model, mesh = request.model, request.mesh
+    devices, chosen = settle_request(request, args, kwargs)
     trace = trace_unplanned(model, args, kwargs, chosen)
     if not trace.differentiable and not chosen.inference:
         log.warning(
@@ -253,6 +272,89 @@ def plan_told(
         )
 
 
+# --------------------------------------------------------------------------------------------------
+# The cache of plans. Its key covers all that planning reads; what a capture reads beyond that is
+# compared when an entry is used (`autopar.cache`).
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan, and whether it was planned now.
+
+    Attributes:
+        planned: the plan with its program and phase times; None if it comes from the cache.
+        trace: the capture; None if the plan comes from the cache.
+        key: of the entry in the cache; empty if the cache is not used.
+    """
+
+    plan: Plan
+    planned: Planned | None = None
+    trace: Trace | None = None
+    key: str = ""
+
+
+def find_plan(
+    request: PlanRequest,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Found:
+    """Return the plan of a request from the cache, or plan it and put it there.
+
+    Args:
+        request, args, kwargs, progress: as for `plan_call`.
+
+    Raises:
+        as `plan_call`.
+    """
+    devices, chosen = settle_request(request, args, kwargs)
+    request = replace(request, hardware=devices, options=chosen)
+    key = _key_of(request, devices, args, kwargs)
+    if key is not None and (plan := load_plan(key)) is not None:
+        log.info("the plan is from the cache: %s", key.text)
+        return Found(plan, key=key.text)
+    cached = captures_cached(use=chosen.cache)
+    with cached, recorded_captures() as traces, recorded_warnings() as messages:
+        trace, planned = plan_call(request, args, kwargs, progress=progress)
+    is_final = not (chosen.is_late or planned.was_interrupted)  # with more time it may be another
+    if key is not None and is_final:
+        save_plan(key, planned.plan, traces, messages)
+    return Found(planned.plan, planned, trace, "" if key is None else key.text)
+
+
+def _key_of(
+    request: PlanRequest, devices: Hardware, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Key | None:
+    """Return the key of a request; None if its plan cannot be in the cache, which the log says."""
+    options = request.options
+    if not (options.cache and is_cache_on("plans")):
+        return None
+    mesh = request.mesh if is_unshaped(request.mesh) else as_mesh(request.mesh)
+    asked = {name: getattr(options, name) for name in OPTIONS if name != "cache"}
+    try:
+        if options.solver != "highs":
+            raise Opaque(f"the version of the solver {options.solver} is not known")
+        return Key.of(
+            "plan", request.model, args, kwargs, (mesh, devices, asked, request.is_further)
+        )
+    except Opaque as reason:
+        log.debug("the cache of plans is not used: %s", reason)
+        return None
+
+
+def find_told(request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Found:
+    """Run `find_plan`; on a terminal, show the progress of what takes long.
+
+    Args:
+        request, args, kwargs: as for `plan_call`.
+    """
+    with progress_of_long("capturing the model") as tell:
+        return find_plan(
+            request, args, kwargs, progress=lambda phase: tell(PHASES.get(phase, phase))
+        )
+
+
 def plan_model(
     model: nn.Module,
     mesh: MeshLike,
@@ -262,7 +364,7 @@ def plan_model(
     write_lp: str | Path | None = None,
     **options: Unpack[PlanKeywords],
 ) -> tuple[Trace, Planned]:
-    """As `plan`, but also returns the trace, the program and the phase times."""
+    """As `plan`, but without the cache; also returns the trace, the program and the phase times."""
     request = PlanRequest(model, mesh, hardware, PlanOptions(**options))  # type: ignore[arg-type]  # any sequence of constraints
     trace, planned = plan_told(request, *as_call(example_inputs))
     if write_lp is not None:
@@ -305,9 +407,17 @@ def plan(
     Raises:
         CaptureError, ConstraintError, InfeasibleError, HardwareError, MeshError: see each.
     """
-    return plan_model(
-        model, mesh, example_inputs=example_inputs, hardware=hardware, write_lp=write_lp, **options
-    )[1].plan
+    if write_lp is not None:  # a plan has no integer program
+        return plan_model(
+            model,
+            mesh,
+            example_inputs=example_inputs,
+            hardware=hardware,
+            write_lp=write_lp,
+            **options,
+        )[1].plan
+    request = PlanRequest(model, mesh, hardware, PlanOptions(**options))  # type: ignore[arg-type]  # any sequence of constraints
+    return find_told(request, *as_call(example_inputs)).plan
 
 
 def verify(

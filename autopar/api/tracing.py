@@ -21,7 +21,8 @@ from autopar.analysis.microbatches import (
     for_single_samples,
     ready,
 )
-from autopar.capture import Trace, capture
+from autopar.api.cached_captures import capture_or_load
+from autopar.capture import Trace
 from autopar.capture.chunked_loss import loss_alone, loss_by_rows, outputs_whole
 from autopar.capture.trees import paths_in
 from autopar.certificate import Certificate, Finding
@@ -127,13 +128,8 @@ def trace_call(
         CaptureError: if the call cannot be captured, or the model is parallel or compiled already.
     """
     refuse_wrapped(model)
-    return capture(
-        model,
-        args,
-        kwargs,
-        precision=None if precision is None else _PRECISIONS[precision],
-        inference=inference,
-    )
+    dtype = _PRECISIONS.get(precision or "")
+    return capture_or_load(model, args, kwargs, dtype, inference=inference)
 
 
 def traced_for(

@@ -212,7 +212,7 @@ def transformers_under_capture(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_sounds_without_gradient(model))
         if "transformers" in sys.modules:
-            _install_recording_hooks(model)
+            install_recording_hooks(model)
             stack.enter_context(_recorder_in_a_plain_variable())
             stack.enter_context(_signatures_in_plain_dicts(model))
             stack.enter_context(_products_of_plain_numbers())
@@ -255,7 +255,14 @@ def branches_of_eager(model: nn.Module) -> Iterator[bool]:
         yield bool(asking)
 
 
-def _install_recording_hooks(model: nn.Module) -> None:
+def install_recording_hooks(model: nn.Module) -> None:
+    """Install the hooks that record outputs, as the first forward of a transformers model would.
+
+    Args:
+        model: any model; only models of transformers get hooks, each once.
+    """
+    if "transformers" not in sys.modules:
+        return
     try:
         from transformers import PreTrainedModel
         from transformers.utils import output_capturing

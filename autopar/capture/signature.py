@@ -228,6 +228,7 @@ class Border:
                 *self.raw.outside,
                 *self._known_buffers({kind[1] for kind in positions if kind[0] == "mutation"}),
             ),
+            code=self.raw.code,
         )
 
     def _known_buffers(self, mutated: Collection[str]) -> Iterator[KnownBuffer]:

@@ -249,6 +249,7 @@ class Trace:
             at (`training` left out); of layers that were repeated, the values of the layer that was
             captured in their place; the same of what no module has; and the values of buffers that
             forward read.
+        code: (file, qualified name, first line) of the functions that were traced.
     """
 
     graph: fx.Graph
@@ -265,6 +266,7 @@ class Trace:
     folding: Folding = Folding()
     precision: torch.dtype | None = None
     attributes: tuple[Constant, ...] = ()
+    code: tuple[tuple[str, str, int], ...] = ()
 
     def __deepcopy__(self, memo: Any) -> Trace:
         return self  # nothing changes it; torch warns of specs of calls that are copied

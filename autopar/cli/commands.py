@@ -1,4 +1,5 @@
-"""The command line: ``autopar plan|explain|diff|check|verify|what-if|profile|report|export|run``.
+"""The command line: ``autopar
+plan|explain|diff|check|verify|what-if|profile|report|export|run|cache``.
 
 `plan`, `explain`, `diff`, `check` and `report` need no process group and no GPU. What autopar
 refuses is printed without a traceback, and the command exits with 1. What needs torch is imported
@@ -14,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli.cache_commands import cache_app
 from autopar.cli.plan_command import plan_command
 from autopar.cli.shared_options import (
     DTYPES,
@@ -58,6 +60,7 @@ def app_options(
 
 
 app.command("plan")(plan_command)
+app.add_typer(cache_app, name="cache")
 
 
 @app.command("explain")

@@ -11,7 +11,7 @@ from pathlib import Path
 from autopar import constraints
 from autopar.api import as_call
 from autopar.api.options import PlanRequest
-from autopar.api.planning import plan_call
+from autopar.api.planning import Found, find_plan
 from autopar.cli.models import built
 from autopar.cli.shared_options import NamedModel, as_flags
 from autopar.constraints import Constraint
@@ -88,26 +88,33 @@ def plan_named(
         )
         tell("capturing")
         args, kwargs = as_call(example)
-        _, planned = plan_call(
+        if lp_file is not None:  # a plan from the cache has no integer program
+            options = replace(options, cache=False)
+        found = find_plan(
             PlanRequest(network, mesh, devices, options),
             args,
             kwargs,
             progress=lambda p: tell(clock.at(p)),
         )
-    _tell(planned.plan, clock.phases(planned.seconds), out_file)
-    if lp_file is not None:
-        planned.write_lp(lp_file)
+    _tell(found, clock, out_file)
+    if lp_file is not None and found.planned is not None:
+        found.planned.write_lp(lp_file)
         say(f"integer program written to {lp_file}")
 
 
-def _tell(plan: Plan, phases: Mapping[str, float], out_file: Path | None) -> None:
+def _tell(found: Found, clock: _Clock, out_file: Path | None) -> None:
     """Print the plan's summary and the time of planning, and write the plan."""
+    plan = found.plan
     for line in explain(plan).summary():
         say(as_flags(line))
-    say(
-        f"planned in {seconds(sum(phases.values()))}:"
-        f" {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}"
-    )
+    if found.planned is None:
+        say("the plan is from the cache; --no-cache plans again")
+    else:
+        phases = clock.phases(found.planned.seconds)
+        say(
+            f"planned in {seconds(sum(phases.values()))}:"
+            f" {', '.join(f'{phase} {seconds(value)}' for phase, value in phases.items())}"
+        )
     if out_file is not None:
         _save(plan, out_file)
         say(f"written to {out_file}: `autopar explain {out_file}` tells more")

@@ -21,6 +21,26 @@ log = logging.getLogger("autopar")
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
+def cache_home() -> Path:
+    """Return the folder of autopar's caches: ``$AUTOPAR_CACHE_DIR``, else
+    ``$XDG_CACHE_HOME/autopar``, else ``~/.cache/autopar``. It may not exist."""
+    if named := os.environ.get("AUTOPAR_CACHE_DIR"):
+        return Path(named)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(home) / "autopar"
+
+
+def is_cache_on(what: str) -> bool:
+    """Whether a cache is in use.
+
+    Args:
+        what: its name in ``$AUTOPAR_CACHE``, which lists the caches to use, separated by commas;
+            ``0`` for none. All are used if it is not set.
+    """
+    listed = os.environ.get("AUTOPAR_CACHE", "")
+    return not listed or what in listed.split(",")
+
+
 def private_folder(wanted: Path, purpose: str, remedy: str) -> Path:
     """Make a folder that only the current user can write to, or find it.
 

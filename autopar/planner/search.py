@@ -48,6 +48,7 @@ class Planned:
     """A plan, the program it is emitted into, and how long each phase took (seconds by name).
 
     Attributes:
+        was_interrupted: whether Ctrl-C ended the search, so that another run may find another plan.
         computing_s: what any plan without stages computes at least; 0 where that is not known.
         problem: what the solver was asked, of a plan without stages.
         closer: where the plan's bound over all cuts can be raised: searches for one that is so many
@@ -59,6 +60,7 @@ class Planned:
     seconds: dict[str, float]
     closer: Callable[[float], float] | None = field(default=None, repr=False, compare=False)
     computing_s: float = field(default=0.0, repr=False, compare=False)
+    was_interrupted: bool = field(default=False, repr=False, compare=False)
     problem: Problem | None = field(default=None, repr=False, compare=False)
 
     def closer_proven(self, *, in_time: bool = True) -> Planned:

@@ -36,7 +36,13 @@ from autopar.core.autocast_state import as_written
 from autopar.core.json_text import read_json
 from autopar.core.layout import Layout, Strategy
 from autopar.core.placements import PARTIAL, REPLICATE
-from autopar.core.private_folder import find_foreign, private_folder, warn_once
+from autopar.core.private_folder import (
+    cache_home,
+    find_foreign,
+    is_cache_on,
+    private_folder,
+    warn_once,
+)
 from autopar.errors import LayoutError, RuleError
 from autopar.ops.formats import torchs_own
 from autopar.rules.call import NO_TENSOR, Call, KeyedCall, TensorInfo, op_name
@@ -46,8 +52,8 @@ from autopar.rules.small_calls import Trial, trials_of
 from autopar.rules.trial import check_strategy, close, join, run, split, tolerance_of
 
 # --------------------------------------------------------------------------------------------------
-# What discovery found, remembered in a file of the user's cache directory:
-# ``$XDG_CACHE_HOME/autopar/discovered.json``.
+# What discovery found, remembered in a file of the user's cache directory (`cache_home`):
+# ``discovered.json``.
 #
 # Only proposals are remembered: they pass the law again each time they are read, so that a file
 # that is stale, of another machine or edited by hand can cost choices but never give a wrong
@@ -66,14 +72,13 @@ def path() -> Path | None:
     Returns:
         The file, which may not exist; None if the cache is off, or its folder cannot be made.
     """
-    if os.environ.get("AUTOPAR_CACHE") == "0":
+    if not is_cache_on("rules"):
         return None
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     try:
         folder = private_folder(
-            Path(home) / "autopar",
+            cache_home(),
             "discovered rules",
-            "name a folder of your own: XDG_CACHE_HOME=FOLDER",
+            "name a folder of your own: AUTOPAR_CACHE_DIR=FOLDER",
         )
     except OSError:
         return None

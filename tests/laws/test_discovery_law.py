@@ -53,7 +53,7 @@ def counted(op: Any) -> Counter[str]:
 
 @pytest.fixture(autouse=True)
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
 
 
 @pytest.mark.parametrize("op", SOME, ids=str)

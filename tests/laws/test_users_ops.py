@@ -90,7 +90,7 @@ BATCH = {"x": torch.randn(16, 32, generator=torch.Generator().manual_seed(0))}
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
     yield
     for op in list(REGISTERED):
         unregister(op)

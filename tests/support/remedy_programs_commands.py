@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import runpy
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autopar import HardwareProfile, hf
+from autopar.cli.cache_commands import clear_command
 from autopar.cli.models import built, turning_of
 from autopar.cli.plan_command import _check_stages
 from autopar.cli.planning import _save
@@ -201,6 +203,22 @@ def _local(measured: bool) -> Callable[[], object]:
     return _within(make)
 
 
+def _cleared(is_folder_removed: bool) -> Callable[[], object]:
+    """``autopar cache clear``, where an entry of the cache cannot be removed, or its folder was
+    removed."""
+
+    def make(folder: Path) -> object:
+        entry = folder / "entries" / "entry.json"
+        entry.mkdir(parents=True)  # which `unlink` does not remove
+        if is_folder_removed:
+            shutil.rmtree(folder / "entries")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("AUTOPAR_CACHE_DIR", str(folder))
+            return clear_command()
+
+    return _within(make)
+
+
 def _reported(name: str) -> Callable[[], object]:
     return _within(lambda folder: report(made_plan(), folder / name))
 
@@ -309,6 +327,9 @@ MODELS: dict[str, Program] = {
     ),
     "hf/specs.py parse 2": Program(
         _named("llama", "[8]"), '{"name": value, ...}', _named("llama", _TEXT, seq=4)
+    ),
+    "cli/cache_commands.py clear_command 0": Program(
+        _cleared(False), "remove the folder", _cleared(True)
     ),
     "cli/models.py turning_of 0": Program(
         lambda: turning_of(made_plan(), 3, NamedModel()),

@@ -97,6 +97,7 @@ class RawJoint:
         unkept: attributes that forward writes and a program does not.
         held_elsewhere: other paths by which forward may reach a module → the path of its
             registration.
+        code: (file, qualified name, first line) of the functions that Dynamo traced.
     """
 
     graph: fx.Graph
@@ -113,6 +114,7 @@ class RawJoint:
     outside: tuple[OutsideValue, ...]
     unkept: tuple[str, ...]
     held_elsewhere: Mapping[str, str]
+    code: tuple[tuple[str, str, int], ...]
 
 
 def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
@@ -205,6 +207,10 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             outside=notes.outside,
             unkept=unkept,
             held_elsewhere=held_elsewhere(model),
+            code=tuple(
+                (code.co_filename, code.co_qualname, code.co_firstlineno)
+                for code in dict.fromkeys(notes.code)
+            ),
         )
 
 

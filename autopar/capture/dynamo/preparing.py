@@ -262,3 +262,15 @@ def _unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+def changed_settings() -> dict[str, Any]:
+    """Return the settings of Dynamo and AOTAutograd that do not have their default values; aliases
+    of others, and what torch no longer reads, are left out."""
+    return {
+        f"{config.__name__}.{name}": getattr(config, name)
+        for config in (torch._dynamo.config, torch._functorch.config)
+        for name, entry in sorted(config._config.items())
+        if entry.alias is None and not getattr(entry, "deprecated", False)
+        if getattr(config, name) != entry.default
+    }

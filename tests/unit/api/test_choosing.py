@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,15 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the search reads and writes of a plan that was found."""
+
+    plan: Any
+    computing_s: float
+    was_interrupted: bool = False
+
+
 def made(step_s: float, compute_s: float = 0.0, num: int = 0) -> Any:
     """A plan, in stages if there are microbatches."""
     alone = SimpleNamespace(
@@ -54,7 +64,7 @@ def made(step_s: float, compute_s: float = 0.0, num: int = 0) -> Any:
     )
     stages = SimpleNamespace(stages=(alone,), num_microbatches=num, num_chunks=1)
     whole = SimpleNamespace(**{**vars(alone), "pipeline": stages if num else None})
-    return SimpleNamespace(plan=whole, computing_s=compute_s)
+    return Found(whole, compute_s)
 
 
 def search(
@@ -88,7 +98,9 @@ def search(
     chosen = PlanOptions(**{"outputs": "loss", **options})
     profile, batch = HardwareProfile.load(device), {"x": torch.zeros(samples, 2)}
     chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, mesh, profile, chosen)
-    return PlanSearch(lambda _: chooser, chosen, (mesh,), budget=WorkBudget.of(chosen)).run()
+    budget = WorkBudget.of(chosen)
+    chooser = replace(chooser, budget=budget)
+    return PlanSearch(lambda _: chooser, chosen, (mesh,), budget=budget).run()
 
 
 @pytest.mark.parametrize(
@@ -345,6 +357,9 @@ def test_ctrl_c_ends_the_search_with_the_best_plan_if_there_is_one(
         seen.append(num)
         raise KeyboardInterrupt
 
+    def slow(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        raise TooSlow(2.0)
+
     refusal = InfeasibleError("all at once does not fit", remedy="more memory")
     if is_first:
         with pytest.raises(KeyboardInterrupt):
@@ -352,6 +367,7 @@ def test_ctrl_c_ends_the_search_with_the_best_plan_if_there_is_one(
         return
     found = search(monkeypatch, staged, samples=16, effort="thorough")
     assert found.plan.prediction.step_s == ALONE_S and len(seen) == 1
+    assert found.was_interrupted and not search(monkeypatch, slow, samples=2).was_interrupted
     assert "2 to 16 microbatches in stages along a (not tried, at least" in told[0]
 
 

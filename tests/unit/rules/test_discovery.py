@@ -98,7 +98,7 @@ def headed(x: Tensor, num_heads: int) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "autopar"))
     discovery._discover.cache_clear()
     return tmp_path / "autopar" / "discovered.json"
 

@@ -1,0 +1,195 @@
+"""Plans and captures on disk, by keys that are known before anything is captured.
+
+An entry is two lines of JSON and a body: what the entry is; what was read beside the key
+(`autopar.cache.manifest`), with the warnings that were given when the body was made, which are
+given again when it is used; and the plan, as `Plan.dumps` wrote it, or the trace as JSON. Nothing
+is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+
+from autopar.cache import store
+from autopar.cache.ambient import add_ambient
+from autopar.cache.manifest import Manifest, make_manifest
+from autopar.cache.trace_json import trace_from_json, trace_to_json
+from autopar.cache.walk import Opaque, Walk
+from autopar.capture import Trace
+from autopar.capture.hugging_face import install_recording_hooks
+from autopar.core.garbage import collected_seldom
+from autopar.core.json_text import read_json
+from autopar.errors import PlanError
+from autopar.plans import Plan
+
+T = TypeVar("T")
+log = logging.getLogger("autopar")
+_FORMAT, _VERSION = "autopar-cached", 1
+_Message = tuple[int, str]
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ImportError, PlanError)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The key of an entry, and the walk that hashed it.
+
+    Attributes:
+        kind: what the entry is. text: the key, hexadecimal digits.
+    """
+
+    kind: Literal["plan", "capture"]
+    text: str
+    walk: Walk
+
+    @staticmethod
+    def of(
+        kind: Literal["plan", "capture"],
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        request: tuple[Any, ...],
+    ) -> Key:
+        """Return the key of a plan or capture.
+
+        Args:
+            kind: which of them.
+            model: the model.
+            args, kwargs: the call; values of its tensors do not count.
+            request: what else was asked for.
+
+        Raises:
+            Opaque: if the result depends on something that cannot be hashed; says on what.
+        """
+        install_recording_hooks(model)  # as the capture will
+        walk = Walk()
+        walk.add("format", (_FORMAT, _VERSION, kind))
+        walk.add("the request", request)
+        walk.add("the model", model)
+        walk.add("the call", (args, dict(kwargs)), values=False)
+        add_ambient(walk)
+        return Key(kind, walk.hexdigest, walk)
+
+
+def load_plan(key: Key) -> Plan | None:
+    """Return the cached plan of a key, and give its warnings again; None if there is none, or what
+    it depends on has changed."""
+    return _load(key, Plan.loads)
+
+
+def save_plan(key: Key, plan: Plan, traces: Iterable[Trace], messages: Iterable[_Message]) -> None:
+    """Cache a plan, unless it depends on something that cannot be compared; the log says on what.
+
+    Args:
+        key: of its request, made before it was planned.
+        plan: the plan.
+        traces: all captures that planning made.
+        messages: the warnings of planning.
+    """
+    mark = plan.fingerprint
+    axes = ", ".join(f"{axis.name}={axis.size}" for axis in plan.mesh.axes)
+    about = f"{mark.model_name or 'model'} on {axes} of {mark.profile}"
+    _save(key, about, plan.dumps, traces, messages)
+
+
+def load_trace(key: Key, model: nn.Module) -> Trace | None:
+    """Return the cached capture of a key, and give its warnings again; None if there is none, or
+    what it depends on has changed.
+
+    Args:
+        key: its key.
+        model: the model of the key.
+    """
+    with collected_seldom():
+        return _load(key, lambda text: trace_from_json(json.loads(text), model, key.walk.followed))
+
+
+def save_trace(key: Key, model_name: str, trace: Trace, messages: Iterable[_Message]) -> None:
+    """Cache a capture, unless it depends on something that cannot be compared, or has a part that
+    cannot be written; the log says which.
+
+    Args:
+        key: of the capture, made before it.
+        model_name: name of the model's class.
+        trace: the capture.
+        messages: the warnings of capturing.
+    """
+    shapes = ", ".join(
+        shape if path.isdigit() else f"{path} {shape}" for path, shape in trace.batch_in_words
+    )
+    _save(
+        key,
+        f"{model_name}, {shapes}",
+        lambda: json.dumps(trace_to_json(trace, key.walk.followed)),
+        (trace,),
+        messages,
+    )
+
+
+def _load(key: Key, read: Callable[[str], T]) -> T | None:
+    text = store.read_entry(key.text)
+    if text is None:
+        return None
+    try:
+        head, lines, body = text.split("\n", 2)
+        data = read_json(head)
+        if (data["format"], data["version"], data["kind"]) != (_FORMAT, _VERSION, key.kind):
+            raise ValueError(f"it is no cached {key.kind} of this version")
+        data = read_json(lines)
+        manifest = Manifest.from_json(data["manifest"])
+        messages = [(int(level), str(message)) for level, message in data["messages"]]
+        reason = manifest.difference()
+        found = None if reason else read(body)
+    except _MALFORMED as error:
+        store.report_damaged(key.text, f"the entry {key.text} cannot be read: {error}")
+        return None
+    if reason:
+        log.debug("the cached %s %s is not used: %s", key.kind, key.text, reason)
+        return None
+    for level, message in messages:
+        log.log(level, "%s", message)
+    return found
+
+
+def _save(
+    key: Key,
+    about: str,
+    body: Callable[[], str],
+    traces: Iterable[Trace],
+    messages: Iterable[_Message],
+) -> None:
+    try:
+        manifest = make_manifest(traces, key.walk)
+        text = body()
+    except Opaque as reason:
+        log.debug("the %s is not cached: %s", key.kind, reason)
+        return
+    head = {"format": _FORMAT, "version": _VERSION, "kind": key.kind, "about": about}
+    beside = {"manifest": manifest.to_json(), "messages": [list(each) for each in messages]}
+    store.write_entry(key.text, f"{json.dumps(head)}\n{json.dumps(beside)}\n{text}")
+
+
+@contextlib.contextmanager
+def recorded_warnings() -> Iterator[list[_Message]]:
+    """Record the warnings that autopar logs in this thread."""
+    found: list[_Message] = []
+    thread = threading.get_ident()
+
+    def record(message: logging.LogRecord) -> bool:
+        if message.thread == thread and message.levelno >= logging.WARNING:
+            found.append((message.levelno, message.getMessage()))
+        return True
+
+    # not as a handler: without any handler Python itself prints warnings
+    log.addFilter(record)
+    try:
+        yield found
+    finally:
+        log.removeFilter(record)
