@@ -23,6 +23,7 @@ from autopar.cost.priced import Priced
 from autopar.planner import PlanOptions
 from autopar.planner.candidates import Candidate
 from autopar.planner.clock import Clock
+from autopar.planner.pipeline.stage_cache import Alike, Effort
 from autopar.planner.plan_assembly import certify_proof
 from autopar.planner.search import finish_search, prepare_search
 from autopar.plans import Plan, ProofCase
@@ -128,6 +129,27 @@ def test_the_bound_over_all_cases_and_the_plan_enclose_the_optimum(
         solved = cases.solve(p)
         assert solved is not None and solved.objective_s == pytest.approx(best_s)
         assert solved.bound_s <= best_s * (1 + 1e-9)
+
+
+def test_an_answer_for_an_equal_stage_has_the_prices_of_memory_of_its_own_rows_in_each_case() -> (
+    None
+):
+    def with_moments(key: str) -> Problem:
+        p = problem(0, moments=True)
+        return replace(p, moments=tuple(replace(m, key=f"{key}{m.key}") for m in p.moments))
+
+    first, second = with_moments("first/"), with_moments("second/")
+    name = first.moments[0].key
+    condition, answer = next(conditions_of(first)), solve(first, gap=0.5)
+    case = CaseMultipliers((condition,), Multipliers(0.0, {}, {name: 1.0}))
+    alike = Alike()
+    alike.learn(
+        first, replace(answer, multipliers=Multipliers(0.0, {}, {}, cases=(case,))), Effort.END
+    )
+    known = alike.known(second, Effort.END)
+    assert isinstance(known, Solution) and known.multipliers is not None
+    [renamed] = known.multipliers.cases
+    assert renamed.multipliers.memory_s == {second.moments[0].key: 1.0}
 
 
 def test_a_mixture_is_divided_by_the_op_whose_time_differs_most() -> None:
