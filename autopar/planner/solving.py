@@ -16,6 +16,9 @@ from autopar.solve import Cases, Common, Least, choices_or_least, within
 _LEAST_WORK = (
     3e9  # simplex steps by columns, about some seconds: what a search for the bound may do
 )
+# Relative distance of plan and bound from which on a problem is divided into cases. Below it, cases
+# take several times as long as the search before, and may find plans that are slower as emitted.
+_LEAST_GAP = 0.05
 _WORK_SHARE = 0.25  # of what all searches before have done, if that is more
 
 
@@ -112,7 +115,8 @@ class Solving:
         Returns:
             The answer, with the bound of all cases.
         """
-        if found.split is None or found.gap <= self.options.gap or self.options.is_late:
+        least = max(self.options.gap, _LEAST_GAP)
+        if found.split is None or found.gap <= least or self.options.is_late:
             return found
         self.cases = Cases.of(problem, found, self.options.gap, self.common, self._ask_case)
         return self.cases.answer
