@@ -121,6 +121,18 @@ def load_profile(name: str) -> HardwareProfile:
     )
 
 
+def with_inter_gbits(profile: HardwareProfile, gbits: float) -> HardwareProfile:
+    """Return the profile with another bandwidth between nodes, and no measured points of it.
+
+    Args:
+        profile: of the device.
+        gbits: Gb/s per device and direction.
+    """
+    inter = replace(profile.links["inter"], bandwidth_bytes_per_s=gbits * 1e9 / 8, curves={})
+    links = {**profile.links, "inter": inter}
+    return replace(profile, links=links, hash=f"{profile.hash}-{gbits:g}")
+
+
 def environment() -> dict[str, Any]:
     """Where and when it was measured."""
     return {

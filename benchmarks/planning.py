@@ -1,6 +1,8 @@
 """How long planning takes, phase by phase, and how close the plan is to the proven bound.
 
-By default the cases of the table below, in bfloat16 on meta, on H100.
+By default the cases of the table below, in bfloat16 on meta, on H100. ``--inter-gbits`` sets the
+bandwidth between nodes, in Gb/s per device; ``--slow-links`` runs Llama-3 8B and 70B on 4x8 to 32x8
+devices at 10 and 25 Gb/s, with float32 weights that compute in bfloat16, and without pipelines.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import math
 import resource
 import sys
 import time
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
@@ -19,12 +22,21 @@ from autopar.api.arguments import as_mesh
 from autopar.api.chooser import Chooser
 from autopar.api.mesh_search import shapes
 from autopar.api.plan_search import PlanSearch
+from autopar.api.tracing import as_wanted, trace_call
 from autopar.capture import Trace, capture
 from autopar.constraints import pipeline
 from autopar.core.mesh import Mesh, is_unshaped, read_mesh
 from autopar.planner import PlanOptions
 from autopar.plans import Plan
-from benchmarks.common import ROOT, Row, load_profile, parser, run_rows, specs_of
+from benchmarks.common import (
+    ROOT,
+    Row,
+    load_profile,
+    parser,
+    run_rows,
+    specs_of,
+    with_inter_gbits,
+)
 from benchmarks.models import ModelSpec
 
 FREE = "free"  # every axis is tried for a pipeline, and none
@@ -41,6 +53,13 @@ DEFAULTS: tuple[tuple[ModelSpec, str, int, int, str, int | None, float], ...] = 
     (_UNET, "node=8,gpu=8", 64, 0, "", None, 0.01),
     (ModelSpec.known("llama3-405b"), "node=2048,gpu=8", 2048, 8192, FREE, None, 0.01),
 )
+Precision = Literal["bf16", "fp16"]
+SLOW_LINKS = tuple(
+    (ModelSpec.known(model), f"node={nodes},gpu=8", gbits)
+    for model in ("llama3-8b", "llama3-70b")
+    for nodes in (4, 8, 16, 32)
+    for gbits in (25.0, 10.0)
+)
 PHASES = ("trace_s", "enumerate_s", "price_s", "solve_s", "emit_s", "total_s", "cpu_s")
 SIZES = (
     "peak_rss_bytes",
@@ -50,6 +69,7 @@ SIZES = (
     "simulated_s",
     "bound_s",
     "gap",
+    "certified_gap",
     "peak_bytes",
 )
 
@@ -66,12 +86,15 @@ def row(
     time_limit_s: float | None,
     axis: str = "",
     microbatches: int | None = None,
+    inter_gbits: float | None = None,
+    precision: Precision | None = None,
 ) -> Row:
     """Plan once. `total_s` runs from the trace to the plan without the plan's emission; the memory
     check of the program counts as emission. `cpu_s` is the processor time of everything, emission
     included: on a shared machine it says more than the clock. Where pipelines or shapes of the mesh
     are tried (which a count or 4x8 leaves to the planner), the phases are those of the plan that
-    was chosen, and `total_s` and `cpu_s` of all that were tried."""
+    was chosen, and `total_s` and `cpu_s` of all that were tried. With a `precision` a user's call
+    is planned: its loss is the only output, in one microbatch."""
     model, data = ModelSpec(**spec).build(
         batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True
     )
@@ -79,12 +102,20 @@ def row(
     asked = (pipeline(None if axis == FREE else axis, microbatches=microbatches),) if axis else ()
     options = PlanOptions(
         memory_bytes=memory, gap=gap, time_limit_s=time_limit_s or math.inf, constraints=asked
-    ).begun()
+    )
+    if precision is not None:
+        options = replace(options, precision=precision, outputs="loss", num_microbatches=1)
+    options = options.begun()
     start, cpu = time.perf_counter(), time.process_time()
-    trace = capture(model, (), data)
+    if precision is None:
+        trace = capture(model, (), data)
+    else:
+        trace = as_wanted(trace_call(model, (), data, precision, inference=False), "loss")
     trace_s = time.perf_counter() - start
     captured, budget = dict[int, Trace](), WorkBudget.of(options)
     given, profile = read_mesh(mesh), load_profile(hardware)
+    if inter_gbits is not None:
+        profile = with_inter_gbits(profile, inter_gbits)
 
     def choose(shape: Mesh) -> Chooser:
         return Chooser(
@@ -116,6 +147,7 @@ def row(
         "emit_s": emit_s,
         "total_s": all_s - emit_s,
         "pipeline": axis,
+        "inter_gbits": inter_gbits,
         "cpu_s": cpu_s,
         "seconds": seconds,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -135,6 +167,7 @@ def _chosen(plan: Plan) -> Row:
         "objective_s": proof.objective_s,
         "bound_s": proof.bound_s,
         "gap": proof.gap,
+        "certified_gap": proof.certified_gap,
         "compute_s": prediction.compute_s,
         "communication_s": prediction.communication_s,
         "simulated_s": prediction.simulated_s,
@@ -169,9 +202,12 @@ def main(arguments: list[str]) -> int:
     flags.add_argument(
         "--microbatches", type=int, help="of the pipeline; by default the planner's choice"
     )
+    flags.add_argument("--inter-gbits", type=float, help="Gb/s between nodes, per device")
+    flags.add_argument("--slow-links", action="store_true", help="the cases with slow links")
     options = flags.parse_args(arguments)
     shared = {
-        name: getattr(options, name) for name in ("dtype", "hardware", "memory_gib", "time_limit_s")
+        name: getattr(options, name)
+        for name in ("dtype", "hardware", "memory_gib", "time_limit_s", "inter_gbits")
     }
     meshes = [
         mesh if is_unshaped(read_mesh(mesh)) else str(Mesh.parse(mesh))
@@ -184,6 +220,12 @@ def main(arguments: list[str]) -> int:
         {"spec": spec.to_json(), "mesh": mesh, **dict(zip(keys, rest, strict=True)), **shared}
         for spec, mesh, *rest in named
     ]
+    if options.slow_links:
+        slow = {**shared, "dtype": "float32", "precision": "bf16", "batch": 64, "seq": 4096}
+        cases = [
+            {**slow, "spec": spec.to_json(), "mesh": mesh, "gap": options.gap, "inter_gbits": gbits}
+            for spec, mesh, gbits in SLOW_LINKS
+        ]
     return run_rows("planning", cases, ("num_stages", *PHASES, *SIZES), options.json)
 
 

@@ -157,6 +157,7 @@ def lower_bound(
     rows: Iterable[MemoryRow],
     balance: tuple[float, float] = (1.0, 1.0),
     versions: Mapping[int, Versions] | None = None,
+    ruled_out: Mapping[int, Sequence[int]] | None = None,
 ) -> float:
     """Return the bound that these multipliers prove, in seconds.
 
@@ -168,6 +169,8 @@ def lower_bound(
         rows: the memory rows with their multipliers λ.
         balance: λ of forward and of backward, each from 0 to 1.
         versions: the multipliers μ, ν and ω by tensor.
+        ruled_out: by op, the strategies that it does not run with; the bound is then of the other
+            choices only, and infinite if there are none. Backward may run an op again with any.
     """
     assert all(0.0 <= share <= 1.0 for share in balance), "any other proves nothing"
     dual, kept = _Dual(problem, balance, versions or {}), np.zeros(len(problem.variants))
@@ -175,6 +178,8 @@ def lower_bound(
         _memory(dual, row, kept)
     for v in range(len(problem.variants)):
         _tensor(dual, v, prices, float(kept[v]))
+    for n, strategies in (ruled_out or {}).items():
+        dual.x[n][list(strategies)] = np.inf
     least = [float(costs.min()) for costs in dual.again.values()]
     return (
         dual.total

@@ -15,13 +15,14 @@ from autopar.analysis.gradients import operand_written
 from autopar.analysis.work import is_view
 from autopar.capture.trace import Trace
 from autopar.certificate.bound import MemoryRow, Prices, Versions, lower_bound
+from autopar.certificate.cases import UnprovenCases, ruled_out_by_case
 from autopar.certificate.decisions import keys_of
 from autopar.certificate.facts import Facts, Tensor, TensorKey
 from autopar.certificate.report import NEAR, Finding, near
 from autopar.core.layout import Layout
 from autopar.core.problem import Value, at_best
 from autopar.cost.priced import Priced
-from autopar.plans import Plan, Potential, Proof
+from autopar.plans import Plan, Potential, Proof, ProofCase
 from autopar.rules import call_of
 from autopar.sharding import Ref
 from autopar.validation.shards import held_bytes, local_lengths
@@ -368,25 +369,46 @@ class Stored:
     @property
     def num_multipliers(self) -> int:
         """The number of stored multipliers."""
-        proof = self.plan.proof
-        versions = (each for v in proof.versions for each in (v.values_s, v.copies_s, v.once_s))
-        return sum(map(len, (*(p.values_s for p in proof.potentials), *versions, proof.memory_s)))
+        return _count(self.plan.proof) + sum(map(_count, self.plan.proof.cases))
 
     def bound_s(self) -> float:
-        """The bound (seconds) that they prove for a plan without stages."""
-        balance = self.plan.proof.balance
+        """The bound (seconds) that they prove for a plan without stages: the least of all cases,
+        if the proof has any."""
+        cases = self.plan.proof.cases
+        if not cases:
+            return self._bound_of(self.plan.proof, {})
+        try:
+            ruled_out = ruled_out_by_case(self.priced, cases, len(self.plan.mesh.shape))
+        except UnprovenCases as error:
+            self.findings.append(Finding("bound", str(error)))
+            return 0.0
+        bounds = [self._bound_of(*each) for each in zip(cases, ruled_out, strict=True)]
+        return min(bounds)
+
+    def _bound_of(self, proof: Proof | ProofCase, ruled_out: Mapping[int, Sequence[int]]) -> float:
+        """The bound of all choices that take none of the strategies that are ruled out, by op."""
+        balance = proof.balance
         if not all(0.0 <= share <= 1.0 for share in balance):
             self.findings.append(
                 Finding("bound", f"balance {balance} is no pair of shares, and proves nothing")
             )
             return 0.0
         return lower_bound(
-            at_best(self.priced.problem), self.prices(), self._rows(), balance, self.versions()
+            at_best(self.priced.problem),
+            self.prices(proof),
+            self._rows(proof),
+            balance,
+            self.versions(proof),
+            ruled_out,
         )
 
-    def prices(self) -> Prices:
-        """Return the multipliers π by variant, use and phase."""
-        num_ops = len(self.priced.problem.ops)
+    def prices(self, proof: Proof | ProofCase | None = None) -> Prices:
+        """Return the multipliers π by variant, use and phase.
+
+        Args:
+            proof: that has them; by default the plan's.
+        """
+        proof, num_ops = proof or self.plan.proof, len(self.priced.problem.ops)
         tensors, readers = (
             self._tensors(),
             {keys_of(self.priced, n)[0][0]: n for n in range(num_ops)},
@@ -394,14 +416,18 @@ class Stored:
         return dict(
             filter(
                 None,
-                (self._read_potential(p, tensors, readers) for p in self.plan.proof.potentials),
+                (self._read_potential(p, tensors, readers) for p in proof.potentials),
             )
         )
 
-    def versions(self) -> dict[int, Versions]:
-        """Return the multipliers of versions by variant."""
+    def versions(self, proof: Proof | ProofCase | None = None) -> dict[int, Versions]:
+        """Return the multipliers of versions by variant.
+
+        Args:
+            proof: that has them; by default the plan's.
+        """
         tensors, found = self._tensors(), dict[int, Versions]()
-        for version in self.plan.proof.versions:
+        for version in (proof or self.plan.proof).versions:
             v, problem = tensors.get((version.node, version.result), -1), self.priced.problem
             graph = problem.values[problem.variants[v].value].graph
             index = {str(layout): i for i, layout in enumerate(graph.layouts)} if v >= 0 else {}
@@ -452,8 +478,8 @@ class Stored:
         self.findings.append(Finding("bound", what, potential.node))
         return None
 
-    def _rows(self) -> list[MemoryRow]:
-        rows, worth = [], self.plan.proof.memory_s
+    def _rows(self, proof: Proof | ProofCase) -> list[MemoryRow]:
+        rows, worth = [], proof.memory_s
         moments = (
             Moments(self.trace, self.facts, self.priced, self.plan.mesh.shape) if worth else None
         )
@@ -466,6 +492,11 @@ class Stored:
             else:
                 rows.append(row)
         return rows
+
+
+def _count(proof: Proof | ProofCase) -> int:
+    versions = (each for v in proof.versions for each in (v.values_s, v.copies_s, v.once_s))
+    return sum(map(len, (*(p.values_s for p in proof.potentials), *versions, proof.memory_s)))
 
 
 def check_proof(proof: Proof, bound_s: float) -> Iterator[Finding]:

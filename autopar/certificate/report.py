@@ -126,6 +126,7 @@ _ASKED = "as asked for: the claims hold for it"
 _SEARCH = "the search's word"
 _ROOM = "room that early steps are given, of which what they hold is derived"
 _WITNESS = "multipliers, of which only what they prove is checked"
+_DIVIDES = "what divides the choices into cases, of which only that they cover all is checked"
 
 UNVERIFIED: Mapping[str, str] = {
     "mesh.axes": _ASKED,
@@ -168,6 +169,13 @@ UNVERIFIED: Mapping[str, str] = {
     "proof.versions": _WITNESS,
     "proof.on_profiles.potentials": _WITNESS,
     "proof.on_profiles.versions": _WITNESS,
+    "proof.cases.potentials": _WITNESS,
+    "proof.cases.versions": _WITNESS,
+    "proof.cases.memory_s": _WITNESS,
+    "proof.cases.balance": _WITNESS,
+    "proof.cases.conditions.node": _DIVIDES,
+    "proof.cases.conditions.axis": _DIVIDES,
+    "proof.cases.conditions.is_whole": _DIVIDES,
 }
 """No claims about the model, or claims that nothing here proves: path → why."""
 

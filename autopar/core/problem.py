@@ -27,6 +27,7 @@ from typing import Literal
 
 from autopar.core.layout import Layout, Strategy
 from autopar.core.layout_graph import LayoutGraph
+from autopar.core.placements import REPLICATE
 
 Phase = Literal["forward", "backward"]
 Slack = Literal[
@@ -276,6 +277,36 @@ class PeerRoute:
     regions: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Condition:
+    """A condition on the strategy of an op: whether the op runs whole along a mesh axis, that is,
+    with every operand and result replicated on this axis. A choice meets the condition or its
+    `opposite`, never both. What backward runs again is not restricted.
+
+    Attributes:
+        op: index of the op.
+        axis: index of the mesh axis.
+        is_whole: whether the op has to run whole along the axis.
+    """
+
+    op: int
+    axis: int
+    is_whole: bool
+
+    @property
+    def opposite(self) -> Condition:
+        """Return the condition that exactly the other choices meet."""
+        return replace(self, is_whole=not self.is_whole)
+
+    def admits(self, layouts: Strategy) -> bool:
+        """Whether a strategy with these layouts meets the condition."""
+        whole = all(
+            layout.placements[self.axis] == REPLICATE
+            for layout in (*layouts.inputs, *layouts.outputs)
+        )
+        return whole == self.is_whole
+
+
 Kernels = Mapping[tuple[int, bool], tuple[OverlapKernel, ...]]
 """(variant, whether it is moved in backward though forward made it) → the kernels on offer."""
 
@@ -302,6 +333,7 @@ class Problem:
             (`autopar.kernels.chunked`); each is allocated for the whole step, once for all its
             users.
         host_budget_bytes: bytes of the host's memory, per device.
+        conditions: restrict the problem to a case (`autopar.solve.cases`).
     """
 
     ops: tuple[Op, ...]
@@ -316,6 +348,18 @@ class Problem:
     routes: Mapping[tuple[int, int], PeerRoute] = field(default_factory=dict)
     regions: tuple[int, ...] = ()
     host_budget_bytes: int = 0
+    conditions: tuple[Condition, ...] = ()
+
+    def ruled_out(self) -> dict[int, tuple[int, ...]]:
+        """Return, for each op that conditions restrict, the strategies that it may not run with."""
+        found: dict[int, tuple[int, ...]] = {}
+        for n in sorted({condition.op for condition in self.conditions}):
+            found[n] = tuple(
+                s
+                for s, strategy in enumerate(self.ops[n].strategies)
+                if not all(c.admits(strategy.layouts) for c in self.conditions if c.op == n)
+            )
+        return found
 
     @property
     def computing_s(self) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.core.problem import Condition
 from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 
 
@@ -29,6 +30,8 @@ class Multipliers:
             it, to those who keep a copy.
         once_s: likewise, what it is worth to keep the layout that no version of it is kept more
             than once.
+        cases: the cases that the choices were divided into; the bound is then the least of theirs,
+            and the other fields are empty.
     """
 
     bound_s: float
@@ -38,6 +41,15 @@ class Multipliers:
     versions_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     copies_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     once_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    cases: tuple[CaseMultipliers, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CaseMultipliers:
+    """What proves a lower bound of the choices that meet some conditions."""
+
+    conditions: tuple[Condition, ...]
+    multipliers: Multipliers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,8 @@ class Solution:
             apart would come nearer to the bound.
         regions: those that kernels may use; None is all.
         unfinished: the search ended with a plan, though it might have proven more.
+        split: a condition such that the relaxation mixes choices that meet it with others that do
+            not; None if the search did not find any.
     """
 
     strategies: tuple[int, ...]
@@ -80,6 +94,7 @@ class Solution:
     mixed: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     regions: frozenset[int] | None = None
     unfinished: bool = False
+    split: Condition | None = None
 
     @property
     def gap(self) -> float:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -44,6 +45,8 @@ from autopar.plans import (
     Potential,
     Prediction,
     Proof,
+    ProofCase,
+    ProofCondition,
     Version,
     beyond_shares_s,
 )
@@ -393,18 +396,24 @@ def with_multipliers(proof: Proof, draft: PlanDraft, multipliers: Multipliers) -
         if node.op == "call_function"
     }
     keys_at = keys | {name + WIDENED: key + WIDENED for name, key in keys.items()}
-    memory = {keys_at.get(row, row): value for row, value in multipliers.memory_s.items()}
-    potentials, versions = (
-        tuple(_potentials(draft, multipliers, keys)),
-        tuple(_versions(draft, multipliers, keys)),
+
+    def named(found: Multipliers) -> dict[str, Any]:
+        """Multipliers by name, as the fields of a proof or a case."""
+        return {
+            "potentials": tuple(_potentials(draft, found, keys)),
+            "memory_s": {keys_at.get(row, row): value for row, value in found.memory_s.items()},
+            "versions": tuple(_versions(draft, found, keys)),
+            "balance": found.balance,
+        }
+
+    cases = tuple(
+        ProofCase(
+            tuple(ProofCondition(_first_key(draft, c.op), c.axis, c.is_whole) for c in conditions),
+            **named(found),
+        )
+        for conditions, found in ((case.conditions, case.multipliers) for case in multipliers.cases)
     )
-    return replace(
-        proof,
-        potentials=potentials,
-        memory_s=memory,
-        versions=versions,
-        balance=multipliers.balance,
-    )
+    return replace(proof, **named(multipliers), cases=cases)
 
 
 def _versions(

@@ -26,103 +26,17 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property, partial
 
-from autopar.core.problem import Problem
 from autopar.core.solution import FractionalGroups, Solution
-from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.cost.priced import Priced
 from autopar.planner.candidates import Candidate, TooSlow
 from autopar.planner.emitter import Emitter
 from autopar.planner.layer_groups import starts_of
 from autopar.planner.learned_moments import LayerGroups, Learnt
 from autopar.planner.min_memory import Need, light, prefer_fastest, refusal
-from autopar.planner.pipeline.stage_cache import Alike, Effort
-from autopar.request import PlanOptions
+from autopar.planner.pipeline.stage_cache import Effort
+from autopar.planner.solving import Solving
 from autopar.sharding import Starts
-from autopar.solve import Common, Least, choices_or_least, quickest, within
-
-# --------------------------------------------------------------------------------------------------
-# The solver's answers to the problems of one search.
-
-_LEAST_WORK = (
-    3e9  # simplex steps by columns, about some seconds: what a search for the bound may do
-)
-_WORK_SHARE = 0.25  # of what all searches before have done, if that is more
-
-
-@dataclass
-class Solving:
-    """Asks the solver, or reuses its answer for a stage that is alike.
-
-    Attributes:
-        likely: the balance of the last problem whose bound has multipliers. has_plan: whether there
-            is any, so that time may end a search.
-        common: what its searches share.
-    """
-
-    options: PlanOptions
-    alike: Alike
-    likely: OverlapWeights = COMPUTE_BOUND
-    has_plan: bool = False
-    common: Common = field(default_factory=Common)
-
-    def answer(
-        self,
-        problem: Problem,
-        effort: Effort,
-        *,
-        learnt: bool,
-        regions: frozenset[int] | None,
-        met: Solution | None = None,
-    ) -> Solution | Least | FractionalGroups:
-        """Solve a problem.
-
-        Args:
-            learnt: whether it has moments that were learnt, which leave a part of the gap to what
-                they do not know.
-            regions: what kernels may share with their peers (`autopar.core.problem.Solution`). met:
-                as in `autopar.solve.choices_or_least`.
-        """
-        spent = self.common.work.spent
-        self.common.work.most = (
-            spent + max(_WORK_SHARE * spent, _LEAST_WORK) if effort is Effort.END else math.inf
-        )
-        found = self._ask_solver(within(problem, regions), effort, met, learnt=learnt)
-        if regions is None or isinstance(found, FractionalGroups):
-            return found
-        if isinstance(found, Solution):
-            return replace(found, regions=regions)
-        return (
-            found
-            if found.choices is None
-            else replace(found, choices=replace(found.choices, regions=regions))
-        )
-
-    def _ask_solver(
-        self, problem: Problem, effort: Effort, met: Solution | None, *, learnt: bool
-    ) -> Solution | Least | FractionalGroups:
-        known = None if learnt else self.alike.known(problem, effort)
-        if known is not None:
-            return known
-        found = choices_or_least(
-            problem,
-            gap=self.options.gap / 2 if learnt else self.options.gap,
-            time_limit_s=self.options.solve_s,
-            solver=self.options.solver,
-            bound_only=True,
-            whole=effort is not Effort.MIXED,
-            likely=self.likely,
-            only_plan=effort is not Effort.END,
-            waits=not self.has_plan,
-            common=self.common,
-            met=met,
-        )
-        self.has_plan = self.has_plan or isinstance(found, Solution)
-        if isinstance(found, Solution) and found.multipliers is not None:
-            self.likely = found.multipliers.balance
-        if not isinstance(found, Least) and not learnt:
-            self.alike.learn(problem, found, effort)
-        return found
-
+from autopar.solve import Least, quickest
 
 _ROUNDS = 12  # each finds a plan that fits, or adds moments at which the plan before did not
 _WASTE = 0.02  # share of the budget: if a plan leaves more unused, moments may admit a better one

@@ -31,7 +31,14 @@ from autopar.plans.parts import (
     RunnerUp,
 )
 from autopar.plans.plan import FORMAT, VERSION, Pipeline, Plan
-from autopar.plans.proof import OnProfile, Potential, Proof, Version
+from autopar.plans.proof import (
+    OnProfile,
+    Potential,
+    Proof,
+    ProofCase,
+    ProofCondition,
+    Version,
+)
 
 __all__ = [
     "COMPUTE",
@@ -64,6 +71,8 @@ __all__ = [
     "Potential",
     "Prediction",
     "Proof",
+    "ProofCase",
+    "ProofCondition",
     "RunnerUp",
     "Version",
     "beyond_shares_s",

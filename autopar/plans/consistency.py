@@ -72,8 +72,9 @@ def misfit(plan: Plan) -> str:
         return f"it names {len(mark.profiles)} profiles along {mark.axis!r} of mesh {plan.mesh}"
     if wrong := misfit_of_options(plan.options):
         return wrong
-    if not all(0.0 <= share <= 1.0 for share in plan.proof.balance):
-        return f"its proof's balance is {plan.proof.balance}"
+    for balance in (plan.proof.balance, *(case.balance for case in plan.proof.cases)):
+        if not all(0.0 <= share <= 1.0 for share in balance):
+            return f"its proof's balance is {balance}"
     if plan.pipeline is not None:
         return _of_stages(plan, plan.pipeline)
     checks = (_of_mesh, _of_decisions, _of_instances, _of_phases)
@@ -124,7 +125,9 @@ def _of_mesh(plan: Plan) -> str:
 
 def _of_decisions(plan: Plan) -> str:
     """The first key that is not of a node, or decision about nothing."""
-    priced = [key for p in plan.proof.potentials for key in (p.node, p.reader)]
+    potentials = plan.proof.potentials, *(case.potentials for case in plan.proof.cases)
+    priced = [key for each in potentials for p in each for key in (p.node, p.reader)]
+    priced += [condition.node for case in plan.proof.cases for condition in case.conditions]
     for key in (
         *(c.node for c in _choices(plan)),
         *(k.node for k in plan.kept),

@@ -67,6 +67,39 @@ class OnProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class ProofCondition:
+    """A condition on the strategy of an op: whether the op runs whole along a mesh axis, that is,
+    with every operand and result replicated on this axis.
+
+    Attributes:
+        node: first node of the op, in the first of its instances.
+        axis: index of the mesh axis.
+        is_whole: whether the op has to run whole along the axis.
+    """
+
+    node: str
+    axis: int
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProofCase:
+    """Multipliers of a proof that hold for plans that meet all of some conditions. The cases of a
+    proof together cover all plans; each condition divides a case into two.
+
+    Attributes:
+        conditions: the conditions, from the one that divides all plans on.
+        potentials, memory_s, balance, versions: as of `Proof`.
+    """
+
+    conditions: tuple[ProofCondition, ...]
+    potentials: tuple[Potential, ...]
+    memory_s: Mapping[str, float]
+    balance: OverlapWeights
+    versions: tuple[Version, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """Objective and bound of a plan, and what the bound covers.
 
@@ -91,6 +124,8 @@ class Proof:
             (`autopar.core.streams`).
         versions: further multipliers of tensors.
         on_profiles: multipliers at the prices of further kinds of devices.
+        cases: the cases that all plans are divided into, each with multipliers of its own; the
+            certified bound is then the least of theirs.
     """
 
     objective_s: float
@@ -108,6 +143,7 @@ class Proof:
     balance: OverlapWeights = COMPUTE_BOUND
     versions: tuple[Version, ...] = ()
     on_profiles: tuple[OnProfile, ...] = ()
+    cases: tuple[ProofCase, ...] = ()
 
     @property
     def certified_gap(self) -> float:
@@ -129,7 +165,14 @@ def read_proof(data: Mapping[str, Any]) -> Proof:
     lists["on_profiles"] = tuple(
         OnProfile(**{**each, **_multipliers(each)}) for each in data.get("on_profiles", ())
     )
+    lists["cases"] = tuple(map(_read_case, data.get("cases", ())))
     return Proof(**{**data, **lists})
+
+
+def _read_case(data: Mapping[str, Any]) -> ProofCase:
+    conditions = tuple(ProofCondition(**each) for each in data["conditions"])
+    lists = {"conditions": conditions, "balance": tuple(data["balance"]), **_multipliers(data)}
+    return ProofCase(**{**data, **lists})
 
 
 def _multipliers(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Problem → Solution: the only package that imports pulp and highspy."""
 
+from autopar.solve.cases import Cases
 from autopar.solve.common import Common
 from autopar.solve.evaluate import Evaluation, evaluate, evaluate_choices, fits
 from autopar.solve.lp_file import write_lp
@@ -12,6 +13,7 @@ from autopar.solve.solver import choices_or_least, shortage, solve
 from autopar.solve.tensor_moves import variant_load
 
 __all__ = [
+    "Cases",
     "Common",
     "Evaluation",
     "Least",

@@ -25,12 +25,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.core.problem import Problem
+from autopar.core.problem import Condition, Problem
 from autopar.core.solution import FractionalGroups, Solution
 from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.errors import LayoutError
 from autopar.solve.bounds import Incumbent, Proven
 from autopar.solve.branching import Tree
+from autopar.solve.cases import find_split
 from autopar.solve.common import Common, Free
 from autopar.solve.dual_ascent import Ascent
 from autopar.solve.formulation import SCALE, Formulation
@@ -78,8 +79,10 @@ class BranchAndCut:
             before the search.
         free: the columns of the relaxation without budget rows. extra: the rows that came in beside
             the formulation's.
-        tree: of the round. infeasible: proven so. least: what is then needed at least, where known.
-            apart: where that is the answer.
+        mixture: the columns of a relaxation that mixes what is best at several balances, where one
+            was solved. tree: of the round.
+        infeasible: proven so. least: what is then needed at least, where known. apart: where that
+            is the answer.
     """
 
     problem: Problem
@@ -108,6 +111,7 @@ class BranchAndCut:
     beginning: Beginning | None = None
     apart: FractionalGroups | None = None
     tree: Tree | None = None
+    mixture: Floats | None = None
 
     def __post_init__(self) -> None:
         self.common = (
@@ -313,7 +317,18 @@ class BranchAndCut:
             multipliers=self.proven.multipliers(),
             mixed=self.proven.mixed if self.plans.is_far() else {},
             unfinished=self._will_do() and not self.plans.is_close(),
+            split=self._find_split(),
         )
+
+    def _find_split(self) -> Condition | None:
+        """The condition that divides the mixture best, if the plan is too far from the bound."""
+        values = self.mixture
+        if values is None and self.problem.conditions and self.point is not None:
+            values = self.point.values
+        if values is None or not len(values) or self.plans.is_close():
+            return None
+        shares = [values[[self.engine.column[v.name] for v in row]] for row in self.program.x]
+        return find_split(self.problem, shares)
 
     def _relax(self) -> Relaxation | None:
         """Solve the relaxation without budget rows."""
@@ -393,7 +408,13 @@ class BranchAndCut:
         )  # near the first vertex, and far
         rows = self.extra.budget
         for at in sift_balances(
-            self.program, self.engine, live, self.excess, self.extra.phases, first
+            self.program,
+            self.engine,
+            live,
+            self.excess,
+            self.extra.phases,
+            first,
+            self._learn_mixture,
         ):
             found = at if found is None or at.point.bound > found.point.bound else found
             self.proven.learn(
@@ -409,12 +430,21 @@ class BranchAndCut:
             )
             if not self.plans.is_close():
                 self.climb.over(self.extra.with_excess(at.columns))
-            if self._is_over() or (self.plans.is_close() and len(self.engine.names) >= _HUGE):
+            if self._is_over() or (self.plans.is_close() and self._is_enough_when_close):
                 break
         if found is not None:
             self.point = found.point
             live.reprice(self.engine.costs(self.program.costs(found.balance)))
         return None if found is None else found.point
+
+    @property
+    def _is_enough_when_close(self) -> bool:
+        """Whether better balances are of no use once the plan is close: where each takes long, or
+        the bound is that of one case of several."""
+        return len(self.engine.names) >= _HUGE or bool(self.problem.conditions)
+
+    def _learn_mixture(self, values: Floats) -> None:
+        self.mixture = values
 
     def _live(self) -> Live:
         if self.live is None:

@@ -72,6 +72,11 @@ class Ascent:
     def __init__(self, problem: Problem, balance: OverlapWeights = COMPUTE_BOUND) -> None:
         problem = at_best(problem)
         self.problem, self.balance, self.worth = problem, balance, MemoryPrices(problem)
+        self._ruled_out = problem.ruled_out()
+        # A price at which no choice takes a strategy that is ruled out; any price proves a bound.
+        self._ruled_out_s = sum(
+            op.count * max(s.time_s for s in op.strategies) for op in problem.ops
+        )
         useful = worth_recomputing(problem)
         self.x = [self._decision(n, again=False) for n in range(len(problem.ops))]
         self.again = {
@@ -177,10 +182,10 @@ class Ascent:
 
     def _decision(self, n: int, *, again: bool) -> Decision:
         strategies = range(len(self.problem.ops[n].strategies))
-        return Decision(
-            np.array([self._price(op_load(self.problem, n, s, again=again)) for s in strategies]),
-            optional=again,
-        )
+        prices = [self._price(op_load(self.problem, n, s, again=again)) for s in strategies]
+        for s in () if again else self._ruled_out.get(n, ()):
+            prices[s] += self._ruled_out_s
+        return Decision(np.array(prices), optional=again)
 
     def _variant(self, v: int) -> None:
         """The groups of one variant: see rows (3) and (4) of `autopar.solve.formulation` for

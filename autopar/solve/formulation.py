@@ -25,6 +25,7 @@ Rows:
     (9)  k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]             a version is made, or arrives, once
          k[v,l] ≤ Σ_{c forward} demand(c,l)                    if v rests anyway
     (19) Σ host·x + Σ count·bytes(l)·h[v,l] ≤ host budget      if something may lie on the hosts
+    (20) Σ_{s ruled out} x[n,s] ≤ 0                            if conditions restrict op n
 
 with
 
@@ -79,7 +80,7 @@ from autopar.solve.prices import arc_loads, away_load, op_load
 SCALE = 1e6  # objective in microseconds: keeps coefficients near 1 for the solver's tolerances
 Floats = NDArray[np.float64]
 Chosen = tuple[tuple[int, ...], dict[int, int], dict[int, tuple[int, ...]], frozenset[int]]
-CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET, HOST = 1, 2, 3, 4, 5, 6, 19
+CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET, HOST, RULED_OUT = 1, 2, 3, 4, 5, 6, 19, 20
 
 
 @dataclass
@@ -137,11 +138,13 @@ class Formulation(KernelRows):
         return len(self.model.lower)
 
     def _strategies(self) -> None:
-        """Rows (1) and (5)."""
-        useful = self._useful_again()
+        """Rows (1), (5) and (20)."""
+        useful, ruled_out = self._useful_again(), self.problem.ruled_out()
         for n, op in enumerate(self.problem.ops):
             self.x.append([self._binary(f"x{n}_{s}") for s in range(len(op.strategies))])
             self._row((CHOOSE, n), [(v, 1) for v in self.x[n]], EQUAL, 1)
+            if ruled_out.get(n):
+                self._row((RULED_OUT, n), [(self.x[n][s], 1) for s in ruled_out[n]], AT_MOST, 0)
             rows = [(self.x[n], False)]
             if n in useful:
                 self.again[n] = [self._binary(f"rc{n}_{s}") for s in range(len(op.strategies))]

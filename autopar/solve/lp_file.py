@@ -26,7 +26,16 @@ from pathlib import Path
 from autopar.core.problem import Problem
 from autopar.core.streams import PHASES
 from autopar.errors import AutoparError
-from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, HOST, KEEP, SHARE, Formulation
+from autopar.solve.formulation import (
+    AGAIN,
+    CHOOSE,
+    FLOW,
+    HOST,
+    KEEP,
+    RULED_OUT,
+    SHARE,
+    Formulation,
+)
 from autopar.solve.kernel_rows import RowKey
 from autopar.solve.memory_rows import budget_rows
 from autopar.solve.overlap_rows import Excess
@@ -40,6 +49,7 @@ _KINDS = {
     KEEP: "keep",
     AGAIN: "again",
     HOST: "host",
+    RULED_OUT: "ruled_out",
 }
 
 
@@ -127,7 +137,7 @@ def _collectives(program: Formulation, keys: list[RowKey]) -> dict[str, tuple[in
 def _row_name(problem: Problem, key: RowKey, position: int) -> str:
     kind, indices = key[0], key[1:]
     unique = f"{_KINDS.get(kind, f'kernel{kind}')}{'_'.join(map(str, indices))}"
-    if kind in (CHOOSE, AGAIN):
+    if kind in (CHOOSE, AGAIN, RULED_OUT):
         return _named(unique, problem.ops[indices[0]].key)
     if kind in (FLOW, SHARE, KEEP):
         value = problem.values[problem.variants[indices[0]].value]

@@ -13,6 +13,7 @@ columns as in `autopar.solve.formulation`):
                                  its worth, kernels may save
     (11) min(0, min_a d[h])      what they save beyond that, comes from the product
     (5)  min(0, min_s d[rc])     at most one strategy
+    (20) as far below 0 as rules these strategies out of the least of (1)
     (1)  min_s d[x]              exactly one strategy
 """
 
@@ -26,7 +27,16 @@ from numpy.typing import NDArray
 from autopar.core.problem import Problem
 from autopar.core.solution import Multipliers
 from autopar.core.streams import OverlapWeights
-from autopar.solve.formulation import AGAIN, CHOOSE, FLOW, KEEP, SCALE, SHARE, Formulation
+from autopar.solve.formulation import (
+    AGAIN,
+    CHOOSE,
+    FLOW,
+    KEEP,
+    RULED_OUT,
+    SCALE,
+    SHARE,
+    Formulation,
+)
 from autopar.solve.highs import Engine, proof
 from autopar.solve.kernel_rows import ARC, PRODUCT
 from autopar.solve.lp import Floats, Rows
@@ -144,6 +154,15 @@ def complete_duals(
     )  # the last row may be empty
     y[kinds == AGAIN] = np.minimum(0.0, least[kinds == AGAIN])
     y[kinds == CHOOSE] = least[kinds == CHOOSE]
+    for i in np.flatnonzero(kinds == RULED_OUT):
+        n = program.keys[i][1]
+        ruled_out = rows.indices[rows.starts[i] : rows.starts[i + 1]]
+        choices = np.array([engine.column[v.name] for v in program.x[n]])
+        reduced, choose = reduced_now(), program.keys.index((CHOOSE, n))
+        # The duals of (1) are not subtracted from the least of these yet.
+        admitted = float(reduced[np.setdiff1d(choices, ruled_out)].min())
+        y[choose] += admitted
+        y[i] = min(0.0, float(reduced[ruled_out].min()) - admitted)
     return y
 
 

@@ -8,7 +8,7 @@ seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -205,6 +205,7 @@ def sift_balances(
     excess: Excess,
     phases: Sequence[int],
     first: Sequence[OverlapWeights],
+    learn_mixture: Callable[[Floats], None],
 ) -> Iterator[Sifted]:
     """Better and better balances.
 
@@ -212,6 +213,8 @@ def sift_balances(
         live: without rows of excess. phases: those whose excess counts; λ of the others is 1.
         first: what is tried to begin with, each; the more they differ, the more the rows over few
             columns know.
+        learn_mixture: gets the columns with which the rows over few columns are solved. Unlike the
+            vertex at a balance they mix what is best at several.
     """
     lines = Rows.of([excess.line(engine, phase) for phase in phases])
     waiting, best = [*first], -np.inf
@@ -230,7 +233,12 @@ def sift_balances(
         if waiting:
             continue
         part = engine.part(kept, live.rows.plus(lines))
-        if part is None or part.bound - best <= _NEAR * abs(best):
+        if part is None:
+            return
+        mixture = np.zeros(len(kept))
+        mixture[kept] = part.values
+        learn_mixture(mixture)
+        if part.bound - best <= _NEAR * abs(best):
             return
         duals = dict(zip(phases, part.duals[len(part.duals) - len(phases) :].tolist(), strict=True))
         waiting.append(excess.balance(duals))

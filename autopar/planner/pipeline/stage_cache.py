@@ -17,7 +17,7 @@ from enum import IntEnum
 from torch import fx
 
 from autopar.core.problem import Problem
-from autopar.core.solution import FractionalGroups, Solution
+from autopar.core.solution import FractionalGroups, Multipliers, Solution
 from autopar.program.peak_memory import NodePeak, PeakMemory
 from autopar.program.program import Program, ProgramTensor
 from autopar.program.stage_memory import SIMULATED, ChunkMemory, StagePeak
@@ -163,12 +163,14 @@ def _rename_rows(choices: Solution, other: Problem, problem: Problem) -> Solutio
         old.name: new.name
         for old, new in zip(budget_rows(other), budget_rows(problem), strict=True)
     }
-    return replace(
-        choices,
-        multipliers=replace(
-            proven, memory_s={names[name]: worth for name, worth in proven.memory_s.items()}
-        ),
-    )
+
+    def renamed(found: Multipliers) -> Multipliers:
+        """Multipliers with the prices of memory under the names of this problem's rows."""
+        worths = {names[name]: worth for name, worth in found.memory_s.items()}
+        cases = tuple(replace(case, multipliers=renamed(case.multipliers)) for case in found.cases)
+        return replace(found, memory_s=worths, cases=cases)
+
+    return replace(choices, multipliers=renamed(proven))
 
 
 def form_of(program: Program) -> Form:

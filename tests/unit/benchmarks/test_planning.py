@@ -30,3 +30,22 @@ def test_nodes_and_devices_of_a_row_are_shaped_by_the_planner_and_its_row_says_h
         "gpu=4",
         "gpu0=2,gpu1=2",
     ]
+
+
+def test_a_row_can_slow_down_the_links_between_nodes() -> None:
+    spec = ModelSpec.known("tiny-gpt2").to_json()
+    how: dict[str, Any] = {
+        "dtype": "float32",
+        "batch": 8,
+        "seq": 16,
+        "memory_gib": None,
+        "gap": 0.01,
+        "time_limit_s": None,
+        "hardware": "h100-sxm-frictionless",
+        "precision": "bf16",
+    }
+    fast = row(spec, "node=2,gpu=2", **how)
+    slow = row(spec, "node=2,gpu=2", inter_gbits=1e-3, **how)
+    assert slow["inter_gbits"] == 1e-3 and fast["inter_gbits"] is None
+    assert slow["objective_s"] > fast["objective_s"]
+    assert 0.0 <= slow["certified_gap"] <= 1.0

@@ -1,0 +1,238 @@
+"""The search of a problem divided into cases.
+
+Where communication outlasts compute, the relaxation mixes plans: at a small share of one that runs
+everything whole on every node, and so communicates little and computes much, and a large share of
+one that splits everything between the nodes. No assignment can do so, since layers that change from
+one to the other communicate their activations. Such mixtures leave a gap that a search tree hardly
+closes: its relaxations have a fixed balance of compute and communication
+(`autopar.core.streams.Load.priced_s`), at which both plans cost the same.
+
+A condition (`autopar.core.problem.Condition`) separates the two plans. Every choice meets it or its
+opposite, so the problem is divided into two cases, each with a relaxation, a balance and
+multipliers of its own, and the least of their bounds is a bound of the problem. The case with the
+least bound is divided again, until that bound is close to the best plan. A case whose bound is
+close to the plan is done; it holds no plan that is better by more than the gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.core.problem import Condition, Problem
+from autopar.core.solution import CaseMultipliers, FractionalGroups, Multipliers, Solution
+from autopar.solve.common import Common
+from autopar.solve.highs import SimplexWork
+from autopar.solve.lp import Floats
+from autopar.solve.min_budget import Least
+
+_LEAST_SHARE = 0.01  # of either side of a condition in the mixture
+_MOST_CASES = 12
+_FLAT = 0.05  # of the distance between bound and plan: a division that raises the bound by less
+_MOST_FLAT = 2  # such divisions, one after another, of which the last is the last of a case
+_WORK = 1.5e9  # of one case, in simplex steps by columns
+_ALL_WORK = 5e9  # of all cases of a problem, likewise: from here on none is divided
+_FAR = 0.05  # relative distance from which on equal layers may still be put into groups
+
+Ask = Callable[[Problem, Solution | None, Common], Solution | Least | FractionalGroups | None]
+"""Solves a case: gets its problem, the best plan so far, if any, and what its searches share; None
+means that no choice meets the conditions."""
+
+
+def find_split(problem: Problem, shares: Sequence[Floats]) -> Condition | None:
+    """Find the condition that divides a mixture of plans best: that of the op whose time differs
+    most between the choices that meet it and the others, weighted with both shares.
+
+    Args:
+        problem: that is relaxed.
+        shares: per op, the share of each strategy in the mixture.
+
+    Returns:
+        The condition that an op runs whole along an axis; None if no condition divides the mixture.
+    """
+    best_s, best = 0.0, None
+    for n, op in enumerate(problem.ops):
+        used = np.flatnonzero(shares[n] > 1e-6)
+        if len(used) < 2:
+            continue
+        share = shares[n][used]
+        times_s = op.count * np.array([op.strategies[s].time_s for s in used])
+        for axis in range(_num_axes(problem, n)):
+            condition = Condition(n, axis, is_whole=True)
+            admitted = np.array([condition.admits(op.strategies[s].layouts) for s in used])
+            whole, split = float(share[admitted].sum()), float(share[~admitted].sum())
+            if min(whole, split) < _LEAST_SHARE:
+                continue
+            means = [float(share[some] @ times_s[some]) for some in (admitted, ~admitted)]
+            divided_s = whole * split * abs(means[0] / whole - means[1] / split)
+            if divided_s > best_s * (1.0 + 1e-9):
+                best_s, best = divided_s, condition
+    return best
+
+
+def _num_axes(problem: Problem, n: int) -> int:
+    layouts = problem.ops[n].strategies[0].layouts
+    return next((len(each.placements) for each in (*layouts.outputs, *layouts.inputs)), 0)
+
+
+@dataclass
+class Case:
+    """The choices of a problem that meet some conditions.
+
+    Attributes:
+        conditions: all of them; none for the whole problem.
+        bound_s: no such choice takes less; infinite if there is none that fits the memory.
+        free_bound_s: as in `autopar.core.solution.Solution`.
+        multipliers: prove a bound of these choices by arithmetic alone, maybe a lower one.
+        split: the condition by which the case can be divided, None if it cannot.
+        num_flat: number of divisions that led here and hardly raised the bound.
+    """
+
+    conditions: tuple[Condition, ...]
+    bound_s: float
+    free_bound_s: float
+    multipliers: Multipliers | None
+    split: Condition | None
+    num_flat: int = 0
+
+
+@dataclass
+class Cases:
+    """The cases of one problem, and its answer.
+
+    Attributes:
+        problem: without learned moments.
+        work: where the work of all searches is counted.
+        leaves: the cases; each choice is in exactly one of them.
+        answer: the best plan, with the bound of all cases.
+    """
+
+    problem: Problem
+    gap: float
+    ask: Ask
+    work: SimplexWork
+    answer: Solution
+    leaves: list[Case] = field(default_factory=list)
+
+    @staticmethod
+    def of(problem: Problem, found: Solution, gap: float, common: Common, ask: Ask) -> Cases:
+        """Divide a problem into cases, as long as that is of use.
+
+        Args:
+            problem: that was solved.
+            found: the answer to it, with a condition to divide it by (`Solution.split`).
+            gap: relative; divide until plan and bound are as close.
+            common: shared state of the searches for the problem, where their work is counted.
+            ask: solves a case.
+        """
+        root = Case((), found.bound_s, found.free_bound_s, found.multipliers, found.split)
+        cases = Cases(problem, gap, ask, common.work, found, [root])
+        cases._divide()
+        return cases
+
+    def are_of(self, problem: Problem) -> bool:
+        """Whether a problem is the one that was divided, but for its moments."""
+        same = (problem.ops is self.problem.ops, problem.variants is self.problem.variants)
+        return all(same) and problem.regions == self.problem.regions
+
+    def solve(self, problem: Problem) -> Solution | None:
+        """Solve the problem with other moments, case by case, those with the least bound first.
+
+        Returns:
+            The best plan, whose bound is that of all cases; None if no case has a plan.
+        """
+        best: Solution | None = None
+        bounds = [case.bound_s for case in self.leaves]
+        for place in np.argsort(bounds, kind="stable").tolist():
+            case = self.leaves[place]
+            if best is not None and bounds[place] >= best.objective_s * (1.0 - self.gap):
+                continue
+            found = self._ask(problem, case, best)
+            if isinstance(found, Solution):
+                bounds[place] = max(bounds[place], found.bound_s)
+                best = found if best is None or found.objective_s < best.objective_s else best
+            elif found is None or isinstance(found, Least):
+                bounds[place] = math.inf
+        if best is None:
+            return None
+        bound_s = min(best.objective_s, *bounds)
+        free_s = min(best.objective_s, *(case.free_bound_s for case in self.leaves))
+        return replace(best, bound_s=bound_s, free_bound_s=free_s, multipliers=None, split=None)
+
+    def _divide(self) -> None:
+        root, most = self.answer, self.work.spent + _ALL_WORK
+        while True:
+            self.leaves.sort(key=lambda case: (case.bound_s, case.conditions))
+            case = self.leaves[0]
+            is_close = case.bound_s >= self.answer.objective_s * (1.0 - self.gap)
+            is_over = len(self.leaves) >= _MOST_CASES or self.work.spent >= most
+            if is_close or case.split is None or is_over:
+                break
+            self.leaves.pop(0)
+            for condition in (case.split, case.split.opposite):
+                self.leaves.append(self._solve_part(case, condition))
+        self._conclude(root)
+
+    def _solve_part(self, case: Case, condition: Condition) -> Case:
+        """Solve the part of a case that meets one more condition."""
+        part = replace(case, conditions=(*case.conditions, condition), split=None)
+        found = self._ask(self.problem, part, replace(self.answer, bound_s=0.0))
+        if found is None or isinstance(found, Least):
+            return replace(part, bound_s=math.inf, free_bound_s=math.inf)
+        if isinstance(found, FractionalGroups):
+            return replace(part, bound_s=max(case.bound_s, found.bound_s))
+        if found.objective_s < self.answer.objective_s:
+            self.answer = found
+        proven = [m for m in (case.multipliers, found.multipliers) if m is not None]
+        missing_s = self.answer.objective_s - case.bound_s
+        is_flat = found.bound_s - case.bound_s < _FLAT * missing_s
+        num_flat = case.num_flat + 1 if is_flat else 0
+        return replace(
+            part,
+            bound_s=max(case.bound_s, found.bound_s),
+            free_bound_s=max(case.free_bound_s, found.free_bound_s),
+            multipliers=max(proven, key=lambda m: m.bound_s, default=None),
+            split=found.split if num_flat < _MOST_FLAT else None,
+            num_flat=num_flat,
+        )
+
+    def _conclude(self, root: Solution) -> None:
+        """Complete the answer with the bound of all cases."""
+        best_s = self.answer.objective_s
+        bound_s = min(best_s, *(case.bound_s for case in self.leaves))
+        is_far = best_s * (1.0 - max(self.gap, _FAR)) > bound_s
+        self.answer = replace(
+            self.answer,
+            bound_s=bound_s,
+            free_bound_s=min(best_s, *(case.free_bound_s for case in self.leaves)),
+            multipliers=self._multipliers(root.multipliers),
+            mixed=root.mixed if is_far else {},
+            num_variables=root.num_variables,
+            num_constraints=root.num_constraints,
+            unfinished=False,
+            split=None,
+        )
+
+    def _multipliers(self, before: Multipliers | None) -> Multipliers | None:
+        """The multipliers of all cases, if they prove more than those of the whole problem."""
+        found = [
+            CaseMultipliers(case.conditions, case.multipliers)
+            for case in self.leaves
+            if case.multipliers is not None
+        ]
+        bound_s = min((case.multipliers.bound_s for case in found), default=0.0)
+        if len(found) < len(self.leaves) or (before is not None and before.bound_s >= bound_s):
+            return before
+        return Multipliers(bound_s, {}, {}, cases=tuple(found))
+
+    def _ask(
+        self, problem: Problem, case: Case, met: Solution | None
+    ) -> Solution | Least | FractionalGroups | None:
+        """Solve a case with its share of work."""
+        most, self.work.most = self.work.most, min(self.work.most, self.work.spent + _WORK)
+        found = self.ask(replace(problem, conditions=case.conditions), met, Common(self.work))
+        self.work.most = most
+        return found
