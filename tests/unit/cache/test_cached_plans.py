@@ -7,7 +7,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import autopar
 from autopar import hf
 from autopar.api import planning
 from autopar.api.arguments import as_call
+from autopar.api.mesh_search import ShapeSearch
 from autopar.api.options import PlanRequest
 from autopar.cache import origin, store
 from autopar.cli import app
@@ -134,6 +135,7 @@ def test_processes_that_plan_at_once_agree(tmp_path: Path) -> None:
         {"constraints": (autopar.constraints.ddp(),)},
         {"strict": True},
         {"gap": 0.02},
+        {"effort": "thorough"},
         {"time_limit_s": 1e6},
         {"num_microbatches": 1},
         {"loss_rows": 0},
@@ -196,6 +198,19 @@ def test_warnings_of_planning_are_given_again(caplog: pytest.LogCaptureFixture) 
 def test_a_plan_that_a_time_limit_ended_is_not_cached() -> None:
     found = find(Net(), time_limit_s=1e-6)
     assert found.planned is not None
+    assert plans() == 0
+
+
+def test_the_best_plan_so_far_of_an_interrupted_search_is_not_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(search: ShapeSearch, meshes: Sequence[autopar.Mesh]) -> None:
+        add(search, meshes)
+        search.budget.unlimited().interrupt()
+
+    add = ShapeSearch.add
+    monkeypatch.setattr(ShapeSearch, "add", end)
+    assert not is_hit(Net())
     assert plans() == 0
 
 
