@@ -155,7 +155,14 @@ class Chooser(Staging):
             lambda best_s: min(limit_s, self.options.worth_s(best_s)),
             status=self.status,
         )
-        refusal = search.run(self.alternatives(wish), tries, required=True)
+        alternatives = list(self.alternatives(wish))
+        if not alternatives:
+            raise ConstraintError(
+                f"{wish}: no axis of mesh {self.mesh} has several devices, along which stages could"
+                " lie",
+                remedy="leave the pipeline out; num_microbatches= cuts the batch without stages",
+            )
+        refusal = search.run(alternatives, tries, required=True)
         if tries.best is None:
             assert refusal is not None, "there is something to try"
             raise refusal

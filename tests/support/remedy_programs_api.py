@@ -18,7 +18,7 @@ from autopar.api.mesh_search import shapes
 from autopar.api.tracing import microbatch_of, refuse_wrapped
 from autopar.api.what_if import change_options
 from autopar.checkpoint.manager import Checkpoints
-from autopar.constraints import fsdp
+from autopar.constraints import fsdp, pipeline
 from autopar.core.layout import Layout
 from autopar.core.mesh import hardware_of, read_mesh
 from autopar.request import PlanOptions, as_constraints
@@ -33,6 +33,14 @@ _STAGES = Mesh({"stage": 2})
 
 def _options(**options: Any) -> Callable[[], object]:
     return lambda: PlanOptions(**options)
+
+
+def _alone(**options: Any) -> object:
+    """Plan a model with a loss for one device."""
+    model = Mlp(4, 8, 1)
+    return autopar.plan(
+        model, Mesh(1), example_inputs=BATCH, hardware="cpu-gloo", outputs="loss", **options
+    )
 
 
 def _hardware(hardware: Any, mesh: Any = _STAGES) -> Callable[[], object]:
@@ -131,6 +139,11 @@ MESHES: dict[str, Program] = {
         lambda: as_mesh(BATCH),  # type: ignore[arg-type]
         "the batch is example_inputs=",
         lambda: autopar.compile(MODEL, 1, example_inputs=BATCH, hardware="cpu-gloo"),
+    ),
+    "api/chooser.py Chooser._requested 0": Program(
+        lambda: _alone(constraints=(pipeline(microbatches=2),)),
+        "leave the pipeline out; num_microbatches= cuts the batch without stages",
+        lambda: _alone(num_microbatches=2),
     ),
     "api/mesh_search.py _whole 0": Program(
         lambda: shapes((0, 8)), "numbers from 1", lambda: shapes((1, 8))
