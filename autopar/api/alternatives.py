@@ -243,6 +243,12 @@ def name_of(axis: str, num: int, per_device: int = 1) -> str:
     return microbatches(num) + stages + (f", {per_device} a device" if per_device > 1 else "")
 
 
+def _order(alternative: Alternative) -> tuple[bool, float]:
+    """By their bounds; with one microbatch, for which all stages but one wait, last: it is for
+    samples that depend on each other."""
+    return alternative.num == 1, alternative.bound_s
+
+
 @dataclass
 class AlternativeSearch:
     """Searches alternatives, the one with the lowest bound first.
@@ -278,14 +284,18 @@ class AlternativeSearch:
             Why an alternative has no plan that is faster than what was found; None if each has.
         """
         refusal: AutoparError | TooSlow | None = None
-        waiting = sorted(alternatives, key=lambda each: each.bound_s)
+        waiting = sorted(alternatives, key=_order)
         left_out: list[Alternative] = []
+        excluded: list[Alternative] = []
         while waiting:
             limit_s, first = self.limit(tries.best_s), waiting[0]
             if first.bound_s >= limit_s:
-                self._tell(waiting, tries.add_bound)
                 refusal = refusal or TooSlow(first.bound_s)
-                break
+                excluded.append(waiting.pop(0))
+                continue
+            if first.num == 1 and tries.best is not None and self.coupled is None:
+                left_out.append(waiting.pop(0))
+                continue
             is_free = required and tries.best is None and math.isinf(limit_s)
             is_bounded = is_free or (first.mesh, first.axis) in self._bounded
             work = first.search_work if is_bounded else first.bound_work
@@ -303,6 +313,7 @@ class AlternativeSearch:
                 if math.isinf(self.limit(tries.best_s)):
                     raise  # there is no plan
                 self.budget.interrupt()
+        self._tell(excluded, tries.add_bound)
         self._tell(left_out, tries.add_untried)
         return refusal
 
@@ -311,7 +322,7 @@ class AlternativeSearch:
         self._bounded.add((first.mesh, first.axis))
         batch_s = first.least_batch_s()
         raised = [each.raised(batch_s) if each.is_beside(first) else each for each in waiting]
-        return sorted(raised, key=lambda each: each.bound_s)
+        return sorted(raised, key=_order)
 
     def _search(
         self, first: Alternative, limit_s: float, others: list[Alternative], tries: Tries
@@ -346,7 +357,7 @@ class AlternativeSearch:
             if found is tries.best:
                 self.status.add(found)
             others = list(self._without_slower(first, step_s, others))
-        return sorted(others, key=lambda each: each.bound_s), error
+        return sorted(others, key=_order), error
 
     def _without_refused(
         self, first: Alternative, error: AutoparError, others: list[Alternative]

@@ -28,7 +28,6 @@ from autopar.kernels.collectives import (
     start,
     swap,
 )
-from autopar.kernels.packing import into_bucket
 from autopar.ops.products import dot
 from autopar.ops.vocabulary import embedding_backward
 
@@ -188,7 +187,6 @@ _aten = torch.ops.aten
 _NEW_MEMORY = (
     dot,
     embedding_backward,
-    into_bucket,
     _aten._to_copy.default,
     _aten.add.Tensor,
     _aten.addmm.default,

@@ -170,4 +170,8 @@ def test_a_free_axis_takes_stages_where_only_they_fit() -> None:
     plan, model, batch = planned(
         Normed, {"gpu": 2}, whole, pipeline(), memory_bytes=alone.prediction.peak_bytes * 3 // 4
     )
-    check_one(plan, model, batch, "at layers.0.1/")
+    pipe = plan.pipeline
+    assert pipe is not None and pipe.num_microbatches == 1
+    tried = plan.proof.covers[-1]
+    assert "2 to 8 microbatches in stages along gpu (at least" in tried, "they need no capture"
+    assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok

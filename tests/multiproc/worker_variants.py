@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.api import tracing
+from autopar.api import cached_captures
 from autopar.errors import AutoparError, RuntimeStateError
 from benchmarks.common import load_profile
 from benchmarks.zoo import build
@@ -94,13 +94,13 @@ def captures(rank: int, num_microbatches: int) -> list[tuple[int, bool]]:
     """The samples of each capture of this rank, and whether it has gradients: of a call in train
     mode, of one in eval mode, and of a larger batch."""
     made: list[tuple[int, bool]] = []
-    capture = tracing.capture
+    capture = cached_captures.capture
 
     def counting(model: Any, args: Any, kwargs: Any, **how: Any) -> Any:
         made.append((kwargs["input_ids"].shape[0], not how["inference"]))
         return capture(model, args, kwargs, **how)
 
-    tracing.capture = counting
+    cached_captures.capture = counting
     module: Any = autopar.compile(
         model_of(),
         autopar.Mesh({"gpu": 2}),
