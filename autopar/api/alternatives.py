@@ -270,15 +270,13 @@ class AlternativeSearch:
     _bounded: set[tuple[Mesh, str]] = field(default_factory=set)
 
     def run(
-        self, alternatives: Iterable[Alternative], tries: Tries, *, required: bool
+        self, alternatives: Iterable[Alternative], tries: Tries
     ) -> AutoparError | TooSlow | None:
-        """Search the alternatives.
+        """Search the alternatives: within the budget once there is a plan, else until there is one.
 
         Args:
             alternatives: those that may be searched.
             tries: records them.
-            required: whether alternatives are searched without regard to the budget as long as
-                there is no plan.
 
         Returns:
             Why an alternative has no plan that is faster than what was found; None if each has.
@@ -296,7 +294,7 @@ class AlternativeSearch:
             if first.num == 1 and tries.best is not None and self.coupled is None:
                 left_out.append(waiting.pop(0))
                 continue
-            is_free = required and tries.best is None and math.isinf(limit_s)
+            is_free = tries.best is None and math.isinf(limit_s)
             is_bounded = is_free or (first.mesh, first.axis) in self._bounded
             work = first.search_work if is_bounded else first.bound_work
             if not is_free and not self.budget.take(work):

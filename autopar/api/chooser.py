@@ -162,7 +162,7 @@ class Chooser(Staging):
                 " lie",
                 remedy="leave the pipeline out; num_microbatches= cuts the batch without stages",
             )
-        refusal = search.run(alternatives, tries, required=True)
+        refusal = search.run(alternatives, tries)
         if tries.best is None:
             assert refusal is not None, "there is something to try"
             raise refusal

@@ -103,7 +103,7 @@ class PlanSearch:
             choosers[0].status,
         )
         tries = Tries()
-        error = search.run(_alternatives(choosers), tries, required=True)
+        error = search.run(_alternatives(choosers), tries)
         if tries.best is not None or alone is None:
             _by_fewer_rows(choosers, search, tries)
         if error is not None and not isinstance(error, TooSlow):
@@ -144,7 +144,7 @@ def _by_fewer_rows(choosers: Sequence[Chooser], search: AlternativeSearch, tries
         if tries.best is not None and not is_bound_by_memory(tries.best.plan):
             return
         here = [replace(chooser, rows=rows) for chooser in choosers]
-        search.run(_alternatives(here, tries.best), tries, required=True)
+        search.run(_alternatives(here, tries.best), tries)
 
 
 def _alternatives(
