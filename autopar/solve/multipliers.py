@@ -114,7 +114,13 @@ def multipliers(
         {key[:2]: round_value(-y / SCALE) for key, y in rows if y and key[2] == which}
         for which in range(3)
     )
-    return Multipliers(max(bound / SCALE, 0.0), potentials, memory, balance, *further_s)  # type: ignore[arg-type]  # as many indices as rows have
+    return Multipliers(
+        max(bound / SCALE, 0.0),
+        potentials,  # type: ignore[arg-type]  # as many indices as rows have
+        memory,
+        balance,
+        *further_s,  # type: ignore[arg-type]
+    )
 
 
 def _round_duals(duals: Floats) -> Floats:

@@ -22,7 +22,7 @@ from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.emit import emit
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
-from autopar.planner import Planned, PlanOptions, make_plan, solving
+from autopar.planner import Planned, PlanOptions, make_plan, rounds
 from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Ordering, Peaks
 from autopar.planner.pipeline.stage_cache import Alike, Effort
@@ -33,7 +33,7 @@ from autopar.program.peak_memory import trace_peak
 from autopar.program.program import Program
 from autopar.sharding import classes_of
 from autopar.solve import Least, evaluate, solve
-from autopar.solve.branch_and_cut import BranchAndCut
+from autopar.solve.branch_and_cut import BranchAndCut, SearchRequest
 
 MESH = Mesh({"a": 2, "b": 2})
 GLOO = HardwareProfile.load("cpu-gloo")
@@ -110,7 +110,7 @@ def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_tha
 def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ended, answer = list[bool](), solving.choices_or_least
+    ended, answer = list[bool](), rounds.choices_or_least
 
     def cut_short(problem: Problem, *, only_plan: bool, **how: Any) -> Solution | Least:
         ended.append(not only_plan)
@@ -121,7 +121,7 @@ def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_ther
             else found
         )
 
-    monkeypatch.setattr(solving, "choices_or_least", cut_short)
+    monkeypatch.setattr(rounds, "choices_or_least", cut_short)
     proof = planned().plan.proof
     assert ended == [False, True] and proof.gap <= 0.01
     ended.clear()
@@ -144,9 +144,9 @@ def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_
     others: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, tried = list[Solution](), list[Program]()
-    answer, peak = solving.Solving.answer, Peaks.peak_bytes
+    answer, peak = rounds.Solving.answer, Peaks.peak_bytes
 
-    def same_again(asks: solving.Solving, *problem: Any, **how: Any) -> Solution:
+    def same_again(asks: rounds.Solving, *problem: Any, **how: Any) -> Solution:
         if not answers:
             first = answer(asks, *problem, **how)
             assert isinstance(first, Solution)
@@ -161,7 +161,7 @@ def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_
         tried.append(program)
         return peak(peaks, program) if len(tried) > 1 else 2**60
 
-    monkeypatch.setattr(solving.Solving, "answer", same_again)
+    monkeypatch.setattr(rounds.Solving, "answer", same_again)
     monkeypatch.setattr(Peaks, "peak_bytes", first_too_much)
     monkeypatch.setattr(PlannerLoop, "find_lightest", lambda *_: None)
     if others:
@@ -305,13 +305,13 @@ def test_a_profile_without_a_links_figures_is_an_error_of_its_own() -> None:
 def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    solves, answer, orders = list[bool](), solving.choices_or_least, list[Program]()
+    solves, answer, orders = list[bool](), rounds.choices_or_least, list[Program]()
 
     def counted(problem: Problem, *, waits: bool, **how: Any) -> object:
         solves.append(waits)
         return answer(problem, waits=waits, **how)
 
-    monkeypatch.setattr(solving, "choices_or_least", counted)
+    monkeypatch.setattr(rounds, "choices_or_least", counted)
     monkeypatch.setattr(
         Ordering, "fastest", lambda _, tried: (tried, orders.append(tried.program))[0]
     )  # type: ignore[func-returns-value]
@@ -334,11 +334,11 @@ def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_w
 ) -> None:
     asked = list[float]()
     monkeypatch.setattr(
-        solving,
+        rounds,
         "choices_or_least",
         lambda *_, common, **how: (asked.append(common.work.most), Least(1))[1],
     )
-    asks = solving.Solving(PlanOptions(), Alike())
+    asks = rounds.Solving(PlanOptions(), Alike())
     asks.common.work.spent = spent
     for effort in (Effort.END, Effort.WHOLE, Effort.MIXED):
         asks.answer(priced(MESH).problem, effort, learnt=False, regions=None)
@@ -348,8 +348,9 @@ def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_w
 def test_a_search_without_a_plan_outlasts_its_time_only_until_it_has_one() -> None:
     problem = priced(MESH).problem
     engines = [
-        BranchAndCut(problem, 0.0, 10, time_limit_s=0.0, waits=waits) for waits in (True, False)
+        BranchAndCut(SearchRequest(problem, 0.0, 10, time_limit_s=0.0, waits=waits))
+        for waits in (True, False)
     ]
-    assert [search.engine.left_s() for search in engines] == [math.inf, 0.1]
+    assert [search.engine.limit.left_s() for search in engines] == [math.inf, 0.1]
     assert engines[0].run() is not None
-    assert engines[0].engine.left_s() == 0.1
+    assert engines[0].engine.limit.left_s() == 0.1
