@@ -70,14 +70,15 @@ TRANSFORMERS_ONLY_IN = ("autopar.capture.hugging_face", "autopar.hf.models")
 OPTIONAL_ONLY_IN = ("cli", "integrations")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 110
+MAX_COLUMNS = 100  # ruff does not count comments for tools, such as those for the type checker
 MAX_COMPLEXITY = 12  # of a function; `complexity` defines it
 MAX_PARAMETERS = 7
 MAX_MUTABLE_FIELDS = 10
 
 # Today's numbers of functions and classes above these limits. They may only fall.
-MOST_COMPLEX_FUNCTIONS = 43
+MOST_COMPLEX_FUNCTIONS = 30
 MOST_LONG_PARAMETER_LISTS = 64
-MOST_LARGE_MUTABLE_CLASSES = 4
+MOST_LARGE_MUTABLE_CLASSES = 3
 
 
 def units_except(*excluded: str) -> tuple[str, ...]:
@@ -224,6 +225,8 @@ def check_lengths(modules: Mapping[str, Module]) -> list[str]:
     for module in modules.values():
         if module.num_lines > MAX_FILE_LINES:
             problems.append(f"{module.name}: {module.num_lines} lines, at most {MAX_FILE_LINES}")
+        if module.num_columns > MAX_COLUMNS:
+            problems.append(f"{module.name}: {module.num_columns} columns, at most {MAX_COLUMNS}")
         for node in ast.walk(module.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -458,6 +461,7 @@ PLANTED: list[tuple[str, Checker, dict[str, str], str]] = [
         "import circle",
     ),
     ("long file", check_lengths, {"mesh.py": "x = 1\n" * 601}, "601 lines"),
+    ("wide line", check_lengths, {"mesh.py": "x = 1  # " + "type" * 23 + "\n"}, "101 columns"),
     (
         "long function",
         check_lengths,

@@ -2,14 +2,14 @@
 
 An alternative is a pipeline along one axis of one mesh shape, with one number of microbatches. Its
 bound needs no capture: it is the compute of the trace, divided perfectly, plus the waiting of the
-schedule (`autopar.cost.least_compute`). Alternatives are searched in the order of their bounds. One
+schedule (`autopar.cost.op_times`). Alternatives are searched in the order of their bounds. One
 whose bound is not below the step that has to be beaten is not searched. What a search finds raises
 bounds, or excludes others:
 
 - Let t(M) be the time that one of M microbatches takes through all stages. Launches and latencies
   do not shrink with a microbatch, so M · t(M) does not fall as M grows. A bound of M microbatches
   therefore bounds more microbatches as well. Before the first capture, the program of the whole
-  batch on the mesh of a stage bounds all numbers (`autopar.planner.pipeline.batch_bound`).
+  batch on the mesh of a stage bounds all numbers (`autopar.planner.pipeline.pipeline_bound`).
 - The step falls with M, since stages wait less, and then rises. So numbers beyond a slower one are
   excluded.
 - Fewer microbatches are larger ones. If M microbatches do not fit, fewer do not.

@@ -38,7 +38,8 @@ def takes_options(call: Call) -> Callable[[F], F]:
             )
             for name in options_of(call)
         ]
-        function.__signature__ = here.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+        whole = here.replace(parameters=[*named, *options])
+        function.__signature__ = whole  # type: ignore[attr-defined]
         function.__doc__ = _with_texts(function.__doc__, call)
         return function
 

@@ -13,10 +13,10 @@ from autopar.api.captured_call import WITHOUT_ASKING, CapturedCall
 from autopar.api.tracing import batch_size, by_rows
 from autopar.constraints import Pipelined
 from autopar.core.schedules import AUTO, INTERLEAVED
-from autopar.cost.least_compute import TotalWork
+from autopar.cost.op_times import TotalWork
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.planner import Planned, TooSlow
-from autopar.planner.pipeline.batch_bound import least_batch_s
+from autopar.planner.pipeline.pipeline_bound import least_batch_s
 from autopar.program.schedule import num_rounds
 from autopar.stages.placing import cut_points
 

@@ -365,7 +365,8 @@ def plan_model(
     **options: Unpack[PlanKeywords],
 ) -> tuple[Trace, Planned]:
     """As `plan`, but without the cache; also returns the trace, the program and the phase times."""
-    request = PlanRequest(model, mesh, hardware, PlanOptions(**options))  # type: ignore[arg-type]  # any sequence of constraints
+    asked = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
+    request = PlanRequest(model, mesh, hardware, asked)
     trace, planned = plan_told(request, *as_call(example_inputs))
     if write_lp is not None:
         planned.write_lp(write_lp)
@@ -416,7 +417,8 @@ def plan(
             write_lp=write_lp,
             **options,
         )[1].plan
-    request = PlanRequest(model, mesh, hardware, PlanOptions(**options))  # type: ignore[arg-type]  # any sequence of constraints
+    asked = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
+    request = PlanRequest(model, mesh, hardware, asked)
     return find_told(request, *as_call(example_inputs)).plan
 
 

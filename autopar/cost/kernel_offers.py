@@ -226,20 +226,16 @@ class _Offers:
             if strategy is not None and self._ends(arc, product, v) == product.layout(strategy):
                 name = product.cluster.members[0].key.partition("/")[0]
                 refusal = self._refusal(v, product, arc)
-                a, same = graph.arcs.index(arc), (product.op, product.again)
+                same = product.op, product.again
                 kernels = (
                     k
                     for k in self.problem.kernels.get((v, late), ())
                     if (k.product[0], k.again) == same and s in k.product[1]
                 )
-                offered = [h for k in kernels for h in k.hides if h.arc == a]
-                if offered:
-                    room = choices.regions is None or offered[0].region in choices.regions
-                    refusal = (
-                        "another product of it, or another collective of the product, saves more"
-                        if room
-                        else NO_ROOM
-                    )
+                hides = (h for k in kernels for h in k.hides)
+                offered = next((h for h in hides if h.arc == graph.arcs.index(arc)), None)
+                if offered is not None:
+                    refusal = _why_not_chosen(offered, choices)
                 yield f"{name}: {refusal or 'to cut it into chunks costs more than that hides'}"
 
     def why_not_normed(self, v: int, arc: Arc, choices: Solution) -> str:
@@ -413,16 +409,8 @@ class _Offers:
             head.call.outputs[0].dtype
         ).removeprefix("torch."):
             return "its sums are reduced in another dtype"
-        if product.factor is not None:
-            for number, (other, _) in enumerate(head.reads):
-                made_in = self.index.phases.get(other) if number != product.factor else None
-                if made_in is not None and not (
-                    made_in == "forward" and self.index.phases[head.node] == "backward"
-                ):
-                    return (
-                        f"its {'other factor' if number < 2 else 'bias'} may not be there when this"
-                        " is read first"
-                    )
+        if product.factor is not None and (late := self._late_operand(product)):
+            return f"its {late} may not be there when this is read first"
         graph = self.problem.values[self.problem.variants[v].value].graph
         info = head.call.outputs[0] if product.factor is None else head.call.inputs[product.factor]
         split = graph.layouts[arc.dst if product.factor is None else arc.src]
@@ -431,6 +419,17 @@ class _Offers:
             if info.shape[dim] % split.num_shards(dim, self.mesh.shape)
             else ""
         )
+
+    def _late_operand(self, product: Product) -> str:
+        """The operand of a product, beside the gathered one, that may be made too late; "" if there
+        is none."""
+        head = product.cluster.members[0]
+        in_backward = self.index.phases[head.node] == "backward"
+        for number, (other, _) in enumerate(head.reads):
+            made_in = self.index.phases.get(other) if number != product.factor else None
+            if made_in is not None and not (made_in == "forward" and in_backward):
+                return "other factor" if number < 2 else "bias"
+        return ""
 
     def _find_hidden(
         self, v: int, product: Product, strategy: ClusterStrategy, a: int, arc: Arc
@@ -478,6 +477,14 @@ class _Offers:
         """The sum and the norm after a product, if all can have this layout."""
         after = product.normed
         return after.calls(layout) if after is not None and after.strategies(layout) else ()
+
+
+def _why_not_chosen(offered: OverlapOption, choices: Solution) -> str:
+    """Why a kernel that is offered is not chosen."""
+    has_room = choices.regions is None or offered.region in choices.regions
+    if has_room:
+        return "another product of it, or another collective of the product, saves more"
+    return NO_ROOM
 
 
 def out_of_reach(mesh: Mesh, axis: int) -> str:

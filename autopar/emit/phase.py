@@ -106,6 +106,19 @@ _AT_ONCE = ("reduce_scatter", "all_reduce", "store")
 Have = dict[Ref, dict[Layout, fx.Node]]
 
 
+@dataclass(frozen=True, slots=True)
+class GradientSums:
+    """The sums of gradients that a graph holds.
+
+    Attributes:
+        nodes: parameter → the node that its gradients are added to.
+        wide: sums of a narrower tensor, in the dtype of the reduction.
+    """
+
+    nodes: dict[str, fx.Node] = field(default_factory=dict)
+    wide: dict[tuple[Ref, Layout], fx.Node] = field(default_factory=dict)
+
+
 @dataclass
 class PhaseBuilder:
     """One phase's graph while it is built.
@@ -115,8 +128,7 @@ class PhaseBuilder:
         earlier: for backward, the forward graph. saved: forward node → backward placeholder.
         done: names of nodes that were emitted, and whether they run again.
         in_progress: the tensors and layouts for which steps are being emitted.
-        sums: parameter → the node that its gradients are added to.
-        wide: sums of a narrower tensor, in the dtype of the reduction.
+        gradient_sums: of the gradients of parameters.
         copied: placeholders of parameters that are cast here to the dtype in which they are read.
     """
 
@@ -128,8 +140,7 @@ class PhaseBuilder:
     saved: dict[fx.Node, fx.Node] = field(default_factory=dict)
     done: set[tuple[str, bool]] = field(default_factory=set)
     in_progress: set[tuple[Ref, Layout]] = field(default_factory=set)
-    sums: dict[str, fx.Node] = field(default_factory=dict)
-    wide: dict[tuple[Ref, Layout], fx.Node] = field(default_factory=dict)
+    gradient_sums: GradientSums = field(default_factory=GradientSums)
     copied: set[str] = field(default_factory=set)
 
     def placeholders(
@@ -178,23 +189,22 @@ class PhaseBuilder:
             if p.gradient is not None:
                 here = self.graph.placeholder(f"sum_{p.node}")
                 here.meta.update(key=parameter_key(p.name), module=p.name, phase=self.phase)
-                self.sums[p.name] = here
+                self.gradient_sums.nodes[p.name] = here
 
     def add_up(self, made: str) -> None:
         """Add the result of this node of the trace to the sums of the parameters whose gradient it
         is."""
-        nodes = self.job.results()
-        for p in self.job.trace.parameters if self.sums else ():
+        nodes, sums = self.job.results(), self.gradient_sums
+        for p in self.job.trace.parameters if sums.nodes else ():
             if p.gradient is not None and nodes[p.gradient].name == made:
-                key, total = parameter_key(p.name), self.sums[p.name]
+                key, total = parameter_key(p.name), sums.nodes[p.name]
                 layout = self.job.index.chosen[key].inputs[0]
                 gradient = self.get((made, 0), layout, key)
-                gradient = self.wide.get(((made, 0), layout), gradient)
+                gradient = sums.wide.get(((made, 0), layout), gradient)
                 if total.op == "placeholder":
-                    self.sums[p.name] = self.graph.call_function(add_to, (total, gradient))
-                    self.sums[p.name].meta.update(
-                        total.meta, key=f"{key}/add_to", slack="deferrable"
-                    )
+                    added = self.graph.call_function(add_to, (total, gradient))
+                    added.meta.update(total.meta, key=f"{key}/add_to", slack="deferrable")
+                    sums.nodes[p.name] = added
 
     def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
         """Record the node that holds a tensor in a layout, and issue the collectives that shrink it
@@ -294,8 +304,8 @@ class PhaseBuilder:
             "slack": step.slack,
         }
         own, wide = self.job.dtype(ref), getattr(torch, c.dtype)
-        if (ref, step.source) in self.wide and wide != own:  # by another axis before
-            source = self.wide[ref, step.source]
+        if (ref, step.source) in self.gradient_sums.wide and wide != own:  # by another axis before
+            source = self.gradient_sums.wide[ref, step.source]
         elif wide != own:  # a reduction in a wider dtype than the tensor's
             source = self.graph.call_function(_cast, (source,), {"dtype": wide})
             source.meta.update(meta, key=f"{key}/widen")
@@ -305,7 +315,7 @@ class PhaseBuilder:
             meta, key=f"{key}/{c.kind}", collective=c, time_s=step.by_itself_s, moved=moved
         )
         if wide != own:
-            self.wide[ref, step.target] = node
+            self.gradient_sums.wide[ref, step.target] = node
             node = self.graph.call_function(_cast, (node,), {"dtype": own})
             node.meta.update(meta, key=f"{key}/narrow")
         self.job.emitted.append((self.phase, key, c))
@@ -419,7 +429,7 @@ class PhaseBuilder:
                 key = parameter_key(p.name)
                 self.add_up(nodes[p.gradient].name)  # where it is none of backward's own nodes
                 found.append(
-                    self.sums.get(p.name)
+                    self.gradient_sums.nodes.get(p.name)
                     or self.get((nodes[p.gradient].name, 0), chosen[key].inputs[0], key)
                 )
         for i in self.job.trace.inputs:
@@ -431,10 +441,10 @@ class PhaseBuilder:
     def _apart(self, gradients: list[fx.Node]) -> list[fx.Node]:
         """Give each gradient memory of its own, as autograd does: clipping and the next backward
         write into every one of them."""
-        owners, found = set[fx.Node](self.sums.values()), []
+        owners, found = set[fx.Node](self.gradient_sums.nodes.values()), []
         for gradient in gradients:
             owner, lies_over_itself = owner_of(gradient)
-            if gradient not in self.sums.values() and (
+            if gradient not in self.gradient_sums.nodes.values() and (
                 owner in owners or owner.op == "placeholder" or lies_over_itself
             ):
                 meta = gradient.meta

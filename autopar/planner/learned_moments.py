@@ -164,24 +164,13 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
     seen: dict[str, Sight] = {}
     waiting, last = Sight("", 0), ""
 
-    def see(name: str, sight: Sight) -> None:
-        """Record a measurement; the larger peak of a node stays."""
-        before = seen.get(
-            name
-        )  # a node that picks a result has the key of the op, which may have needed more
-        seen[name] = (
-            before._replace(phase=sight.phase)
-            if before is not None and before.peak_bytes > sight.peak_bytes
-            else sight
-        )
-
     for peak, again in _with_what_ran_again(peaks, keys):
         now = Sight(peak.phase, peak.peak_bytes + resting_bytes, again)
         made = keys.get(
             peak.node.meta.get("key", "").rpartition("/")[0], ""
         )  # of the steps that a sum is reduced by
         if made in liveness.widened:
-            see(made + WIDENED, now)
+            _record(seen, made + WIDENED, now)
             continue
         waiting = now if now.peak_bytes > waiting.peak_bytes else waiting._replace(phase=peak.phase)
         others = peak.node.meta["kernel"].others if "kernel" in peak.node.meta else ()
@@ -192,12 +181,21 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
             if name in liveness.owner and not peak.node.meta.get("recomputed")
         ]
         for name in here:
-            see(name, waiting)
+            _record(seen, name, waiting)
             last = name
         waiting = Sight("", 0) if here else waiting
     if last:  # what comes after the last node counts for it
-        see(last, waiting._replace(phase=waiting.phase or seen[last].phase))
+        _record(seen, last, waiting._replace(phase=waiting.phase or seen[last].phase))
     return seen
+
+
+def _record(seen: dict[str, Sight], name: str, sight: Sight) -> None:
+    """Record a measurement; the larger peak of a node stays. A node that picks a result has the
+    key of the op, which may have needed more."""
+    before = seen.get(name)
+    if before is not None and before.peak_bytes > sight.peak_bytes:
+        sight = before._replace(phase=sight.phase)
+    seen[name] = sight
 
 
 def _with_what_ran_again(

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autopar.capture.trace import Trace
-from autopar.core.problem import MemoryPoint, Problem
+from autopar.core.problem import MemoryPoint, Problem, Value
 from autopar.core.solution import Solution
 from autopar.cost.memory import Liveness, add, freeze_sizes
 from autopar.cost.priced import Priced
-from autopar.cost.spans import NEVER
+from autopar.cost.spans import NEVER, Span
 from autopar.errors import InfeasibleError, size_text
 from autopar.planner.candidates import Candidate
 from autopar.sharding import Cluster
@@ -119,46 +119,41 @@ class _Now:
 
     def _add_waiting(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
         """Add the values that wait for later readers, and gradients that are complete."""
-        problem, spans, now = self.liveness.priced.problem, self.liveness.spans, self.now
-        read = {name for name, _ in self.cluster.operands}
+        problem, spans = self.liveness.priced.problem, self.liveness.spans
         for v, refs in enumerate(self.liveness.priced.refs):
             value = problem.values[problem.variants[v].value]
             here = [(name, spans[name]) for name, _ in refs]
             if value.phase == "backward":
-                for name in [
-                    name
-                    for name, s in here
-                    if self.is_backward and s.is_gradient and s.made < now and s.until < now
-                ]:
-                    self.liveness.add_gradient(name, value, live)
-                num = (
-                    sum(s.made < now < s.until and s.has_memory and n not in read for n, s in here)
-                    if self.is_backward
-                    else 0
-                )
+                num = self._add_gradients(live, value, here) if self.is_backward else 0
             else:
-                kept = [
-                    (
-                        s.waits(now, value.num_versions)
-                        if self.is_backward
-                        else 0 <= s.last_forward < now and s.until >= 0
-                    )
-                    for _, s in here
-                ]
-                held[v] = sum(kept)
-                num = sum(
-                    s.made < now < self.last_forward.get(n, NEVER)
-                    and s.has_memory
-                    and n not in read
-                    for n, s in here
-                )
-                num = 0 if self.is_backward or value.resident else num
-            add(
-                live,
-                [min(value.graph.bytes)] * len(problem.ops[value.op].strategies),
-                value.op,
-                num,
-            )
+                held[v] = sum(self._waits(s, value.num_versions) for _, s in here)
+                num = 0 if self.is_backward or value.resident else self._num_waiting(here)
+            sizes = [min(value.graph.bytes)] * len(problem.ops[value.op].strategies)
+            add(live, sizes, value.op, num)
+
+    def _add_gradients(
+        self, live: dict[int, list[int]], value: Value, here: Sequence[tuple[str, Span]]
+    ) -> int:
+        """Add complete gradients, and count the tensors of backward that wait for a reader."""
+        now, read = self.now, {name for name, _ in self.cluster.operands}
+        for name, span in here:
+            if span.is_gradient and span.made < now and span.until < now:
+                self.liveness.add_gradient(name, value, live)
+        return sum(s.made < now < s.until and s.has_memory and n not in read for n, s in here)
+
+    def _waits(self, span: Span, num_versions: int) -> bool:
+        """Whether a tensor of forward is kept for backward while the op runs."""
+        if self.is_backward:
+            return span.waits(self.now, num_versions)
+        return 0 <= span.last_forward < self.now and span.until >= 0
+
+    def _num_waiting(self, here: Sequence[tuple[str, Span]]) -> int:
+        """How many tensors of forward wait for a later reader there."""
+        now, read = self.now, {name for name, _ in self.cluster.operands}
+        return sum(
+            s.made < now < self.last_forward.get(n, NEVER) and s.has_memory and n not in read
+            for n, s in here
+        )
 
     def _add_operands(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
         """Add the operands of the op, in the layouts in which it reads them."""

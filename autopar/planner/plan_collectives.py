@@ -59,26 +59,13 @@ def communications(draft: PlanDraft) -> Iterable[Communication]:
                 zip(redistribution.arcs, redistribution.slacks, strict=True)
             ):
                 kernel = _in_kernel(draft, redistribution.taken.get(position), arc)
-                done = (
-                    kernel is not None or redistribution.early or arc.collective.kind in HOST_KINDS
-                )
-                why = (
-                    ""
-                    if done
-                    else why_none(
-                        draft.trace, draft.priced, draft.mesh, (v, late), arc, draft.choices
-                    )
-                )
-                if kernel is not None and kernel.name != NORMED and not late:
-                    why = why_not_normed(
-                        draft.trace, draft.priced, draft.mesh, v, arc, draft.choices
-                    )
+                at_host = arc.collective.kind in HOST_KINDS
+                overlapped = redistribution.early or at_host
+                why = "" if overlapped and kernel is None else _why(draft, (v, late), arc, kernel)
                 ends = value.layout(arc.src), value.layout(arc.dst)
                 for pattern, result, instances in tensor_patterns(draft.priced.refs[v], keys):
                     module = FIELD.sub("*", pattern.partition("/")[0])
-                    beside = (
-                        redistribution.early or arc.collective.kind in HOST_KINDS
-                    ) and arc.collective.kind != "slice"
+                    beside = overlapped and arc.collective.kind != "slice"
                     shares = redistribution.early and arc.share_s is not None
                     yield Communication(
                         pattern,
@@ -97,6 +84,17 @@ def communications(draft: PlanDraft) -> Iterable[Communication]:
                     )
     yield from _own_communications(draft)
     yield from _step_communications(draft)
+
+
+def _why(draft: PlanDraft, where: tuple[int, bool], arc: Arc, kernel: InKernel | None) -> str:
+    """Why no kernel does a collective, or why the one that does computes no norm after it; "" if
+    there is nothing to say."""
+    v, late = where
+    if kernel is None:
+        return why_none(draft.trace, draft.priced, draft.mesh, where, arc, draft.choices)
+    if kernel.name == NORMED or late:
+        return ""
+    return why_not_normed(draft.trace, draft.priced, draft.mesh, v, arc, draft.choices)
 
 
 def _own_communications(draft: PlanDraft) -> Iterable[Communication]:

@@ -405,23 +405,21 @@ class PlannerLoop:
             return replace(state, phase=SearchPhase.FINISH, groups=groups)
         if decided in state.decided:  # the search goes in a circle: both plans' moments are to hold
             groups = replace(groups, learnt=groups.learnt.retain_latest())
-        candidate = self.emitter.emit(groups, found)
-        smallest = min(state.smallest or candidate.peak_bytes, candidate.peak_bytes)
-        improved = self.emitter.fits(candidate) and (
-            state.best is None or candidate.time_s < state.best.time_s
-        )
-        state = replace(
+        state = replace(state, groups=groups, decided=(*state.decided, decided))
+        return self._compare(state, self.emitter.emit(groups, found))
+
+    def _compare(self, state: SearchState, candidate: Candidate) -> SearchState:
+        """Take a candidate if it is the best, and decide whether the search goes on."""
+        fits = self.emitter.fits(candidate)
+        improved = fits and (state.best is None or candidate.time_s < state.best.time_s)
+        goes_on = not fits or (improved and self._may_improve(candidate, state.groups))
+        return replace(
             state,
-            phase=SearchPhase.LEARN,
-            groups=groups,
-            decided=(*state.decided, decided),
+            phase=SearchPhase.LEARN if goes_on else SearchPhase.FINISH,
             candidate=candidate,
             best=candidate if improved else state.best,
-            smallest=smallest,
+            smallest=min(state.smallest or candidate.peak_bytes, candidate.peak_bytes),
         )
-        if not self.emitter.fits(candidate) or (improved and self._may_improve(candidate, groups)):
-            return state
-        return replace(state, phase=SearchPhase.FINISH)
 
     def _may_improve(self, candidate: Candidate, groups: LayerGroups) -> bool:
         """Whether moments learned from a plan that fits may admit a better one."""

@@ -65,6 +65,7 @@ def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
         return serial
     once_s = beyond_shares_s(c for c in plan.communications if c.phase == "step")
     once_s -= sum(bucket.saved_s for bucket in plan.buckets if bucket.phase == "step")
+    more_s = {(PARAMETERS, "communication"): once_s}
     bars: list[Bar] = []
     phases = dict(zip(("forward", "backward"), simulate_program(program, plan), strict=True))
     around = {
@@ -73,17 +74,10 @@ def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
     }
     for phase, rest in around.items():
         for label, _, kind, _, duration_s in rest:
-            more_s = once_s if (label, kind) == (PARAMETERS, "communication") else 0.0
-            bars.append((label, phase, kind, _end(bars), duration_s + more_s))
+            duration_s += more_s.get((label, kind), 0.0)
+            bars.append((label, phase, kind, _end(bars), duration_s))
         if phase in phases:
-            start_s = _end(bars)
-            lanes: dict[str, list[Bar]] = {"compute": [], "communication": []}
-            for key, kind, at_s, duration_s in phases[phase].spans:
-                _stretch(
-                    lanes[kind],
-                    (_layer(key.partition("/")[0]), phase, kind, start_s + at_s, duration_s),
-                )
-            bars += sorted((*lanes["compute"], *lanes["communication"]), key=lambda bar: bar[3])
+            bars += _bars_of_spans(phase, phases[phase].spans, _end(bars))
             if phases[phase].missing_s:
                 bars.append((NOT_RUN, phase, "compute", _end(bars), phases[phase].missing_s))
     hidden_s = sum(phase.hidden_s for phase in phases.values())
@@ -95,6 +89,17 @@ def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
         simulated_s=_without(serial, plan, hidden_s),
         in_buckets_s=saved_s,
     )
+
+
+def _bars_of_spans(
+    phase: str, spans: Iterable[tuple[str, str, float, float]], start_s: float
+) -> list[Bar]:
+    """The bars of a simulated phase, by layer on both streams, in the order in which they begin."""
+    lanes: dict[str, list[Bar]] = {"compute": [], "communication": []}
+    for key, kind, at_s, duration_s in spans:
+        layer = _layer(key.partition("/")[0])
+        _stretch(lanes[kind], (layer, phase, kind, start_s + at_s, duration_s))
+    return sorted((*lanes["compute"], *lanes["communication"]), key=lambda bar: bar[3])
 
 
 def simulated_s(program: Program, plan: Plan) -> float:

@@ -179,13 +179,22 @@ class Tree:
             effort.max_relaxations = min(effort.max_relaxations, effort.num_relaxations + more)
         effort.last_step = self.live.num_iterations + _STEPS * effort.per_relaxation
         self._dive(root)
+        open_bounds = self._grow(root)
+        if self._broken:
+            return Grown(root.point.bound, self._broken)
+        return Grown(max(root.point.bound, min([self._closed, *open_bounds])))
+
+    def _grow(self, root: _Node) -> list[float]:
+        """Branch until nothing is open, or the tree may not go on.
+
+        Returns:
+            The bounds of the boxes that are still open.
+        """
         order = itertools.count()
         waiting = [(root.point.bound, next(order), root)]
         last: _Node | None = None  # the better child, which comes next while there is no plan
         while (waiting or last) and not self._broken and not self._spent():
-            if last is None and (
-                min(waiting[0][0], self._closed) >= self._enough() or self._is_proven(waiting[0][0])
-            ):
+            if last is None and self._is_done(waiting[0][0]):
                 break
             children = self._branch_node(last or heapq.heappop(waiting)[2])
             last = (
@@ -196,13 +205,8 @@ class Tree:
             for child in children:
                 if child is not last:
                     heapq.heappush(waiting, (child.point.bound, next(order), child))
-        if last is not None:
-            heapq.heappush(waiting, (last.point.bound, next(order), last))
-        if self._broken:
-            return Grown(root.point.bound, self._broken)
-        return Grown(
-            max(root.point.bound, min([self._closed, *(bound for bound, _, _ in waiting)]))
-        )
+        bounds = [bound for bound, _, _ in waiting]
+        return bounds if last is None else [*bounds, last.point.bound]
 
     def _dive(self, root: _Node) -> None:
         """Settle what is nearly so, a share of it at a time, ops first; each box is offered as a
@@ -237,6 +241,10 @@ class Tree:
     def _enough(self) -> float:
         best = self.best()
         return best * (1 - self.wanted) if np.isfinite(best) else np.inf
+
+    def _is_done(self, least: float) -> bool:
+        """Whether no box that waits, of which one proves the least, is worth branching."""
+        return min(least, self._closed) >= self._enough() or self._is_proven(least)
 
     def _is_proven(self, least: float) -> bool:
         """Whether there is a plan, and no box that waits, of which one proves the least, can raise

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.core.layout_graph import LayoutGraph
-from autopar.core.problem import Phase, Problem, at_best
+from autopar.core.problem import Phase, Problem, Value, at_best
 from autopar.core.solution import Multipliers
 from autopar.core.streams import COMPUTE_BOUND, Load, OverlapWeights
 from autopar.solve.memory_rows import budget_rows
@@ -182,18 +182,9 @@ class _GroupBuilder:
         ]
         if not later or value.phase != "forward":
             return
-        version = np.zeros(len(value.graph.layouts))
-        for at in (made, *(read[i] for i, _ in first)):
-            version[at] = 1.0
-        if value.keepable is not None:
-            version[[layout for layout in range(len(version)) if layout not in value.keepable]] = (
-                0.0
-            )
-        resting = len(
-            version
-            # versions are layouts of their own, from which keeping leads to those that backward
-            # finds
-        )
+        version = _versions(value, [made, *(read[i] for i, _ in first)])
+        # Versions are layouts of their own, from which keeping leads to those that backward finds.
+        resting = len(version)
         sources = [(self.x[value.op], made + resting, version[made])]
         sources += [(self.x[use.op], read[i] + resting, version[read[i]]) for i, use in first]
         sources += [(self.x[value.op], made, np.ones(len(made)))] if value.resident else []
@@ -306,6 +297,21 @@ class _GroupBuilder:
         for place, decision in enumerate(order):
             decision.place = place
         return order
+
+
+def _versions(value: Value, at_hand: Iterable[Ints]) -> Floats:
+    """By layout, 1 if a version of the value may be kept in it, else 0.
+
+    Args:
+        value: the value.
+        at_hand: layouts in which forward makes or reads it.
+    """
+    version = np.zeros(len(value.graph.layouts))
+    for at in at_hand:
+        version[at] = 1.0
+    if value.keepable is not None:
+        version[[layout for layout in range(len(version)) if layout not in value.keepable]] = 0.0
+    return version
 
 
 def _find_turns(

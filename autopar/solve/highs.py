@@ -265,17 +265,9 @@ class Engine:
                 simplex method.
         """
         cost, rows = self.cost, self.rows if extra is None else self.rows.plus(extra)
-        ended = (
-            highspy.HighsModelStatus.kOptimal,
-            highspy.HighsModelStatus.kTimeLimit,
-            highspy.HighsModelStatus.kInfeasible,
-        )
-        simplex = (
-            {**_SIMPLEX, "presolve": "off"} if len(cost) >= _LARGE or self.begun.knows else _SIMPLEX
-        )
-        highs = self._run(Begun(rows).lp(cost, rows), _INTERIOR) if interior else None
-        if highs is None or highs.getModelStatus() not in ended:
-            highs, interior = self._run(self.begun.lp(cost, rows), simplex), False
+        highs = self._run_interior(rows) if interior else None
+        if highs is None:
+            highs, interior = self._run_simplex(rows), False
         if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return None
         solution = highs.getSolution()
@@ -292,6 +284,22 @@ class Engine:
             values if len(values) else np.zeros(len(cost)),
             not interior and len(values) > 0,
         )
+
+    def _run_interior(self, rows: Rows) -> highspy.Highs | None:
+        """Solve by the interior point method; None if it failed."""
+        highs = self._run(Begun(rows).lp(self.cost, rows), _INTERIOR)
+        ended = (
+            highspy.HighsModelStatus.kOptimal,
+            highspy.HighsModelStatus.kTimeLimit,
+            highspy.HighsModelStatus.kInfeasible,
+        )
+        return highs if highs.getModelStatus() in ended else None
+
+    def _run_simplex(self, rows: Rows) -> highspy.Highs:
+        """Solve by the simplex method, from the duals that are known."""
+        without_presolve = len(self.cost) >= _LARGE or self.begun.knows
+        options = {**_SIMPLEX, "presolve": "off"} if without_presolve else _SIMPLEX
+        return self._run(self.begun.lp(self.cost, rows), options)
 
     def part(self, columns: Columns, rows: Rows) -> Relaxation | None:
         """Solve the relaxation of these rows over some columns; None if it has no solution."""

@@ -17,7 +17,7 @@ from autopar.core.streams import PHASES, OverlapWeights
 from autopar.solve.bounds import Incumbent, Proven
 from autopar.solve.dual_ascent import Ascent
 from autopar.solve.formulation import FLOW, SCALE, Formulation
-from autopar.solve.highs import Engine, Live, Point
+from autopar.solve.highs import Engine, Live, Point, Relaxation
 from autopar.solve.lazy_rows import Excess, Incoming
 from autopar.solve.lp import Columns, Floats, Rows
 from autopar.solve.multipliers import complete_duals
@@ -63,12 +63,12 @@ class Climb:
             if broken or self.plans.is_close() or soon:
                 return broken
         relaxation = self.extra.engine.relax(self.extra.matrix(self.extra.active), interior=True)
-        for most in rungs or _RUNGS:
-            if (
-                relaxation is None
-                or self.plans.is_close()
-                or (self._has_plan and most == _RUNGS[-1])
-            ):
+        return [] if relaxation is None else self._over_rungs(relaxation, rungs or _RUNGS)
+
+    def _over_rungs(self, relaxation: Relaxation, rungs: Sequence[int]) -> list[int]:
+        """Search over the columns of least reduced cost, more and more of them."""
+        for most in rungs:
+            if self.plans.is_close() or (self._has_plan and most == _RUNGS[-1]):
                 return []
             columns = np.ones(len(relaxation.reduced), bool)
             if len(columns) > max(SMALL, most):

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 from autopar.core.problem import Problem
-from autopar.core.solution import FractionalGroups, Solution
+from autopar.core.solution import FractionalGroups, Multipliers, Solution
 from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.errors import InfeasibleError, size_text
 from autopar.solve.branch_and_cut import BranchAndCut, SearchRequest
@@ -175,13 +175,9 @@ def choices_or_least(
     """
     if not all(op.strategies for op in problem.ops):
         raise refusal(problem)
-    proven = False
     if solver.lower() != LIVE:
-        choices, bound_s, proven_by = solve_modelled(problem, solver, gap, time_limit_s), 0.0, None
+        found = _Searched(solve_modelled(problem, solver, gap, time_limit_s))
     else:
-        known = quick(problem, gap)
-        if known is not None and known.close and known.answer is not None:
-            return without_idle(problem, known.answer)
         request = SearchRequest(
             problem,
             gap,
@@ -189,32 +185,57 @@ def choices_or_least(
             time_limit_s,
             whole,
             likely,
-            known,
+            quick(problem, gap),
             only_plan,
             waits,
             common or Common(),
             met,
         )
-        search = BranchAndCut(request)
-        choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
-        proven_by = search.proven.multipliers() if choices is None and not proven else None
-        if search.least is not None and bound_only:
-            return search.least
-        if choices is None and search.apart is not None:
-            return search.apart
-    if choices is not None:
-        return without_idle(problem, choices)
+        found = _search(request, bound_only=bound_only)
+    if isinstance(found.answer, Solution):
+        return without_idle(problem, found.answer)
+    if found.answer is not None:
+        return found.answer
     least = least_budget(
-        problem, math.inf if waits else time_limit_s, bound_only=bound_only and proven
+        problem, math.inf if waits else time_limit_s, bound_only=bound_only and found.infeasible
     )
     if least.choices is None or least.size_bytes > problem.budget_bytes:
         return least
     # The limits ended the search before it found a plan; this one fits, however long it takes.
-    bound_s = min(bound_s, least.choices.objective_s)
     return replace(
         least.choices,
-        bound_s=bound_s,
+        bound_s=min(found.bound_s, least.choices.objective_s),
         free_bound_s=0.0,
         solver=solver.lower(),
-        multipliers=proven_by,
+        multipliers=found.multipliers,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Searched:
+    """What a search has found.
+
+    Attributes:
+        answer: None if there is none yet. bound_s, multipliers: what is proven then.
+        infeasible: proven so.
+    """
+
+    answer: Solution | Least | FractionalGroups | None
+    bound_s: float = 0.0
+    multipliers: Multipliers | None = None
+    infeasible: bool = False
+
+
+def _search(request: SearchRequest, *, bound_only: bool) -> _Searched:
+    """Search by HiGHS, unless an answer is known that is close enough."""
+    known = request.known
+    if known is not None and known.close and known.answer is not None:
+        return _Searched(known.answer)
+    search = BranchAndCut(request)
+    choices, bound_s = search.run(), search.proven.bound_s
+    if search.least is not None and bound_only:
+        return _Searched(search.least)
+    if choices is not None or search.apart is not None:
+        return _Searched(choices or search.apart)
+    multipliers = None if search.infeasible else search.proven.multipliers()
+    return _Searched(None, bound_s, multipliers, search.infeasible)

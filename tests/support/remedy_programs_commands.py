@@ -19,9 +19,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autopar import HardwareProfile, hf
-from autopar.cli.commands import clear_command
+from autopar.cli.commands import _check_stages, clear_command
 from autopar.cli.models import built, turning_of
-from autopar.cli.plan_command import _check_stages
 from autopar.cli.planning import _save
 from autopar.cli.shared_options import NamedModel, check_dtype, check_there
 from autopar.explanation import explain
@@ -357,7 +356,7 @@ MODELS: dict[str, Program] = {
         "pass one of --hf, --model and --module",
         lambda: NamedModel(model="gpt2").check(),
     ),
-    "cli/plan_command.py _check_stages 0": Program(
+    "cli/commands.py _check_stages 0": Program(
         lambda: _check_stages(None, "gpipe", None),
         "pass --pipeline AXIS or --pipeline auto too, or leave --schedule out",
         lambda: (_check_stages("stage", "gpipe", None), _check_stages(None, None, None)),

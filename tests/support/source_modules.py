@@ -20,12 +20,14 @@ class Module:
         is_package: whether it is the ``__init__`` of a package.
         tree: its syntax tree.
         num_lines: lines of its source text.
+        num_columns: of its longest line.
     """
 
     name: str
     is_package: bool
     tree: ast.Module
     num_lines: int
+    num_columns: int
 
     @property
     def unit(self) -> str:
@@ -57,7 +59,9 @@ def read_modules(root: Path, package: str = "autopar") -> dict[str, Module]:
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
         text = path.read_text(encoding="utf-8")
-        modules[name] = Module(name, is_package, ast.parse(text, str(path)), text.count("\n"))
+        widest = max(map(len, text.splitlines()), default=0)
+        tree = ast.parse(text, str(path))
+        modules[name] = Module(name, is_package, tree, text.count("\n"), widest)
     return modules
 
 

@@ -67,19 +67,23 @@ class Alike:
             effort: of the search; the answer of a search with more effort is used, too.
         """
         nameless = _nameless(problem)
-        for form, num, apart in self._apart if effort is Effort.MIXED else ():
-            if num == problem.num_in_flight and form == nameless:
-                return apart
+        if effort is Effort.MIXED and (apart := self._known_apart(nameless, problem)) is not None:
+            return apart
         for other, form, spent, choices in self._answers:
             if effort > spent and (choices.mixed or choices.unfinished):
                 continue
-            if form != nameless or (
-                other.num_in_flight != problem.num_in_flight and choices.stats.get("budget_rows")
-            ):
-                continue
-            evaluation = evaluate_choices(problem, choices)
-            if fits(problem, evaluation):
+            same = other.num_in_flight == problem.num_in_flight
+            # Without budget rows an answer does not depend on the microbatches in flight.
+            holds = form == nameless and (same or not choices.stats.get("budget_rows"))
+            if holds and fits(problem, evaluate_choices(problem, choices)):
                 return _rename_rows(choices, other, problem)
+        return None
+
+    def _known_apart(self, nameless: Problem, problem: Problem) -> FractionalGroups | None:
+        """The ops of a problem that decide apart, if that is known."""
+        for form, num, apart in self._apart:
+            if num == problem.num_in_flight and form == nameless:
+                return apart
         return None
 
     def learn(self, problem: Problem, choices: Solution | FractionalGroups, effort: Effort) -> None:

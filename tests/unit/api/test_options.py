@@ -186,7 +186,7 @@ def test_names_say_units() -> None:
 def test_the_options_can_be_read_without_torch() -> None:
     """Help and mistyped options of the command line do not wait for it."""
     read = "p.PlanOptions(**p.read_options({'constraints': None, 'gap': 0.5}))"
-    code = f"import sys, autopar.cli.plan_command as p; {read}; print('torch' in sys.modules)"
+    code = f"import sys, autopar.cli.commands as p; {read}; print('torch' in sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )

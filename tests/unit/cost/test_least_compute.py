@@ -15,10 +15,9 @@ from autopar.capture import capture
 from autopar.constraints import pipeline
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.cost.least_compute import TotalWork
-from autopar.cost.op_times import compute_time
+from autopar.cost.op_times import TotalWork, compute_time
 from autopar.planner import PlanOptions
-from autopar.planner.pipeline.batch_bound import least_batch_s
+from autopar.planner.pipeline.pipeline_bound import least_batch_s
 
 H100 = HardwareProfile.load("h100-sxm")
 
