@@ -92,12 +92,10 @@ def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceM
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
     every = _gather_facts("batch", [_digest(x) for x in values], devices)
-    different = [
-        name for name, *digests in zip(names, *every, strict=True) if len(set(digests)) > 1
-    ]
-    if different:
+    if different := _names_that_differ(names, every):
+        odd, usual = _odd_and_usual(_ranks(devices), every)
         raise RuntimeStateError(
-            f"ranks were given different batches: {', '.join(map(repr, different))}",
+            f"{odd} got a different batch from {usual}: {', '.join(map(repr, different))}",
             remedy=(
                 "pass every rank the same batch, of which it takes its part; or compile with"
                 ' batch="local" and pass each rank its part (pm.sampler and pm.input_layouts say'
@@ -134,9 +132,12 @@ def check_parts(
                 different.setdefault(group, []).append(name)
     if different:
         ranks, inputs = next(iter(different.items()))
+        places = [names.index(name) for name in inputs]
+        held = [[facts[rank][place] for place in places] for rank in ranks]
+        odd, usual = _odd_and_usual(ranks, held)
         raise RuntimeStateError(
-            f"ranks {list(ranks)} were given different batches: {', '.join(map(repr, inputs))}, "
-            "which the plan does not split between these ranks",
+            f"{odd} got a different batch from {usual}: {', '.join(map(repr, inputs))}, which the"
+            f" plan does not split between {_list_ranks(ranks)}",
             remedy=(
                 "pass these ranks the same tensors (pm.input_layouts says which axes split an"
                 ' input); or compile with batch="global" and the whole batch as example_inputs, and'
@@ -158,10 +159,10 @@ def check_random_state(state: int, devices: DeviceMesh) -> None:
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
     ranks, states = _ranks(devices), _gather_facts("random state", state, devices)
-    different = [rank for rank, each in zip(ranks, states, strict=True) if each != states[0]]
-    if different:
+    if len(set(states)) > 1:
+        odd, usual = _odd_and_usual(ranks, states)
         raise RuntimeStateError(
-            f"ranks {different} have another random state than rank {ranks[0]}",
+            f"{odd} began with a different random state from {usual}",
             remedy=(
                 "set the same on every rank: pm.manual_seed(seed) or pm.random_state = state; "
                 "each rank draws the numbers of its own part by itself"
@@ -202,9 +203,10 @@ class Beside:
             f"tensor beside parameters in {function}", [_digest(x) for x in given], devices
         )
         if any(digests != every[0] for digests in every):
+            odd, usual = _odd_and_usual(_ranks(devices), every)
             what = (
-                f"ranks give {function} different tensors beside a parameter or gradient, of which"
-                " each has its part"
+                f"{odd} passed a different tensor to {function} from {usual}, beside a parameter or"
+                " gradient of which each rank has its part"
             )
             raise RuntimeStateError(
                 what,
@@ -232,20 +234,53 @@ def check_tangents(returned: Sequence[tuple[str, Tensor | None]], devices: Devic
     every = _gather_facts(
         "gradients of outputs", [None if x is None else _digest(x) for _, x in returned], devices
     )
-    different = [
-        name or "the result"
-        for (name, _), *digests in zip(returned, *every, strict=True)
-        if len(set(digests)) > 1
-    ]
+    different = _names_that_differ([name or "the result" for name, _ in returned], every)
     if different:
+        odd, usual = _odd_and_usual(_ranks(devices), every)
         raise RuntimeStateError(
-            "ranks computed different losses of the same outputs: their gradients by"
+            f"{odd} computed a different loss of the same outputs from {usual}: the gradients by"
             f" {', '.join(different)} differ",
             remedy=(
                 "compute the same loss on every rank: of the same labels, and with the same seed"
                 " where it draws random numbers; or let the model compute its loss"
             ),
         )
+
+
+def _names_that_differ(names: Sequence[str], facts: Sequence[Sequence[object]]) -> list[str]:
+    """Return the names whose facts differ between ranks.
+
+    Args:
+        names: a name per fact.
+        facts: of each rank, one per name.
+    """
+    return [name for name, *each in zip(names, *facts, strict=True) if len(set(each)) > 1]
+
+
+def _odd_and_usual(ranks: Sequence[int], facts: Sequence[object]) -> tuple[str, str]:
+    """Divide ranks into those whose facts differ from the most common ones, and the others. If no
+    facts are the most common, those of the first rank count as usual.
+
+    Args:
+        ranks: the ranks.
+        facts: of each rank, compared by `==`; some differ.
+
+    Returns:
+        Both groups in words, as in ``rank 1`` and ``ranks 0, 2 and 3``.
+    """
+    counts = [sum(fact == other for other in facts) for fact in facts]
+    usual = facts[counts.index(max(counts))]
+    alike = [rank for rank, fact in zip(ranks, facts, strict=True) if fact == usual]
+    return _list_ranks([rank for rank in ranks if rank not in alike]), _list_ranks(alike)
+
+
+def _list_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0 and 1``; of more than eight, the first eight and how many more."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _group_sharers(layout: Layout, devices: DeviceMesh) -> list[tuple[int, ...]]:
