@@ -176,9 +176,13 @@ class NamedComparison:
         fastest, taken, seconds = self.best, "", simulated_s(self.best.program, self.best.plan)
         objective_s = self.best.time_s
         limit_s = objective_s + _CLOSE[self.emitter.options.effort] * (seconds - objective_s)
-        for name, excluded in named.search(
-            self.groups.priced, lambda excluded: self._least_s(excluded) < limit_s
-        ):
+        with self.emitter.clock.phase("named plans"):
+            close = [
+                *named.search(
+                    self.groups.priced, lambda excluded: self._least_s(excluded) < limit_s
+                )
+            ]
+        for name, excluded in close:
             candidate = self._emit(excluded, limit_s)
             if candidate is not None:
                 its_s = simulated_s(candidate.program, candidate.plan)

@@ -349,9 +349,8 @@ class PlannerLoop:
         if self.named is not None and is_wanted and state.regions is None:
             if groups.priced is not best.draft.priced:
                 groups = self.group_layers(best.draft.priced.starts)
-            with self.clock.phase("named plans"):
-                comparison = NamedComparison(self.emitter, self._solving, groups, best)
-                best = comparison.fastest(self.named)
+            comparison = NamedComparison(self.emitter, self._solving, groups, best)
+            best = comparison.fastest(self.named)
         return replace(state, phase=SearchPhase.DONE, best=best)
 
     def _prove_to_the_end(self, state: SearchState, best: Candidate) -> Candidate:
