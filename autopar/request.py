@@ -387,9 +387,10 @@ class PlanOptions:
     effort: Effort = field(
         default="normal",
         metadata=_option(
-            "how much work alternatives to the first plan may take: further mesh shapes, and"
-            ' stages that nobody asked for. ``"quick"``: none, but those that the first plan needs'
-            ' if nothing fits; ``"normal"``: about as much as one search on a mesh of three axes'
+            "how much work alternatives to the first plan may take: further mesh shapes, named"
+            ' plans, and stages that nobody asked for. ``"quick"``: none, but those that the first'
+            ' plan needs if nothing fits; ``"normal"``: about as much as one search on a mesh of'
+            " three axes"
             ' takes; ``"thorough"``: whatever bounds do not exclude. What was not tried is in the'
             " plan's proof, with its bound.",
             _among(get_args(Effort)),

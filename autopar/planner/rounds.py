@@ -33,6 +33,7 @@ from autopar.planner.emitter import Emitter
 from autopar.planner.layer_groups import starts_of
 from autopar.planner.learned_moments import LayerGroups, Learnt
 from autopar.planner.min_memory import Need, light, prefer_fastest, refusal
+from autopar.planner.named_plans import NamedComparison, NamedPlans
 from autopar.planner.pipeline.stage_cache import Effort
 from autopar.planner.solving import Solving
 from autopar.sharding import Starts
@@ -52,6 +53,7 @@ class SearchPhase(Enum):
     LEARN = auto()  # add the moments at which the plan is over its budget
     REGROUP = auto()  # put layers into the groups that the learned moments ask for
     FINISH = auto()  # prove the best plan to the end, and order its communications
+    COMPARE = auto()  # compare the best plan with named ones, by the simulated step
     SHRINK = auto()  # no plan fits: search without kernels, or for little memory
     DONE = auto()  # `SearchState.best` is the answer
 
@@ -92,6 +94,7 @@ class PlannerLoop:
     Attributes:
         emitter: emits and measures plans. pricing: gives the problem if layers decide in groups.
         limit_s: a plan that takes as long is not wanted.
+        named: the named plans that the best plan is compared with; None for none.
         whole: whether layers stay as `pricing` has them, and are put into no groups.
         regions: as in `SearchState`.
     """
@@ -99,6 +102,7 @@ class PlannerLoop:
     emitter: Emitter
     pricing: Callable[[Starts], Priced]
     limit_s: float = math.inf
+    named: NamedPlans | None = None
     whole: bool = False
     regions: frozenset[int] | None = None
     _solving: Solving = field(init=False)
@@ -144,6 +148,7 @@ class PlannerLoop:
             SearchPhase.LEARN: self._learn,
             SearchPhase.REGROUP: self._regroup,
             SearchPhase.FINISH: self._finish,
+            SearchPhase.COMPARE: self._compare,
             SearchPhase.SHRINK: self._shrink,
         }
         return steps[state.phase](state)
@@ -334,6 +339,18 @@ class PlannerLoop:
         if state.best is None:
             return replace(state, phase=SearchPhase.SHRINK)
         best = self.emitter.order(self._prove_to_the_end(state, state.best))
+        return replace(state, phase=SearchPhase.COMPARE, best=best)
+
+    def _compare(self, state: SearchState) -> SearchState:
+        """Compare the best plan with named ones, if it is wanted at all."""
+        best, groups = state.best, state.groups
+        assert best is not None, "only a plan is compared with others"
+        is_wanted = best.time_s < self.limit_s and not self.options.is_late
+        if self.named is not None and is_wanted and state.regions is None:
+            if groups.priced is not best.draft.priced:
+                groups = self.group_layers(best.draft.priced.starts)
+            comparison = NamedComparison(self.emitter, self._solving, groups, best)
+            best = comparison.fastest(self.named)
         return replace(state, phase=SearchPhase.DONE, best=best)
 
     def _prove_to_the_end(self, state: SearchState, best: Candidate) -> Candidate:

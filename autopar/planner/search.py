@@ -21,6 +21,7 @@ from autopar.planner.clock import Clock, Progress
 from autopar.planner.comm_schedule import Peaks
 from autopar.planner.emitter import Emitter
 from autopar.planner.min_memory import Need
+from autopar.planner.named_plans import NamedPlans
 from autopar.planner.plan_assembly import assemble, fingerprint
 from autopar.planner.report_infeasible import with_conflict
 from autopar.planner.rounds import PlannerLoop
@@ -144,6 +145,8 @@ def make_plan(
         model_name=model_name,
         limit_s=limit_s,
     )
+    if options.effort != "quick" and not options.constraints and mesh.num_devices > 1:
+        search.named = NamedPlans(trace, mesh)
     return finish_search(search.find_best(), clock, options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.core.problem import Problem
@@ -11,7 +12,14 @@ from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.errors import InfeasibleError
 from autopar.planner.pipeline.stage_cache import Alike, Effort
 from autopar.request import PlanOptions
-from autopar.solve import Cases, Common, Least, choices_or_least, within
+from autopar.solve import (
+    Cases,
+    Common,
+    Least,
+    SmallerProblem,
+    choices_or_least,
+    within,
+)
 
 _LEAST_WORK = (
     3e9  # simplex steps by columns, about some seconds: what a search for the bound may do
@@ -126,6 +134,26 @@ class Solving:
         if self.cases is None or not self.cases.are_of(problem):
             return None
         return self.cases.solve(problem) if learnt else self.cases.answer
+
+    def without(
+        self, problem: Problem, excluded: Mapping[int, Collection[int]], limit_s: float
+    ) -> Solution | None:
+        """Solve a problem without some strategies, and without dividing it into cases.
+
+        Args:
+            problem: the problem.
+            excluded: op → the strategies that are left out.
+            limit_s: seconds of a step that an answer has to beat.
+
+        Returns:
+            The answer, as one of the whole problem; None if there is none, or it does not beat the
+            limit.
+        """
+        smaller = SmallerProblem.of(problem, excluded)
+        found = self._ask_case(smaller.problem, None, Common())
+        if not isinstance(found, Solution) or found.objective_s >= limit_s:
+            return None
+        return smaller.restore(found)
 
     def _ask_case(
         self, problem: Problem, met: Solution | None, common: Common

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.core.layout import Layout
 from autopar.core.placements import splits
 from autopar.errors import RuntimeStateError
+from autopar.program.program import ProgramTensor
 from autopar.runtime.rank_comm import of_all_alike
 
 log = logging.getLogger("autopar")
+_ROUNDED = 1e-3  # relative difference of norms that rounding may cause
 
 
 def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
@@ -168,6 +170,75 @@ def check_random_state(state: int, devices: DeviceMesh) -> None:
                 "each rank draws the numbers of its own part by itself"
             ),
         )
+
+
+class CopiedWeights:
+    """Checks that ranks which hold the same part of a parameter hold the same values.
+
+    A rank that changes its parameters alone, for example by loading a file, would train on with
+    other values than the ranks that hold copies. Copies are compared in calls 2, 4, 8 and so on, by
+    their norm: each rank reads its parameters once. Ranks that compute the same gradient may round
+    it differently, so norms may differ slightly.
+    """
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+
+    def check(self, held: Iterable[tuple[ProgramTensor, Tensor]], devices: DeviceMesh) -> None:
+        """Compare the copies, if it is their turn. All ranks make the same calls.
+
+        Args:
+            held: the program's tensor and the local part of each parameter on this rank.
+            devices: the mesh of the parameters.
+
+        Raises:
+            RuntimeStateError: on every rank, naming the ranks and a parameter that differs.
+        """
+        self._num_calls += 1
+        is_turn = self._num_calls > 1 and self._num_calls & (self._num_calls - 1) == 0
+        if not is_turn or dist.get_world_size() == 1:
+            return
+        here = tuple(devices.get_coordinate() or ())
+        norms = {
+            tensor.name: (_part_of(tensor.layout, here), _norm(local)) for tensor, local in held
+        }
+        facts: list[dict[str, tuple[object, float]]] = of_all_alike("compares its weights", norms)
+        copies: dict[tuple[str, object], dict[int, float]] = {}
+        for rank, each in enumerate(facts):
+            for name, (part, norm) in each.items():
+                copies.setdefault((name, part), {})[rank] = norm
+        for (name, _), found in copies.items():
+            largest = max(found.values())
+            if largest - min(found.values()) > _ROUNDED * largest:
+                odd, usual = _odd_and_usual(
+                    list(found), [round(norm / largest / _ROUNDED) for norm in found.values()]
+                )
+                raise RuntimeStateError(
+                    f"{odd} holds different values of {name!r} from {usual}, which hold copies of"
+                    " the same part",
+                    remedy=(
+                        "change parameters on every rank alike: call load_state_dict,"
+                        " Checkpoints.load and the optimizer's step on all ranks"
+                    ),
+                )
+
+
+def _part_of(layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
+    """Which part of a tensor a rank holds: equal for ranks that hold copies."""
+    return tuple(
+        index if splits(placement) else 0
+        for placement, index in zip(layout.placements, coordinate, strict=True)
+    )
+
+
+def _norm(local: Tensor) -> float:
+    """The norm of a part; 0 if it has no values, or the norm is no number."""
+    if local.is_meta:
+        return 0.0
+    values = torch.view_as_real(local.detach()) if local.is_complex() else local.detach()
+    dtype = torch.promote_types(torch.float32, values.dtype)
+    norm = float(torch.linalg.vector_norm(values, dtype=dtype))
+    return norm if math.isfinite(norm) else 0.0
 
 
 class Beside:

@@ -57,6 +57,17 @@ def test_random_states_that_differ_are_refused_on_every_rank(
         assert len(set(fact["losses"])) == 3
 
 
+def test_a_rank_that_changes_its_copy_of_a_parameter_alone_is_named_on_every_rank() -> None:
+    first, second = run_processes(2, str(HERE / "worker_equal.py"), "run_weights")
+    assert first == second
+    third, fourth, unchanged = first["ddp"]
+    for said in (third, fourth):  # the fourth call compares
+        assert said.startswith("3: rank 1 holds different values of 'layers.0.weight' from rank 0")
+        assert "load_state_dict" in said
+    assert unchanged == ""
+    assert first["fsdp"] == first["stages"] == ["", "", ""], "each rank has a part of its own"
+
+
 @pytest.fixture(scope="module")
 def parts() -> list[dict[str, dict[str, str]]]:
     return run_processes(4, str(HERE / "worker_equal.py"), "run_parts")

@@ -183,7 +183,12 @@ def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(
 
     monkeypatch.setattr(PlannerLoop, "step", watched)
     planned()
-    assert phases == [SearchPhase.ASK, SearchPhase.TRY, SearchPhase.FINISH]
+    assert phases == [
+        SearchPhase.ASK,
+        SearchPhase.TRY,
+        SearchPhase.FINISH,
+        SearchPhase.COMPARE,
+    ]
     phases.clear()
     planned(memory_bytes=240_000)
     round_trip = [SearchPhase.ASK, SearchPhase.TRY, SearchPhase.LEARN]
@@ -193,6 +198,7 @@ def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(
         SearchPhase.ASK,
         SearchPhase.TRY,
         SearchPhase.FINISH,
+        SearchPhase.COMPARE,
     ]
     phases.clear()
     with pytest.raises(InfeasibleError):
@@ -236,6 +242,7 @@ def test_every_phase_is_told_and_timed() -> None:
         "emit",
         "memory",
         "buckets",
+        "named plans",
         "explain",
     ]
     assert set(made.seconds) == set(told) and all(seconds >= 0 for seconds in made.seconds.values())
