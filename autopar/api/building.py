@@ -48,7 +48,7 @@ from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.summary import idle
 from autopar.plans import Plan
-from autopar.program.program import Program, StagedProgram
+from autopar.program.program import Program
 from autopar.request import Backend, Outputs, PlanOptions
 from autopar.runtime.device_mesh import agree, device_mesh
 from autopar.runtime.guarded_module import Compiled
@@ -110,7 +110,7 @@ def parallel_module(
     if is_unshaped(mesh):  # its shape is the plan's
         devices = device_mesh(plan.mesh, kind)
     build: Callable[..., ParallelModule | StagedModule] = (
-        StagedModule if isinstance(program, StagedProgram) else ParallelModule
+        ParallelModule if program.is_single else StagedModule
     )
     as_planned = options.outputs in ("auto", "loss")  # a call without labels has no loss alone
     wanted = plan.options.get("outputs", "dtensor") if as_planned else options.outputs
@@ -237,7 +237,7 @@ def _device_type(model: nn.Module, batch: object) -> str:
 
 def _plan_together(
     order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Plan, Program | StagedProgram]:
+) -> tuple[Plan, Program]:
     """Rank 0 plans, or finds the plan in its cache, and broadcasts the plan's text (or its error);
     every rank emits from it. No rank captures the call twice: rank 0 emits from the trace that it
     planned, and the others capture while it plans."""

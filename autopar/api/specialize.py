@@ -25,7 +25,6 @@ from autopar.constraints import (
 from autopar.core.layout import Layout
 from autopar.errors import RuntimeStateError
 from autopar.plans import Plan
-from autopar.program.program import StagedProgram
 from autopar.request import PlanOptions
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.staged_module import StagedModule
@@ -132,8 +131,7 @@ def asked_of(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, Pl
 def storage_of(module: ParallelModule | StagedModule) -> dict[str, Layout]:
     """Return the layout in which each parameter of all stages rests; whole if no program reads
     it."""
-    program = module.program
-    stages = program.stages if isinstance(program, StagedProgram) else (program,)
+    stages = module.program.stages
     held = {name: module.resting(name) for name, _ in module.named_parameters()}
     return held | {t.name: t.layout for stage in stages for t in stage.parameters}
 

@@ -48,7 +48,7 @@ class ParallelModule(Compiled):
     """A compiled module without pipeline stages.
 
     Args:
-        program: the program of this rank.
+        program: a program with one stage and one microbatch.
         devices: the mesh.
         model: the source of parameter and buffer values, names and the train/eval flag. It may be
             on the meta device, and is not kept.
@@ -83,17 +83,18 @@ class ParallelModule(Compiled):
         check_shape(devices, program.mesh)
         agree(program.plan_hash, "plan", devices)
         groups = groups_of(devices)
+        (stage,) = program.stages
         super().__init__(
-            (*program.parameters, *program.buffers),
+            (*stage.parameters, *stage.buffers),
             devices,
             model,
             both_modes=both_modes,
             shared=shared,
         )
-        self.program, self._outputs = program, outputs
-        self._presented = [Storage.of(t, devices) for t in program.outputs]
+        self.program, self._stage, self._outputs = program, stage, outputs
+        self._presented = [Storage.of(t, devices) for t in stage.outputs]
         self._executor = Executor(
-            program,
+            stage,
             groups,
             backend=backend,
             batch=batch,
@@ -107,11 +108,11 @@ class ParallelModule(Compiled):
         self._results = CallResults(program)
         # in another mode what a trained model returns may have no gradient
         self._may_train = shared is None or any(
-            t.has_gradient for t in (*program.parameters, *program.inputs)
+            t.has_gradient for t in (*stage.parameters, *stage.inputs)
         )
         self._num_backwards = 0
         self._loss = next(
-            (i for i, t in enumerate(program.outputs) if t.is_loss and t.has_gradient), None
+            (i for i, t in enumerate(stage.outputs) if t.is_loss and t.has_gradient), None
         )
         self._stand_for_all(model, program.attributes, shared)
 
@@ -126,12 +127,11 @@ class ParallelModule(Compiled):
         inputs = self._program_inputs(args, kwargs, self.device_mesh)
         if isinstance(inputs, Misfit):
             return self._elsewhere(inputs, args, kwargs)
-        parameters = [self.get_parameter(t.name) for t in self.program.parameters]
-        asking = [x for x, t in zip(inputs, self.program.inputs, strict=True) if t.has_gradient]
+        parameters = [self.get_parameter(t.name) for t in self._stage.parameters]
+        asking = [x for x, t in zip(inputs, self._stage.inputs, strict=True) if t.has_gradient]
         may_train = torch.is_grad_enabled() and self._may_train
         trained = may_train and (
-            self._trains(parameters, self.program.parameters)
-            or any(x.requires_grad for x in asking)
+            self._trains(parameters, self._stage.parameters) or any(x.requires_grad for x in asking)
         )
         watched = Watched()
         shown: Sequence[Tensor] = (
@@ -140,7 +140,7 @@ class ParallelModule(Compiled):
             else self._run(inputs, parameters, watched, keep=False)[0]
         )
         if self._loss is not None:
-            pairs = zip(self.program.outputs, shown, strict=True)
+            pairs = zip(self._stage.outputs, shown, strict=True)
             shown = [
                 refuse_backward(t.name, x, shown[self._loss])
                 if t.requires_grad and not t.is_loss
@@ -153,7 +153,7 @@ class ParallelModule(Compiled):
     def _find_unfrozen(self) -> str:
         if not torch.is_grad_enabled() or not self._may_train or self.is_for_inference:
             return ""
-        frozen = (t.name for t in self.program.parameters if not t.requires_grad)
+        frozen = (t.name for t in self._stage.parameters if not t.requires_grad)
         return next((name for name in frozen if self.get_parameter(name).requires_grad), "")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -169,7 +169,7 @@ class ParallelModule(Compiled):
     @property
     def input_layouts(self) -> Mapping[str, Layout]:
         """The layout of each whole input over the mesh, by the path of the input."""
-        return {tensor.name: tensor.layout for tensor in self.program.inputs}
+        return {tensor.name: tensor.layout for tensor in self._stage.inputs}
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -184,14 +184,14 @@ class ParallelModule(Compiled):
         Raises:
             RuntimeStateError: if inputs split their first dim in different ways, or unevenly.
         """
-        splitters = {tensor.layout.splitters(0) for tensor in self.program.inputs if tensor.shape}
+        splitters = {tensor.layout.splitters(0) for tensor in self._stage.inputs if tensor.shape}
         if len(splitters) != 1:
             raise self._no_sampler("inputs split their first dim differently")
         num_parts, part, coordinate = 1, 0, self.device_mesh.get_coordinate() or ()
         for axis in splitters.pop():
             size = self.device_mesh.size(axis)
             num_parts, part = num_parts * size, part * size + coordinate[axis]
-        if any(tensor.shape[0] % num_parts for tensor in self.program.inputs if tensor.shape):
+        if any(tensor.shape[0] % num_parts for tensor in self._stage.inputs if tensor.shape):
             raise self._no_sampler(f"the batch is split unevenly over {num_parts} ranks")
         return DistributedSampler(
             dataset,
@@ -211,7 +211,7 @@ class ParallelModule(Compiled):
     ) -> tuple[list[Tensor], list[Any]]:
         """Run forward, and return the outputs in the form for the user and the values that backward
         needs. Tensors of the user among these values are watched for changes."""
-        program, buffers = self.program, [self.get_buffer(t.name) for t in self.program.buffers]
+        program, buffers = self._stage, [self.get_buffer(t.name) for t in self._stage.buffers]
         with torch.no_grad(), torch.autocast(self.device_mesh.device_type, enabled=False):
             with DisableTorchFunctionSubclass():
                 locals = [
@@ -255,13 +255,13 @@ class ParallelModule(Compiled):
             returning = [self._part_of_tangent(tangent, storage) for storage, tangent in pairs]
             with autocast:
                 gradients = iter(self._executor.backward(saved, returning, absent=absent))
-        found = [next(gradients) if t.has_gradient else None for t in self.program.parameters]
-        named = zip(self.program.parameters, found, strict=True)
+        found = [next(gradients) if t.has_gradient else None for t in self._stage.parameters]
+        named = zip(self._stage.parameters, found, strict=True)
         wrapped = [
             None if gradient is None else hold_value(self._storages[t.name].wrap(gradient))
             for t, gradient in named
         ]
-        asking = (t for t in self.program.inputs if t.has_gradient)
+        asking = (t for t in self._stage.inputs if t.has_gradient)
         return (
             *(
                 self._executor.as_given(gradient, t)
@@ -286,7 +286,7 @@ class ParallelModule(Compiled):
     def _names_of(self, *kinds: str) -> list[str]:
         """Return the names of the tensors of these kinds in errors."""
         named = (
-            (kind, tensor.name) for kind in kinds for tensor in getattr(self.program, f"{kind}s")
+            (kind, tensor.name) for kind in kinds for tensor in getattr(self._stage, f"{kind}s")
         )
         return [f"{kind} {name!r}" if name else "what the call returned" for kind, name in named]
 
@@ -328,7 +328,7 @@ class _Step(torch.autograd.Function):
             trained: the inputs that have a gradient, then all parameters.
         """
         outputs, saved = module._run(
-            inputs, trained[len(trained) - len(module.program.parameters) :], watched, keep=True
+            inputs, trained[len(trained) - len(module._stage.parameters) :], watched, keep=True
         )
         # Not save_for_backward: backward takes the list and frees it value by value.
         ctx.module, ctx.saved, ctx.watched = module, saved, watched
@@ -337,7 +337,7 @@ class _Step(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(
                 x
-                for x, border in zip(outputs, module.program.outputs, strict=True)
+                for x, border in zip(outputs, module._stage.outputs, strict=True)
                 if not border.has_gradient
             )
         )

@@ -105,14 +105,14 @@ def test_a_call_without_a_backward_frees_what_it_kept(devices: DeviceMesh) -> No
         live.register([*module.parameters(), *module.buffers(), *values.values()])
         before = live.live_bytes
         out = module(values["x"], target=values["target"])
-        assert live.live_bytes - before == trace_peak(program(1, 1)).kept_bytes
+        assert live.live_bytes - before == trace_peak(program(1, 1).stages[0]).kept_bytes
         del out
         assert live.live_bytes == before
 
 
 def test_without_gradients_only_forward_runs_and_nothing_is_kept(devices: DeviceMesh) -> None:
     module, values = build(devices), batch()
-    predicted = trace_peak(program(1, 1), train=False)
+    predicted = trace_peak(program(1, 1).stages[0], train=False)
     with LiveBytes() as live, torch.no_grad():
         live.register([*module.parameters(), *module.buffers(), *values.values()])
         before = live.live_bytes
@@ -120,7 +120,7 @@ def test_without_gradients_only_forward_runs_and_nothing_is_kept(devices: Device
         assert live.live_bytes - before == predicted.kept_bytes == 4 + 8 * 8 * 4
         assert live.peak_bytes == predicted.peak_bytes
     assert not out["loss"].requires_grad
-    assert predicted.peak_bytes < trace_peak(program(1, 1)).peak_bytes
+    assert predicted.peak_bytes < trace_peak(program(1, 1).stages[0]).peak_bytes
 
 
 def test_frozen_parameters_get_no_gradient_and_all_frozen_keeps_nothing(
@@ -260,11 +260,13 @@ def test_a_model_that_is_not_the_planned_one_is_refused(devices: DeviceMesh) -> 
 
 def test_a_program_without_a_loss_runs_forward_only(devices: DeviceMesh) -> None:
     target = program(1, 1)
-    outputs = tuple(replace(tensor, is_loss=False, has_gradient=False) for tensor in target.outputs)
-    parameters = tuple(replace(tensor, has_gradient=False) for tensor in target.parameters)
-    assert not call(
-        ParallelModule(replace(target, outputs=outputs, parameters=parameters), devices, Toy())
-    )["loss"].requires_grad
+    (stage,) = target.stages
+    outputs = tuple(replace(tensor, is_loss=False, has_gradient=False) for tensor in stage.outputs)
+    parameters = tuple(replace(tensor, has_gradient=False) for tensor in stage.parameters)
+    stage = replace(stage, outputs=outputs, parameters=parameters)
+    assert not call(ParallelModule(replace(target, stages=(stage,)), devices, Toy()))[
+        "loss"
+    ].requires_grad
 
 
 def test_without_a_compiler_inductor_falls_back_to_eager_and_says_so(

@@ -32,7 +32,7 @@ from autopar.errors import RuntimeStateError
 from autopar.kernels.bind import bind
 from autopar.ops import random
 from autopar.program.executor import Executor
-from autopar.program.program import Program, ProgramTensor, StagedProgram
+from autopar.program.program import Program, ProgramTensor, StageProgram
 from autopar.program.stage_work import StageWork, outputs_kept
 from autopar.request import Backend, Batch, Outputs
 from autopar.runtime.backward import clip_over_stages
@@ -74,7 +74,7 @@ class StagedModule(Compiled):
 
     def __init__(
         self,
-        program: StagedProgram,
+        program: Program,
         devices: DeviceMesh,
         model: nn.Module,
         *,
@@ -281,7 +281,7 @@ class StagedModule(Compiled):
             )
 
 
-def _on_all_ranks(program: StagedProgram) -> dict[str, ProgramTensor]:
+def _on_all_ranks(program: Program) -> dict[str, ProgramTensor]:
     """Return the buffers that every rank holds, by name: the state of random draws, and counts."""
     names = {random.STATE, *program.microbatches.count_buffers}
     return {t.name: t for stage in program.stages for t in stage.buffers if t.name in names}
@@ -292,7 +292,7 @@ def _all_names(tensors: Iterable[ProgramTensor]) -> set[str]:
     return {name for t in tensors for name in (t.name, *t.aliases)}
 
 
-def _tell_of_missing(program: StagedProgram, names: Sequence[str]) -> None:
+def _tell_of_missing(program: Program, names: Sequence[str]) -> None:
     """Warn, on one rank, that a call returns None for outputs of the model."""
     if not names or rank() != 0:
         return
@@ -305,7 +305,7 @@ def _tell_of_missing(program: StagedProgram, names: Sequence[str]) -> None:
     )
 
 
-def _describe_missing(program: StagedProgram, names: Sequence[str]) -> str:
+def _describe_missing(program: Program, names: Sequence[str]) -> str:
     """Describe by position and path which outputs are None."""
     places = {t.name: number for number, t in enumerate(program.outputs)}
     shown = ", ".join(
@@ -316,7 +316,7 @@ def _describe_missing(program: StagedProgram, names: Sequence[str]) -> str:
     return f"{shown}{more} {'comes' if len(names) == 1 else 'come'} as None"
 
 
-def _held_by(stages: Iterable[Program], trained: Collection[str]) -> tuple[ProgramTensor, ...]:
+def _held_by(stages: Iterable[StageProgram], trained: Collection[str]) -> tuple[ProgramTensor, ...]:
     """Return the parameters of stages, each once. A parameter has a gradient if it has one in any
     stage of the model."""
     found = {t.name: t for stage in stages for t in stage.parameters}
