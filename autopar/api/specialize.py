@@ -27,7 +27,6 @@ from autopar.errors import RuntimeStateError
 from autopar.plans import Plan
 from autopar.request import PlanOptions
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.staged_module import StagedModule
 
 _KEPT = (
     1 << 16
@@ -128,7 +127,7 @@ def asked_of(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, Pl
     return replace(free, constraints=all_of_them), replace(free, constraints=few)
 
 
-def storage_of(module: ParallelModule | StagedModule) -> dict[str, Layout]:
+def storage_of(module: ParallelModule) -> dict[str, Layout]:
     """Return the layout in which each parameter of all stages rests; whole if no program reads
     it."""
     stages = module.program.stages

@@ -56,7 +56,7 @@ def trace_stage_peak(
 
     Args:
         program: of the stage. schedule: its name. num_in_flight: of this stage under this schedule.
-            num_microbatches: of a step. outputs: see `autopar.runtime.staged_module`.
+            num_microbatches: of a step. outputs: see `autopar.runtime.scheduled_calls`.
         returned: of the whole pipeline. If it waits, whole outputs live from the last forward on,
             and their gradients through all backwards. What computing a loss of them takes is not
             counted.

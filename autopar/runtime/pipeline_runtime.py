@@ -1,5 +1,5 @@
 """The calls of one rank of a pipeline: its schedule, its transfers, and the exchange of gradients
-and outputs. The module that the user sees is `autopar.runtime.staged_module.StagedModule`."""
+and outputs. `autopar.runtime.scheduled_calls` runs them for the module that the user sees."""
 
 from __future__ import annotations
 
