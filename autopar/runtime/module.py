@@ -94,7 +94,8 @@ class ParallelModule(Compiled):
             each rank passes its part.
         outputs: ``"full"`` gathers outputs, ``"local"`` returns this rank's part, ``"dtensor"``
             returns a DTensor, which refuses to be read in part (`autopar.runtime.guarded_outputs`).
-            The loss is always whole.
+            The loss is always whole. With several stages or microbatches, a call returns None for
+            outputs other than the loss unless it is ``"full"``.
         backend: the backend that runs the graphs.
         both_modes: whether the graph serves both train and eval mode; otherwise a call in the other
             mode is an error.
