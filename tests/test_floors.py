@@ -123,7 +123,6 @@ WITHOUT_SOLVER = (
     "autopar.validation",
     "autopar.explanation",
     "autopar.runtime.module",
-    "autopar.runtime.staged_module",
 )
 
 

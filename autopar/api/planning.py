@@ -55,7 +55,7 @@ from autopar.core.mesh import HardwareLike, Mesh, is_unshaped
 from autopar.core.private_folder import is_cache_on
 from autopar.core.terminal import PHASES, progress_of_long
 from autopar.core.units import share
-from autopar.emit import emit, emit_staged
+from autopar.emit import emit
 from autopar.errors import InfeasibleError, VerificationError
 from autopar.planner import Planned
 from autopar.planner.reprice import reprice_plan
@@ -493,11 +493,11 @@ def check(
     trace = traced_for(plan, model, args, kwargs)
     reference = as_planned(trace, plan)
     name = type(model).__name__
-    if plan.pipeline is None:
-        certificate = named_so(certify(reference, plan, devices), plan, name)
-        return with_validation(certificate, reference, plan, partial(emit, reference, plan))
     part, how, made = staged_trace(plan, model, trace, args, kwargs)
-    certificate = named_so(certify_staged(trace, part, made, how, plan, devices), plan, name)
-    return with_validation(
-        certificate, reference, plan, partial(emit_staged, part, made, how, plan)
+    certificate = (
+        certify(reference, plan, devices)
+        if plan.pipeline is None
+        else certify_staged(trace, part, made, how, plan, devices)
     )
+    certificate = named_so(certificate, plan, name)
+    return with_validation(certificate, reference, plan, partial(emit, part, plan, how, made))

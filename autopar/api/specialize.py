@@ -25,10 +25,8 @@ from autopar.constraints import (
 from autopar.core.layout import Layout
 from autopar.errors import RuntimeStateError
 from autopar.plans import Plan
-from autopar.program.program import StagedProgram
 from autopar.request import PlanOptions
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.staged_module import StagedModule
 
 _KEPT = (
     1 << 16
@@ -129,11 +127,10 @@ def asked_of(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, Pl
     return replace(free, constraints=all_of_them), replace(free, constraints=few)
 
 
-def storage_of(module: ParallelModule | StagedModule) -> dict[str, Layout]:
+def storage_of(module: ParallelModule) -> dict[str, Layout]:
     """Return the layout in which each parameter of all stages rests; whole if no program reads
     it."""
-    program = module.program
-    stages = program.stages if isinstance(program, StagedProgram) else (program,)
+    stages = module.program.stages
     held = {name: module.resting(name) for name, _ in module.named_parameters()}
     return held | {t.name: t.layout for stage in stages for t in stage.parameters}
 

@@ -43,7 +43,7 @@ from autopar.core.hardware import Hardware, HardwareProfile, slowest
 from autopar.core.layout import Layout
 from autopar.core.placements import Halo
 from autopar.cost.priced import OPTIMIZERS, Priced
-from autopar.emit import apply_overlap, emit, least_overlap
+from autopar.emit import apply_overlap, emit_stage, least_overlap
 from autopar.emit.context import parameter_key, storage_key
 from autopar.errors import AutoparError
 from autopar.plans import KERNELS_BUFFERS, Entry, Overlap, Plan
@@ -404,11 +404,10 @@ class _Job:
         `shared_bytes` is the memory that kernels share with their peers on a device.
         """
         try:
-            serial = emit(
+            serial = emit_stage(
                 self.trace,
                 replace(self.plan, overlap=Overlap()),
                 accumulates=self.context.accumulates,
-                named=False,
             )
             program, held = apply_overlap(serial, self.plan)[0], least_overlap(serial, self.plan)
             found += emission(self.plan, self.claims, program)

@@ -44,7 +44,7 @@ from autopar.core.units import seconds
 from autopar.cost.offload import shared_by
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing
-from autopar.emit import emit_staged, returned_of
+from autopar.emit import emit, returned_of
 from autopar.emit.context import input_key, output_key, parameter_key, storage_key
 from autopar.errors import AutoparError, PlanError
 from autopar.plans import Pipeline, Plan
@@ -90,7 +90,7 @@ def certify_staged(
     if not report.ok:
         return report
     try:
-        program = emit_staged(part, made, how, plan, named=False)
+        program = emit(part, plan, how, made, named=False)
         returned = returned_of(part, how, plan.options.get("outputs", "dtensor"))
         stages = _Stages(whole, part, made, plan, pipeline, hardware, returned).certificates()
     except AutoparError as error:

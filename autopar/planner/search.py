@@ -28,7 +28,7 @@ from autopar.planner.rounds import PlannerLoop
 from autopar.planner.sensitivity import runner_ups
 from autopar.planner.timeline import beside
 from autopar.plans import Plan
-from autopar.program.program import Program, StagedProgram
+from autopar.program.program import Program, StageProgram
 from autopar.request import PlanOptions
 from autopar.sharding import (
     ClusterClass,
@@ -57,7 +57,7 @@ class Planned:
     """
 
     plan: Plan
-    program: Program | StagedProgram
+    program: Program
     seconds: dict[str, float]
     closer: Callable[[float], float] | None = field(default=None, repr=False, compare=False)
     computing_s: float = field(default=0.0, repr=False, compare=False)
@@ -106,12 +106,10 @@ class Planned:
             )
         write_lp(self.problem, self.plan.proof.objective_s, path)
 
-    def stage_program(self) -> Program:
-        """Return the program of a plan without a pipeline."""
-        assert isinstance(self.program, Program), (
-            "this plan has stages, each with a program of its own"
-        )
-        return self.program
+    def stage_program(self) -> StageProgram:
+        """Return the program of the only stage."""
+        (stage,) = self.program.stages
+        return stage
 
 
 def make_plan(
@@ -256,7 +254,7 @@ def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> P
     computing_s = priced.problem.computing_s
     return Planned(
         plan,
-        replace(program, plan_hash=plan.hash),
+        Program.of_one_stage(draft.trace, program, plan.hash),
         clock.seconds,
         computing_s=computing_s,
         problem=candidate.problem,

@@ -36,6 +36,7 @@ from autopar.planner.reprice import decisions
 from autopar.planner.search import Planned
 from autopar.plans import Entry, Kept, NodeChoice, Overlap, Pipeline, Plan
 from autopar.program.executor import Returned
+from autopar.program.program import Program
 from autopar.request import PlanOptions
 from autopar.sharding import Forced, classes_of, resolve
 from autopar.sharding.presets.tensor import around_softmax
@@ -387,7 +388,8 @@ def _pieces(
 
 def _planned_of(candidate: Candidate) -> Planned:
     prediction = replace(candidate.plan.prediction, peak_bytes=candidate.peak_bytes)
-    return Planned(replace(candidate.plan, prediction=prediction), candidate.program, {})
+    program = Program.of_one_stage(candidate.draft.trace, candidate.program)
+    return Planned(replace(candidate.plan, prediction=prediction), program, {})
 
 
 def _check_inputs(piece: _CarriedPiece, mesh: Mesh, pipeline: Pipeline | None) -> None:

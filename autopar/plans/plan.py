@@ -102,6 +102,22 @@ class Pipeline:
     handed_bytes: int = 0
     handed_s: float = 0.0
 
+    @staticmethod
+    def of_one_stage(plan: Plan) -> Pipeline:
+        """Return a pipeline whose only stage is a plan without stages, which runs once a step."""
+        return Pipeline(
+            axis="",
+            positions=(),
+            modules=(),
+            num_microbatches=1,
+            schedule="1f1b",
+            num_in_flight=(1,),
+            independent=False,
+            stages=(plan,),
+            crossings=(),
+            accumulates=False,
+        )
+
     @property
     def num_chunks(self) -> int:
         """Stages per device."""
@@ -176,6 +192,27 @@ class Plan:
     starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     buckets: tuple[Bucket, ...] = ()
     alone_s: tuple[float, ...] = ()
+
+    @property
+    def as_pipeline(self) -> Pipeline:
+        """The pipeline of the plan; without one, the plan as a pipeline of one stage and one
+        microbatch."""
+        return self.pipeline or Pipeline.of_one_stage(self)
+
+    @property
+    def stages(self) -> tuple[Plan, ...]:
+        """The plans of the stages, which hold all decisions; the plan itself without a pipeline."""
+        return self.as_pipeline.stages
+
+    @property
+    def stage_axis(self) -> str:
+        """Name of the mesh axis of the stages; ``""`` if there is one stage on the whole mesh."""
+        return self.as_pipeline.axis
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of a step."""
+        return self.as_pipeline.num_microbatches
 
     def node_choices(self) -> dict[str, Strategy]:
         """Return the strategy of every node, by node key, with all instances expanded."""

@@ -165,7 +165,7 @@ def test_the_bound_of_groups_holds_for_fewer_and_the_relaxation_hardly_knows_the
 
 def test_it_computes_the_model_in_the_predicted_memory() -> None:
     made, (trace, model, batch) = grouped(), traced()
-    assert verify_program(trace, made.stage_program(), model, (), batch).ok
+    assert verify_program(trace, made.program, model, (), batch).ok
     peak = (
         trace_peak(made.stage_program(), outputs="dtensor").peak_bytes
         + made.plan.prediction.memory_bytes["optimizer"]

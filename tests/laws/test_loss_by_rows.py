@@ -76,7 +76,8 @@ def test_its_peak_and_its_gradients_are_as_promised(
     module = autopar.compile(model, 1, example_inputs=batch, plan=plan, outputs="loss")
     assert isinstance(module, ParallelModule)
     assert any(
-        node.target is torch.ops.aten.mul.out for node in module.program.backward.graph.nodes
+        node.target is torch.ops.aten.mul.out
+        for node in module.program.stages[0].backward.graph.nodes
     )
     with LiveBytes() as live:
         gc.collect()

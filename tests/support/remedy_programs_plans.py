@@ -25,7 +25,7 @@ from autopar.core.collective import Collective, collective_time
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout
 from autopar.core.terminal import check_writable, parse_size
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.planner.transfer_plan import on_axes
 from tests.support.made_plan import made_staged_plan
 from tests.support.mlp import Mlp
@@ -177,12 +177,14 @@ def _wider(size: int) -> Callable[[], object]:
 
 PROGRAMS: dict[str, Program] = {
     "errors.py ChangedPlanError.__init__ 0": Program(
-        lambda: emit(traced(), _by_hand(data())), "plan again", lambda: emit(traced(), data())
+        lambda: emit_stage(traced(), _by_hand(data())),
+        "plan again",
+        lambda: emit_stage(traced(), data()),
     ),
     "emit/context.py PlanIndex.check 0": Program(
-        lambda: emit(capture(Mlp(4, 8, 3), (), BATCH), data()),
+        lambda: emit_stage(capture(Mlp(4, 8, 3), (), BATCH), data()),
         "plan again for this model",
-        lambda: emit(traced(), data()),
+        lambda: emit_stage(traced(), data()),
     ),
     "api/plan_options.py check_fits 0": Program(
         lambda: autopar.compile(nn.Linear(4, 4), 1, plan=made(1), example_inputs=(X,)),

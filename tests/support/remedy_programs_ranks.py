@@ -290,7 +290,7 @@ MESHES: dict[str, Program] = {
             lambda devices: device_mesh.agree("a plan", "plan", devices),
         ),
     ),
-    "runtime/staged_module.py StagedModule.__init__ 0": Program(
+    "runtime/module.py ParallelModule.__init__ 0": Program(
         lambda: compiled(batch="local", num_microbatches=2),
         'pass batch="global"',
         lambda: compiled(batch="global", num_microbatches=2),

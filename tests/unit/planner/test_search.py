@@ -20,7 +20,7 @@ from autopar.core.problem import Problem
 from autopar.core.solution import Solution
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.planner import Planned, PlanOptions, make_plan, solving
 from autopar.planner.clock import Clock
@@ -30,7 +30,7 @@ from autopar.planner.rounds import PlannerLoop, SearchPhase, SearchState
 from autopar.planner.search import prepare_search
 from autopar.planner.sensitivity import runner_ups
 from autopar.program.peak_memory import trace_peak
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 from autopar.sharding import classes_of
 from autopar.solve import Least, evaluate, solve
 from autopar.solve.branch_and_cut import BranchAndCut
@@ -59,7 +59,7 @@ def test_the_peak_of_the_emitted_program_is_within_the_budget_and_is_what_the_pl
     made = planned(memory_bytes=memory_bytes)
     prediction = made.plan.prediction
     again = (
-        trace_peak(emit(trace(), made.plan), outputs="dtensor").peak_bytes
+        trace_peak(emit_stage(trace(), made.plan), outputs="dtensor").peak_bytes
         + prediction.memory_bytes["optimizer"]
     )
     assert again == prediction.peak_bytes <= memory_bytes
@@ -143,7 +143,7 @@ def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_ther
 def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_was(
     others: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, tried = list[Solution](), list[Program]()
+    answers, tried = list[Solution](), list[StageProgram]()
     answer, peak = solving.Solving.answer, Peaks.peak_bytes
 
     def same_again(asks: solving.Solving, *problem: Any, **how: Any) -> Solution:
@@ -157,7 +157,7 @@ def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_
             )
         return answers[-1]
 
-    def first_too_much(peaks: Peaks, program: Program) -> int:
+    def first_too_much(peaks: Peaks, program: StageProgram) -> int:
         tried.append(program)
         return peak(peaks, program) if len(tried) > 1 else 2**60
 
@@ -312,7 +312,7 @@ def test_a_profile_without_a_links_figures_is_an_error_of_its_own() -> None:
 def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    solves, answer, orders = list[bool](), solving.choices_or_least, list[Program]()
+    solves, answer, orders = list[bool](), solving.choices_or_least, list[StageProgram]()
 
     def counted(problem: Problem, *, waits: bool, **how: Any) -> object:
         solves.append(waits)
