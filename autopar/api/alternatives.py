@@ -349,8 +349,7 @@ class AlternativeSearch:
             tries.add_refused(name)
             others = self._without_refused(first, refused, others)
         else:
-            pipeline = found.plan.pipeline
-            chunks = pipeline.num_chunks if pipeline else 1
+            chunks = found.plan.as_pipeline.num_chunks
             step_s = tries.add(self._name(first, first.num, chunks), found)
             if found is tries.best:
                 self.status.add(found)

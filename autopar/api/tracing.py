@@ -37,7 +37,7 @@ from autopar.errors import (
     ValidationError,
     Where,
 )
-from autopar.plans import Pipeline, Plan
+from autopar.plans import Plan
 from autopar.program.program import Microbatches, Program, StagedProgram
 from autopar.request import Outputs, PlanOptions
 from autopar.stages import Cut, cut_trace
@@ -473,11 +473,8 @@ def program_of(
         ValidationError: if a value of the program does not follow from the trace.
     """
     reference = as_planned(whole, plan)
-    if plan.pipeline is None:
-        program: Program | StagedProgram = emit(reference, plan)
-    else:
-        part, how, made = staged_trace(plan, model, whole, args, kwargs, known)
-        program = emit_staged(part, made, how, plan)
+    part, how, made = staged_trace(plan, model, whole, args, kwargs, known)
+    program = emit(part, plan) if how is None else emit_staged(part, made, how, plan)
     validate_before_run(reference, plan, program)
     return program
 
@@ -489,12 +486,11 @@ def staged_trace(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     known: dict[int, Trace] | None = None,
-) -> tuple[Trace, Microbatching, Cut]:
-    """Return the trace of one microbatch, how microbatches make the batch, and the stages of a
-    pipeline.
+) -> tuple[Trace, Microbatching | None, Cut]:
+    """Return the trace of one microbatch, how microbatches make the batch, and the stages.
 
     Args:
-        plan: a plan with a pipeline.
+        plan: the plan.
         model: the plain model.
         whole: the trace of the batch.
         args, kwargs: the call on the whole batch.
@@ -504,9 +500,8 @@ def staged_trace(
         ConstraintError, EmissionError: if the model cannot be cut as the plan says.
     """
     part, how = planned_part(plan, model, whole, args, kwargs, known)
-    positions = _pipeline(plan).positions
     try:
-        return part, how, cut_trace(part, positions) if positions else Cut((part,), (), {})
+        return part, how, cut_trace(part, plan.as_pipeline.positions)
     except CutError as error:
         raise ChangedPlanError(
             f"the model cannot be cut as the plan says: {error.what}", where=error.where
@@ -520,18 +515,20 @@ def planned_part(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     known: dict[int, Trace] | None = None,
-) -> tuple[Trace, Microbatching]:
-    """Return the trace of one microbatch as a plan with a pipeline is for it, and how microbatches
-    make the batch.
+) -> tuple[Trace, Microbatching | None]:
+    """Return the trace of one microbatch as a plan is for it, and how microbatches make the batch;
+    the trace of the batch and None if the plan works on it in one piece.
 
     Args:
-        plan: a plan with a pipeline.
+        plan: the plan.
         model: the plain model.
         whole: the trace of the batch.
         args, kwargs: the call on the whole batch.
         known: traces by number of samples, as for `trace_part`.
     """
-    pipeline = _pipeline(plan)
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return as_planned(whole, plan), None
     alone = as_wanted(whole, plan.options.get("outputs", "dtensor"))
     part, how = trace_part(
         model,
@@ -545,8 +542,3 @@ def planned_part(
         known=known,
     )
     return by_rows(part, plan.loss_rows), how
-
-
-def _pipeline(plan: Plan) -> Pipeline:
-    assert plan.pipeline is not None, "the plan works through microbatches"
-    return plan.pipeline

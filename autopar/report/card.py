@@ -16,7 +16,6 @@ from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.core.units import seconds, share, size
 from autopar.explanation import Explanation, StagedExplanation, explain
-from autopar.explanation.summary import fullest
 from autopar.plans import Plan
 from autopar.plans.plan import shown_by
 from autopar.report.charts import COLOURS, INK, LIGHT, MEMORY_COLOURS, shown
@@ -83,7 +82,11 @@ def _step(plan: Plan) -> str:
         name: f"{name} {seconds(time_s)}, {share(time_s / parts.total_s)}"
         for name, time_s in there.items()
     }
-    of = "" if parts.rank is None else f" of {_place(plan)} {parts.rank}, which is busy longest"
+    of = (
+        ""
+        if parts.rank is None
+        else f" of {plan.as_pipeline.rank_word} {parts.rank}, which is busy longest"
+    )
     bar = _bar({name: time_s / parts.total_s for name, time_s in there.items()}, colours, told)
     return (
         f'<div class="head">A step{of}, simulated as emitted:'
@@ -118,32 +121,17 @@ def _memory(plan: Plan) -> str:
 
 def _peaks(plan: Plan) -> Iterator[tuple[str, int, Mapping[str, int], int]]:
     """What each row is of, its peak, that by kind, and its budget; 0 where there is none."""
-    pipeline = plan.pipeline
-    if pipeline is None or not pipeline.axis:
-        yield (
-            "",
-            plan.prediction.peak_bytes,
-            plan.prediction.memory_bytes,
-            plan.budget_of(fullest(plan)),
-        )
-        return
+    pipeline = plan.as_pipeline
     held = [
         (*rank_memory(pipeline, rank), plan.budget_of(rank)) for rank in range(pipeline.num_ranks)
     ]
     first = 0
     for rank in range(1, len(held) + 1):
         if rank == len(held) or held[rank] != held[first]:
-            which = (
-                f"{_place(plan)} {first}"
-                if rank == first + 1
-                else f"{_place(plan)}s {first} to {rank - 1}"
-            )
-            yield which, *held[first]
+            several = f"{pipeline.rank_word}s {first} to {rank - 1}"
+            which = several if rank > first + 1 else f"{pipeline.rank_word} {first}"
+            yield which if pipeline.axis else "", *held[first]
             first = rank
-
-
-def _place(plan: Plan) -> str:
-    return "rank" if plan.pipeline is not None and plan.pipeline.rank_bytes else "stage"
 
 
 def _tables(explained: Explanation | StagedExplanation) -> Iterator[str]:

@@ -44,10 +44,13 @@ def cut_trace(trace: Trace, positions: Sequence[int]) -> Cut:
 
     Args:
         positions: indices of forward nodes, distinct. Each of these nodes begins a new stage.
+            Without any, the whole trace is the only stage.
 
     Raises:
         CutError: if the model cannot be cut there. The error names the op that prevents it.
     """
+    if not positions:
+        return Cut((trace,), (), {})
     placing = place(trace, positions)
     crossing = boundaries(trace, placing, len(positions) + 1)
     stages = tuple(
