@@ -127,11 +127,11 @@ class Chooser(Staging):
         if self.options.loss_rows != "auto":
             return ()
         num_rows = max((head.num_rows for head in heads_of(self.trace)[0]), default=0)
-        pipeline = None if found is None else found.plan.as_pipeline
-        num_ranks, parts = (
-            (1, 1) if pipeline is None else (pipeline.num_ranks, pipeline.num_microbatches)
-        )
-        local = num_rows * num_ranks // (self.mesh.num_devices * parts)
+        num_devices = self.mesh.num_devices
+        if found is not None:
+            num_devices //= found.plan.as_pipeline.num_ranks
+            num_rows //= found.plan.num_microbatches
+        local = num_rows // num_devices
         rows = [
             max(-(-local // (part * _LEAST_ROWS)) * _LEAST_ROWS, _LEAST_ROWS) for part in _PARTS
         ]

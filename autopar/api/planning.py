@@ -34,6 +34,7 @@ from autopar.api.shortage import instead
 from autopar.api.tracing import (
     as_planned,
     as_wanted,
+    emit_traced,
     planned_part,
     program_of,
     refuse_parts,
@@ -47,7 +48,7 @@ from autopar.api.tracing import (
 from autopar.cache.entries import Key, load_plan, recorded_warnings, save_plan
 from autopar.cache.walk import Opaque
 from autopar.capture import Trace
-from autopar.certificate import Certificate, certify, certify_staged, named_so
+from autopar.certificate import Certificate, certify, named_so
 from autopar.constraints import speak_of
 from autopar.core.hardware import Hardware, Mixed, slowest
 from autopar.core.keywords import named
@@ -55,7 +56,6 @@ from autopar.core.mesh import HardwareLike, Mesh, is_unshaped
 from autopar.core.private_folder import is_cache_on
 from autopar.core.terminal import PHASES, progress_of_long
 from autopar.core.units import share
-from autopar.emit import emit, emit_staged
 from autopar.errors import InfeasibleError, VerificationError
 from autopar.planner import Planned
 from autopar.planner.reprice import reprice_plan
@@ -484,12 +484,6 @@ def check(
     devices = of_plan(plan, hardware)
     trace = traced_for(plan, model, args, kwargs)
     reference = as_planned(trace, plan)
-    name = type(model).__name__
-    if plan.pipeline is None:
-        certificate = named_so(certify(reference, plan, devices), plan, name)
-        return with_validation(certificate, reference, plan, partial(emit, reference, plan))
-    part, how, made = staged_trace(plan, model, trace, args, kwargs)
-    certificate = named_so(certify_staged(trace, part, made, how, plan, devices), plan, name)
-    return with_validation(
-        certificate, reference, plan, partial(emit_staged, part, made, how, plan)
-    )
+    staged = staged_trace(plan, model, trace, args, kwargs)
+    certificate = named_so(certify(trace, plan, devices, staged), plan, type(model).__name__)
+    return with_validation(certificate, reference, plan, partial(emit_traced, plan, staged))

@@ -25,7 +25,7 @@ from autopar.api.cached_captures import capture_or_load
 from autopar.capture import Trace
 from autopar.capture.chunked_loss import loss_alone, loss_by_rows, outputs_whole
 from autopar.capture.trees import paths_in
-from autopar.certificate import Certificate, Finding
+from autopar.certificate import Certificate, Finding, StagedTrace
 from autopar.emit import emit, emit_staged
 from autopar.emit.program_builder import microbatches_of
 from autopar.errors import (
@@ -40,7 +40,7 @@ from autopar.errors import (
 from autopar.plans import Plan
 from autopar.program.program import Microbatches, Program, StagedProgram
 from autopar.request import Outputs, PlanOptions
-from autopar.stages import Cut, cut_trace
+from autopar.stages import cut_trace
 from autopar.stages.placing import CutError
 from autopar.validation import Validation, validate, validate_microbatches
 
@@ -472,11 +472,19 @@ def program_of(
         PlanError, EmissionError: if the plan does not fit the model.
         ValidationError: if a value of the program does not follow from the trace.
     """
-    reference = as_planned(whole, plan)
-    part, how, made = staged_trace(plan, model, whole, args, kwargs, known)
-    program = emit(part, plan) if how is None else emit_staged(part, made, how, plan)
-    validate_before_run(reference, plan, program)
+    program = emit_traced(plan, staged_trace(plan, model, whole, args, kwargs, known))
+    validate_before_run(as_planned(whole, plan), plan, program)
     return program
+
+
+def emit_traced(plan: Plan, staged: StagedTrace) -> Program | StagedProgram:
+    """Emit a plan from the captured call as the plan is for it.
+
+    Raises:
+        PlanError, EmissionError: if the plan does not fit the model.
+    """
+    part, how, cut = staged
+    return emit_staged(part, cut, how, plan) if plan.pipeline else emit(part, plan)
 
 
 def staged_trace(
@@ -486,8 +494,8 @@ def staged_trace(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     known: dict[int, Trace] | None = None,
-) -> tuple[Trace, Microbatching | None, Cut]:
-    """Return the trace of one microbatch, how microbatches make the batch, and the stages.
+) -> StagedTrace:
+    """Return the captured call as a plan is for it: in microbatches and stages.
 
     Args:
         plan: the plan.
@@ -501,7 +509,7 @@ def staged_trace(
     """
     part, how = planned_part(plan, model, whole, args, kwargs, known)
     try:
-        return part, how, cut_trace(part, plan.as_pipeline.positions)
+        return StagedTrace(part, how, cut_trace(part, plan.as_pipeline.positions))
     except CutError as error:
         raise ChangedPlanError(
             f"the model cannot be cut as the plan says: {error.what}", where=error.where
@@ -515,20 +523,20 @@ def planned_part(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     known: dict[int, Trace] | None = None,
-) -> tuple[Trace, Microbatching | None]:
-    """Return the trace of one microbatch as a plan is for it, and how microbatches make the batch;
-    the trace of the batch and None if the plan works on it in one piece.
+) -> tuple[Trace, Microbatching]:
+    """Return the trace of one microbatch as a plan is for it, and how microbatches make the batch.
 
     Args:
-        plan: the plan.
+        plan: the plan. Without a pipeline it has one microbatch, which is the batch.
         model: the plain model.
         whole: the trace of the batch.
         args, kwargs: the call on the whole batch.
         known: traces by number of samples, as for `trace_part`.
     """
     pipeline = plan.pipeline
-    if pipeline is None:
-        return as_planned(whole, plan), None
+    if pipeline is None:  # other than for stages, inputs may have gradients
+        batch = as_planned(whole, plan)
+        return batch, find_microbatching(batch, batch, 1)
     alone = as_wanted(whole, plan.options.get("outputs", "dtensor"))
     part, how = trace_part(
         model,

@@ -1,5 +1,12 @@
-"""`certify`: every claim of a plan, derived anew from the traced model, the plan's mesh and the
-hardware profile.
+"""`certify` checks every claim of a plan: stage by stage, and what joins the stages.
+
+Each stage is certified as a plan of its own (`autopar.certificate.stage_claims`), under the layouts
+in which its plan says that tensors cross and with its microbatches in flight. Further checks are:
+neighbours agree, the claims about cuts hold (`autopar.certificate.crossings`), copies of a
+parameter rest alike, the schedule holds as many microbatches as claimed, and step, peak and gap
+follow from those of the stages. The bound over all cuts is derived, too
+(`autopar.certificate.over_cuts`). The multipliers of the stages prove a bound for these cuts and
+layouts alone, which is reported in a note.
 
 What is taken as given: the traced model, the rules of ops, the problem that `autopar.cost.price`
 states, emission, and the count of live bytes on the emitted program. What is not: the search, the
@@ -10,424 +17,546 @@ No solver is run.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-import torch
-from torch import fx
-from torch.distributed.tensor import Shard
-
+from autopar.analysis.microbatches import Microbatching, find_microbatching
 from autopar.capture.trace import Trace
-from autopar.certificate.bars import bars, is_simulated
-from autopar.certificate.bucket_claims import BucketWalk
-from autopar.certificate.decisions import Decisions, crossing_keys
-from autopar.certificate.facts import Claims, Context, Facts, Tensor
-from autopar.certificate.intra_op import OwnWalk
-from autopar.certificate.kernel_claims import KernelWalk
-from autopar.certificate.marks import as_asked, check_capture, identity, notes
-from autopar.certificate.memory_and_time import (
-    emission,
-    memory,
-    overlap,
-    seconds_of,
-    sum_resting,
-    times,
-)
+from autopar.certificate.crossings import budgets, cuts
+from autopar.certificate.facts import Context, Facts
+from autopar.certificate.marks import as_asked, check_capture, identity, of_stages
 from autopar.certificate.multiplier_proof import Stored, check_proof
-from autopar.certificate.redistributions import MoveWalk, steps_per_step
-from autopar.certificate.report import NEAR, Certificate, Finding, list_unverified
-from autopar.core.garbage import collected_seldom
-from autopar.core.hardware import Hardware, HardwareProfile, slowest
-from autopar.core.layout import Layout
-from autopar.core.placements import Halo
-from autopar.cost.priced import OPTIMIZERS, Priced
-from autopar.emit import apply_overlap, emit, least_overlap
-from autopar.emit.context import parameter_key, storage_key
-from autopar.errors import AutoparError
-from autopar.plans import KERNELS_BUFFERS, Entry, Overlap, Plan
-from autopar.rules import call_of, is_discovered, is_fallback
-from autopar.rules.call import op_name
-from autopar.validation.shards import held_bytes
-
-# --------------------------------------------------------------------------------------------------
-# Layouts fit their tensors: one placement per mesh axis, and no dim that the tensor does not have.
-
-
-def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
-    """Yield the tensors that have a layout that cannot be one of theirs. No size can be derived for
-    such a tensor.
-
-    Args:
-        facts: the tensors of the traced model.
-        claims: the layouts that the plan claims.
-        num_axes: number of axes of the mesh.
-    """
-    for tensor in facts.tensors.values():
-        wrong = sorted(
-            {str(at) for at in _said_of(tensor, claims) if not _is_of(at, tensor.shape, num_axes)}
-        )
-        if wrong:
-            named = f"{', '.join(wrong)} cannot be {'layouts' if wrong[1:] else 'a layout'}"
-            what = f"{named} of a tensor of shape {tensor.shape} on {num_axes} axes"
-            yield Finding(
-                "layouts",
-                what,
-                f"{tensor.key}, result {tensor.result}" if tensor.result else tensor.key,
-            )
-
-
-def _said_of(tensor: Tensor, claims: Claims) -> Iterator[Layout]:
-    here = tensor.key, tensor.result
-    for said in (claims.chosen, claims.again):
-        if tensor.key in said:
-            yield from said[tensor.key].outputs[tensor.result : tensor.result + 1]
-        for reader in tensor.readers:
-            if reader.key in said:
-                yield from said[reader.key].inputs[reader.operand : reader.operand + 1]
-    yield from claims.kept.get(here, ())
-    for phase in ("forward", "backward", "step"):
-        for step in claims.steps.get((here, phase), ()):
-            yield from (step.source, step.target)
-
-
-def _is_of(layout: Layout, shape: Sequence[int], num_axes: int) -> bool:
-    dims = [placement.dim for placement in layout.placements if isinstance(placement, Shard | Halo)]
-    return len(layout.placements) == num_axes and all(0 <= dim < len(shape) for dim in dims)
-
-
-# --------------------------------------------------------------------------------------------------
-# Texts of a plan, which its explanations and figures show: decisions, modules, ops, and the bars of
-# its timeline.
-
-_FIELD = re.compile(r"\{\d+\}")  # the index of a layer
-_OUTSIDE = (
-    "",
-    "inputs",
-    "from the stage before",
-    "from the stage behind",
-    "parameters",
-    "optimizer",
-    "priced, and not run",
+from autopar.certificate.over_cuts import PipelineFigures, Unfolded, least_over_cuts
+from autopar.certificate.rank_schedules import (
+    actions_of,
+    held_by_chunks,
+    interleaves,
+    least_of_cuts,
+    least_of_ranks,
+    phases_of,
+    shared_memory,
+    step_by_longest_path,
 )
-_LANES = ("compute", "communication")
-_PHASES = ("forward", "backward", "step")
+from autopar.certificate.rates import handed_on_s, wire_between
+from autopar.certificate.report import Certificate, Finding, near
+from autopar.certificate.stage_claims import begin, certify_stage
+from autopar.constraints import Constraint, Pipelined, read_constraint
+from autopar.core.garbage import collected_seldom
+from autopar.core.hardware import Hardware, HardwareProfile, profile_of, slowest
+from autopar.core.layout import Layout, Strategy
+from autopar.core.schedules import INTERLEAVED
+from autopar.core.units import seconds
+from autopar.cost.offload import shared_by
+from autopar.cost.price import price
+from autopar.cost.priced import Crossing
+from autopar.emit import emit_staged, returned_of
+from autopar.emit.context import input_key, output_key, parameter_key, storage_key
+from autopar.errors import AutoparError, PlanError
+from autopar.plans import Pipeline, Plan
+from autopar.program.executor import Returned
+from autopar.sharding import Forced, classes_of, resolve
+from autopar.stages import Cut, cut_trace, seams, usable_points
 
 
-def words(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
-    """Yield every text of a plan that differs from what follows from the nodes it describes: ops,
-    module paths, source lines and rules.
+class StagedTrace(NamedTuple):
+    """A captured call as a plan is for it.
 
-    Args:
-        plan: the plan whose texts are checked.
-        trace: the traced model.
-        facts: the tensors and nodes of `trace`.
+    Attributes:
+        part: the trace of one microbatch.
+        how: how microbatches make the batch.
+        cut: `part` in stages.
     """
-    yield from _decisions(plan, facts.nodes)
-    for c in plan.communications:
-        if c.module != _module(c.node):
-            yield Finding(
-                "words",
-                f"a collective of {_module(c.node) or 'the model'} is said to be of"
-                f" {c.module or 'the model'}",
-                c.node,
-            )
-    yield from _bars(plan, trace, facts)
 
+    part: Trace
+    how: Microbatching
+    cut: Cut
 
-def _decisions(plan: Plan, nodes: Mapping[str, fx.Node]) -> Iterator[Finding]:
-    seen: Counter[str] = Counter()
-    for entry in plan.entries:
-        key = _FIELD.sub("*", entry.nodes[0].node)
-        seen[key] += 1
-        unique = key if seen[key] == 1 else f"{key} ({seen[key]})"
-        said = {
-            "key": unique,
-            "module": _module(key),
-            "op": key.split("/")[1],
-            **_rules(entry, nodes),
-        }
-        for name, derived in said.items():
-            if getattr(entry, name) != derived:
-                yield Finding(
-                    "words", f"its {name} is {derived!r}, not {getattr(entry, name)!r}", entry.key
-                )
-
-
-def _rules(entry: Entry, nodes: Mapping[str, fx.Node]) -> dict[str, object]:
-    """Return whether a decision lacks a rule, and which of its rules were found by experiment."""
-    keys = (choice.node.format(*entry.instances[0]) for choice in entry.nodes)
-    calls = [call_of(nodes[key]) for key in keys if key in nodes]
-    found = dict.fromkeys(op_name(call.target) for call in calls if is_discovered(call))
-    return {"replicated": any(map(is_fallback, calls)), "discovered": tuple(found)}
-
-
-def _module(pattern: str) -> str:
-    return _FIELD.sub("*", pattern.partition("/")[0])
-
-
-def _bars(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
-    """Each bar is of a part of the model, or of what is given to it, and follows the last of its
-    lane."""
-    modules = {key.partition("/")[0] for key in facts.keys} | {
-        str(node.meta.get("module", "")) for node in trace.graph.nodes
-    }
-    known = {
-        *_OUTSIDE,
-        *(
-            ".".join(parts[:n])
-            for parts in (m.split(".") for m in modules)
-            for n in range(len(parts) + 1)
-        ),
-    }
-    ends = dict.fromkeys(_LANES, 0.0)
-    for label, phase, kind, start_s, duration_s in plan.prediction.timeline:
-        bar = f"{kind} of {label or 'the model'} in {phase} on the time line"
-        if label not in known or kind not in _LANES or phase not in _PHASES:
-            yield Finding("words", f"there is no {bar}")
-        elif duration_s < 0.0 or start_s < ends[kind] * (1.0 - NEAR):
-            yield Finding(
-                "words", f"{bar} begins at {start_s:.6g} s, before the one before it ends"
-            )
-        else:
-            ends[kind] = start_s + duration_s
-
-
-# --------------------------------------------------------------------------------------------------
-# Memory of the hosts, summed up from what rests and what is kept there.
-
-
-def on_hosts(
-    trace: Trace, facts: Facts, claims: Claims, plan: Plan, context: Context
-) -> dict[str, int]:
-    """Sum up what the plan stores in the memory of a host, per device.
-
-    Args:
-        trace: the traced model or stage.
-        facts: the tensors of `trace`.
-        claims: the layouts that the plan claims.
-        plan: its mesh and optimizer are read.
-        context: the number of microbatches in flight; a kept value counts once for each.
-
-    Returns:
-        Bytes by kind of memory.
-    """
-    state, _ = OPTIMIZERS[str(plan.options.get("optimizer"))]
-    found = dict.fromkeys(("parameters", "optimizer", "gradients", "copies", "activations"), 0)
-    for p in trace.parameters:
-        rests = claims.chosen.get(
-            storage_key(p.name), claims.chosen[parameter_key(p.name)]
-        ).outputs[0]
-        if rests.host:
-            wide = torch.float32 if context.accumulates and p.dtype.itemsize < 4 else p.dtype
-            size = held_bytes(p.view, p.dtype, rests, plan.mesh.shape)
-            found["parameters"] += size
-            found["optimizer"] += state * size if p.gradient is not None else 0
-            found["gradients"] += (
-                held_bytes(p.view, wide, rests, plan.mesh.shape) if p.gradient is not None else 0
-            )
-            found["copies"] += (
-                held_bytes(p.view, p.compute_dtype, rests, plan.mesh.shape)
-                if p.compute_dtype != p.dtype
-                else 0
-            )
-    for where, layouts in claims.kept.items():
-        tensor = facts.tensors[where]
-        made = claims.chosen[tensor.key].outputs[tensor.result]
-        stored = [at for at in layouts if at.host and not made.host]
-        size = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in stored)
-        found["activations"] += size * context.num_in_flight
-    return {kind: size for kind, size in found.items() if size}
-
-
-def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> Iterator[Finding]:
-    """Yield the claims about the memory of the hosts that do not hold.
-
-    Args:
-        plan: the plan whose host memory is checked.
-        derived: bytes by kind, as `on_hosts` derives them.
-        budget_bytes: memory of a host per device.
-    """
-    claimed = plan.prediction.host_bytes
-    for kind in sorted({*derived, *claimed}):
-        if derived.get(kind) != claimed.get(kind):
-            yield Finding(
-                "memory",
-                f"{kind} on the host are {derived.get(kind, 0)} bytes, not {claimed.get(kind, 0)}",
-            )
-    if sum(derived.values()) > budget_bytes:
-        yield Finding(
-            "memory",
-            f"on the host are {sum(derived.values())} bytes, over the budget of {budget_bytes}",
-        )
+    @staticmethod
+    def of_one_stage(trace: Trace) -> StagedTrace:
+        """Return a trace of the batch as its only stage and microbatch."""
+        return StagedTrace(trace, find_microbatching(trace, trace, 1), cut_trace(trace, ()))
 
 
 @collected_seldom()
 def certify(
-    trace: Trace, plan: Plan, hardware: Hardware, context: Context | None = None
+    trace: Trace, plan: Plan, hardware: Hardware, staged: StagedTrace | None = None
 ) -> Certificate:
     """Check every claim of a plan.
 
-    The claims that another claim rests on are checked first. If one of them fails, the claim that
-    rests on it is left out.
-
     Args:
-        trace: the traced call of the model.
+        trace: of the batch.
         plan: the plan to check.
-        hardware: the profile, or profiles of unequal devices; then each claim holds at the pace of
-            the slowest device.
-        context: the surroundings of a pipeline's stage (`autopar.certificate.staged`); by default
-            those of a plan without stages.
-
-    Raises:
-        ConstraintError: if a constraint of the plan cannot be read or cannot hold.
+        hardware: the profile, or profiles of unequal devices. Each stage is certified on its own
+            devices, at the pace of the slowest of them.
+        staged: the trace in the microbatches and stages of the plan; by default the batch in one
+            piece.
     """
-    title = (
-        f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} ({plan.mesh.num_devices}"
-        f" devices), {plan.fingerprint.profile}"
-    )
-    claimed, proof = plan.prediction, plan.proof
-    budget = plan.options.get("memory_bytes")
+    part, how, made = staged or StagedTrace.of_one_stage(trace)
+    pipeline = plan.as_pipeline
     said = (
         *identity(trace, plan, hardware),
-        *check_capture(trace, plan),
-        *(() if context else as_asked(plan)),
+        *check_capture(part, plan),
+        *of_stages(plan, pipeline),
+        *as_asked(plan),
     )
-    report = Certificate(
-        title,
-        said,
-        tuple(notes(plan)),
-        claimed_step_s=claimed.step_s,
-        claimed_peak_bytes=claimed.peak_bytes,
-        budget_bytes=budget if isinstance(budget, int) else 0,
-        objective_s=proof.objective_s,
-        claimed_bound_s=proof.bound_s,
-        unverified=list_unverified(
-            plan, but=("prediction.timeline",) if is_simulated(plan) else ()
-        ),
-    )
+    report = begin(plan, said or interleaves(pipeline))
     if not report.ok:
         return report
     try:
-        context, profile = context or Context.of(trace, plan), slowest(hardware)
-        priced = context.problem(trace, plan, profile)
+        if plan.pipeline is None:  # the plan of its only stage says it all
+            profile = slowest(hardware)
+            return certify_stage(report, part, plan, profile, Context.of(part, plan))
+        program = emit_staged(part, made, how, plan, named=False)
+        returned = returned_of(part, how, plan.options.get("outputs", "dtensor"))
+        stages = _Stages(trace, part, made, plan, pipeline, hardware, returned).certificates()
     except AutoparError as error:
         return replace(
-            report, findings=(Finding("layouts", f"the problem cannot be stated: {error.what}"),)
-        )
-    facts = Facts.of(trace, accumulates=context.accumulates)
-    return _Job(trace, plan, profile, context, priced, facts, Claims.of(plan)).certificate(report)
-
-
-@dataclass
-class _Job:
-    """One certificate in the making."""
-
-    trace: Trace
-    plan: Plan
-    profile: HardwareProfile
-    context: Context
-    priced: Priced
-    facts: Facts
-    claims: Claims
-
-    def certificate(self, report: Certificate) -> Certificate:
-        """The report with everything that can be derived."""
-        plan = self.plan
-        stored = Stored(self.trace, plan, self.priced, self.facts)
-        bound_s = stored.bound_s()
-        found = [*stored.findings, *check_proof(plan.proof, bound_s)]
-        report = replace(
             report,
-            certified_bound_s=bound_s,
-            num_multipliers=stored.num_multipliers,
-            num_decisions=len(plan.entries),
-            num_nodes=len(self.facts.keys),
-            num_steps=len(plan.steps()),
+            findings=(
+                Finding("emission", error.what, "" if error.where is None else str(error.where)),
+            ),
         )
-        decisions = Decisions(
-            plan, self.trace, self.facts, self.priced, plan.mesh, self.profile, self.context
-        )
-        rests = (
-            frozenset(storage_key(p.name) for p in self.trace.parameters)
-            if self.context.accumulates
-            else frozenset[str]()
-        )
-        again = frozenset(n for n, op in enumerate(self.priced.problem.ops) if op.recomputable)
-        walk = MoveWalk(
-            self.facts,
-            self.claims,
-            plan.mesh,
-            self.profile,
-            decisions.owner,
-            again,
-            rests,
-            self.context.num_microbatches,
-        )
-        strangers = [
-            *decisions.strangers(),
-            *walk.strangers(),
-            *beyond(self.facts, self.claims, len(plan.mesh.axes)),
-        ]
-        if strangers:
-            return replace(report, findings=(*strangers, *found))
-        once = steps_per_step(self.trace, walk, self.claims) if self.context.accumulates else ()
-        kernels = KernelWalk(self.facts, self.claims, plan.mesh, self.profile)
-        own = OwnWalk(self.facts, self.claims, plan.mesh, self.profile)
-        shared = BucketWalk(
-            self.trace, plan, self.facts, self.claims, self.profile, self.context.num_microbatches
-        )
-        found = [
-            *decisions.findings(),
-            *walk.findings(),
-            *own.findings(),
-            *kernels.findings(),
-            *shared.findings(),
-            *once,
-            *found,
-        ]
-        found += words(plan, self.trace, self.facts)
-        if not any(f.claim == "layouts" for f in found):
-            seconds = seconds_of(plan, decisions, self.profile.overlap_slowdown)
-            report = replace(report, step_s=seconds.step_s)
-            found += times(plan, seconds)
-        return self._check_program(
-            report, found, sum((*kernels.shared.values(), *own.shared.values()))
-        )
+    handed = returned.handed_bytes if pipeline.axis else 0
+    handed_s = handed_on_s(pipeline.axis, plan.mesh, hardware, handed)
+    found = [
+        *(
+            replace(f, what=f"stage {n}: {f.what}")
+            for n, stage in enumerate(stages)
+            for f in stage.findings
+        ),
+        *_runs(plan, pipeline, part, returned),
+        *_check_handing(pipeline, handed, handed_s),
+        *cuts(part, made, pipeline),
+        *budgets(plan, pipeline),
+        *_check_joins(plan, pipeline, made, handed_s),
+        *shared_memory(plan, program, made.stages, hardware),
+    ]
+    bound_s, num = _bound_s(part, plan, pipeline, hardware, stages, found)
+    bound_s += handed_s
+    found += check_proof(plan.proof, bound_s)
+    report = replace(report, findings=tuple(found), certified_bound_s=bound_s)
+    return _sum_stages(report, stages, pipeline, num, handed_s)
 
-    def _check_program(
-        self, report: Certificate, found: list[Finding], shared_bytes: int
-    ) -> Certificate:
-        """Add the figures and findings that follow from the emitted program.
 
-        `shared_bytes` is the memory that kernels share with their peers on a device.
+def _bound_s(
+    part: Trace,
+    plan: Plan,
+    pipeline: Pipeline,
+    hardware: Hardware,
+    stages: Sequence[Certificate],
+    found: list[Finding],
+) -> tuple[float, int]:
+    """Return the bound (seconds) over all plans with this number of stages and microbatches, and
+    the number of multipliers that prove it. Findings are appended to `found`."""
+    if len(stages) == 1:
+        return (stages[0].certified_bound_s or 0.0) * pipeline.num_microbatches, 0
+    constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
+    points = usable_points(part, len(stages) - 1)[0]
+    asked = [c.cuts for c in constraints if isinstance(c, Pipelined) and c.cuts is not None]
+    allowed = (
+        {i for i, point in enumerate(points, 1) if point.module in asked[0]} if asked else None
+    )
+    profiles = [profile_of(hardware, pipeline.axis, stage) for stage in range(len(stages))]
+    kinds = tuple(dict.fromkeys(profiles))
+    said = [profile.name for profile in kinds[1:]]
+    if [each.profile for each in plan.proof.on_profiles] != said:
+        found.append(
+            Finding(
+                "bound",
+                f"there are multipliers on {[each.profile for each in plan.proof.on_profiles]}, not"
+                f" on {said}",
+            )
+        )
+        return 0.0, 0
+    proofs = [
+        plan.proof,
+        *(
+            replace(plan.proof, potentials=p.potentials, versions=p.versions)
+            for p in plan.proof.on_profiles
+        ),
+    ]
+    parts = {}
+    num = 0
+    for profile, proof in zip(kinds, proofs, strict=True):
+        unfolded, stored = _unfold_part(
+            part, replace(plan, proof=proof), pipeline, profile, constraints
+        )
+        parts[profile], num = unfolded, num + stored.num_multipliers
+        found += stored.findings
+    taken = [parts[profile] for profile in profiles]
+    wires = [
+        wire_between(pipeline.axis, plan.mesh, hardware, stage, stage + 1)
+        for stage in range(len(stages) - 1)
+    ]
+    units = [each.units for each in taken]
+    borders = [
+        before.borders_to(behind, link)
+        for (before, behind), link in zip(itertools.pairwise(taken), wires, strict=True)
+    ]
+    if pipeline.schedule != INTERLEAVED:
+        return least_over_cuts(units, borders, pipeline.num_microbatches, allowed), num
+    return (
+        least_of_cuts(
+            least_over_cuts(units, borders, 1, allowed),
+            len(pipeline.rank_bytes),
+            pipeline.num_microbatches,
+        ),
+        num,
+    )
+
+
+def _unfold_part(
+    part: Trace,
+    plan: Plan,
+    pipeline: Pipeline,
+    profile: HardwareProfile,
+    constraints: Sequence[Constraint],
+) -> tuple[Unfolded, Stored]:
+    """Return the least seconds of the parts of a microbatch on one kind of device, by the
+    multipliers of the plan's proof."""
+    mesh = plan.mesh.without(pipeline.axis)
+    points, placing = usable_points(part, len(pipeline.stages) - 1)
+    sewn = seams(part, placing)
+    forced = resolve(part, [c for c in constraints if not isinstance(c, Pipelined)], mesh)
+    forced = replace(forced, named=replace(forced.named, apart=forced.named.apart | sewn.apart))
+    priced = price(
+        part,
+        classes_of(part, mesh.shape, forced),
+        mesh,
+        profile,
+        budget_bytes=0,
+        optimizer=str(plan.options["optimizer"]),
+        forced=forced,
+        num_microbatches=pipeline.num_microbatches,
+        exposed=sewn.exposed,
+    )
+    stored = Stored(part, plan, priced, Facts.of(part, accumulates=priced.problem.accumulates))
+    ways = PipelineFigures(part, priced, forced, placing, len(points) + 1, sewn.exposed, mesh.shape)
+    return (
+        Unfolded(ways, stored.prices(), {v: found.made for v, found in stored.versions().items()}),
+        stored,
+    )
+
+
+def held_at_most(
+    schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> int:
+    """Return the number of microbatches whose kept values a stage holds at most.
+
+    Under GPipe this is all of them; under 1F1B one per stage from this one to the last.
+
+    Args:
+        schedule: "gpipe", "1f1b" or "interleaved".
+        stage: index among all stages.
+        num_stages: of all ranks.
+        num_microbatches: of a step.
+        num_chunks: stages per rank.
+    """
+    if schedule == INTERLEAVED:
+        return held_by_chunks(stage, num_stages // num_chunks, num_chunks, num_microbatches)
+    return num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """Certifies the stages of a plan one by one."""
+
+    whole: Trace
+    part: Trace
+    made: Cut
+    plan: Plan
+    pipeline: Pipeline
+    hardware: Hardware
+    returned: Returned
+
+    def certificates(self) -> list[Certificate]:
+        """Certify each stage on its own devices.
+
+        Each stage's problem is stated under the plan's constraints, the storage layouts of the
+        stages before it, and the layouts in which tensors cross to its neighbours.
+
+        Raises:
+            AutoparError: if a constraint cannot hold, or the plan does not say how gradients are
+                summed up.
         """
-        try:
-            serial = emit(
-                self.trace,
-                replace(self.plan, overlap=Overlap()),
-                accumulates=self.context.accumulates,
-                named=False,
+        plan, pipeline = self.plan, self.pipeline
+        constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
+        mesh = plan.mesh.without(pipeline.axis)
+        forced = resolve(self.part, [c for c in constraints if not isinstance(c, Pipelined)], mesh)
+        storage: dict[str, Layout] = dict(forced.storage)
+        found = []
+        for number, (trace, staged) in enumerate(
+            zip(self.made.stages, pipeline.stages, strict=True)
+        ):
+            profile = profile_of(self.hardware, pipeline.axis, number)
+            here = replace(
+                shared_by(forced, profile, pipeline.num_chunks),
+                storage=dict(storage),
+                starts=staged.starts,
             )
-            program, held = apply_overlap(serial, self.plan)[0], least_overlap(serial, self.plan)
-            found += emission(self.plan, self.claims, program)
-            found += overlap(self.plan, program, held, self.profile.overlap_slowdown)
-            found += bars(self.plan, program, crossing_keys(self.trace))
-            sizes = sum_resting(
-                self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates
-            )
-            sizes |= {KERNELS_BUFFERS: shared_bytes} if shared_bytes else {}
-            peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
-        except AutoparError as error:
-            where = "" if error.where is None else str(error.where)
-            return replace(report, findings=(*found, Finding("emission", error.what, where)))
-        on_host = on_hosts(self.trace, self.facts, self.claims, self.plan, self.context)
-        wrong += host_memory(self.plan, on_host, self.priced.problem.host_budget_bytes)
-        if peak > self.profile.device_memory_bytes:
+            found.append(self._certificate(number, trace, staged, here))
+            chosen = staged.node_choices()
+            storage |= {
+                p.name: _rests(chosen, p.name)
+                for p in trace.parameters
+                if p.name in self.made.shared
+            }
+        return found
+
+    def _certificate(self, number: int, trace: Trace, staged: Plan, forced: Forced) -> Certificate:
+        """Certify one stage, under what constraints and the stages before it force."""
+        plan, pipeline = self.plan, self.pipeline
+        context = self._context(number, trace, staged, forced)
+        if pipeline.accumulates != context.accumulates:
             what = (
-                f"the peak of {peak} bytes is over the device's memory of"
-                f" {self.profile.device_memory_bytes}"
+                f"with {pipeline.num_microbatches} microbatches gradients"
+                f" {'are' if context.accumulates else 'are not'} added to sums"
             )
-            wrong.append(Finding("memory", what))
-        return replace(report, findings=(*found, *wrong), peak_bytes=peak)
+            raise PlanError(f"{what}, and the plan says otherwise")
+        profile = profile_of(self.hardware, pipeline.axis, number)
+        budget = pipeline.budgets[number] if pipeline.budgets else plan.budget_of(number)
+        within = replace(staged, options={**plan.options, "memory_bytes": budget})
+        report = begin(within, (*identity(trace, within, profile), *check_capture(trace, within)))
+        certificate = certify_stage(report, trace, within, profile, context)
+        if plan.budget_of(number) <= profile.device_memory_bytes or not pipeline.rank_budgets:
+            return certificate
+        what = (
+            f"its devices, {profile.name}, have {profile.device_memory_bytes} bytes, not"
+            f" {plan.budget_of(number)}"
+        )
+        return replace(certificate, findings=(*certificate.findings, Finding("memory", what)))
+
+    def _context(self, number: int, trace: Trace, staged: Plan, forced: Forced) -> Context:
+        """Return the surroundings of a stage: its neighbours, its schedule and the whole batch."""
+        pipeline, chosen = self.pipeline, staged.node_choices()
+        layouts = {i.path: chosen[input_key(i.path)].outputs[0] for i in trace.inputs if i.crosses}
+        layouts |= {
+            o.path: chosen[output_key(o.path)].inputs[0] for o in trace.outputs if o.crosses
+        }
+        before, behind = (
+            wire_between(pipeline.axis, self.plan.mesh, self.hardware, *ends)
+            for ends in ((max(number - 1, 0), number), (number, number + 1))
+        )
+        return Context(
+            forced,
+            Crossing(before, behind, layouts),
+            pipeline.num_microbatches,
+            held_at_most(
+                pipeline.schedule,
+                number,
+                len(pipeline.stages),
+                pipeline.num_microbatches,
+                pipeline.num_chunks,
+            ),
+            pipeline.schedule,
+            sum(math.prod(i.shape) * i.dtype.itemsize for i in self.whole.inputs),
+            self.returned,
+            number,
+            actions_of(pipeline, number),
+        )
+
+
+def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> Iterator[Finding]:
+    """Yield a finding if the schedule does not wait for what it has to, or outputs cannot be
+    returned as the plan says."""
+    alone = pipeline.schedule == INTERLEAVED and not part.differentiable
+    if returned.waits and pipeline.schedule != "gpipe" and not alone:
+        yield Finding(
+            "emission",
+            f"no backward runs among forwards, for which {pipeline.schedule} is planned: all"
+            " forwards come first",
+        )
+    if (
+        returned.waits
+        and part.differentiable
+        and not pipeline.axis
+        and pipeline.num_microbatches > 1
+    ):
+        yield Finding(
+            "emission",
+            "backward waits for a loss of the whole batch, so that microbatches one after another"
+            " have no use",
+        )
+    if part.loss is None and plan.options.get("outputs", "dtensor") != "full":
+        yield Finding(
+            "emission",
+            f"outputs={plan.options.get('outputs', 'dtensor')!r} returns nothing of a model without"
+            " a loss in stages",
+        )
+
+
+def _check_handing(pipeline: Pipeline, num_bytes: int, time_s: float) -> Iterator[Finding]:
+    """Yield a finding if sending outputs to all stages is other than derived."""
+    if pipeline.handed_bytes != num_bytes or not near(time_s, pipeline.handed_s):
+        yield Finding(
+            "time",
+            f"outputs of {num_bytes} bytes go to all stages in {time_s:.9g} s, not"
+            f" {pipeline.handed_bytes} bytes in {pipeline.handed_s:.9g} s",
+        )
+
+
+def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> Iterator[Finding]:
+    """Yield what does not fit together between the stages; `handed_s` is the part of a step in
+    which outputs are sent to all of them."""
+    num = len(pipeline.stages)
+    expected = tuple(
+        held_at_most(pipeline.schedule, s, num, pipeline.num_microbatches, pipeline.num_chunks)
+        for s in range(num)
+    )
+    if pipeline.num_in_flight != expected:
+        what = (
+            f"{pipeline.schedule} holds {expected} microbatches, stage by stage, not"
+            f" {pipeline.num_in_flight}"
+        )
+        yield Finding("memory", what)
+    for name, held_by in made.shared.items():
+        rests = {str(_rests(pipeline.stages[s].node_choices(), name)) for s in held_by}
+        if len(rests) > 1:
+            yield Finding(
+                "layouts",
+                f"its copies rest as {' and '.join(sorted(rests))}, and would be updated apart",
+                name,
+            )
+    yield from _figures(plan, pipeline, handed_s)
+
+
+def _rests(chosen: Mapping[str, Strategy], parameter: str) -> Layout:
+    return chosen.get(storage_key(parameter), chosen[parameter_key(parameter)]).outputs[0]
+
+
+def _step_s(times: Sequence[float], num_microbatches: int) -> float:
+    """Return (M − 1) · max τ + Σ τ in seconds."""
+    return (num_microbatches - 1) * max(times) + sum(times)
+
+
+def _whole_step_s(pipeline: Pipeline, *, simulated: bool = False) -> float:
+    """Return the seconds of a step from the claims of the stages.
+
+    Under GPipe, forward and backward each go through all stages, and each waits for its own slowest
+    stage.
+    """
+    if pipeline.schedule == "gpipe" and pipeline.num_microbatches > 1:
+        waves = zip(
+            *(phases_of(stage, simulated=simulated) for stage in pipeline.stages), strict=True
+        )
+        return sum(_step_s(times, pipeline.num_microbatches) for times in waves)
+    if pipeline.schedule == INTERLEAVED:
+        phases = [phases_of(stage, simulated=simulated) for stage in pipeline.stages]
+        return step_by_longest_path(phases, len(pipeline.rank_bytes), pipeline.num_microbatches)
+    claims = [stage.prediction for stage in pipeline.stages]
+    return _step_s(
+        [p.simulated_s if simulated else p.step_s for p in claims], pipeline.num_microbatches
+    )
+
+
+def _least_s(pipeline: Pipeline, bounds: Sequence[float]) -> float:
+    """Return a lower bound of the step, in seconds, given one per stage for a microbatch."""
+    if pipeline.schedule == INTERLEAVED:
+        return least_of_ranks(bounds, len(pipeline.rank_bytes), pipeline.num_microbatches)
+    return _step_s(bounds, pipeline.num_microbatches)
+
+
+def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Finding]:
+    every = [stage.prediction for stage in pipeline.stages]
+    num_ranks = len(every) // pipeline.num_chunks
+    slowest = max(
+        (every[rank::num_ranks] for rank in range(num_ranks)),
+        key=lambda chunks: sum(p.step_s for p in chunks),
+    )
+    fullest = max(every, key=lambda p: p.peak_bytes)
+    step, claimed, num = (
+        _whole_step_s(pipeline) + handed_s,
+        plan.prediction,
+        pipeline.num_microbatches,
+    )
+    said: Mapping[str, tuple[float, float]] = {
+        "the step": (step, claimed.step_s),
+        "the objective": (step, plan.proof.objective_s),
+        "the slowest stage's compute": (sum(p.compute_s for p in slowest) * num, claimed.compute_s),
+        "the slowest stage's communication": (
+            sum(p.communication_s for p in slowest) * num,
+            claimed.communication_s,
+        ),
+        "what the slowest stage's kernels save": (
+            sum(p.in_kernels_s for p in slowest) * num,
+            claimed.in_kernels_s,
+        ),
+        "what the slowest stage's buckets save": (
+            sum(p.in_buckets_s for p in slowest) * num,
+            claimed.in_buckets_s,
+        ),
+        "what the slowest stage's collectives take beyond shares of buckets": (
+            sum(p.beyond_shares_s for p in slowest) * num,
+            claimed.beyond_shares_s,
+        ),
+        "what the slowest stage hides": (sum(p.hidden_s for p in slowest) * num, claimed.hidden_s),
+        "the simulated step": (
+            _whole_step_s(pipeline, simulated=True) + handed_s,
+            claimed.simulated_s,
+        ),
+    }
+    for what, (derived, number) in said.items():
+        if not near(derived, number):
+            yield Finding("time", f"{what} takes {derived:.9g} s, not {number:.9g} s")
+    alone = pipeline.num_chunks == 1  # else ranks are what is full (`shared_memory`)
+    if alone and (
+        claimed.peak_bytes != fullest.peak_bytes
+        or dict(claimed.memory_bytes) != dict(fullest.memory_bytes)
+    ):
+        yield Finding(
+            "memory",
+            f"the fullest stage's peak is {fullest.peak_bytes} bytes, not {claimed.peak_bytes}, or"
+            " is made up otherwise",
+        )
+    if dict(claimed.host_bytes) != dict(pipeline.host_bytes):
+        yield Finding(
+            "memory", "what the device with most on its host has there is made up otherwise"
+        )
+
+
+def _sum_stages(
+    report: Certificate,
+    stages: Sequence[Certificate],
+    pipeline: Pipeline,
+    num_multipliers: int,
+    handed_s: float,
+) -> Certificate:
+    """Return the report with the sums over the stages, if all figures of the stages could be
+    derived."""
+    report = replace(
+        report,
+        num_decisions=sum(s.num_decisions for s in stages),
+        num_nodes=sum(s.num_nodes for s in stages),
+        num_steps=sum(s.num_steps for s in stages),
+        num_multipliers=num_multipliers + sum(s.num_multipliers for s in stages),
+    )
+    steps, peaks = (
+        [s.step_s for s in stages if s.step_s is not None],
+        [s.peak_bytes for s in stages if s.peak_bytes is not None],
+    )
+    bounds = [s.certified_bound_s for s in stages if s.certified_bound_s is not None]
+    if len(steps) == len(stages):
+        shared = (
+            pipeline.num_chunks > 1
+            # then, and under GPipe, a stage's finding would say where its time is another than it
+            # claims
+        )
+        step_s = (
+            _whole_step_s(pipeline)
+            if shared or pipeline.schedule == "gpipe"
+            else _step_s(steps, pipeline.num_microbatches)
+        )
+        report = replace(report, step_s=step_s + handed_s)
+    if len(peaks) == len(stages):
+        report = replace(report, peak_bytes=max(pipeline.rank_bytes, default=max(peaks)))
+    if len(bounds) == len(stages) and report.objective_s:
+        least = _least_s(pipeline, [max(b, 0.0) for b in bounds]) + handed_s
+        note = (
+            f"for these cuts and these layouts of what crosses, {seconds(least)} is proven by"
+            f" arithmetic, {1 - least / report.objective_s:.2%} below the plan"
+        )
+        report = replace(report, notes=(*report.notes, note))
+    return report

@@ -3,6 +3,5 @@
 from autopar.explanation.difference import Diff, diff
 from autopar.explanation.explain import explain
 from autopar.explanation.plan_tables import Explanation
-from autopar.explanation.stage_tables import StagedExplanation
 
-__all__ = ["Diff", "Explanation", "StagedExplanation", "diff", "explain"]
+__all__ = ["Diff", "Explanation", "diff", "explain"]

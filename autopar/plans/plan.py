@@ -67,8 +67,7 @@ class Pipeline:
         positions: the cuts, as positions among the forward nodes.
         modules: the part of the model with which each later stage begins.
         num_microbatches: number of microbatches of a step.
-        schedule: name of the schedule in torch.distributed.pipelining; ``""`` for a plan without
-            stages, which works on the batch in one piece.
+        schedule: name of the schedule in torch.distributed.pipelining.
         num_in_flight: per stage the number of microbatches whose kept values it holds.
         independent: whether the user promised that samples do not depend on each other.
         stages: one plan per stage, over the mesh without `axis`; its prediction is that of one
@@ -111,7 +110,7 @@ class Pipeline:
             positions=(),
             modules=(),
             num_microbatches=1,
-            schedule="",
+            schedule="1f1b",
             num_in_flight=(1,),
             independent=False,
             stages=(plan,),
@@ -221,6 +220,12 @@ class Plan:
     def num_microbatches(self) -> int:
         """Number of microbatches of a step."""
         return self.as_pipeline.num_microbatches
+
+    @property
+    def unit(self) -> str:
+        """What the figures of the stages are of: a ``microbatch``, or the ``step`` of a plan
+        without a pipeline."""
+        return "microbatch" if self.pipeline else "step"
 
     def node_choices(self) -> dict[str, Strategy]:
         """Return the strategy of every node, by node key, with all instances expanded."""

@@ -15,7 +15,7 @@ from autopar.breakdown import ModulePart, in_words, peak_kinds, rank_memory, ste
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.core.units import seconds, share, size
-from autopar.explanation import Explanation, StagedExplanation, explain
+from autopar.explanation import Explanation, explain
 from autopar.plans import Plan
 from autopar.plans.plan import shown_by
 from autopar.report.charts import COLOURS, INK, LIGHT, MEMORY_COLOURS, shown
@@ -134,21 +134,12 @@ def _peaks(plan: Plan) -> Iterator[tuple[str, int, Mapping[str, int], int]]:
             first = rank
 
 
-def _tables(explained: Explanation | StagedExplanation) -> Iterator[str]:
-    """One table, or one per stage, of which equal neighbours are one; the first is open."""
-    if isinstance(explained, Explanation):
-        yield _fold_parts(
-            "What each module does, per device and step",
-            explained.plan.mesh,
-            explained.parts,
-            is_open=True,
-        )
-        return
+def _tables(explained: Explanation) -> Iterator[str]:
+    """One table per stage, of which equal neighbours are one; the first is open."""
     for number, section in enumerate(explained.sections):
-        title = f"What each module does, {section.name}; per device and microbatch"
-        yield _fold_parts(
-            title, section.explanation.plan.mesh, section.explanation.parts, is_open=not number
-        )
+        stage, which = section.explanation, f"{section.name}; " if section.name else ""
+        title = f"What each module does, {which}per device and {stage.of}"
+        yield _fold_parts(title, stage.plan.mesh, stage.parts, is_open=not number)
 
 
 def _fold_parts(title: str, mesh: Mesh, parts: Sequence[ModulePart], *, is_open: bool) -> str:

@@ -15,10 +15,12 @@ import zoo_small
 import autopar
 from autopar.api.arguments import as_call
 from autopar.api.plan_options import options_of
-from autopar.api.what_if import _bytes_of, _part, _returned_outputs
+from autopar.api.tracing import planned_part
+from autopar.api.what_if import _bytes_of
 from autopar.capture import capture
 from autopar.constraints import ddp, fsdp, megatron, pipeline, tensor_parallel
 from autopar.core.hardware import Curve, HardwareProfile
+from autopar.emit import returned_of
 from autopar.errors import ConstraintError, PlanError
 from autopar.planner import PlanOptions
 from autopar.planner.transfer_plan import carry_plan, notes
@@ -214,8 +216,11 @@ def carry(name: str, axes: dict[str, int]) -> tuple[Plan, float, int]:
     plan, model, batch = built(name)
     args, kwargs = as_call(batch)
     trace = capture(model, args, kwargs)
-    options, part = options_of(plan, GLOO, None), _part(plan, model, trace, args, kwargs)
-    returned = _returned_outputs(plan, model, trace, args, kwargs)
+    options, (part, how) = (
+        options_of(plan, GLOO, None),
+        planned_part(plan, model, trace, args, kwargs),
+    )
+    returned = returned_of(part, how, plan.options["outputs"]) if plan.pipeline else None
     found = carry_plan(plan, part, autopar.Mesh(axes), GLOO, options, _bytes_of(trace), returned)
     return plan, found.step_s, found.peak_bytes
 

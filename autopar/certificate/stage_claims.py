@@ -1,0 +1,425 @@
+"""`certify_stage`: every claim of one stage's plan, or of a plan without stages, derived anew from
+the traced model, the plan's mesh and the hardware profile.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from autopar.capture.trace import Trace
+from autopar.certificate.bars import bars, is_simulated
+from autopar.certificate.bucket_claims import BucketWalk
+from autopar.certificate.decisions import Decisions, crossing_keys
+from autopar.certificate.facts import Claims, Context, Facts, Tensor
+from autopar.certificate.intra_op import OwnWalk
+from autopar.certificate.kernel_claims import KernelWalk
+from autopar.certificate.marks import notes
+from autopar.certificate.memory_and_time import (
+    emission,
+    memory,
+    overlap,
+    seconds_of,
+    sum_resting,
+    times,
+)
+from autopar.certificate.multiplier_proof import Stored, check_proof
+from autopar.certificate.redistributions import MoveWalk, steps_per_step
+from autopar.certificate.report import NEAR, Certificate, Finding, list_unverified
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout
+from autopar.core.placements import Halo
+from autopar.cost.priced import OPTIMIZERS, Priced
+from autopar.emit import apply_overlap, emit, least_overlap
+from autopar.emit.context import parameter_key, storage_key
+from autopar.errors import AutoparError
+from autopar.plans import KERNELS_BUFFERS, Entry, Overlap, Plan
+from autopar.rules import call_of, is_discovered, is_fallback
+from autopar.rules.call import op_name
+from autopar.validation.shards import held_bytes
+
+# --------------------------------------------------------------------------------------------------
+# Layouts fit their tensors: one placement per mesh axis, and no dim that the tensor does not have.
+
+
+def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
+    """Yield the tensors that have a layout that cannot be one of theirs. No size can be derived for
+    such a tensor.
+
+    Args:
+        facts: the tensors of the traced model.
+        claims: the layouts that the plan claims.
+        num_axes: number of axes of the mesh.
+    """
+    for tensor in facts.tensors.values():
+        wrong = sorted(
+            {str(at) for at in _said_of(tensor, claims) if not _is_of(at, tensor.shape, num_axes)}
+        )
+        if wrong:
+            named = f"{', '.join(wrong)} cannot be {'layouts' if wrong[1:] else 'a layout'}"
+            what = f"{named} of a tensor of shape {tensor.shape} on {num_axes} axes"
+            yield Finding(
+                "layouts",
+                what,
+                f"{tensor.key}, result {tensor.result}" if tensor.result else tensor.key,
+            )
+
+
+def _said_of(tensor: Tensor, claims: Claims) -> Iterator[Layout]:
+    here = tensor.key, tensor.result
+    for said in (claims.chosen, claims.again):
+        if tensor.key in said:
+            yield from said[tensor.key].outputs[tensor.result : tensor.result + 1]
+        for reader in tensor.readers:
+            if reader.key in said:
+                yield from said[reader.key].inputs[reader.operand : reader.operand + 1]
+    yield from claims.kept.get(here, ())
+    for phase in ("forward", "backward", "step"):
+        for step in claims.steps.get((here, phase), ()):
+            yield from (step.source, step.target)
+
+
+def _is_of(layout: Layout, shape: Sequence[int], num_axes: int) -> bool:
+    dims = [placement.dim for placement in layout.placements if isinstance(placement, Shard | Halo)]
+    return len(layout.placements) == num_axes and all(0 <= dim < len(shape) for dim in dims)
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts of a plan, which its explanations and figures show: decisions, modules, ops, and the bars of
+# its timeline.
+
+_FIELD = re.compile(r"\{\d+\}")  # the index of a layer
+_OUTSIDE = (
+    "",
+    "inputs",
+    "from the stage before",
+    "from the stage behind",
+    "parameters",
+    "optimizer",
+    "priced, and not run",
+)
+_LANES = ("compute", "communication")
+_PHASES = ("forward", "backward", "step")
+
+
+def words(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
+    """Yield every text of a plan that differs from what follows from the nodes it describes: ops,
+    module paths, source lines and rules.
+
+    Args:
+        plan: the plan whose texts are checked.
+        trace: the traced model.
+        facts: the tensors and nodes of `trace`.
+    """
+    yield from _decisions(plan, facts.nodes)
+    for c in plan.communications:
+        if c.module != _module(c.node):
+            yield Finding(
+                "words",
+                f"a collective of {_module(c.node) or 'the model'} is said to be of"
+                f" {c.module or 'the model'}",
+                c.node,
+            )
+    yield from _bars(plan, trace, facts)
+
+
+def _decisions(plan: Plan, nodes: Mapping[str, fx.Node]) -> Iterator[Finding]:
+    seen: Counter[str] = Counter()
+    for entry in plan.entries:
+        key = _FIELD.sub("*", entry.nodes[0].node)
+        seen[key] += 1
+        unique = key if seen[key] == 1 else f"{key} ({seen[key]})"
+        said = {
+            "key": unique,
+            "module": _module(key),
+            "op": key.split("/")[1],
+            **_rules(entry, nodes),
+        }
+        for name, derived in said.items():
+            if getattr(entry, name) != derived:
+                yield Finding(
+                    "words", f"its {name} is {derived!r}, not {getattr(entry, name)!r}", entry.key
+                )
+
+
+def _rules(entry: Entry, nodes: Mapping[str, fx.Node]) -> dict[str, object]:
+    """Return whether a decision lacks a rule, and which of its rules were found by experiment."""
+    keys = (choice.node.format(*entry.instances[0]) for choice in entry.nodes)
+    calls = [call_of(nodes[key]) for key in keys if key in nodes]
+    found = dict.fromkeys(op_name(call.target) for call in calls if is_discovered(call))
+    return {"replicated": any(map(is_fallback, calls)), "discovered": tuple(found)}
+
+
+def _module(pattern: str) -> str:
+    return _FIELD.sub("*", pattern.partition("/")[0])
+
+
+def _bars(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
+    """Each bar is of a part of the model, or of what is given to it, and follows the last of its
+    lane."""
+    modules = {key.partition("/")[0] for key in facts.keys} | {
+        str(node.meta.get("module", "")) for node in trace.graph.nodes
+    }
+    known = {
+        *_OUTSIDE,
+        *(
+            ".".join(parts[:n])
+            for parts in (m.split(".") for m in modules)
+            for n in range(len(parts) + 1)
+        ),
+    }
+    ends = dict.fromkeys(_LANES, 0.0)
+    for label, phase, kind, start_s, duration_s in plan.prediction.timeline:
+        bar = f"{kind} of {label or 'the model'} in {phase} on the time line"
+        if label not in known or kind not in _LANES or phase not in _PHASES:
+            yield Finding("words", f"there is no {bar}")
+        elif duration_s < 0.0 or start_s < ends[kind] * (1.0 - NEAR):
+            yield Finding(
+                "words", f"{bar} begins at {start_s:.6g} s, before the one before it ends"
+            )
+        else:
+            ends[kind] = start_s + duration_s
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory of the hosts, summed up from what rests and what is kept there.
+
+
+def on_hosts(
+    trace: Trace, facts: Facts, claims: Claims, plan: Plan, context: Context
+) -> dict[str, int]:
+    """Sum up what the plan stores in the memory of a host, per device.
+
+    Args:
+        trace: the traced model or stage.
+        facts: the tensors of `trace`.
+        claims: the layouts that the plan claims.
+        plan: its mesh and optimizer are read.
+        context: the number of microbatches in flight; a kept value counts once for each.
+
+    Returns:
+        Bytes by kind of memory.
+    """
+    state, _ = OPTIMIZERS[str(plan.options.get("optimizer"))]
+    found = dict.fromkeys(("parameters", "optimizer", "gradients", "copies", "activations"), 0)
+    for p in trace.parameters:
+        rests = claims.chosen.get(
+            storage_key(p.name), claims.chosen[parameter_key(p.name)]
+        ).outputs[0]
+        if rests.host:
+            wide = torch.float32 if context.accumulates and p.dtype.itemsize < 4 else p.dtype
+            size = held_bytes(p.view, p.dtype, rests, plan.mesh.shape)
+            found["parameters"] += size
+            found["optimizer"] += state * size if p.gradient is not None else 0
+            found["gradients"] += (
+                held_bytes(p.view, wide, rests, plan.mesh.shape) if p.gradient is not None else 0
+            )
+            found["copies"] += (
+                held_bytes(p.view, p.compute_dtype, rests, plan.mesh.shape)
+                if p.compute_dtype != p.dtype
+                else 0
+            )
+    for where, layouts in claims.kept.items():
+        tensor = facts.tensors[where]
+        made = claims.chosen[tensor.key].outputs[tensor.result]
+        stored = [at for at in layouts if at.host and not made.host]
+        size = sum(held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape) for at in stored)
+        found["activations"] += size * context.num_in_flight
+    return {kind: size for kind, size in found.items() if size}
+
+
+def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> Iterator[Finding]:
+    """Yield the claims about the memory of the hosts that do not hold.
+
+    Args:
+        plan: the plan whose host memory is checked.
+        derived: bytes by kind, as `on_hosts` derives them.
+        budget_bytes: memory of a host per device.
+    """
+    claimed = plan.prediction.host_bytes
+    for kind in sorted({*derived, *claimed}):
+        if derived.get(kind) != claimed.get(kind):
+            yield Finding(
+                "memory",
+                f"{kind} on the host are {derived.get(kind, 0)} bytes, not {claimed.get(kind, 0)}",
+            )
+    if sum(derived.values()) > budget_bytes:
+        yield Finding(
+            "memory",
+            f"on the host are {sum(derived.values())} bytes, over the budget of {budget_bytes}",
+        )
+
+
+def begin(plan: Plan, findings: Iterable[Finding]) -> Certificate:
+    """Return a certificate with what a plan claims.
+
+    Args:
+        plan: the plan, or the plan of a stage.
+        findings: those of its fingerprint and options, without which nothing else is checked.
+    """
+    num = len(plan.stages)
+    parts = f" in {num} stages" if num > 1 else f" ({plan.mesh.num_devices} devices)"
+    return Certificate(
+        f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh}{parts},"
+        f" {plan.fingerprint.profile}",
+        tuple(findings),
+        tuple(notes(plan)),
+        claimed_step_s=plan.prediction.step_s,
+        claimed_peak_bytes=plan.prediction.peak_bytes,
+        budget_bytes=int(plan.options.get("memory_bytes", 0)),
+        objective_s=plan.proof.objective_s,
+        claimed_bound_s=plan.proof.bound_s,
+        unverified=list_unverified(
+            plan, but=("prediction.timeline",) if all(map(is_simulated, plan.stages)) else ()
+        ),
+    )
+
+
+def certify_stage(
+    report: Certificate,
+    trace: Trace,
+    plan: Plan,
+    profile: HardwareProfile,
+    context: Context,
+) -> Certificate:
+    """Check every claim of the plan of a stage.
+
+    The claims that another claim rests on are checked first. If one of them fails, the claim that
+    rests on it is left out.
+
+    Args:
+        report: as `begin` returns it.
+        trace: of the stage.
+        plan: of the stage.
+        profile: of its devices.
+        context: the surroundings of the stage.
+    """
+    if not report.ok:
+        return report
+    try:
+        priced = context.problem(trace, plan, profile)
+    except AutoparError as error:
+        return replace(
+            report, findings=(Finding("layouts", f"the problem cannot be stated: {error.what}"),)
+        )
+    facts = Facts.of(trace, accumulates=context.accumulates)
+    return _Job(trace, plan, profile, context, priced, facts, Claims.of(plan)).certificate(report)
+
+
+@dataclass
+class _Job:
+    """One certificate in the making."""
+
+    trace: Trace
+    plan: Plan
+    profile: HardwareProfile
+    context: Context
+    priced: Priced
+    facts: Facts
+    claims: Claims
+
+    def certificate(self, report: Certificate) -> Certificate:
+        """The report with everything that can be derived."""
+        plan = self.plan
+        stored = Stored(self.trace, plan, self.priced, self.facts)
+        bound_s = stored.bound_s()
+        found = [*stored.findings, *check_proof(plan.proof, bound_s)]
+        report = replace(
+            report,
+            certified_bound_s=bound_s,
+            num_multipliers=stored.num_multipliers,
+            num_decisions=len(plan.entries),
+            num_nodes=len(self.facts.keys),
+            num_steps=len(plan.steps()),
+        )
+        decisions = Decisions(
+            plan, self.trace, self.facts, self.priced, plan.mesh, self.profile, self.context
+        )
+        rests = (
+            frozenset(storage_key(p.name) for p in self.trace.parameters)
+            if self.context.accumulates
+            else frozenset[str]()
+        )
+        again = frozenset(n for n, op in enumerate(self.priced.problem.ops) if op.recomputable)
+        walk = MoveWalk(
+            self.facts,
+            self.claims,
+            plan.mesh,
+            self.profile,
+            decisions.owner,
+            again,
+            rests,
+            self.context.num_microbatches,
+        )
+        strangers = [
+            *decisions.strangers(),
+            *walk.strangers(),
+            *beyond(self.facts, self.claims, len(plan.mesh.axes)),
+        ]
+        if strangers:
+            return replace(report, findings=(*strangers, *found))
+        once = steps_per_step(self.trace, walk, self.claims) if self.context.accumulates else ()
+        kernels = KernelWalk(self.facts, self.claims, plan.mesh, self.profile)
+        own = OwnWalk(self.facts, self.claims, plan.mesh, self.profile)
+        shared = BucketWalk(
+            self.trace, plan, self.facts, self.claims, self.profile, self.context.num_microbatches
+        )
+        found = [
+            *decisions.findings(),
+            *walk.findings(),
+            *own.findings(),
+            *kernels.findings(),
+            *shared.findings(),
+            *once,
+            *found,
+        ]
+        found += words(plan, self.trace, self.facts)
+        if not any(f.claim == "layouts" for f in found):
+            seconds = seconds_of(plan, decisions, self.profile.overlap_slowdown)
+            report = replace(report, step_s=seconds.step_s)
+            found += times(plan, seconds)
+        return self._check_program(
+            report, found, sum((*kernels.shared.values(), *own.shared.values()))
+        )
+
+    def _check_program(
+        self, report: Certificate, found: list[Finding], shared_bytes: int
+    ) -> Certificate:
+        """Add the figures and findings that follow from the emitted program.
+
+        `shared_bytes` is the memory that kernels share with their peers on a device.
+        """
+        try:
+            serial = emit(
+                self.trace,
+                replace(self.plan, overlap=Overlap()),
+                accumulates=self.context.accumulates,
+                named=False,
+            )
+            program, held = apply_overlap(serial, self.plan)[0], least_overlap(serial, self.plan)
+            found += emission(self.plan, self.claims, program)
+            found += overlap(self.plan, program, held, self.profile.overlap_slowdown)
+            found += bars(self.plan, program, crossing_keys(self.trace))
+            sizes = sum_resting(
+                self.trace, self.facts, self.claims, self.plan, accumulates=self.context.accumulates
+            )
+            sizes |= {KERNELS_BUFFERS: shared_bytes} if shared_bytes else {}
+            peak, wrong = memory(self.plan, program, self.facts, sizes, self.context)
+        except AutoparError as error:
+            where = "" if error.where is None else str(error.where)
+            return replace(report, findings=(*found, Finding("emission", error.what, where)))
+        on_host = on_hosts(self.trace, self.facts, self.claims, self.plan, self.context)
+        wrong += host_memory(self.plan, on_host, self.priced.problem.host_budget_bytes)
+        if peak > self.profile.device_memory_bytes:
+            what = (
+                f"the peak of {peak} bytes is over the device's memory of"
+                f" {self.profile.device_memory_bytes}"
+            )
+            wrong.append(Finding("memory", what))
+        return replace(report, findings=(*found, *wrong), peak_bytes=peak)
