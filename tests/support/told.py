@@ -65,8 +65,7 @@ def differences_of(first: Plan, second: Plan) -> list[str]:
 
 def _sums(plan: Plan) -> Iterator[str]:
     """Parts add up to what is predicted, in every stage and as a whole."""
-    stages = plan.pipeline.stages if plan.pipeline else (plan,)
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(plan.stages):
         yield from (f"stage {number}: {wrong}" for wrong in _sums_of_stage(stage))
     parts, step_s = step_parts(plan), plan.prediction.simulated_s
     if not _close(parts.total_s, step_s, step_s):
@@ -121,7 +120,7 @@ def _accounts(found: Diff) -> Iterator[str]:
             if not _close(told_s, plan.prediction.step_s, told_s):
                 yield f"{told_s} s are told of a step of {plan.prediction.step_s} s"
         return
-    before, after = ([s.prediction for s in _stages(plan)] for plan in plans)
+    before, after = ([s.prediction for s in plan.stages] for plan in plans)
     longest_s = max(p.step_s for p in (*before, *after))
     for name in ("compute_s", "communication_s"):
         told_s = sum(getattr(c, name) for c in found.changes)
@@ -133,10 +132,6 @@ def _accounts(found: Diff) -> Iterator[str]:
     due -= sum(p.memory_bytes["activations"] for p in before)
     if told != due:
         yield f"modules differ by {told} bytes kept, and the plans by {due}"
-
-
-def _stages(plan: Plan) -> tuple[Plan, ...]:
-    return plan.pipeline.stages if plan.pipeline else (plan,)
 
 
 def _close(one: float, other: float, whole: float) -> bool:
