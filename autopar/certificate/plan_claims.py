@@ -459,45 +459,30 @@ def _least_s(pipeline: Pipeline, bounds: Sequence[float]) -> float:
     return _step_s(bounds, pipeline.num_microbatches)
 
 
+_OF_THE_SLOWEST = {  # figure of a prediction → what it is of a step
+    "compute_s": "the slowest stage's compute",
+    "communication_s": "the slowest stage's communication",
+    "in_kernels_s": "what the slowest stage's kernels save",
+    "in_buckets_s": "what the slowest stage's buckets save",
+    "beyond_shares_s": "what the slowest stage's collectives take beyond shares of buckets",
+    "hidden_s": "what the slowest stage hides",
+}
+
+
 def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Finding]:
-    every = [stage.prediction for stage in pipeline.stages]
-    num_ranks = len(every) // pipeline.num_chunks
-    slowest = max(
-        (every[rank::num_ranks] for rank in range(num_ranks)),
-        key=lambda chunks: sum(p.step_s for p in chunks),
-    )
-    fullest = max(every, key=lambda p: p.peak_bytes)
-    step, claimed, num = (
-        _whole_step_s(pipeline) + handed_s,
-        plan.prediction,
-        pipeline.num_microbatches,
-    )
-    said: Mapping[str, tuple[float, float]] = {
-        "the step": (step, claimed.step_s),
-        "the objective": (step, plan.proof.objective_s),
-        "the slowest stage's compute": (sum(p.compute_s for p in slowest) * num, claimed.compute_s),
-        "the slowest stage's communication": (
-            sum(p.communication_s for p in slowest) * num,
-            claimed.communication_s,
-        ),
-        "what the slowest stage's kernels save": (
-            sum(p.in_kernels_s for p in slowest) * num,
-            claimed.in_kernels_s,
-        ),
-        "what the slowest stage's buckets save": (
-            sum(p.in_buckets_s for p in slowest) * num,
-            claimed.in_buckets_s,
-        ),
-        "what the slowest stage's collectives take beyond shares of buckets": (
-            sum(p.beyond_shares_s for p in slowest) * num,
-            claimed.beyond_shares_s,
-        ),
-        "what the slowest stage hides": (sum(p.hidden_s for p in slowest) * num, claimed.hidden_s),
-        "the simulated step": (
-            _whole_step_s(pipeline, simulated=True) + handed_s,
-            claimed.simulated_s,
-        ),
+    ranks = [[stage.prediction for stage in stages] for stages in pipeline.ranks]
+    slowest = max(ranks, key=lambda chunks: sum(p.step_s for p in chunks))
+    fullest = max((p for chunks in ranks for p in chunks), key=lambda p: p.peak_bytes)
+    step_s, claimed = _whole_step_s(pipeline) + handed_s, plan.prediction
+    simulated_s = _whole_step_s(pipeline, simulated=True) + handed_s
+    said: dict[str, tuple[float, float]] = {
+        "the step": (step_s, claimed.step_s),
+        "the objective": (step_s, plan.proof.objective_s),
+        "the simulated step": (simulated_s, claimed.simulated_s),
     }
+    for name, what in _OF_THE_SLOWEST.items():
+        of_all = pipeline.num_microbatches * sum(getattr(p, name) for p in slowest)
+        said[what] = of_all, getattr(claimed, name)
     for what, (derived, number) in said.items():
         if not near(derived, number):
             yield Finding("time", f"{what} takes {derived:.9g} s, not {number:.9g} s")
