@@ -9,8 +9,8 @@ from autopar.breakdown import ModulePart, breakdown
 from autopar.core.hardware import Hardware
 from autopar.errors import PlanError
 from autopar.explanation.link_prices import LinkValue, worth
-from autopar.explanation.plan_tables import Explanation, sections_of
-from autopar.explanation.stage_tables import StageExplanation
+from autopar.explanation.module_tables import StageExplanation
+from autopar.explanation.stage_tables import Explanation, sections_of
 from autopar.plans import Flip, Plan
 
 

@@ -1,352 +1,241 @@
-"""Explain a stage of a plan module by module: what it does, what it costs, and which alternatives
-it has. A plan without stages is its own only stage."""
+"""Explain a plan: its time, memory and proof, its stages and schedule, what crosses between stages,
+then each stage by itself. A plan without stages is its own only stage.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from autopar.breakdown import CROSSING, INPUTS, ModulePart, Transfer, in_words, label
-from autopar.core.collective import HOST_KINDS
-from autopar.core.layout import Layout
+from autopar.breakdown import ModulePart, in_words, receiving_s
 from autopar.core.units import seconds, share, size
-from autopar.explanation.link_prices import longer_step_s
-from autopar.explanation.summary import table
-from autopar.plans import Bucket, Communication, Entry, Flip, Plan, RunnerUp
-
-# --------------------------------------------------------------------------------------------------
-# The collective-overlap kernels that were considered, and why each was taken or not.
-
-_FIELD = re.compile(r"\{\d+\}")
-
-
-def kernels_considered(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a table with a row per collective that has a product at one end; nothing if there is
-    none."""
-    rows = [
-        _kernel_row(c, plan.mesh.names)
-        for c in plan.communications
-        if c.kernel is not None or c.why
-    ]
-    if rows:
-        yield from table(
-            "Collective-overlap kernels considered",
-            ("<tensor", "collective", ">alone", "kernel", ">saves"),
-            rows,
-        )
-
-
-def _kernel_row(c: Communication, names: tuple[str, ...]) -> tuple[str, ...]:
-    num = len(c.instances)
-    moved = (
-        f"{c.phase} {c.collective.kind} over {names[c.collective.axis]} ({num}×,"
-        f" {size(c.collective.bytes)})"
-    )
-    what, saved = f"none: {c.why}", ""
-    if c.kernel is not None:
-        product = _FIELD.sub("*", c.kernel.node).partition("/")[0]
-        again = ", run again" if c.kernel.again else ""
-        pieces = (
-            "each rank's part whole"
-            if c.kernel.num_chunks == 1
-            else f"each rank's part in {c.kernel.num_chunks} chunks"
-        )
-        apart = f"; {c.why}" if c.why else ""
-        how = "rows straight into peers' memory" if c.own else pieces
-        what, saved = (
-            f"{c.kernel.name} of {product}{again}, {how}{apart}",
-            seconds(num * c.kernel.saved_s),
-        )
-    return escape(_FIELD.sub("*", c.node)), moved, seconds(num * c.time_s), escape(what), saved
-
-
-# --------------------------------------------------------------------------------------------------
-# The communications that share a bucket, and the time that this saves.
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-
-
-def in_buckets(plans: Sequence[Plan], of: str) -> Iterator[str]:
-    """Yield how many communications of a plan, or of stages, share how many buckets, and the time
-    saved.
-
-    Args:
-        plans: the plan, or the plans of all stages.
-        of: ``step`` or ``microbatch``, of which the time is saved.
-    """
-    buckets = [bucket for plan in plans for bucket in plan.buckets]
-    if buckets:
-        num = sum(len(bucket.members) for bucket in buckets)
-        saved = ", ".join(seconds(plan.prediction.in_buckets_s) for plan in plans)
-        simulated = ", ".join(seconds(plan.prediction.simulated_s) for plan in plans)
-        by = f"a {of}{', by stages' if len(plans) > 1 else ''}"
-        yield (
-            f"{num} small communications share {len(buckets)}"
-            f" bucket{'s' if len(buckets) > 1 else ''}, which saves {saved} of {by}: simulated, it"
-            f" takes {simulated}; objective and bound count them as parts of full buckets"
-        )
-
-
-def buckets_of(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a table with a row per bucket; nothing if there is none."""
-    columns = ("phase", "collective", "of", ">alone", ">in a bucket", ">saves")
-    if rows := [_bucket_row(bucket, plan.mesh.names) for bucket in plan.buckets]:
-        yield from table("Communications that share a bucket", columns, rows)
-
-
-def _bucket_row(bucket: Bucket, names: tuple[str, ...]) -> tuple[str, ...]:
-    c = bucket.collective
-    when = (
-        bucket.phase
-        if bucket.phase != "step"
-        else "end of a step"
-        if bucket.members[0].result
-        else "begin of a step"
-    )
-    patterns: dict[str, int] = {}
-    for member in bucket.members:
-        name = _NUMBER.sub(
-            "*", member.node.rpartition("/")[0] if member.node.endswith("/storage") else member.node
-        )
-        patterns[name] = patterns.get(name, 0) + 1
-    of = "\n".join(
-        f"{escape(name)}{f' ({num}×)' if num > 1 else ''}" for name, num in patterns.items()
-    )
-    moved = (
-        f"{c.kind} over {names[c.axis]} of {c.dtype} ({len(bucket.members)} in one,"
-        f" {size(c.bytes)})"
-    )
-    times = (bucket.time_s + bucket.saved_s, bucket.time_s, bucket.saved_s)
-    return when, moved, of, *map(seconds, times)
-
-
-_BATCH, _RECEIVED = "the batch", "received from other stages"
-_SHOWN = 5e-4  # of the work: a share that is less would be 0.0 %
-_NO_OTHER = "Why not otherwise: the constraints leave no choice that another strategy could take"
+from autopar.explanation.link_prices import LinkValue
+from autopar.explanation.module_tables import StageExplanation, in_buckets
+from autopar.explanation.step_lines import describe_step, summarize_step, waiting_share
+from autopar.explanation.summary import (
+    Readable,
+    at_best,
+    describe_coverage,
+    fullest,
+    idle,
+    made_for,
+    memory,
+    objective,
+    of_dispatch,
+    of_loss,
+    on_hosts,
+    table,
+    unequal,
+)
+from autopar.plans import Flip, Pipeline, Plan
 
 
 @dataclass(frozen=True, slots=True)
-class StageExplanation:
-    """A stage in tables.
+class Section:
+    """Neighbouring stages that do the same, from `first` to `last`, with the explanation of the
+    first."""
 
-    Attributes:
-        whole: the plan that the stage belongs to.
-        number: of the stage.
-        plan: of the stage.
-        parts: its parts, or those that were asked for.
-        pattern: the module pattern asked for, or None for all.
-        flips: at which change of the hardware choices turn, where that was asked for.
-    """
-
-    whole: Plan
-    number: int
-    plan: Plan
-    parts: tuple[ModulePart, ...]
-    pattern: str | None
-    flips: tuple[Flip, ...]
+    first: int
+    last: int
+    explanation: StageExplanation
 
     @property
-    def of(self) -> str:
-        """What times and shares are of: ``step`` or ``microbatch``."""
-        return self.whole.unit
+    def name(self) -> str:
+        """``stage 0``, or ``stages 1 to 3, each``; empty for a plan without stages."""
+        if self.explanation.plan is self.explanation.whole:
+            return ""
+        several = f"stages {self.first} to {self.last}, each"
+        return several if self.last > self.first else f"stage {self.first}"
 
-    def tables(self) -> Iterator[RenderableType]:
-        """Parallelism, layouts, costs, runner-ups; for a pattern every decision of its modules."""
-        names = self.plan.mesh.names
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Readable):
+    """A plan as text and tables: prints, renders in rich and in notebooks.
+
+    Attributes:
+        sections: its stages, equal neighbours together.
+        pattern: the module pattern asked for, or None for all.
+        worth: the worth of faster links.
+    """
+
+    plan: Plan
+    sections: tuple[Section, ...]
+    pattern: str | None = None
+    worth: LinkValue = LinkValue()  # noqa: RUF009 - frozen
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The plan as a pipeline."""
+        return self.plan.as_pipeline
+
+    @property
+    def parts(self) -> tuple[ModulePart, ...]:
+        """The parts of all sections."""
+        return tuple(part for section in self.sections for part in section.explanation.parts)
+
+    @property
+    def flips(self) -> tuple[Flip, ...]:
+        """The flips of all sections."""
+        return tuple(flip for section in self.sections for flip in section.explanation.flips)
+
+    def renderables(self) -> Iterator[RenderableType]:
+        """Header, stages, what crosses; then per section the tables of a stage. For a pattern the
+        sections that have such modules."""
         if self.pattern is None:
-            yield from table(
-                "Parallelism",
-                ("found", f">share of the {self.of}'s work", "modules"),
-                self._parallelism(),
-            )
+            yield from map(Text, self.header())
+            yield from self._overview() if self.plan.pipeline else ()
+            yield from self.worth.renderables()
+        for section in self.sections:
+            if section.name:
+                yield Text()
+                yield Text(f"── {section.name} ──", style="bold")
+            yield from section.explanation.tables()
+
+    def _overview(self) -> Iterator[RenderableType]:
+        """Yield the tables of stages and of what crosses between them."""
         columns: tuple[str, ...] = (
-            "<module",
-            ">×",
-            "weights: storage → as used",
-            "activations: in → out",
-        )
-        yield from table("Layouts", columns, [_layouts(p, names) for p in self.parts])
-        columns = (
-            "<module",
+            ">stage",
+            "begins with",
+            ">a microbatch",
             ">compute",
             ">communication",
-            "of which, with the bytes that a device puts in",
-            ">kept",
-            "run again",
+            ">receiving",
+            ">waits of the step",
+            ">in flight",
+            ">peak",
         )
-        yield from table(
-            f"Costs, per device and {self.of}, all copies of a module together",
-            columns,
-            [_costs(p, names) for p in self.parts],
+        phases = "forward alone" if self.plan.options.get("inference") else "forward and backward"
+        yield from table(f"Stages; times of one microbatch, {phases}", columns, self._stages())
+        columns = (
+            ">from stage",
+            "value",
+            "crosses as",
+            ">sent per device and microbatch",
+            "gradient",
         )
-        if self.pattern is None:
-            columns = ("<module", "op", "chosen", "runner-up, all else equal", *self._longer())
-            rows = list(self._runner_ups())
-            yield from (
-                table("Why not otherwise", columns, rows) if rows else (Text(), Text(_NO_OTHER))
+        if rows := list(self._crossing_rows()):
+            yield from table("Between stages", columns, rows)
+
+    def header(self) -> Iterator[str]:
+        """What was planned, its schedule, time, memory and proof, one line each."""
+        plan, pipeline = self.plan, self.pipeline
+        yield made_for(plan)
+        yield from describe_step(plan)
+        yield from in_buckets(plan.stages, plan.unit)
+        which = f" of {pipeline.rank_word} {fullest(plan)}" if pipeline.axis else ""
+        yield f"peak{which} {memory(plan)}"
+        yield from unequal(plan)
+        yield from on_hosts(plan)
+        yield from of_loss(plan)
+        yield from of_dispatch(plan)
+        yield objective(plan)
+        yield from self._prices()
+        yield from describe_coverage(plan)
+
+    def summary(self) -> Iterator[str]:
+        """The header in few lines: what was planned, how long a step takes, what it holds, how
+        good that is, what memory is worth."""
+        plan = self.plan
+        yield made_for(plan)
+        yield from summarize_step(plan)
+        yield from idle(plan)
+        yield f"peak {memory(plan)}"
+        yield from unequal(plan)
+        yield from on_hosts(plan)
+        yield at_best(plan)
+        yield from self._prices()
+
+    def _prices(self) -> Iterator[str]:
+        """Yield what memory is worth."""
+        priced = {
+            number: price
+            for number in range(len(self.pipeline.stages))
+            if (price := self.price_s_per_gib(number)) > 0
+        }
+        for number, price in priced.items():
+            where = f" of stage {number}" if self.pipeline.axis else ""
+            worth_s = seconds(price)
+            yield (
+                f"memory is worth about {worth_s} a step per GiB more on each device{where} (dual"
+                " of the relaxation, not solved again)"
             )
-            yield from kernels_considered(self.plan)
-            yield from buckets_of(self.plan)
-        else:
-            columns = (
-                "decision",
-                "layouts",
-                ">time",
-                "runner-up, all else equal",
-                *self._longer(),
-                "line",
+        if not priced:
+            yield "memory does not bind: more of it would not make the step faster"
+
+    def price_s_per_gib(self, stage: int) -> float:
+        """Return the seconds of a step that an additional GiB on the devices of one stage would
+        save.
+
+        The stage's microbatch counts M times in the step if it alone is the slowest stage, else
+        once.
+        """
+        times = [sum(s.prediction.step_s for s in stages) for stages in self.pipeline.ranks]
+        rank = stage % len(times)
+        alone = all(times[rank] > other for number, other in enumerate(times) if number != rank)
+        return self.pipeline.stages[stage].proof.memory_price_s_per_gib * (
+            self.pipeline.num_microbatches if alone else 1
+        )
+
+    def _stages(self) -> list[tuple[str, ...]]:
+        rows = []
+        for number, stage in enumerate(self.pipeline.stages):
+            p = stage.prediction
+            begins = self.pipeline.modules[number - 1] if number else "the model"
+            receiving = receiving_s(stage)
+            times = (p.step_s, p.compute_s, p.communication_s - receiving, receiving)
+            flying = str(self.pipeline.num_in_flight[number])
+            row = (
+                escape(begins),
+                *map(seconds, times),
+                share(waiting_share(self.plan, number)),
+                flying,
+                size(p.peak_bytes),
             )
-            for part in self.parts:
-                yield from table(
-                    f"Decisions of {part.name}", columns, [self._decision(e) for e in part.entries]
-                )
-        if self.flips:
-            columns = ("decision", "would take", f">{self.of} now", "from")
-            title = "What would turn close choices, each alone"
-            rows = [
-                (escape(f.key), f.strategy, seconds(f.delta_s, signed=True), f.change)
-                for f in self.flips
-            ]
-            yield from table(title, columns, rows)
-        yield from self._replicated_ops()
+            rank = number % self.pipeline.num_ranks
+            rows.append(
+                (f"{number} on rank {rank}" if self.pipeline.num_chunks > 1 else str(number), *row)
+            )
+        return rows
 
-    def _parallelism(self) -> list[tuple[str, str, str]]:
-        """Return each kind of parallelism with its share of the step and its modules, the largest
-        share first. The shares add up to the whole."""
-        found: dict[str, list[ModulePart]] = {}
-        for part in self.parts:
-            others = {INPUTS: _BATCH, **dict.fromkeys(CROSSING, _RECEIVED)}
-            found.setdefault(
-                others.get(part.module) or label(part, self.plan.mesh.names), []
-            ).append(part)
-        whole = max(self.plan.prediction.serial_s, 1e-30)
-        rows = [
-            (sum(p.compute_s + p.communication_s for p in parts) / whole, said, parts)
-            for said, parts in found.items()
-        ]
-        rows = [row for row in rows if row[1] != _BATCH or row[0] >= _SHOWN]
-        rows.sort(key=lambda row: -row[0])
-        return [
-            (said, share(part_of), escape(", ".join(p.name for p in parts)))
-            for part_of, said, parts in rows
-        ]
-
-    def _runner_ups(self) -> Iterator[tuple[str, ...]]:
-        for part in self.parts:
-            if part.runner_up is not None and part.main is not None and part.main in part.entries:
-                chosen = _describe_choice(part.main)
-                yield escape(part.name), part.main.op, chosen, *self._other(part.runner_up)
-
-    def _decision(self, entry: Entry) -> tuple[str, ...]:
-        again = " (and again in backward)" if entry.recompute else ""
-        source = entry.source.partition(": ")[2] or entry.source
-        op = (
-            f"{entry.op} {entry.phase}{again}"
-            if entry.kind == "compute"
-            else f"{entry.module.rpartition('.')[2]} {entry.kind}"
-        )
-        return (
-            escape(op),
-            _describe_choice(entry),
-            seconds(entry.time_s * len(entry.instances)),
-            *self._other(entry.runner_up),
-            escape(source),
-        )
-
-    def _longer(self) -> tuple[str, ...]:
-        """Return the names of the columns for the cost of a runner-up."""
-        of_step = ">step, about" if self.whole.as_pipeline.num_chunks > 1 else ">step"
-        return tuple(dict.fromkeys((f">{self.of}", of_step)))
-
-    def _other(self, runner_up: RunnerUp | None) -> tuple[str, ...]:
-        """Return a runner-up, and by how much a step, or a microbatch and the step, would be longer
-        with it."""
-        num = len(self._longer())
-        if runner_up is None:
-            return "", *("" for _ in range(num))
-        delta_s = runner_up.delta_s
-        longer = (delta_s, longer_step_s(self.whole, self.number, delta_s))
-        return runner_up.strategy, *(seconds(each_s, signed=True) for each_s in longer[:num])
-
-    def _replicated_ops(self) -> Iterator[RenderableType]:
-        """Yield tables of the ops that run replicated since no rule is known, and of those whose
-        rule was found by experiment."""
-        entries = [entry for part in self.parts for entry in part.entries]
-        columns = ("op", "module", f">share of the {self.of}'s work", "line")
-        if rows := [self._cost(entry.op, entry) for entry in entries if entry.replicated]:
-            yield from table("Ops that run replicated because no rule is known", columns, rows)
-        elif self.pattern is None:
-            yield Text("Every op has a rule: none runs replicated for want of one.")
-        if rows := [self._cost(op, entry) for entry in entries for op in entry.discovered]:
-            yield from table("Ops whose rule was found by experiment", columns, rows)
-
-    def _cost(self, op: str, entry: Entry) -> tuple[str, ...]:
-        whole = max(self.plan.prediction.serial_s, 1e-30)
-        return (
-            op,
-            escape(entry.module),
-            share(entry.time_s * len(entry.instances) / whole),
-            escape(entry.source),
-        )
+    def _crossing_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield a row per tensor that crosses from a stage to the next."""
+        for number, crossings in enumerate(self.pipeline.crossings):
+            names = self.pipeline.stages[number].mesh.names
+            for crossed in crossings:
+                layout = f"{crossed.layout}, {in_words(crossed.layout, names, 'activation')}"
+                back = f"comes back: {size(crossed.bytes)}" if crossed.returns else "none"
+                yield str(number), escape(crossed.node), layout, size(crossed.bytes), back
 
 
-_HOSTS = {"fetch": " from the host", "store": " to the host"}
-_OVER_SPACE = ("convolution", "max_pool", "avg_pool", "upsample")
+def sections_of(explanations: tuple[StageExplanation, ...]) -> tuple[Section, ...]:
+    """Return the sections of the stages' explanations, in order. Stages without any of the
+    requested parts have none."""
+    sections: list[Section] = []
+    for number, explanation in enumerate(explanations):
+        before = sections[-1] if sections else None
+        if (
+            before
+            and before.last == number - 1
+            and _same(before.explanation.parts, explanation.parts)
+        ):
+            sections[-1] = replace(before, last=number)
+        elif explanation.parts:
+            sections.append(Section(number, number, explanation))
+    return tuple(sections)
 
 
-def _layouts(part: ModulePart, names: tuple[str, ...]) -> tuple[str, ...]:
-    large = [w for w in part.weights if w.name != "bias"] or list(part.weights)
-    weights = [f"{w.name}: {_change((w.storage, *w.compute), names, 'weight')}" for w in large]
-    shown = tuple(layout for layout in (part.enters, part.leaves) if layout is not None)
-    role = "image" if part.main_op.startswith(_OVER_SPACE) else "activation"
-    return (
-        escape(part.name),
-        str(len(part.instances)),
-        "\n".join(weights),
-        _change(shown, names, role) if shown else "",
+def _same(parts: tuple[ModulePart, ...], others: tuple[ModulePart, ...]) -> bool:
+    """Return whether two stages do the same, except for the numbers of their layers."""
+    return len(parts) == len(others) and all(
+        _facts(a) == _facts(b) for a, b in zip(parts, others, strict=True)
     )
 
 
-def _change(layouts: tuple[Layout, ...], names: tuple[str, ...], role: str) -> str:
-    """Return the codes of layouts, and their words in a second line; one of each if nothing
-    changes."""
-    steps = tuple(dict.fromkeys(layouts))
-    return (
-        f"{' → '.join(map(str, steps))}\n "
-        f" {' → '.join(in_words(layout, names, role) for layout in steps)}"
-    )
-
-
-def _costs(part: ModulePart, names: tuple[str, ...]) -> tuple[str, ...]:
-    transfers = sorted(part.transfers, key=lambda t: (t.phase != "forward", -t.time_s))
-    again = f"{', '.join(part.recomputed)} ({seconds(part.recompute_s)})" if part.recomputed else ""
-    lines = "\n".join(_transfer(t, names) for t in transfers if t.kind != "slice")
-    return (
-        escape(part.name),
-        seconds(part.compute_s),
-        seconds(part.communication_s),
-        lines,
-        size(part.kept_bytes),
-        again,
-    )
-
-
-def _transfer(t: Transfer, names: tuple[str, ...]) -> str:
-    if t.axis < 0:
-        moved = f" ({t.num}×, {size(t.bytes)})" if t.kind in HOST_KINDS else ""
-        return f"{t.phase} {t.kind}{_HOSTS.get(t.kind, '')}: {seconds(t.time_s)}{moved}"
-    return (
-        f"{t.phase} {t.kind} over {names[t.axis]}: {seconds(t.time_s)} ({t.num}×, {size(t.bytes)})"
-    )
-
-
-def _describe_choice(entry: Entry) -> str:
-    """Return the layouts at a decision's border: those that the first op reads and the last
-    makes."""
-    first, last = entry.nodes[0].strategy, entry.nodes[-1].strategy
-    return f"{', '.join(map(str, first.inputs))} -> {', '.join(map(str, last.outputs))}"
+def _facts(part: ModulePart) -> ModulePart:
+    """A part without what names its copies and its decisions."""
+    copies = tuple((i,) for i in range(len(part.instances)))
+    return replace(part, instances=copies, copies="", main=None, entries=())

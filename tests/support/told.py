@@ -15,7 +15,7 @@ from torch import nn
 
 from autopar.breakdown import CROSSING, ModulePart, breakdown, peak_kinds, rank_memory, step_parts
 from autopar.explanation import Diff, Explanation, diff, explain
-from autopar.explanation.stage_tables import StageExplanation
+from autopar.explanation.module_tables import StageExplanation
 from autopar.explanation.summary import Readable
 from autopar.plans import Plan
 from autopar.report import report
