@@ -276,7 +276,7 @@ def what_if(
         found = Carried(reprice_plan(plan, part, there, devices, options), peaks)
     else:
         outputs = plan.options.get("outputs", "dtensor")
-        returned = returned_of(part, how, outputs) if plan.pipeline else None
+        returned = returned_of(part, how, outputs)
         found = carry_plan(plan, part, there, devices, options, _bytes_of(trace), returned)
     peak_bytes, budget_bytes = _tightest(plan, found, devices, options)
     options = (

@@ -163,16 +163,16 @@ def carry_plan(
     mesh: Mesh,
     hardware: Hardware,
     options: PlanOptions,
-    batch_bytes: int = 0,
-    returned: Returned | None = None,
+    batch_bytes: int,
+    returned: Returned,
 ) -> Carried:
     """Predict the time and memory of a plan's decisions on another mesh.
 
     Args:
-        trace: of the batch; of a plan with a pipeline, of one microbatch. options: with the
+        trace: of one microbatch. options: with the
             constraints that the plan records, as they are.
         batch_bytes: of the whole batch.
-        returned: what a call returns of the batch; None if the plan works on it in one piece.
+        returned: what a call returns of the batch.
 
     Raises:
         PlanError: where a decision is not one that can be taken there, or the meshes have no axis
@@ -307,7 +307,7 @@ def _share_memory(
     hardware: Hardware,
     options: PlanOptions,
     batch_bytes: int,
-    returned: Returned | None,
+    returned: Returned,
 ) -> Sharing:
     """The memory of the stages' ranks; where these share it, each stage has the part of the
     budget there that it had in the plan."""
@@ -343,7 +343,7 @@ def _pieces(
         zip(plan.stages, there.stages, made.stages, strict=True)
     ):
         has_kernels = any(c.kernel for c in old.communications)
-        schedule = sharing.schedule(there.schedule, number)
+        schedule = sharing.schedule(there.schedule, number) if plan.pipeline else None
         profile = profile_of(hardware, there.axis, number)
         yield _CarriedPiece(
             new,

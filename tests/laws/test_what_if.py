@@ -200,9 +200,12 @@ def test_on_a_mesh_of_other_sizes_the_decisions_stay_and_no_plan_there_is_below_
     options = PlanOptions(
         memory_bytes=found.budget_bytes, constraints=CASES[name][2].get("constraints", ())
     )
-    itself = carry_plan(
-        found.best, capture(model, args, kwargs), there, GLOO, options
-    )  # a plan of these sizes is what it says
+    trace = capture(model, args, kwargs)
+    part, how = planned_part(found.best, model, trace, args, kwargs)
+    returned = returned_of(part, how, found.best.options["outputs"])
+    itself = carry_plan(  # a plan of these sizes is what it says
+        found.best, part, there, GLOO, options, _bytes_of(trace), returned
+    )
     assert itself.step_s == pytest.approx(found.best.prediction.step_s, rel=1e-9)
     assert itself.peak_bytes == found.best.prediction.peak_bytes
 
@@ -220,7 +223,7 @@ def carry(name: str, axes: dict[str, int]) -> tuple[Plan, float, int]:
         options_of(plan, GLOO, None),
         planned_part(plan, model, trace, args, kwargs),
     )
-    returned = returned_of(part, how, plan.options["outputs"]) if plan.pipeline else None
+    returned = returned_of(part, how, plan.options["outputs"])
     found = carry_plan(plan, part, autopar.Mesh(axes), GLOO, options, _bytes_of(trace), returned)
     return plan, found.step_s, found.peak_bytes
 

@@ -39,7 +39,6 @@ class Sharing:
     down round by round.
 
     Args:
-        returned: what a call returns; None if the batch is worked on in one piece.
         rank_budgets: bytes of a device, by rank. devices: the names of these, where they are not
             all alike.
     """
@@ -49,7 +48,7 @@ class Sharing:
     in_flight: Sequence[int]
     num_microbatches: int
     batch_bytes: int
-    returned: Returned | None
+    returned: Returned
     rank_budgets: Sequence[int]
     options: PlanOptions
     alike: Alike
@@ -60,11 +59,8 @@ class Sharing:
         self.lowered: set[int] = set()  # the stages whose budgets went down last
         self._round = 0
 
-    def schedule(self, name: str, stage: int) -> StageSchedule | None:
-        """Return the schedule that a stage is planned for, under its name; None if the batch is
-        worked on in one piece."""
-        if self.returned is None:
-            return None
+    def schedule(self, name: str, stage: int) -> StageSchedule:
+        """Return the schedule that a stage is planned for, under its name."""
         num_ranks = self.num_stages // self.num_chunks
         actions = (
             interleaved_schedule(num_ranks, self.num_chunks, self.num_microbatches)[
