@@ -123,7 +123,7 @@ def as_asked(plan: Plan) -> Iterator[Finding]:
 
 def _check_pipeline(plan: Plan) -> Iterator[Finding]:
     """Whether the plan has the microbatches and the pipeline that its options ask for."""
-    pipeline, num = plan.pipeline, plan.num_microbatches
+    pipeline, num = plan.as_pipeline, plan.num_microbatches
     asked_num = plan.options.get("num_microbatches", AUTO)
     if asked_num not in (AUTO, num):
         yield Finding("model", f"there are {num} microbatches, where {asked_num} are asked for")
@@ -131,8 +131,6 @@ def _check_pipeline(plan: Plan) -> Iterator[Finding]:
         asked = _read_asked_pipeline(plan)
     except AutoparError as error:
         yield Finding("model", error.what)
-        return
-    if pipeline is None:
         return
     promised = asked is not None and asked.independent
     if pipeline.independent != promised:
