@@ -160,8 +160,8 @@ def _chosen(plan: Plan) -> Row:
     proof, prediction = plan.proof, plan.prediction
     return {
         "shape": str(plan.mesh),
-        "num_stages": len(plan.pipeline.stages) if plan.pipeline else 1,
-        "num_microbatches": plan.pipeline.num_microbatches if plan.pipeline else 1,
+        "num_stages": len(plan.stages),
+        "num_microbatches": plan.num_microbatches,
         "num_variables": proof.num_variables,
         "num_constraints": proof.num_constraints,
         "objective_s": proof.objective_s,

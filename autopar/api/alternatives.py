@@ -24,6 +24,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 from autopar.core.mesh import Mesh
 from autopar.core.terminal import PHASES
@@ -249,6 +250,16 @@ def _order(alternative: Alternative) -> tuple[bool, float]:
     return alternative.num == 1, alternative.bound_s
 
 
+class _Step(Enum):
+    """What is done with an alternative: it cannot be faster, no work is left for it, its bound is
+    raised, or it is searched."""
+
+    EXCLUDE = auto()
+    LEAVE_OUT = auto()
+    BOUND = auto()
+    SEARCH = auto()
+
+
 @dataclass
 class AlternativeSearch:
     """Searches alternatives, the one with the lowest bound first.
@@ -283,26 +294,16 @@ class AlternativeSearch:
         """
         refusal: AutoparError | TooSlow | None = None
         waiting = sorted(alternatives, key=_order)
-        left_out: list[Alternative] = []
-        excluded: list[Alternative] = []
+        aside: dict[_Step, list[Alternative]] = {_Step.EXCLUDE: [], _Step.LEAVE_OUT: []}
         while waiting:
             limit_s, first = self.limit(tries.best_s), waiting[0]
-            if first.bound_s >= limit_s:
-                refusal = refusal or TooSlow(first.bound_s)
-                excluded.append(waiting.pop(0))
-                continue
-            if first.num == 1 and tries.best is not None and self.coupled is None:
-                left_out.append(waiting.pop(0))
-                continue
-            is_free = tries.best is None and math.isinf(limit_s)
-            is_bounded = is_free or (first.mesh, first.axis) in self._bounded
-            work = first.search_work if is_bounded else first.bound_work
-            if not is_free and not self.budget.take(work):
-                left_out.append(waiting.pop(0))
+            step = self._next_step(first, limit_s, tries)
+            if step in aside:
+                aside[step].append(waiting.pop(0))
                 continue
             self.status.begin(self._name(first, first.num), len(waiting) - 1)
             try:
-                if is_bounded:
+                if step is _Step.SEARCH:
                     waiting, error = self._search(first, limit_s, waiting[1:], tries)
                     refusal = error or refusal
                 else:
@@ -311,9 +312,23 @@ class AlternativeSearch:
                 if math.isinf(self.limit(tries.best_s)):
                     raise  # there is no plan
                 self.budget.interrupt()
+        excluded = aside[_Step.EXCLUDE]
         self._tell(excluded, tries.add_bound)
-        self._tell(left_out, tries.add_untried)
-        return refusal
+        self._tell(aside[_Step.LEAVE_OUT], tries.add_untried)
+        return refusal or (TooSlow(excluded[0].bound_s) if excluded else None)
+
+    def _next_step(self, first: Alternative, limit_s: float, tries: Tries) -> _Step:
+        """Return what is done with an alternative; work on it is taken from the budget."""
+        if first.bound_s >= limit_s:
+            return _Step.EXCLUDE
+        if first.num == 1 and tries.best is not None and self.coupled is None:
+            return _Step.LEAVE_OUT
+        is_free = tries.best is None and math.isinf(limit_s)
+        is_bounded = is_free or (first.mesh, first.axis) in self._bounded
+        work = first.search_work if is_bounded else first.bound_work
+        if not is_free and not self.budget.take(work):
+            return _Step.LEAVE_OUT
+        return _Step.SEARCH if is_bounded else _Step.BOUND
 
     def _bound_axis(self, first: Alternative, waiting: list[Alternative]) -> list[Alternative]:
         """Raise the bounds of all alternatives along an axis, without a capture."""
@@ -349,8 +364,7 @@ class AlternativeSearch:
             tries.add_refused(name)
             others = self._without_refused(first, refused, others)
         else:
-            pipeline = found.plan.pipeline
-            chunks = pipeline.num_chunks if pipeline else 1
+            chunks = found.plan.as_pipeline.num_chunks
             step_s = tries.add(self._name(first, first.num, chunks), found)
             if found is tries.best:
                 self.status.add(found)

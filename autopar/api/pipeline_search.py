@@ -81,7 +81,7 @@ class Staging(CapturedCall):
 
     def _least_batch_s(self, axis: str) -> float:
         """Bound the seconds that the batch takes through all stages, one after another."""
-        stage_mesh = self.mesh.without(axis) if axis else self.mesh
+        stage_mesh = self.mesh.without(axis)
         trace = by_rows(self.trace, self.rows)
         return least_batch_s(trace, stage_mesh, self.hardware, self.options.of_a_trace())
 

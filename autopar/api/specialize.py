@@ -137,8 +137,8 @@ def storage_of(module: ParallelModule) -> dict[str, Layout]:
 
 def _stages(plan: Plan) -> tuple[Pipelined, ...]:
     """Return the pipeline of a plan as a constraint, with the same cuts."""
-    made = plan.pipeline
-    if made is None or not made.axis:
+    made = plan.as_pipeline
+    if not made.axis:
         return ()
     chunks = made.num_chunks
     schedule = made.schedule if chunks > 1 or made.num_microbatches > 1 else "1f1b"
@@ -158,11 +158,8 @@ def beside_the_optimizer(plan: Plan, options: PlanOptions) -> PlanOptions:
     """Return the options of a plan for forward alone, in the memory that the optimizer's state
     leaves."""
     assert options.memory_bytes is not None, "a plan records its budget"
-    in_stages = plan.pipeline is not None and bool(plan.pipeline.axis)
-    plans = plan.pipeline.stages if plan.pipeline is not None and in_stages else (plan,)
-    num_chunks = plan.pipeline.num_chunks if plan.pipeline is not None else 1
-    state = num_chunks * max(
-        each.prediction.memory_bytes.get("optimizer", 0) for each in plans
+    state = plan.as_pipeline.num_chunks * max(
+        stage.prediction.memory_bytes.get("optimizer", 0) for stage in plan.stages
     )  # of any rank's stages
     return replace(
         options,

@@ -25,7 +25,7 @@ from autopar.api.cached_captures import capture_or_load
 from autopar.capture import Trace
 from autopar.capture.chunked_loss import loss_alone, loss_by_rows, outputs_whole
 from autopar.capture.trees import paths_in
-from autopar.certificate import Certificate, Finding
+from autopar.certificate import Certificate, Finding, StagedTrace
 from autopar.emit import emit
 from autopar.emit.program_builder import microbatches_of
 from autopar.errors import (
@@ -40,7 +40,7 @@ from autopar.errors import (
 from autopar.plans import Plan
 from autopar.program.program import Microbatches, Program
 from autopar.request import Outputs, PlanOptions
-from autopar.stages import Cut, cut_trace
+from autopar.stages import cut_trace
 from autopar.stages.placing import CutError
 from autopar.validation import Validation, validate, validate_microbatches
 
@@ -472,11 +472,19 @@ def program_of(
         PlanError, EmissionError: if the plan does not fit the model.
         ValidationError: if a value of the program does not follow from the trace.
     """
-    reference = as_planned(whole, plan)
-    part, how, made = staged_trace(plan, model, whole, args, kwargs, known)
-    program = emit(part, plan, how, made)
-    validate_before_run(reference, plan, program)
+    program = emit_traced(plan, staged_trace(plan, model, whole, args, kwargs, known))
+    validate_before_run(as_planned(whole, plan), plan, program)
     return program
+
+
+def emit_traced(plan: Plan, staged: StagedTrace) -> Program:
+    """Emit a plan from the captured call as the plan is for it.
+
+    Raises:
+        PlanError, EmissionError: if the plan does not fit the model.
+    """
+    part, how, cut = staged
+    return emit(part, plan, how, cut)
 
 
 def staged_trace(
@@ -486,9 +494,8 @@ def staged_trace(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     known: dict[int, Trace] | None = None,
-) -> tuple[Trace, Microbatching, Cut]:
-    """Return the trace of one microbatch, how microbatches make the batch, and the traces of the
-    stages. A plan without a pipeline has one stage and one microbatch.
+) -> StagedTrace:
+    """Return the captured call as a plan is for it: in microbatches and stages.
 
     Args:
         plan: the plan.
@@ -501,9 +508,8 @@ def staged_trace(
         ConstraintError, EmissionError: if the model cannot be cut as the plan says.
     """
     part, how = planned_part(plan, model, whole, args, kwargs, known)
-    positions = plan.as_pipeline.positions
     try:
-        return part, how, cut_trace(part, positions)
+        return StagedTrace(part, how, cut_trace(part, plan.as_pipeline.positions))
     except CutError as error:
         raise ChangedPlanError(
             f"the model cannot be cut as the plan says: {error.what}", where=error.where

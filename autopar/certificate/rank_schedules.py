@@ -66,8 +66,7 @@ def shared_memory(
         traces: of all stages, in order.
         hardware: the profile, or one per index along an axis.
     """
-    pipeline = plan.pipeline
-    assert pipeline is not None, "the plan has stages"
+    pipeline = plan.as_pipeline
     several = [*zip(traces, pipeline.stages, strict=True)] if pipeline.rank_bytes else []
     forms = [
         shared_forms(t, stage, profile_of(hardware, pipeline.axis, number))

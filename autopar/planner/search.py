@@ -268,8 +268,8 @@ def needs(planned: Planned) -> tuple[Need, float]:
 
 def need_of(plan: Plan) -> Need:
     """Return the need of the devices that use the largest share of their budget."""
-    pipeline = plan.pipeline
-    if pipeline is None or not pipeline.rank_budgets:
+    pipeline = plan.as_pipeline
+    if not pipeline.rank_budgets:
         return Need(plan.prediction.peak_bytes, plan.budget_of(0))
     needs = [
         Need(peak, plan.budget_of(rank), pipeline.where(rank))

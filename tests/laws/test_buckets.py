@@ -25,8 +25,7 @@ import autopar
 from autopar import constraints
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
-from autopar.certificate import rates
-from autopar.certificate.plan_claims import certify
+from autopar.certificate import certify, rates
 from autopar.core import collective
 from autopar.core.collective import Collective
 from autopar.core.hardware import HardwareProfile, Link

@@ -178,7 +178,7 @@ def test_beside_tensor_parallelism_its_weight_stays_whole_and_a_table_that_is_ti
         "leaves whole the weight of a loss by rows" in caplog.text
         and "lm_head/linear_cross_entropy" in caplog.text
     )
-    parts = plan.pipeline.stages if plan.pipeline else (plan,)
+    parts = plan.stages
     rest = {
         n.node: str(n.strategy)
         for part in parts

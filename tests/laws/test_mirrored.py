@@ -73,7 +73,7 @@ def planned(kind: str, way: str) -> tuple[Planned, nn.Module, dict[str, Any]]:
 
 def attentions(plan: Plan) -> list[str]:
     """How queries lie, of each attention and its backward."""
-    plans = plan.pipeline.stages if plan.pipeline else (plan,)
+    plans = plan.stages
     chosen = [
         c
         for each in plans

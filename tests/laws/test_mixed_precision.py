@@ -79,7 +79,7 @@ def planned(kind: str, way: str, **options: Any) -> tuple[Planned, nn.Module, di
 def steps_of(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     """Phase, key, kind and dtype of every collective; the key of a parameter's summed gradient
     ends in ``/sum``."""
-    for stage in plan.pipeline.stages if plan.pipeline else (plan,):
+    for stage in plan.stages:
         for (node, _), s in keyed(stage):
             key = f"{node}/sum" if node.endswith("/storage") and s.result == 1 else node
             yield s.phase, key, s.collective.kind, s.collective.dtype
@@ -272,7 +272,7 @@ def test_fully_sharded_data_parallelism_moves_as_many_elements_in_half_the_bytes
 @pytest.mark.parametrize("way", WAYS)
 def test_what_rests_is_wide_and_copies_are_narrow(way: str) -> None:
     made, _, _ = planned("llama", way)
-    for stage in made.plan.pipeline.stages if made.plan.pipeline else (made.plan,):
+    for stage in made.plan.stages:
         rests = stage.prediction.memory_bytes
         assert rests["optimizer"] == 2 * rests["parameters"]
         if way in ("microbatches", "stages"):

@@ -26,7 +26,7 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout
 from autopar.core.terminal import check_writable, parse_size
 from autopar.emit import emit_stage
-from autopar.planner.transfer_plan import on_axes
+from autopar.planner.transfer_plan import stages_on
 from tests.support.made_plan import made_staged_plan
 from tests.support.mlp import Mlp
 from tests.support.remedy_programs import Called, Program, planned
@@ -247,14 +247,14 @@ PROGRAMS: dict[str, Program] = {
         _asked(made, hardware="h100-sxm"),
     ),
     "planner/transfer_plan.py _check 0": Program(
-        lambda: on_axes(data(), Mesh({"rows": 2})),
+        lambda: stages_on(data(), Mesh({"rows": 2})),
         "name the axes as in the plan, data",
-        lambda: on_axes(data(), Mesh({"data": 4})),
+        lambda: stages_on(data(), Mesh({"data": 4})),
     ),
     "planner/transfer_plan.py _check 1": Program(
-        lambda: on_axes(made_staged_plan(), Mesh({"stage": 2, "data": 2})),
+        lambda: stages_on(made_staged_plan(), Mesh({"stage": 2, "data": 2})),
         "a mesh with stage=4, whatever its other axes are",
-        lambda: on_axes(made_staged_plan(), Mesh({"stage": 4, "data": 2})),
+        lambda: stages_on(made_staged_plan(), Mesh({"stage": 4, "data": 2})),
     ),
     "planner/transfer_plan.py _check_inputs 0": Program(
         _wider(2**17), "ask about smaller axes", _wider(4)

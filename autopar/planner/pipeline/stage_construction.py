@@ -353,7 +353,7 @@ class StagedSearch:
         asked = self.asked
         positions = [whole.points[index - 1].position for index in cuts]
         with self.clock.phase("cut"):
-            made = cut_trace(asked.part, positions) if positions else Cut((asked.part,), (), {})
+            made = cut_trace(asked.part, positions)
         layouts = crossing_layouts(whole, asked.part, made)
         self.sharing = self._new_sharing()
         found = self._all_stages(made, layouts)
@@ -564,7 +564,7 @@ def staged_search(
     options = options.of_a_trace()
     if wish.axis:
         check(wish, mesh)
-    left = mesh.without(wish.axis) if wish.axis else mesh
+    left = mesh.without(wish.axis or "")
     for constraint in options.constraints:  # all but the pipeline speak of what a stage runs on
         if not isinstance(constraint, Pipelined):
             check(constraint, left)
