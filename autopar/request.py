@@ -4,8 +4,7 @@ flag of the command line.
 A field of `PlanOptions` is an option. Its `Option` says all else. Derived from these are the
 signatures and docstrings of the functions that take options (`autopar.api.options`), the flags of
 ``autopar plan`` (`autopar.cli.shared_options`), and what a plan records. The table of options in
-`docs/planning.md` is tested against them. A new option is a field here, and a line of
-`PlanKeywords`.
+`docs/planning.md` is tested against them. A new option is a field here, and in `PlanKeywords`.
 
 The functions take ``**options: Unpack[PlanKeywords]``, and not a list of parameters each: type
 checkers and editors read the names and types from `PlanKeywords`, `help` and `inspect.signature`
@@ -43,8 +42,7 @@ UNLIMITED = 2**60
 """Bytes of a budget that limits nothing."""
 # of the device's memory, left to the allocator, kernels' workspaces and communication buffers
 RESERVED_SHARE = 0.1
-# share of a time limit that is left to what comes behind the last solve: emission, memory, the
-# order of communications
+# share of a time limit that is left to emission, memory and the order of communications
 _BEHIND = 0.25
 
 Check: TypeAlias = Callable[[str, Any], None]
@@ -231,25 +229,29 @@ def _read_constraints(texts: Sequence[str] | None) -> tuple[Constraint, ...]:
     return tuple(parse_constraint(text) for text in texts)
 
 
-class PlanKeywords(TypedDict, total=False):
-    """The options that `autopar.plan` takes, for type checkers; one that is left out has the
-    default of `PlanOptions`."""
+class SearchKeywords(TypedDict, total=False):
+    """The options of how long `autopar.plan` searches, and by what."""
+
+    gap: float
+    time_limit_s: float
+    solver: str
+    effort: Effort
+    cache: bool
+
+
+class PlanKeywords(SearchKeywords, total=False):
+    """The options that `autopar.plan` takes, for type checkers; defaults are in `PlanOptions`."""
 
     memory_bytes: int | None
     optimizer: str
     constraints: Sequence[Constraint]
     strict: bool
-    gap: float
-    time_limit_s: float
-    solver: str
-    effort: Effort
     num_microbatches: int | Auto
     loss_rows: int | Auto
     precision: Precision | None
     inference: bool
     batch: Batch
     outputs: Outputs
-    cache: bool
 
 
 class CompileKeywords(PlanKeywords, total=False):

@@ -112,11 +112,15 @@ def relaxed(program: Formulation) -> Row:
         wall, cpu = time.perf_counter(), time.process_time()
         found = engine.relax()
         times.append((time.process_time() - cpu, time.perf_counter() - wall))
-    assert found is not None and not engine.timed_out, "some assignment of layouts is legal"
+    assert found is not None and not engine.limit.timed_out, "some assignment of layouts is legal"
     values = dict(zip(engine.names, found.values.tolist(), strict=True))
     mixed = [any(_LEAST < values[x.name] < 1.0 - _LEAST for x in columns) for columns in program.x]
     relax_s, wall_s = (min(each) for each in zip(*times, strict=True))
-    figures = {"relax_s": relax_s, "relax_wall_s": wall_s, "num_iterations": engine.num_iterations}
+    figures = {
+        "relax_s": relax_s,
+        "relax_wall_s": wall_s,
+        "num_iterations": engine.vertex.num_iterations,
+    }
     return {**figures, "bound_s": found.bound / SCALE, "share_mixed": sum(mixed) / len(mixed)}
 
 

@@ -10,7 +10,7 @@ pickle:
     contents.json               the files that hold each tensor, and the settings of optimizers
                                 (`autopar.checkpoint.contents`)
     others.json, .safetensors   the states of companions, such as a scheduler, except distributed
-                                tensors (`autopar.checkpoint.companion_states`)
+                                tensors (`autopar.checkpoint.companions`)
     plan.json                   the plan
     autopar.json                the step, the run, and a checksum of each file
                                 (`autopar.checkpoint.files`)
@@ -40,8 +40,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.checkpoint.companion_states import read_others
-from autopar.checkpoint.companions import beside_of, others_of, parts_of, with_saved
+from autopar.checkpoint.companions import beside_of, others_of, parts_of, read_others, with_saved
 from autopar.checkpoint.files import (
     ABOUT,
     FORMAT,
@@ -49,6 +48,9 @@ from autopar.checkpoint.files import (
     SEEN_WITHIN_S,
     SHARE,
     VERSION,
+    Background,
+    HostCopies,
+    Saving,
     read_about,
     seen_by_all,
     sync_folder,
@@ -56,7 +58,6 @@ from autopar.checkpoint.files import (
 from autopar.checkpoint.rank_parts import collect_parts
 from autopar.checkpoint.state import keys_of_model, read_states, state_of
 from autopar.checkpoint.weights import MAX_FILE_BYTES, export
-from autopar.checkpoint.writing import Background, HostCopies, Saving
 from autopar.core.json_text import read_json
 from autopar.errors import RuntimeStateError, size_text
 from autopar.runtime.parameter_module import holder_of

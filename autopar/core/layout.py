@@ -156,7 +156,7 @@ class Layout:
         object.__setattr__(self, "uncast", uncast)
         object.__setattr__(self, "host", host)
         object.__setattr__(self, "_hash", hash((placements, order, uncast, host)))
-        object.__setattr__(self, "_dims", tuple([p.dim if splits(p) else -1 for p in placements]))  # type: ignore[attr-defined]
+        object.__setattr__(self, "_dims", tuple([p.dim if splits(p) else -1 for p in placements]))
         object.__setattr__(
             self, "_special", tuple([p for p in placements if issubclass(type(p), Special)])
         )
@@ -343,7 +343,7 @@ def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -
         return natural
     if sorted(order) != list(natural):
         raise LayoutError(f"order {tuple(order)} is no permutation of {len(natural)} axes")
-    dims = [placement.dim for placement in placements if splits(placement)]  # type: ignore[attr-defined]
+    dims = [placement.dim for placement in placements if splits(placement)]
     if len(set(dims)) == len(dims):
         return natural
     by_dim: dict[int, list[int]] = {}

@@ -192,12 +192,12 @@ def _axis_targets(
 def _collective(
     axis: int, before: Placement, after: Placement, dtype: str, size: int
 ) -> Collective:
-    to = after.dim if splits(after) else -1  # type: ignore[attr-defined]
+    to = after.dim if splits(after) else -1
     if before == REPLICATE:
         return Collective("slice", axis, to, -1, "", dtype, size)
     if adds_up(before):
         kind: Kind = "all_reduce" if to < 0 else "reduce_scatter"
-        return Collective(kind, axis, to, -1, before.reduce_op, dtype, size)  # type: ignore[attr-defined]
+        return Collective(kind, axis, to, -1, before.reduce_op, dtype, size)
     assert isinstance(before, Shard)
     if issubclass(type(after), Mirrored) or issubclass(type(before), Mirrored):
         return Collective("swap", axis, to, -1, "", dtype, size)

@@ -4,7 +4,7 @@ operands and results of ops that require them have."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -170,12 +170,12 @@ REPLICATE = Replicate()
 PARTIAL = Partial("sum")
 
 
-def splits(placement: Placement) -> bool:
+def splits(placement: Placement) -> TypeGuard[Shard]:
     """Whether a placement is a shard. torch's placements override ``isinstance``, which is slow for
     instances of other classes."""
     return issubclass(type(placement), Shard)
 
 
-def adds_up(placement: Placement) -> bool:
+def adds_up(placement: Placement) -> TypeGuard[Partial]:
     """Whether a placement is `Partial`, of a sum or another reduction; as fast as `splits`."""
     return issubclass(type(placement), Partial)

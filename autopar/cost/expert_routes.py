@@ -158,8 +158,10 @@ def _dispatch_strategies(
     source: Source, mesh_shape: Sequence[int]
 ) -> Iterator[tuple[int, list[tuple[Call, Strategy]]]]:
     """Yield the strategies of an op that send rows, each with the calls that send them."""
-    for s, strategy in enumerate(source.cluster.strategies if source.cluster is not None else ()):
-        members = zip(source.cluster.first.members, strategy.members, strict=True)  # type: ignore[union-attr]
+    if source.cluster is None:
+        return
+    for s, strategy in enumerate(source.cluster.strategies):
+        members = zip(source.cluster.first.members, strategy.members, strict=True)
         calls = [
             (member.call, how) for member, how in members if own_moves(member.call, how, mesh_shape)
         ]

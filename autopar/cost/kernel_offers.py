@@ -22,7 +22,7 @@ whole model lacks, unless it may recompute an op that the whole model may not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -58,42 +58,71 @@ from autopar.sharding import ClusterClass, ClusterStrategy, pattern_of
 NO_ROOM = "what it would share with its peers takes memory that is worth more elsewhere"
 
 
+@dataclass(frozen=True, slots=True)
+class _NodeIndex:
+    """The nodes of a trace by name.
+
+    Attributes:
+        nodes: the nodes themselves.
+        phases: node → its phase; of placeholders, only for those that cross between stages.
+        heads: first node of a cluster → its op.
+    """
+
+    nodes: Mapping[str, fx.Node]
+    phases: Mapping[str, str]
+    heads: Mapping[str, int]
+
+    @staticmethod
+    def of(trace: Trace, sources: Sequence[Source]) -> _NodeIndex:
+        """Index a trace.
+
+        Args:
+            trace: the trace.
+            sources: what the ops of its problem stand for.
+        """
+        nodes = {n.name: n for n in trace.graph.nodes}
+        clusters = (
+            (i, c)
+            for i, source in enumerate(sources)
+            if source.cluster is not None
+            for c in source.cluster.instances
+        )
+        heads = {cluster.members[0].node: i for i, cluster in clusters}
+        phases = {name: n.meta["phase"] for name, n in nodes.items() if n.op == "call_function"}
+        phases |= {i.node: "forward" for i in trace.inputs if i.crosses}
+        phases |= {o.tangent: "backward" for o in trace.outputs if o.is_answered}
+        return _NodeIndex(nodes, phases, heads)
+
+
 @dataclass
 class _Offers:
-    """Finds the kernels of a problem, and the reasons why others are not offered."""
+    """Finds the kernels of a problem, and the reasons why others are not offered.
 
-    trace: Trace
+    Attributes:
+        in_any_stage: whether kernels of any stage are offered as well; for bounds only.
+        regions: axis and region → its number.
+    """
+
+    index: _NodeIndex
     problem: Problem
     sources: Sequence[Source]
     mesh: Mesh
     profile: HardwareProfile
-    in_any_stage: bool = False  # whether kernels of any stage are offered as well; for bounds only
-    phases: dict[str, str] = field(
-        init=False
-    )  # node → its phase; of placeholders, only for those that cross between stages
-    nodes: dict[str, fx.Node] = field(init=False)
-    heads: dict[str, int] = field(init=False)  # first node of a cluster → its op
-    regions: dict[tuple[int, Region], int] = field(
-        default_factory=dict
-    )  # axis and region → its number
-    _known: dict[object, tuple[float, int]] = field(
-        default_factory=dict
-    )  # cache of `seconds_saved`
+    in_any_stage: bool = False
+    regions: dict[tuple[int, Region], int] = field(default_factory=dict)
+    _saved: dict[object, tuple[float, int]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.nodes = {n.name: n for n in self.trace.graph.nodes}
-        clusters = (
-            (i, c)
-            for i, source in enumerate(self.sources)
-            if source.cluster is not None
-            for c in source.cluster.instances
-        )
-        self.heads = {cluster.members[0].node: i for i, cluster in clusters}
-        self.phases = {
-            name: n.meta["phase"] for name, n in self.nodes.items() if n.op == "call_function"
-        }
-        self.phases |= {i.node: "forward" for i in self.trace.inputs if i.crosses}
-        self.phases |= {o.tangent: "backward" for o in self.trace.outputs if o.is_answered}
+    @staticmethod
+    def of_priced(trace: Trace, priced: Priced, mesh: Mesh) -> _Offers:
+        """The kernels of a priced problem.
+
+        Args:
+            trace: the trace of the problem.
+            priced: the problem.
+            mesh: the mesh.
+        """
+        index = _NodeIndex.of(trace, priced.sources)
+        return _Offers(index, priced.problem, priced.sources, mesh, priced.profile)
 
     def all(self) -> Kernels:
         """The kernels by variant and phase."""
@@ -290,7 +319,9 @@ class _Offers:
 
         With `in_any_stage`, the sum and the norm of each instance by itself.
         """
-        found = [normed_after(self.nodes[cluster.members[0].node]) for cluster in classes.instances]
+        found = [
+            normed_after(self.index.nodes[cluster.members[0].node]) for cluster in classes.instances
+        ]
         places = [[self._place(n) for n in each] for each in found if each is not None]
         whole = [
             (total, squares, norm) for total, squares, norm in places if total and squares and norm
@@ -315,7 +346,7 @@ class _Offers:
 
     def _place(self, node: fx.Node) -> Place | None:
         """The op whose clusters begin with a node."""
-        op = self.heads.get(node.name)
+        op = self.index.heads.get(node.name)
         classes = None if op is None else self.sources[op].cluster
         return None if op is None or classes is None else (op, classes)
 
@@ -324,7 +355,7 @@ class _Offers:
 
         With `in_any_stage`, every product that is an addend in an instance.
         """
-        totals = [self.nodes[cluster.members[0].node] for cluster in classes.instances]
+        totals = [self.index.nodes[cluster.members[0].node] for cluster in classes.instances]
         last = [(total, product_added(total)) for total in totals]
         places = (
             [(total, i) for total in totals for i in products_added(total)]
@@ -332,7 +363,8 @@ class _Offers:
             else last
         )
         found = {
-            None if i is None else self.heads.get(operands_of(total)[i].name) for total, i in places
+            None if i is None else self.index.heads.get(operands_of(total)[i].name)
+            for total, i in places
         }
         for product in (
             sorted(n for n in found if n is not None)
@@ -348,13 +380,13 @@ class _Offers:
         gathered tensor. That product would run the kernel."""
         for cluster in classes.instances:
             head = cluster.members[0]
-            readers = self.nodes[head.reads[factor][0]].users
+            readers = self.index.nodes[head.reads[factor][0]].users
             first = next(
                 r
                 for r in readers
                 if r.target is ops.dot and pattern_of(r.meta["key"])[0] == head.pattern
             )
-            if self.heads.get(first.name) != product:
+            if self.index.heads.get(first.name) != product:
                 return False
         return True
 
@@ -383,9 +415,9 @@ class _Offers:
             return "its sums are reduced in another dtype"
         if product.factor is not None:
             for number, (other, _) in enumerate(head.reads):
-                made_in = self.phases.get(other) if number != product.factor else None
+                made_in = self.index.phases.get(other) if number != product.factor else None
                 if made_in is not None and not (
-                    made_in == "forward" and self.phases[head.node] == "backward"
+                    made_in == "forward" and self.index.phases[head.node] == "backward"
                 ):
                     return (
                         f"its {'other factor' if number < 2 else 'bias'} may not be there when this"
@@ -432,9 +464,9 @@ class _Offers:
             bool(normed),
             *map(tuple, site.infos()),
         )
-        if key not in self._known:
-            self._known[key] = seconds_saved(site, arc.time_s, self.profile)
-        saved_s, chunks = self._known[key]
+        if key not in self._saved:
+            self._saved[key] = seconds_saved(site, arc.time_s, self.profile)
+        saved_s, chunks = self._saved[key]
         if saved_s <= self.profile.launch_overhead_s:
             return []
         region = c.axis, site.region(2 if product.factor is None else product.factor, c.dim, chunks)
@@ -471,7 +503,7 @@ def with_kernels(
     """
     if not profile.kernels:
         return problem
-    offers = _Offers(trace, problem, sources, mesh, profile)
+    offers = _Offers(_NodeIndex.of(trace, sources), problem, sources, mesh, profile)
     return replace(
         problem,
         kernels=offers.all(),
@@ -494,14 +526,10 @@ def in_any_stage(trace: Trace, priced: Priced, again: Collection[int]) -> Kernel
         for n, op in enumerate(priced.problem.ops)
     )
     mesh = priced.moves.price.mesh
-    return _Offers(
-        trace,
-        replace(priced.problem, ops=ops),
-        priced.sources,
-        mesh,
-        priced.profile,
-        in_any_stage=True,
-    ).all()
+    offers = _Offers.of_priced(
+        trace, replace(priced, problem=replace(priced.problem, ops=ops)), mesh
+    )
+    return replace(offers, in_any_stage=True).all()
 
 
 def why_none(
@@ -522,7 +550,7 @@ def why_none(
     """
     if not priced.profile.kernels or arc.collective.kind not in NAMES:
         return ""
-    offers = _Offers(trace, priced.problem, priced.sources, mesh, priced.profile)
+    offers = _Offers.of_priced(trace, priced, mesh)
     return "; ".join(dict.fromkeys(offers.why(*where, arc, choices)))
 
 
@@ -544,6 +572,4 @@ def why_not_normed(
     """
     if arc.collective.kind != "reduce_scatter":
         return ""
-    return _Offers(trace, priced.problem, priced.sources, mesh, priced.profile).why_not_normed(
-        v, arc, choices
-    )
+    return _Offers.of_priced(trace, priced, mesh).why_not_normed(v, arc, choices)

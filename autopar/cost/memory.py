@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import fx
 
@@ -42,59 +43,65 @@ class _Tally:
     fetched: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass
+NodeBytes = dict[str, tuple[int, list[int]]]
+"""Node → an op, and bytes by strategy of the op."""
+
+
+@dataclass(frozen=True)
 class Liveness:
     """The lifetimes of the tensors of a trace, and the moments that follow from them."""
 
     trace: Trace
     priced: Priced
-    positions: dict[str, int] = field(init=False)
-    owner: dict[str, int] = field(init=False)
-    spans: dict[str, Span] = field(init=False)
-    variant: dict[Ref, int] = field(init=False)
-    parameter: dict[str, int] = field(init=False)  # gradient's node → the parameter's op
-    returned: dict[str, tuple[int, list[int]]] = field(
-        init=False
-    )  # node → the output's op, bytes by its strategies
-    scratch: dict[str, tuple[int, list[int]]] = field(
-        init=False
-    )  # node → its op, bytes of temporary memory by strategy
-    widened: dict[str, tuple[int, list[int]]] = field(
-        init=False
-    )  # node → its op, `widened_bytes`; nodes that may make partial sums
-    _certain: tuple[MemoryPoint, ...] | None = None
 
-    def __post_init__(self) -> None:
-        nodes = list(self.trace.graph.nodes)
-        sources = list(enumerate(self.priced.sources))
-        self.positions = {node.name: place for place, node in enumerate(nodes)}
-        self.owner = {
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """Node → its place in the graph."""
+        return {node.name: place for place, node in enumerate(self.trace.graph.nodes)}
+
+    @cached_property
+    def owner(self) -> dict[str, int]:
+        """Node of a cluster → its op."""
+        return {
             m.node: i
-            for i, s in sources
+            for i, s in enumerate(self.priced.sources)
             if s.cluster
             for c in s.cluster.instances
             for m in c.members
         }
-        self.parameter = self._find_gradients(nodes[-1].args[0])
-        self.variant = {ref: v for v, refs in enumerate(self.priced.refs) for ref in refs}
+
+    @cached_property
+    def variant(self) -> dict[Ref, int]:
+        """Tensor → its variant."""
+        return {ref: v for v, refs in enumerate(self.priced.refs) for ref in refs}
+
+    @cached_property
+    def spans(self) -> dict[str, Span]:
+        """Node → when its result is live."""
         ops = self.priced.problem.ops
         recomputable = {node for node, op in self.owner.items() if ops[op].recomputable}
-        self.spans = find_spans(self.trace, recomputable, self.parameter)
-        self.returned = self._find_returned()
+        return find_spans(self.trace, recomputable, self.parameter)
+
+    @cached_property
+    def scratch(self) -> NodeBytes:
+        """Node → its op, and bytes of temporary memory."""
         scratch = [
             (i, s.cluster, self._scratch_bytes(s.cluster))
-            for i, s in sources
+            for i, s in enumerate(self.priced.sources)
             if s.cluster is not None
         ]
-        self.scratch = {
+        return {
             c.members[0].node: (i, sizes)
             for i, cluster, sizes in scratch
             for c in cluster.instances
             if any(sizes)
         }
-        self.widened = self._find_widened()
 
-    def _find_gradients(self, results: Sequence[fx.Node]) -> dict[str, int]:
+    @cached_property
+    def parameter(self) -> dict[str, int]:
+        """Node of a gradient → the parameter's op."""
+        output = next(iter(reversed(self.trace.graph.nodes)))
+        results: Sequence[fx.Node] = output.args[0]
         named = {
             p.name: results[p.gradient].name
             for p in self.trace.parameters
@@ -108,7 +115,9 @@ class Liveness:
             if name in named
         }
 
-    def _find_returned(self) -> dict[str, tuple[int, list[int]]]:
+    @cached_property
+    def returned(self) -> NodeBytes:
+        """Node of an output of the model → the output's op, and the bytes that are returned."""
         outputs = [
             (i, s)
             for i, s in enumerate(self.priced.sources)
@@ -120,8 +129,10 @@ class Liveness:
             if self._is_made(s.nodes[0])
         }
 
-    def _find_widened(self) -> dict[str, tuple[int, list[int]]]:
-        found: dict[str, tuple[int, list[int]]] = {}
+    @cached_property
+    def widened(self) -> NodeBytes:
+        """Node that may make partial sums → its op, and `widened_bytes`."""
+        found: NodeBytes = {}
         for v, refs in enumerate(self.priced.refs):
             value = self.priced.problem.values[self.priced.problem.variants[v].value]
             sizes = widened_bytes(self.priced.problem, value) if value.phase == "backward" else []
@@ -280,16 +291,15 @@ class Liveness:
             for s in strategies
         ]
 
+    @cached_property
     def certain(self) -> tuple[MemoryPoint, ...]:
-        """List what any plan holds while an op of backward runs.
+        """What any plan holds while an op of backward runs.
 
         These are the results of the op, its operands in the layouts in which it reads them, every
         other kept value that nothing has needed yet, and the outputs of the model. Of equal ops
         only the one that runs first is listed, since most is held then.
         """
-        if self._certain is None:
-            self._certain = (*self._at_ops(), *self.widenings())
-        return self._certain
+        return (*self._at_ops(), *self.widenings())
 
     def _at_ops(self) -> Iterator[MemoryPoint]:
         for index, source in enumerate(self.priced.sources):

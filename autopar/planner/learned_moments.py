@@ -1,4 +1,5 @@
-"""Moments that are learned from the plans of one problem that were over the budget.
+"""Moments that are learned from the plans of one problem that were over the budget, and the groups
+of equal layers whose problem they belong to.
 
 The memory of an emitted program is measured node by node. If the program holds more than its
 budget at a node, the moment of that node of the trace is added to the problem, with a reserve: the
@@ -7,6 +8,7 @@ bytes that were live there and that the moment alone does not account for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -16,12 +18,12 @@ from torch import fx
 from autopar.analysis.gradients import has_own_memory
 from autopar.capture.trace import Trace
 from autopar.core.problem import MemoryPoint, Problem
-from autopar.core.solution import Multipliers, Solution
+from autopar.core.solution import FractionalGroups, Multipliers, Solution
 from autopar.cost.gradient_dtypes import WIDENED
 from autopar.cost.memory import Liveness
-from autopar.cost.priced import Priced
+from autopar.cost.priced import Priced, Source
 from autopar.program.peak_memory import NodePeak
-from autopar.sharding import Starts
+from autopar.sharding import Starts, layer_of
 from autopar.solve import evaluate_choices
 
 _MOST_NEW = 24  # moments that one round adds: those most over the budget
@@ -78,7 +80,7 @@ class Learnt:
     @property
     def moments(self) -> tuple[MemoryPoint, ...]:
         """All moments of the problem, those that are certain first."""
-        return (*self.liveness.certain(), *self.latest.values(), *self.retained)
+        return (*self.liveness.certain, *self.latest.values(), *self.retained)
 
     @property
     def reserves(self) -> dict[str, int]:
@@ -269,3 +271,59 @@ def explain_peaks(
         node: replace(m, reserve_bytes=seen[node].peak_bytes - size)
         for (node, m), size in zip(moments.items(), sizes, strict=True)
     }
+
+
+# --------------------------------------------------------------------------------------------------
+# The groups into which a list of equal layers is cut, each of which decides for itself: cuts are
+# at the shares in which the relaxation mixes decisions.
+#
+# A relaxation that keeps something in 45 of 100 layers wants two groups. With two such shares that
+# are far apart, three: more groups mean a larger program and a plan that is harder to read, for
+# less and less time.
+
+_CUTS = 2  # of a list
+_NEAR = 16  # cuts that are nearer to each other than this part of the list are one
+
+
+def starts_of(priced: Priced, choices: Solution | FractionalGroups) -> Starts:
+    """Find the groups that would bring a plan nearer to the bound; none if all equal layers decide
+    alike in the relaxation."""
+    wanted: dict[str, Counter[int]] = {}
+    for n, shares in choices.mixed.items():
+        for layers, numbers in _layers(priced.sources[n]).items():
+            for share in shares:
+                num = round(min(share, 1.0 - share) * len(numbers))
+                if 0 < num < len(numbers):
+                    wanted.setdefault(layers, Counter())[numbers[num]] += 1
+    return {
+        layers: _cuts(found, max(_span(priced, layers) // _NEAR, 1))
+        for layers, found in sorted(wanted.items())
+    }
+
+
+def _layers(source: Source) -> dict[str, list[int]]:
+    """Map the lists of layers that an op's instances lie in to the indices of their layers."""
+    found: dict[str, set[int]] = {}
+    for layers, number in filter(None, map(layer_of, _keys(source))):
+        found.setdefault(layers, set()).add(number)
+    return {layers: sorted(numbers) for layers, numbers in found.items()}
+
+
+def _keys(source: Source) -> Iterator[str]:
+    yield from source.names
+    yield from (
+        cluster.members[0].key for cluster in (source.cluster.instances if source.cluster else ())
+    )
+
+
+def _span(priced: Priced, layers: str) -> int:
+    return max(len(_layers(source).get(layers, ())) for source in priced.sources)
+
+
+def _cuts(wanted: Counter[int], near: int) -> tuple[int, ...]:
+    """Choose the layers at which most decisions change, none near another."""
+    cuts: list[int] = []
+    for layer, _ in sorted(wanted.items(), key=lambda item: (-item[1], item[0])):
+        if len(cuts) < _CUTS and all(abs(layer - cut) >= near for cut in cuts):
+            cuts.append(layer)
+    return tuple(sorted(cuts))

@@ -13,14 +13,185 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autopar.capture.trace import Trace
-from autopar.core.problem import Problem
+from autopar.core.problem import MemoryPoint, Problem
 from autopar.core.solution import Solution
-from autopar.cost.memory import Liveness
-from autopar.cost.memory_lower_bound import surely
+from autopar.cost.memory import Liveness, add, freeze_sizes
 from autopar.cost.priced import Priced
+from autopar.cost.spans import NEVER
 from autopar.errors import InfeasibleError, size_text
 from autopar.planner.candidates import Candidate
+from autopar.sharding import Cluster
 from autopar.solve import Least, Lightest, shortage, within
+
+# --------------------------------------------------------------------------------------------------
+# Lower bound on memory: the bytes that any plan holds while an op runs, as moments without
+# reserve.
+#
+# `Liveness.certain` is the part of this bound that a search has rows for. The moments here also
+# cover forward, and terms that add little or seldom bind:
+#
+#     results and operands of the op    operands in the layout in which the op reads them
+#     a parameter that the op reads     bytes as read − bytes at rest: a second copy, if the layouts
+#                                       differ
+#     a value that waits for a reader   in forward a kept value, after its last reader there; any
+#                                       other value in its fewest bytes in any layout
+#     a complete gradient               its fewest bytes, if gradients are not added to sums
+#     outputs that were returned        in the layout in which they are returned
+
+
+def surely(liveness: Liveness) -> tuple[MemoryPoint, ...]:
+    """List moments at which any plan holds the memory given.
+
+    There is one moment for each op whose position is the same in every plan, and one for each
+    widening of sums. Of equal ops only the first and the last are taken.
+    """
+    found, last = [], _last_forward(liveness)
+    for op, source in enumerate(liveness.priced.sources):
+        if source.cluster is not None:
+            instances = list(enumerate(source.cluster.instances))
+            order = sorted(
+                (liveness.positions[c.members[0].node], n)
+                for n, c in instances
+                if c.members[0].node in last
+            )
+            for now, which in dict.fromkeys((*order[:1], *order[-1:])):
+                found.append(
+                    _Now(liveness, op, source.cluster.instances[which], now, last).moment()
+                )
+    return (*found, *liveness.widenings())
+
+
+def _last_forward(liveness: Liveness) -> dict[str, int]:
+    """Node → position of its last reader in forward, views included; `NEVER` if it has none.
+
+    Only nodes and readers are counted whose position is the same in every plan. A node of forward
+    that only backward needs is excluded: backward may run it instead.
+    """
+    found: dict[str, int] = {}
+    for node in reversed(liveness.trace.graph.nodes):
+        op, places = liveness.owner.get(node.name), liveness.positions
+        own = node.meta.get("phase") == "backward" or (
+            op is not None and not liveness.priced.problem.ops[op].recomputable
+        )
+        running = [
+            u
+            for u in node.users
+            if u.op == "output" or (u.meta.get("phase") == "forward" and u.name in found)
+        ]
+        if own or running or node.op == "placeholder":
+            views = [
+                found[u.name]
+                for u in running
+                if u.op != "output" and liveness.spans[u.name].is_view
+            ]
+            found[node.name] = max([NEVER, *(places[u.name] for u in running), *views])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """An op that runs: the first node of a cluster, at a position of the trace."""
+
+    liveness: Liveness
+    op: int
+    cluster: Cluster
+    now: int
+    last_forward: dict[str, int]
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the op belongs to backward."""
+        return self.liveness.priced.problem.ops[self.op].phase == "backward"
+
+    def moment(self) -> MemoryPoint:
+        """The bytes that any plan holds while the op runs."""
+        live = self.liveness.made_at(self.op, self.cluster.members[0].node)
+        held: dict[int, int] = {}
+        self._add_waiting(live, held)
+        self._add_operands(live, held)
+        if self.is_backward:
+            self.liveness.add_returned(live, self.now)
+        return MemoryPoint(
+            self.cluster.members[0].node,
+            tuple((v, n) for v, n in held.items() if n),
+            freeze_sizes(live),
+        )
+
+    def _add_waiting(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
+        """Add the values that wait for later readers, and gradients that are complete."""
+        problem, spans, now = self.liveness.priced.problem, self.liveness.spans, self.now
+        read = {name for name, _ in self.cluster.operands}
+        for v, refs in enumerate(self.liveness.priced.refs):
+            value = problem.values[problem.variants[v].value]
+            here = [(name, spans[name]) for name, _ in refs]
+            if value.phase == "backward":
+                for name in [
+                    name
+                    for name, s in here
+                    if self.is_backward and s.is_gradient and s.made < now and s.until < now
+                ]:
+                    self.liveness.add_gradient(name, value, live)
+                num = (
+                    sum(s.made < now < s.until and s.has_memory and n not in read for n, s in here)
+                    if self.is_backward
+                    else 0
+                )
+            else:
+                kept = [
+                    (
+                        s.waits(now, value.num_versions)
+                        if self.is_backward
+                        else 0 <= s.last_forward < now and s.until >= 0
+                    )
+                    for _, s in here
+                ]
+                held[v] = sum(kept)
+                num = sum(
+                    s.made < now < self.last_forward.get(n, NEVER)
+                    and s.has_memory
+                    and n not in read
+                    for n, s in here
+                )
+                num = 0 if self.is_backward or value.resident else num
+            add(
+                live,
+                [min(value.graph.bytes)] * len(problem.ops[value.op].strategies),
+                value.op,
+                num,
+            )
+
+    def _add_operands(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
+        """Add the operands of the op, in the layouts in which it reads them."""
+        problem, first = self.liveness.priced.problem, self.cluster.members[0]
+        for ref, operand in {
+            ref: operand for operand, ref in enumerate(self.cluster.operands) if ref in first.reads
+        }.items():
+            v, span = self.liveness.variant[ref], self.liveness.spans[ref[0]]
+            value = problem.values[problem.variants[v].value]
+            if span.is_view:
+                continue
+            size = value.graph.bytes
+            add(
+                live,
+                [
+                    size[value.graph.index[s.layouts.inputs[operand]]]
+                    for s in problem.ops[self.op].strategies
+                ],
+                self.op,
+                1,
+            )
+            if value.resident:
+                rests = [
+                    size[value.graph.index[s.layouts.outputs[value.result]]]
+                    for s in problem.ops[value.op].strategies
+                ]
+                add(live, [-rest for rest in rests], value.op, 1)
+            if self.is_backward and value.phase == "forward":
+                held[v] -= span.waits(self.now, value.num_versions)
+
+
+# --------------------------------------------------------------------------------------------------
+# Emitted plans that need little, and the proven bound.
 
 T = TypeVar("T")
 _WEIGHTS = (0.03, 0.003)  # of time beside memory, see `autopar.solve.min_budget`

@@ -6,7 +6,7 @@ is become rows of the problem (`autopar.cost.memory`), and the next round solves
 first problem has none of these rows, so its bound holds for all plans.
 
 Equal layers take one decision. If that leaves plan and bound too far apart, since the relaxation
-mixes decisions, layers are put into groups (`autopar.planner.layer_groups`), and the problem of
+mixes decisions, layers are put into groups (`autopar.planner.learned_moments`), and the problem of
 these groups is solved; its bound is one for plans with such groups. Learned moments shift the
 shares of the mixture, so the layers are then put into other groups once more.
 
@@ -30,8 +30,7 @@ from autopar.core.solution import FractionalGroups, Solution
 from autopar.cost.priced import Priced
 from autopar.planner.candidates import Candidate, TooSlow
 from autopar.planner.emitter import Emitter
-from autopar.planner.layer_groups import starts_of
-from autopar.planner.learned_moments import LayerGroups, Learnt
+from autopar.planner.learned_moments import LayerGroups, Learnt, starts_of
 from autopar.planner.min_memory import Need, light, prefer_fastest, refusal
 from autopar.planner.named_plans import NamedComparison, NamedPlans
 from autopar.planner.pipeline.stage_cache import Effort

@@ -88,7 +88,7 @@ class Planned:
 
     def write_lp(self, path: str | Path) -> None:
         """Write the integer program whose answer the plan is, in LP format
-        (`autopar.solve.lp_file`).
+        (`autopar.solve.pulp_models`).
 
         Raises:
             AutoparError: where the plan has stages, each with a program of its own, or the file

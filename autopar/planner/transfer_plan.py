@@ -29,7 +29,7 @@ from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Peaks, StageSchedule
 from autopar.planner.emitter import Emitter
 from autopar.planner.learned_moments import LayerGroups
-from autopar.planner.pipeline.shared_memory import Sharing
+from autopar.planner.pipeline.assemble import Sharing
 from autopar.planner.pipeline.stage_cache import Alike
 from autopar.planner.pipeline.step_schedule import step_of
 from autopar.planner.reprice import decisions

@@ -3,12 +3,11 @@
 from autopar.solve.cases import Cases
 from autopar.solve.common import Common
 from autopar.solve.evaluate import Evaluation, evaluate, evaluate_choices, fits
-from autopar.solve.lp_file import write_lp
 from autopar.solve.min_budget import Least, Lightest, least_budget
 from autopar.solve.multipliers import quickest
 from autopar.solve.pick_kernels import Taken, within
 from autopar.solve.prices import op_load, routed_load
-from autopar.solve.pulp_models import check_solver
+from autopar.solve.pulp_models import check_solver, write_lp
 from autopar.solve.smaller import SmallerProblem
 from autopar.solve.solver import choices_or_least, shortage, solve
 from autopar.solve.tensor_moves import variant_load

@@ -51,33 +51,43 @@ def _decisions(program: Formulation) -> Iterator[tuple[int, str]]:
         yield program.problem.values[program.problem.variants[v].value].op, variable.name
 
 
+@dataclass(frozen=True, slots=True)
+class RelaxedBound:
+    """What a relaxation proves, and by which duals.
+
+    Attributes:
+        bound: in the program's unit.
+        duals: those of the engine's rows and of rows (9); None without further rows.
+        prices: budget row → its dual.
+        price_s_per_byte: of memory, in all budget rows together.
+        balance: at which prices it proves the same without the rows of excess.
+        mixed: as in `Solution`.
+    """
+
+    bound: float = -np.inf
+    duals: Floats | None = None
+    prices: Mapping[int, float] = field(default_factory=dict)
+    price_s_per_byte: float = 0.0
+    balance: OverlapWeights = COMPUTE_BOUND
+    mixed: dict[int, tuple[float, ...]] = field(default_factory=dict)
+
+
 @dataclass
 class Proven:
     """Bounds, in the program's unit.
 
     Attributes:
-        bound: no plan costs less. free: none would if all reserves were 0. relaxed: what a
+        bound: no plan costs less. free: none would if all reserves were 0. relaxed: the best that a
             relaxation alone proves of `bound`.
-        prices: budget row → its dual in the best relaxation. balance: at which prices it proves the
-            same without the rows of excess.
-        first: what was known before. vertex: duals of the relaxation without further rows. duals:
-            of the best one, those of the engine's rows and of rows (9). mixed: as in `Solution`, of
-            the best relaxation.
+        first: what was known before. vertex: duals of the relaxation without further rows.
     """
 
-    program: Formulation
-    engine: Engine
     extra: Incoming
     bound: float = -np.inf
     free: float = -np.inf
-    relaxed: float = -np.inf
-    price_s_per_byte: float = 0.0
+    relaxed: RelaxedBound = field(default_factory=RelaxedBound)
     first: Multipliers | None = None
     vertex: Floats | None = None
-    duals: Floats | None = None
-    prices: dict[int, float] = field(default_factory=dict)
-    balance: OverlapWeights = COMPUTE_BOUND
-    mixed: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def bound_s(self) -> float:
@@ -98,7 +108,7 @@ class Proven:
     def begin(self, relaxation: Relaxation) -> None:
         """Raise the bound by the relaxation without further rows."""
         self.vertex = relaxation.duals if relaxation.exact else None
-        self.relaxed = relaxation.bound
+        self.relaxed = RelaxedBound(relaxation.bound)
         self.bound, self.free = max(self.bound, relaxation.bound), max(self.free, relaxation.bound)
 
     def learn(self, point: Point, balance: OverlapWeights, duals: Mapping[int, float]) -> None:
@@ -109,15 +119,19 @@ class Proven:
             balance: at which prices it proves the same without the rows of excess.
             duals: budget row → its dual.
         """
-        prices = np.array([*duals.values()]) / max(self.program.problem.budget_bytes, 1)
-        reserves = [unsure_bytes(self.program.problem, self.extra.rows[r]) for r in duals]
-        if point.bound > self.relaxed:
-            self.relaxed, self.prices, self.balance = point.bound, dict(duals), balance
-            self.duals = point.duals[: len(self.program.keys) + len(self.program.tighter)]
-            self.mixed = (
-                find_mixed(self.program, self.engine, point.values) if len(point.values) else {}
+        program = self.extra.program
+        prices = np.array([*duals.values()]) / max(program.problem.budget_bytes, 1)
+        reserves = [unsure_bytes(program.problem, self.extra.rows[r]) for r in duals]
+        if point.bound > self.relaxed.bound:
+            values = point.values
+            self.relaxed = RelaxedBound(
+                point.bound,
+                point.duals[: len(program.keys) + len(program.tighter)],
+                dict(duals),
+                max(0.0, float(-prices.sum()) / SCALE),
+                balance,
+                find_mixed(program, self.extra.engine, values) if len(values) else {},
             )
-            self.price_s_per_byte = max(0.0, float(-prices.sum()) / SCALE)
         self.bound = max(self.bound, point.bound)
         self.free = max(self.free, point.bound + float(prices @ np.array(reserves, float)))
 
@@ -134,22 +148,19 @@ class Proven:
         if self.extra.reserves:
             return None
         found = [self.first] if self.first is not None else []
+        program, engine, relaxed = self.extra.program, self.extra.engine, self.relaxed
         if self.vertex is not None:
+            found.append(multipliers(program, engine, COMPUTE_BOUND, self.vertex, Rows.of([]), {}))
+        if relaxed.duals is not None:
+            budget = self.extra.matrix([*relaxed.prices])
+            named = {self.extra.rows[r].name: y for r, y in relaxed.prices.items()}
             found.append(
-                multipliers(self.program, self.engine, COMPUTE_BOUND, self.vertex, Rows.of([]), {})
-            )
-        if self.duals is not None:
-            budget, named = (
-                self.extra.matrix([*self.prices]),
-                {self.extra.rows[r].name: y for r, y in self.prices.items()},
-            )
-            found.append(
-                multipliers(self.program, self.engine, self.balance, self.duals, budget, named)
+                multipliers(program, engine, relaxed.balance, relaxed.duals, budget, named)
             )
         return (
             max(found, key=lambda m: m.bound_s)
             if found
-            else quickest(self.program.problem)
+            else quickest(program.problem)
             if self.bound_s
             else None
         )
@@ -171,8 +182,6 @@ class Incumbent:
         best: None before the first. start: its columns, where they are known.
     """
 
-    program: Formulation
-    engine: Engine
     extra: Incoming
     proven: Proven
     gap: float
@@ -193,13 +202,17 @@ class Incumbent:
         the gap, or has only by not mixing them."""
         return (
             not self.is_close()
-            or self.best_s * SCALE * (1 - max(self.gap, _FAR)) > self.proven.relaxed
+            or self.best_s * SCALE * (1 - max(self.gap, _FAR)) > self.proven.relaxed.bound
         )
+
+    def may_end(self) -> bool:
+        """Whether there is a plan, and the search has done the work that it may do."""
+        return self.best is not None and self.extra.engine.work.is_over
 
     def offer(self, values: Floats) -> list[int]:
         """Take a plan if it fits and is the best; else the rows that it breaks, where none of
         them is in yet."""
-        strategies, recomputed, kept, regions = self.program.read_choices(self._named(values))
+        strategies, recomputed, kept, regions = self.extra.program.read_choices(self._named(values))
         return self._consider(
             strategies, recomputed, kept, values, regions if self.extra.budget else None
         )  # else they cost nothing yet
@@ -207,7 +220,7 @@ class Incumbent:
     def offer_rounded(self, relaxation: Relaxation) -> list[int]:
         """Offer the relaxation as a plan: fractional values are rounded, and every version that
         backward reads is kept."""
-        strategies = self.program.read_choices(self._named(relaxation.values))[0]
+        strategies = self.extra.program.read_choices(self._named(relaxation.values))[0]
         try:
             return self._consider(strategies, {}, None, relaxation.values)
         except LayoutError:  # rounded strategies may make nothing that a reader can use
@@ -215,14 +228,15 @@ class Incumbent:
 
     def meet(self, choices: Solution) -> None:
         """Take a known plan if it fits and is better."""
+        problem = self.extra.program.problem
         evaluation = evaluate(
-            self.program.problem,
+            problem,
             choices.strategies,
             choices.recomputed,
             choices.kept,
             choices.regions,
         )
-        if evaluation.objective_s < self.best_s and fits(self.program.problem, evaluation):
+        if evaluation.objective_s < self.best_s and fits(problem, evaluation):
             self.best = Solution(
                 choices.strategies,
                 choices.recomputed,
@@ -231,10 +245,10 @@ class Incumbent:
                 0.0,
                 regions=choices.regions,
             )
-            self.engine.waits = False
+            self.extra.engine.limit.waits = False
 
     def _named(self, values: Floats) -> dict[str, float]:
-        return dict(zip(self.engine.names, values.tolist(), strict=True))
+        return dict(zip(self.extra.engine.names, values.tolist(), strict=True))
 
     def _consider(
         self,
@@ -247,12 +261,13 @@ class Incumbent:
         """Take a plan, or itself without kernels, if it fits and is the best. If it breaks rows
         none of which is in yet, these, the worst first; else, as long as the best is too far from
         the bound, and communication outlasts compute in it, the excess of both phases."""
-        evaluation = evaluate(self.program.problem, strategies, recomputed, kept, regions)
+        problem = self.extra.program.problem
+        evaluation = evaluate(problem, strategies, recomputed, kept, regions)
         over = self.extra.over(evaluation)
         if over is not None and evaluation.regions:
             regions, values = frozenset(), None
-            evaluation = evaluate(self.program.problem, strategies, recomputed, kept, regions)
-        if evaluation.objective_s < self.best_s and fits(self.program.problem, evaluation):
+            evaluation = evaluate(problem, strategies, recomputed, kept, regions)
+        if evaluation.objective_s < self.best_s and fits(problem, evaluation):
             self.best = Solution(
                 strategies,
                 recomputed,
@@ -261,7 +276,7 @@ class Incumbent:
                 0.0,
                 regions=regions,
             )
-            self.start, self.engine.waits = values, False
+            self.start, self.extra.engine.limit.waits = values, False
         if over is not None:
             return over
         return [] if self.is_close() else self.extra.rows_if_outlasted(evaluation)

@@ -18,9 +18,10 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.solve.formulation import Formulation
 from autopar.solve.highs import Engine, Live, Point
@@ -29,6 +30,8 @@ from autopar.solve.lp import Floats
 Key = tuple[
     int, int
 ]  # 0 and an op, or 1 and the position of a bit: what runs again, what is kept, what kernels share
+Places = NDArray[np.int32]
+"""Columns of the program, by their position."""
 _WHOLE = 1e-6  # what is this close to 0 or 1 is
 _TRIED, _OFTEN = 6, 2  # ops that are tried out per node; how often one is
 _DIVE = 3  # of what is not settled, one in so many is at a time
@@ -62,58 +65,103 @@ class Grown:
     broken: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class BranchingVariables:
+    """The columns that a tree settles.
+
+    Attributes:
+        num_columns: of the whole program.
+        choices: by op, the columns of its strategies.
+        bits: columns that are 0 or 1: what runs again, what is kept, what kernels share.
+        bit_sizes: of each bit its largest share of a budget in the rows that are in.
+        num_rows: of the program.
+    """
+
+    num_columns: int
+    choices: Sequence[Places]
+    bits: Places
+    bit_sizes: Floats
+    num_rows: int
+
+    @staticmethod
+    def of(program: Formulation, engine: Engine, sizes: Floats) -> BranchingVariables:
+        """Find the columns of a program that are to be settled.
+
+        Args:
+            program, engine: the program, and its arrays.
+            sizes: per column its largest share of a budget in the rows that are in.
+        """
+        column = engine.column
+        choices = [np.array([column[v.name] for v in row], np.int32) for row in program.x]
+        again = [column[v.name] for row in program.again.values() for v in row]
+        regions = [column[v.name] for v in program.regions.values()]
+        regions = [region for region in regions if sizes[region] > 0.0]  # the others are free
+        kept = [column[v.name] for v in program.keep.values()]
+        bits = np.array([*again, *kept, *regions], np.int32)
+        num_rows = len(engine.rows.lower)
+        return BranchingVariables(len(engine.cost), choices, bits, sizes[bits], num_rows)
+
+
 @dataclass
+class _Effort:
+    """What a tree has done, and what it may do.
+
+    Attributes:
+        per_relaxation: simplex steps of one that begins with nothing.
+        max_relaxations, last_step: the limits; steps are counted by the live relaxation.
+        num_relaxations: solved so far.
+    """
+
+    per_relaxation: int
+    max_relaxations: int
+    last_step: int = 0
+    num_relaxations: int = 0
+
+
 class Tree:
     """One tree.
+
+    Args:
+        max_relaxations: how many it may solve.
 
     Attributes:
         offer: takes values of the columns, rounded, as a plan; gives budget rows to add. best: the
             best plan's cost.
-        wanted: the relative gap at which to stop. sizes: per column its largest share of a budget
-            in the rows that are in.
+        wanted: the relative gap at which to stop.
     """
 
-    program: Formulation
-    engine: Engine
-    live: Live
-    offer: Callable[[Floats], Sequence[int]]
-    best: Callable[[], float]
-    wanted: float
-    max_relaxations: int
-    sizes: Floats
-    _num: int = 0
-    _last: int = 0  # simplex step
-    _closed: float = np.inf  # the least bound of nodes that are not looked into any further
-    _gains: dict[Key, list[float]] = field(default_factory=dict)
-    _broken: tuple[int, ...] = ()
-    root: _Node | None = None
-
-    def __post_init__(self) -> None:
-        column = self.engine.column
-        self._choices = [
-            np.array([column[v.name] for v in row], np.int32) for row in self.program.x
-        ]
-        again = [column[v.name] for row in self.program.again.values() for v in row]
-        regions = [column[v.name] for v in self.program.regions.values()]
-        regions = [region for region in regions if self.sizes[region] > 0.0]  # the others are free
-        self._bits = np.array(
-            [*again, *(column[v.name] for v in self.program.keep.values()), *regions], np.int32
-        )
-        self._unit = max(int(_PER_ROW * len(self.engine.rows.lower)), _FEWEST)
+    def __init__(
+        self,
+        variables: BranchingVariables,
+        live: Live,
+        offer: Callable[[Floats], Sequence[int]],
+        best: Callable[[], float],
+        wanted: float,
+        max_relaxations: int,
+    ) -> None:
+        self.variables, self.live = variables, live
+        self.offer, self.best, self.wanted = offer, best, wanted
+        unit = max(int(_PER_ROW * variables.num_rows), _FEWEST)
+        self._effort = _Effort(unit, max_relaxations)
+        self.root: _Node | None = None
+        self._closed: float = np.inf  # the least bound of nodes that are not looked into further
+        self._gains: dict[Key, list[float]] = {}
+        self._broken: tuple[int, ...] = ()
 
     @property
     def num_relaxations(self) -> int:
         """Relaxations that were solved so far."""
-        return self._num
+        return self._effort.num_relaxations
 
     def dive(self) -> Grown:
         """Solve the root, and from there a short sequence of nested boxes; each is offered as a
         plan."""
-        n = len(self.engine.cost)
+        n = self.variables.num_columns
         self.root = self._at(np.zeros(n), np.ones(n))
         if self.root is None:
             return Grown(np.inf)
-        self._last = self.live.num_iterations + int(_SHORT * self._unit)
+        steps = int(_SHORT * self._effort.per_relaxation)
+        self._effort.last_step = self.live.num_iterations + steps
         self._dive(self.root)
         return Grown(self.root.point.bound, self._broken)
 
@@ -125,12 +173,11 @@ class Tree:
             more: relaxations beyond those of the dive, where these are to be fewer than the tree
                 may have.
         """
-        root = self.root
+        root, effort = self.root, self._effort
         assert root is not None, "the dive has found one"
-        self.max_relaxations = min(
-            self.max_relaxations, self._num + (self.max_relaxations if more is None else more)
-        )
-        self._last = self.live.num_iterations + _STEPS * self._unit
+        if more is not None:
+            effort.max_relaxations = min(effort.max_relaxations, effort.num_relaxations + more)
+        effort.last_step = self.live.num_iterations + _STEPS * effort.per_relaxation
         self._dive(root)
         order = itertools.count()
         waiting = [(root.point.bound, next(order), root)]
@@ -168,17 +215,22 @@ class Tree:
                 return
             lower, upper, values = node.lower.copy(), node.upper.copy(), node.point.values
             ops = sorted(
-                (columns for columns in self._choices if values[columns].max() < 1.0 - _WHOLE),
+                (
+                    columns
+                    for columns in self.variables.choices
+                    if values[columns].max() < 1.0 - _WHOLE
+                ),
                 key=lambda c: -float(values[c].max()),
             )
             for columns in ops[: max(len(ops) // _DIVE, 1)]:
                 upper[columns[columns != columns[int(np.argmax(values[columns]))]]] = 0.0
             if not ops:
-                far = np.minimum(values[self._bits], 1.0 - values[self._bits])
-                bits = [i for i in np.argsort(far, kind="stable").tolist() if far[i] > _WHOLE]
-                if not bits:
+                bits = self.variables.bits
+                far = np.minimum(values[bits], 1.0 - values[bits])
+                open_ = [i for i in np.argsort(far, kind="stable").tolist() if far[i] > _WHOLE]
+                if not open_:
                     return
-                near = self._bits[bits[: max(len(bits) // _DIVE, 1)]]
+                near = bits[open_[: max(len(open_) // _DIVE, 1)]]
                 lower[near] = upper[near] = np.round(values[near])
             node = self._at(lower, upper, node.point.bound)
 
@@ -189,14 +241,14 @@ class Tree:
     def _is_proven(self, least: float) -> bool:
         """Whether there is a plan, and no box that waits, of which one proves the least, can raise
         the bound: one that is closed proves no more. So it is where the relaxation's prices take
-        early communication to be hidden (`autopar.solve.overlap_rows`), and settled choices cost
+        early communication to be hidden (`autopar.solve.lazy_rows`), and settled choices cost
         more than they do at these prices."""
         return bool(np.isfinite(self.best())) and least >= self._closed
 
     def _spent(self) -> bool:
         return (
-            self._num >= self.max_relaxations
-            or self.live.num_iterations >= self._last
+            self._effort.num_relaxations >= self._effort.max_relaxations
+            or self.live.num_iterations >= self._effort.last_step
             or self.live.is_over
         )
 
@@ -207,11 +259,11 @@ class Tree:
             around: the bound of a box that this one is in, which holds here where the steps for a
                 better one run out; None of the root.
         """
-        self._num += 1
+        self._effort.num_relaxations += 1
         point = (
             self.live.solve(lower, upper)
             if around is None
-            else self.live.solve(lower, upper, self._unit)
+            else self.live.solve(lower, upper, self._effort.per_relaxation)
         )
         if point is None:
             return None
@@ -225,14 +277,13 @@ class Tree:
         """List the candidates to branch on: the ops that are least settled, and with them the
         fractional bits that take most memory. If all ops are settled, any fractional bits; none if
         there are none."""
-        shares = (
-            (1.0 - float(values[columns].max()), (0, n)) for n, columns in enumerate(self._choices)
-        )
+        choices, bits = self.variables.choices, self.variables.bits
+        shares = ((1.0 - float(values[columns].max()), (0, n)) for n, columns in enumerate(choices))
         ops = sorted((-min(share, 1 - share), key) for share, key in shares if share > _WHOLE)
-        apart = np.minimum(values[self._bits], 1 - values[self._bits])
-        bits = np.flatnonzero(apart > _WHOLE)
-        worth = apart * self.sizes[self._bits] if ops else apart * (1 + self.sizes[self._bits])
-        heavy = sorted((-worth[i], (1, int(i))) for i in bits if worth[i] > _WHOLE)
+        apart, sizes = np.minimum(values[bits], 1 - values[bits]), self.variables.bit_sizes
+        worth = apart * sizes if ops else apart * (1 + sizes)
+        fractional = np.flatnonzero(apart > _WHOLE)
+        heavy = sorted((-worth[i], (1, int(i))) for i in fractional if worth[i] > _WHOLE)
         return [key for _, key in (*ops[:_TRIED], *heavy[:_TRIED])]
 
     def _branch_node(self, node: _Node) -> list[_Node]:
@@ -274,11 +325,11 @@ class Tree:
         group, index = key
         without, with_it = node.upper.copy(), (node.lower.copy(), node.upper.copy())
         if group:
-            column = self._bits[index]
+            column = self.variables.bits[index]
             without[column] = 0.0
             with_it[0][column] = 1.0
         else:
-            columns = self._choices[index]
+            columns = self.variables.choices[index]
             most = columns[int(np.argmax(node.point.values[columns]))]
             without[most] = 0.0
             with_it[1][columns[columns != most]] = 0.0

@@ -17,7 +17,7 @@ from autopar.core.problem import Problem
 from autopar.solve.dual_ascent import Ascent, Potentials
 from autopar.solve.formulation import Formulation
 from autopar.solve.highs import Engine, Relaxation, SimplexWork
-from autopar.solve.overlap_rows import Excess
+from autopar.solve.lazy_rows import Excess
 
 _LAST = 2  # problems: of layers in groups, and in none
 

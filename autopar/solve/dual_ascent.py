@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,10 +35,77 @@ from autopar.core.layout_graph import LayoutGraph
 from autopar.core.problem import Phase, Problem, at_best
 from autopar.core.solution import Multipliers
 from autopar.core.streams import COMPUTE_BOUND, Load, OverlapWeights
+from autopar.solve.memory_rows import budget_rows
 from autopar.solve.paths import refusal, useful_arcs, worth_recomputing
-from autopar.solve.potentials import Decision, Floats, Ints, PricedReader, ReaderGroup, Share, Side
+from autopar.solve.potentials import (
+    Decision,
+    Floats,
+    GroupArcs,
+    GroupState,
+    Ints,
+    PricedReader,
+    ReaderGroup,
+    Share,
+    Side,
+)
 from autopar.solve.prices import arc_loads, away_load, op_load, saved_load
-from autopar.solve.worth import MemoryPrices
+
+# --------------------------------------------------------------------------------------------------
+# Budget rows at prices: the Lagrangian relaxation of memory.
+#
+# With λ[r] ≥ 0 seconds per byte of row r, rows (6) to (8) of `autopar.solve.memory_rows` become
+# costs of the choices that take bytes, less what the budget itself is worth:
+#
+# Σ_r λ[r] · (static·x + held·bytes(l)·k + live·x + again·rc + reserve − budget)
+
+
+@dataclass
+class MemoryPrices:
+    """What bytes cost a problem's choices.
+
+    Attributes:
+        worths_s: budget row → what the whole budget is worth there.
+        of_ops, of_again: seconds by strategy of each op, and where backward runs it again, all
+            instances together.
+        of_kept: per variant, seconds per byte of the version of one instance.
+        given_s: what the budget is worth, less what is reserved. reserved_s: of that, what is.
+    """
+
+    problem: Problem
+    worths_s: Mapping[str, float] = field(default_factory=dict)
+    of_ops: list[Floats] = field(init=False)
+    of_again: dict[int, Floats] = field(default_factory=dict)
+    of_kept: Floats = field(init=False)
+    given_s: float = 0.0
+    reserved_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        ops = self.problem.ops
+        self.of_ops, self.of_kept = (
+            [np.zeros(len(op.strategies)) for op in ops],
+            np.zeros(len(self.problem.variants)),
+        )
+        rows = [row for row in budget_rows(self.problem) if self.worths_s.get(row.name, 0.0) > 0.0]
+        for row in rows:
+            per_byte = self.worths_s[row.name] / max(self.problem.budget_bytes, 1)
+            self.reserved_s += per_byte * row.reserve_bytes
+            for v, num in row.held:
+                self.of_kept[v] += per_byte * num
+            for n, sizes in row.live:
+                self.of_ops[n] += per_byte * np.array(sizes, float)
+            for n, sizes in row.again:
+                self.of_again[n] = self.of_again.get(n, 0.0) + per_byte * np.array(sizes, float)
+        whole = sum(self.worths_s[row.name] for row in rows)
+        per_byte = whole / max(self.problem.budget_bytes, 1)
+        for n, op in enumerate(ops):
+            self.of_ops[n] += (
+                per_byte * op.count * np.array([s.static_bytes for s in op.strategies], float)
+            )
+        self.given_s = whole - self.reserved_s
+
+
+# --------------------------------------------------------------------------------------------------
+# The decisions, and the groups of readers between them.
 
 Turn = tuple[PricedReader, bool]
 """A reader whose potentials are to be raised, or else lowered."""
@@ -52,7 +118,7 @@ class Potentials:
 
     num_sweeps: int
     decisions: list[tuple[Floats, Floats]]
-    groups: list[Any]
+    groups: list[GroupState]
 
 
 def _shares_at(visited: Decision, left: float) -> Share:
@@ -61,138 +127,41 @@ def _shares_at(visited: Decision, left: float) -> Share:
     return lambda other: left if other is visited else other.share
 
 
-class Ascent:
-    """The dual of a problem without a budget.
+class _GroupBuilder:
+    """Makes the decisions of a problem, and the groups of what reads each tensor.
 
     Attributes:
-        x, again: decisions by op. groups: with all potentials. worth: of memory. num_sweeps: so
-            far.
+        x, again, groups: as in `Ascent`.
     """
 
-    def __init__(self, problem: Problem, balance: OverlapWeights = COMPUTE_BOUND) -> None:
-        problem = at_best(problem)
-        self.problem, self.balance, self.worth = problem, balance, MemoryPrices(problem)
-        self._ruled_out = problem.ruled_out()
-        # A price at which no choice takes a strategy that is ruled out; any price proves a bound.
-        self._ruled_out_s = sum(
-            op.count * max(s.time_s for s in op.strategies) for op in problem.ops
-        )
+    def __init__(self, problem: Problem, balance: OverlapWeights) -> None:
+        self.problem, self.balance = problem, balance
         useful = worth_recomputing(problem)
-        self.x = [self._decision(n, again=False) for n in range(len(problem.ops))]
+        ruled_out = problem.ruled_out()
+        # A price at which no choice takes a strategy that is ruled out; any price proves a bound.
+        penalty_s = sum(op.count * max(s.time_s for s in op.strategies) for op in problem.ops)
+        self.x: list[Decision] = []
+        for n in range(len(problem.ops)):
+            prices = self._prices(n, again=False)
+            for s in ruled_out.get(n, ()):
+                prices[s] += penalty_s
+            self.x.append(Decision(np.array(prices)))
         self.again = {
-            n: self._decision(n, again=True) for n in range(len(problem.ops)) if n in useful
+            n: Decision(np.array(self._prices(n, again=True)), optional=True)
+            for n in range(len(problem.ops))
+            if n in useful
         }
         self._known: dict[tuple[int, int, str, int], Ints] = {}
         self.groups: list[ReaderGroup] = []
         for v in range(len(problem.variants)):
             self._variant(v)
-        self.order = self._place_decisions()
-        self._there, self._back = self._turns()
-        self.num_sweeps = 0
-
-    @property
-    def bound_s(self) -> float:
-        """What the potentials prove."""
-        return sum(decision.least for decision in self.order) - self.worth.given_s
-
-    @property
-    def num_strategies(self) -> int:
-        """Strategies of all decisions together."""
-        return sum(len(decision.prices) for decision in self.order)
-
-    @property
-    def num_flows(self) -> int:
-        """Collectives times readers, over all groups."""
-        return sum(len(group.costs) * len(group.readers) for group in self.groups)
-
-    @property
-    def num_potentials(self) -> int:
-        """Potentials of useful layouts, over all groups."""
-        return sum(int(group.useful.sum()) * len(group.readers) for group in self.groups)
-
-    def reprice(self, worths_s: Mapping[str, float]) -> None:
-        """Change the prices of memory and keep the potentials.
-
-        Args:
-            worths_s: budget row → seconds that the whole budget is worth there.
-        """
-        before, self.worth = self.worth, MemoryPrices(self.problem, worths_s)
-        for n, decision in enumerate(self.x):
-            decision.reprice(self.worth.of_ops[n] - before.of_ops[n])
-        for n, decision in self.again.items():
-            decision.reprice(
-                self.worth.of_again.get(n, 0.0)
-                - before.of_again.get(n, np.zeros(len(decision.prices)))
-            )
-        for group in self.groups:
-            group.reprice(float(self.worth.of_kept[group.variant] - before.of_kept[group.variant]))
-
-    def potentials(self) -> Potentials:
-        """Copy the state of all decisions and groups, for `go_back`."""
-        decisions = [(decision.prices, decision.costs.copy()) for decision in self.order]
-        return Potentials(self.num_sweeps, decisions, [group.state() for group in self.groups])
-
-    def go_back(self, problem: Problem, potentials: Potentials) -> None:
-        """Restore potentials from before memory had a price, for a problem that differs only in
-        its moments."""
-        self.problem = at_best(problem)
-        self.worth, self.num_sweeps = MemoryPrices(self.problem), potentials.num_sweeps
-        for decision, (prices, costs) in zip(self.order, potentials.decisions, strict=True):
-            decision.prices, decision.costs = prices, costs.copy()
-        for group, state in zip(self.groups, potentials.groups, strict=True):
-            group.go_back(state)
-
-    def sweep(self) -> None:
-        """Visit all decisions in order, then in reverse order, and raise the bound at each."""
-        self.num_sweeps += 1
-        for turns, order in ((self._there, self.order), (self._back, self.order[::-1])):
-            for decision in order:
-                for i, (reader, up) in enumerate(turns[decision.place]):
-                    left = decision.share / max(
-                        1.0 - i * decision.share, decision.share
-                    )  # so that all get the same
-                    change = reader.raise_worth if up else reader.lower_worth
-                    change(_shares_at(decision, left))
-
-    def multipliers(self) -> Multipliers:
-        """The potentials, from here on as short as a plan keeps them, and what they prove.
-
-        Readers give all their leeway first, so that fewer potentials are left.
-        """
-        for group in self.groups:
-            for reader in group.readers:
-                reader.lower_worth(lambda _: 1.0)
-        for decision in self.order:
-            decision.costs = decision.prices.copy()
-        potentials: dict[tuple[int, int, int, int], float] = {}
-        for group in self.groups:
-            worths = group.short()
-            group.begin()
-            for reader, worth in zip(group.readers, worths, strict=True):
-                reader.set(worth)
-                key = group.variant, int(group.late), reader.use
-                potentials |= {
-                    (*key, i): float(worth[i]) for i in np.flatnonzero(worth[: group.num]).tolist()
-                }
-        bound = self.bound_s - sum(group.lost() for group in self.groups) - self.worth.reserved_s
-        penalties = {n: tuple((each.costs - each.least).tolist()) for n, each in enumerate(self.x)}
-        return Multipliers(
-            max(bound, 0.0),
-            potentials,
-            self.worth.worths_s,
-            self.balance,
-            penalties_s=penalties,
-        )
 
     def _price(self, load: Load) -> float:
         return load.priced_s(self.problem.overlap_slowdown, self.balance)
 
-    def _decision(self, n: int, *, again: bool) -> Decision:
+    def _prices(self, n: int, *, again: bool) -> list[float]:
         strategies = range(len(self.problem.ops[n].strategies))
-        prices = [self._price(op_load(self.problem, n, s, again=again)) for s in strategies]
-        for s in () if again else self._ruled_out.get(n, ()):
-            prices[s] += self._ruled_out_s
-        return Decision(np.array(prices), optional=again)
+        return [self._price(op_load(self.problem, n, s, again=again)) for s in strategies]
 
     def _variant(self, v: int) -> None:
         """The groups of one variant: see rows (3) and (4) of `autopar.solve.formulation` for
@@ -283,7 +252,8 @@ class Ascent:
             np.concatenate([costs, np.zeros(len(kept))]),
             np.concatenate([weights, np.zeros(len(kept))]),
         )
-        group = ReaderGroup(v, late, useful, tails, heads, costs, weights, sizes, most_s, num)
+        arcs_at_hand = GroupArcs.of(tails, heads, costs, weights, sizes, most_s)
+        group = ReaderGroup(v, late, useful, num, arcs_at_hand)
         group.sources += [
             Side(decision, at, times * useful[at])
             for decision, at, times in sources
@@ -324,7 +294,7 @@ class Ascent:
             self._known[key] = np.array([graph.index[layout] for layout in layouts], np.int64)
         return self._known[key]
 
-    def _place_decisions(self) -> list[Decision]:
+    def place_decisions(self) -> list[Decision]:
         """Put decisions in order (forward, what backward may run again, backward) and number
         them."""
         phases: tuple[Phase, Phase] = ("forward", "backward")
@@ -337,28 +307,144 @@ class Ascent:
             decision.place = place
         return order
 
-    def _turns(self) -> tuple[list[list[Turn]], list[list[Turn]]]:
-        """List the readers whose potentials change at each decision, in order and in reverse
-        order; set the share that each decision gives a neighbour.
 
-        A reader that comes after all its sources is raised at the last of them in order, and
-        lowered at the reader itself in reverse order.
+def _find_turns(
+    order: Sequence[Decision], groups: Sequence[ReaderGroup]
+) -> tuple[list[list[Turn]], list[list[Turn]]]:
+    """List the readers whose potentials change at each decision, in order and in reverse
+    order; set the share that each decision gives a neighbour.
+
+    A reader that comes after all its sources is raised at the last of them in order, and
+    lowered at the reader itself in reverse order.
+    """
+    there, back = ([list[Turn]() for _ in order] for _ in range(2))
+    before, after = ([0] * len(order) for _ in range(2))
+    for group in groups:
+        for reader in group.readers:
+            source, own = (
+                max(s.decision.place for s in group.sources),
+                reader.side.decision.place,
+            )
+            if source != own:
+                there[min(source, own)].append((reader, source < own))
+                back[max(source, own)].append((reader, source > own))
+            for side in group.sources:
+                first, last = sorted((side.decision.place, own))
+                after[first] += 1
+                before[last] += 1
+    for decision in order:
+        decision.share = 1.0 / max(after[decision.place], before[decision.place], 1)
+    return there, back
+
+
+class Ascent:
+    """The dual of a problem without a budget.
+
+    Attributes:
+        x, again: decisions by op. order: all of them, as a sweep visits them. groups: with all
+            potentials. worth: of memory. num_sweeps: so far.
+    """
+
+    def __init__(self, problem: Problem, balance: OverlapWeights = COMPUTE_BOUND) -> None:
+        problem = at_best(problem)
+        self.problem, self.balance, self.worth = problem, balance, MemoryPrices(problem)
+        builder = _GroupBuilder(problem, balance)
+        self.x, self.again, self.groups = builder.x, builder.again, builder.groups
+        self.order = builder.place_decisions()
+        self._turns = _find_turns(self.order, self.groups)
+        self.num_sweeps = 0
+
+    @property
+    def bound_s(self) -> float:
+        """What the potentials prove."""
+        return sum(decision.least for decision in self.order) - self.worth.given_s
+
+    @property
+    def num_strategies(self) -> int:
+        """Strategies of all decisions together."""
+        return sum(len(decision.prices) for decision in self.order)
+
+    @property
+    def num_flows(self) -> int:
+        """Collectives times readers, over all groups."""
+        return sum(len(group.costs) * len(group.readers) for group in self.groups)
+
+    @property
+    def num_potentials(self) -> int:
+        """Potentials of useful layouts, over all groups."""
+        return sum(int(group.useful.sum()) * len(group.readers) for group in self.groups)
+
+    def reprice(self, worths_s: Mapping[str, float]) -> None:
+        """Change the prices of memory and keep the potentials.
+
+        Args:
+            worths_s: budget row → seconds that the whole budget is worth there.
         """
-        there, back = ([list[Turn]() for _ in self.order] for _ in range(2))
-        before, after = ([0] * len(self.order) for _ in range(2))
+        before, self.worth = self.worth, MemoryPrices(self.problem, worths_s)
+        for n, decision in enumerate(self.x):
+            decision.reprice(self.worth.of_ops[n] - before.of_ops[n])
+        for n, decision in self.again.items():
+            decision.reprice(
+                self.worth.of_again.get(n, 0.0)
+                - before.of_again.get(n, np.zeros(len(decision.prices)))
+            )
+        for group in self.groups:
+            group.reprice(float(self.worth.of_kept[group.variant] - before.of_kept[group.variant]))
+
+    def potentials(self) -> Potentials:
+        """Copy the state of all decisions and groups, for `go_back`."""
+        decisions = [(decision.prices, decision.costs.copy()) for decision in self.order]
+        return Potentials(self.num_sweeps, decisions, [group.state() for group in self.groups])
+
+    def go_back(self, problem: Problem, potentials: Potentials) -> None:
+        """Restore potentials from before memory had a price, for a problem that differs only in
+        its moments."""
+        self.problem = at_best(problem)
+        self.worth, self.num_sweeps = MemoryPrices(self.problem), potentials.num_sweeps
+        for decision, (prices, costs) in zip(self.order, potentials.decisions, strict=True):
+            decision.prices, decision.costs = prices, costs.copy()
+        for group, state in zip(self.groups, potentials.groups, strict=True):
+            group.go_back(state)
+
+    def sweep(self) -> None:
+        """Visit all decisions in order, then in reverse order, and raise the bound at each."""
+        self.num_sweeps += 1
+        there, back = self._turns
+        for turns, order in ((there, self.order), (back, self.order[::-1])):
+            for decision in order:
+                for i, (reader, up) in enumerate(turns[decision.place]):
+                    left = decision.share / max(
+                        1.0 - i * decision.share, decision.share
+                    )  # so that all get the same
+                    change = reader.raise_worth if up else reader.lower_worth
+                    change(_shares_at(decision, left))
+
+    def multipliers(self) -> Multipliers:
+        """The potentials, from here on as short as a plan keeps them, and what they prove.
+
+        Readers give all their leeway first, so that fewer potentials are left.
+        """
         for group in self.groups:
             for reader in group.readers:
-                source, own = (
-                    max(s.decision.place for s in group.sources),
-                    reader.side.decision.place,
-                )
-                if source != own:
-                    there[min(source, own)].append((reader, source < own))
-                    back[max(source, own)].append((reader, source > own))
-                for side in group.sources:
-                    first, last = sorted((side.decision.place, own))
-                    after[first] += 1
-                    before[last] += 1
+                reader.lower_worth(lambda _: 1.0)
         for decision in self.order:
-            decision.share = 1.0 / max(after[decision.place], before[decision.place], 1)
-        return there, back
+            decision.costs = decision.prices.copy()
+        potentials: dict[tuple[int, int, int, int], float] = {}
+        for group in self.groups:
+            worths = group.short()
+            group.begin()
+            for reader, worth in zip(group.readers, worths, strict=True):
+                reader.set(worth)
+                key = group.variant, int(group.late), reader.use
+                potentials |= {
+                    (*key, i): float(worth[i]) for i in np.flatnonzero(worth[: group.num]).tolist()
+                }
+        bound = self.bound_s - sum(group.lost() for group in self.groups) - self.worth.reserved_s
+        penalties = {n: tuple((each.costs - each.least).tolist()) for n, each in enumerate(self.x)}
+        return Multipliers(
+            max(bound, 0.0),
+            potentials,
+            self.worth.worths_s,
+            self.balance,
+            penalties_s=penalties,
+        )

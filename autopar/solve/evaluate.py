@@ -56,13 +56,13 @@ def balance_trees(
     tried, loads = [first], [load(first)]
     outlasted = loads[0].outlasts_compute(slowdown)
     bounds = [(0.0, 1.0) if said else (1.0, 1.0) for said in outlasted]
-    open_ = range(len(first))
+    open_: Sequence[int] = range(len(first))
     for _ in range(1 + _HALVES if any(outlasted) else 0):
         balance = _middle(bounds) if len(tried) > 1 else (bounds[0][0], bounds[1][0])
         found = {v: at(v, balance) for v in open_}
         tried.append([found.get(v, moves) for v, moves in enumerate(first)])
         loads.append(load(tried[-1]))
-        open_ = [v for v in open_ if len(tried) > 2 or found[v] != first[v]]  # type: ignore[assignment]
+        open_ = [v for v in open_ if len(tried) > 2 or found[v] != first[v]]
         bounds = [
             _narrow_bounds(*each)
             for each in zip(bounds, balance, loads[-1].outlasts_compute(slowdown), strict=True)

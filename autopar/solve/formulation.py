@@ -44,7 +44,7 @@ Objective, with the prices of `autopar.solve.prices`:
     minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] + Σ count·price·h[v,l]
              − what overlap kernels save
 
-Early communication that outlasts the compute next to it is added by `autopar.solve.overlap_rows`.
+Early communication that outlasts the compute next to it is added by `autopar.solve.lazy_rows`.
 
 The flow form (3) has the same relaxation value as a table of layout pairs with far fewer variables,
 and finds chains of collectives by itself. Two readers share without rows (2): f[c,a] = g[a] +
@@ -254,9 +254,9 @@ class Formulation(KernelRows):
                     (v, layout, 0),
                     [*kept, *((variable, -c) for variable, c in first + arriving.get(layout, []))],
                 )
-                for i, terms in enumerate(self.scattered.get((v, layout), ())):
+                for i, terms in enumerate(self.kernel_terms.scattered.get((v, layout), ())):
                     self._whole((v, layout, i), [*kept, *terms], supply[layout])
-                for i, terms in enumerate(self.unseen.get((v, layout), ())):
+                for i, terms in enumerate(self.kernel_terms.unseen.get((v, layout), ())):
                     self._row((UNSEEN, v, layout, i), [*kept, *terms], AT_MOST, 1)
                 if free:
                     self._tighter(

@@ -88,13 +88,13 @@ class _Settled:
         """Seconds of the cheapest collectives from any of these layouts to each layout."""
         costs = np.full(len(group.useful), np.inf)
         costs[layouts] = 0.0
-        return np.minimum(group.spread(costs, group.costs), _NEVER)
+        return np.minimum(group.arcs.spread(costs, group.costs), _NEVER)
 
     def _costs_to(self, group: ReaderGroup, layout: int) -> Floats:
         """Seconds of the cheapest collectives from each layout to this one."""
         costs = np.full(len(group.useful), -np.inf)
         costs[layout] = 0.0
-        return np.minimum(-group.draw(costs, group.costs), _NEVER)
+        return np.minimum(-group.arcs.draw(costs, group.costs), _NEVER)
 
 
 def decide_greedily(ascent: Ascent, *, back: bool = False) -> tuple[int, ...]:

@@ -172,6 +172,38 @@ class Found:
     bound: float
 
 
+class TimeLimit:
+    """The time that the runs of a search may take together.
+
+    Attributes:
+        waits: whether runs go on when it is over, since there is nothing yet to end with.
+        timed_out: whether it has ended a run.
+    """
+
+    def __init__(self, limit_s: float = math.inf) -> None:
+        self._end = time.monotonic() + limit_s
+        self.timed_out = self.waits = False
+
+    def left_s(self) -> float:
+        """Seconds that the next run may take."""
+        return math.inf if self.waits else max(self._end - time.monotonic(), 0.1)
+
+    def note(self, status: highspy.HighsModelStatus) -> None:
+        """Log, once, that the time limit ended a run: only work, not time, is the same from run to
+        run."""
+        if status == highspy.HighsModelStatus.kTimeLimit and not self.timed_out:
+            self.timed_out = True
+            log.warning("the time limit ended a search: the plan may be another in the next run")
+
+
+@dataclass(frozen=True, slots=True)
+class Vertex:
+    """Where the simplex method ended, and how many steps it took to come there."""
+
+    basis: highspy.HighsBasis | None = None
+    num_iterations: int = 0
+
+
 class Engine:
     """HiGHS, one thread, on one program.
 
@@ -180,7 +212,7 @@ class Engine:
             work: where runs are counted.
 
     Attributes:
-        waits: whether runs go on when that is over, since there is nothing yet to end with.
+        vertex: the last one of the relaxation without further rows.
     """
 
     def __init__(
@@ -204,32 +236,16 @@ class Engine:
             np.array(model.upper),
         )
         self.begun = Begun(self.rows)
-        self.time_limit_s, self._end = time_limit_s, time.monotonic() + time_limit_s
-        self.timed_out = self.waits = False
+        self.limit = TimeLimit(time_limit_s)
         self.work = work or SimplexWork()
-        self.basis: highspy.HighsBasis | None = (
-            None  # of the last vertex of the relaxation without further rows, and the steps to it
-        )
-        self.num_iterations = 0
+        self.vertex = Vertex()
 
     def again(self, time_limit_s: float = math.inf) -> Engine:
         """Copy the engine with its costs and its vertex, for another search."""
         found = copy.copy(self)
         found.cost = self.cost.copy()
-        found.time_limit_s, found._end = time_limit_s, time.monotonic() + time_limit_s
-        found.timed_out = found.waits = False
+        found.limit = TimeLimit(time_limit_s)
         return found
-
-    def left_s(self) -> float:
-        """Seconds that the next run may take."""
-        return math.inf if self.waits else max(self._end - time.monotonic(), 0.1)
-
-    def note(self, status: highspy.HighsModelStatus) -> None:
-        """Log, once, that the time limit ended a run: only work, not time, is the same from run to
-        run."""
-        if status == highspy.HighsModelStatus.kTimeLimit and not self.timed_out:
-            self.timed_out = True
-            log.warning("the time limit ended a search: the plan may be another in the next run")
 
     def begin(self, duals: Floats) -> None:
         """Have relaxations begin at these duals of the program's rows."""
@@ -264,10 +280,8 @@ class Engine:
             return None
         solution = highs.getSolution()
         if extra is None and not interior:
-            self.basis, self.num_iterations = (
-                highs.getBasis(),
-                max(highs.getInfo().simplex_iteration_count, 0),
-            )
+            steps = max(highs.getInfo().simplex_iteration_count, 0)
+            self.vertex = Vertex(highs.getBasis(), steps)
         duals = np.array(solution.row_dual)
         bound, reduced, duals = proof(cost, rows, duals if interior else self.begun.duals(duals))
         values = np.array(solution.col_value)[: len(cost)]
@@ -336,7 +350,7 @@ class Engine:
         self, lp: highspy.HighsLp, options: Options, start: Floats | None = None
     ) -> highspy.Highs:
         highs = highspy.Highs()
-        shared: Options = {"output_flag": False, "threads": 1, "time_limit": self.left_s()}
+        shared: Options = {"output_flag": False, "threads": 1, "time_limit": self.limit.left_s()}
         for name, value in {**shared, **options}.items():
             highs.setOptionValue(name, value)
         highs.passModel(lp)
@@ -345,7 +359,7 @@ class Engine:
             solution.col_value = list(start)
             highs.setSolution(solution)
         highs.run()
-        self.note(highs.getModelStatus())
+        self.limit.note(highs.getModelStatus())
         info = highs.getInfo()
         self.work.add(
             lp.num_col_,
@@ -427,7 +441,7 @@ class Live:
             engine.rows if duals is None else engine.rows.plus(extra),
         )
         self._begun = engine.begun if duals is None else Begun(self.rows, duals)
-        self.num_iterations, self._engine = engine.num_iterations, engine
+        self.num_iterations, self._engine = engine.vertex.num_iterations, engine
         self._numbers = np.arange(len(self.cost), dtype=np.int32)
         self._bounds = np.zeros(len(self.cost)), np.ones(len(self.cost))
         self._highs = highspy.Highs()
@@ -436,14 +450,14 @@ class Live:
             self._highs.setOptionValue(name, value)
         self._highs.passModel(self._begun.lp(self.cost, self.rows))
         if duals is None:
-            if engine.basis is not None:
-                self._highs.setBasis(engine.basis)
+            if engine.vertex.basis is not None:
+                self._highs.setBasis(engine.vertex.basis)
             self.add(extra)
 
     @property
     def is_over(self) -> bool:
         """Whether the engine's time ran out, or its work is done."""
-        return self._engine.timed_out or self._engine.work.is_over
+        return self._engine.limit.timed_out or self._engine.work.is_over
 
     def add(self, rows: Rows) -> None:
         """Append rows to the relaxation."""
@@ -475,13 +489,15 @@ class Live:
         self._highs.setOptionValue(
             "simplex_iteration_limit", min(most, self._engine.work.steps_left(len(self.cost)))
         )
-        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + self._engine.left_s())
+        self._highs.setOptionValue(
+            "time_limit", self._highs.getRunTime() + self._engine.limit.left_s()
+        )
         self._highs.run()
         status, solution = self._highs.getModelStatus(), self._highs.getSolution()
         steps = max(self._highs.getInfo().simplex_iteration_count, 0)
         self.num_iterations += steps
         self._engine.work.add(len(self.cost), steps)
-        self._engine.note(status)
+        self._engine.limit.note(status)
         if status == _STATUS.kInfeasible:
             return None
         found = self._begun.duals(np.array(solution.row_dual))

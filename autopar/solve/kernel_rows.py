@@ -41,15 +41,28 @@ RowKey = tuple[int, ...]
 position."""
 
 
+@dataclass(frozen=True, slots=True)
+class KernelTerms:
+    """Terms of kernels that are collected for rows of several variants.
+
+    Attributes:
+        scattered: variant and layout → kernels that scatter it, by collective. unseen: the same of
+            kernels that do what its reader would.
+        ways: product → kind of collective → what does one.
+    """
+
+    scattered: dict[tuple[int, int], list[Terms]] = field(default_factory=dict)
+    unseen: dict[tuple[int, int], list[Terms]] = field(default_factory=dict)
+    ways: dict[tuple[int, bool], dict[str, list[Terms]]] = field(default_factory=dict)
+
+
 @dataclass
 class KernelRows:
     """The part of a program that holds the rows of kernels and routes.
 
     Attributes:
         loads: what a variable stands for, where that takes time.
-        scattered: variant and layout → kernels that scatter it, by collective. unseen: the same of
-            kernels that do what its reader would.
-        ways: product → kind of collective → what does one.
+        kernel_terms: for rows (12), (15) and (18).
     """
 
     problem: Problem
@@ -59,9 +72,7 @@ class KernelRows:
     regions: dict[int, Column] = field(default_factory=dict)
     keys: list[RowKey] = field(default_factory=list)
     loads: list[tuple[Column, Load]] = field(default_factory=list)
-    scattered: dict[tuple[int, int], list[Terms]] = field(default_factory=dict)
-    unseen: dict[tuple[int, int], list[Terms]] = field(default_factory=dict)
-    ways: dict[tuple[int, bool], dict[str, list[Terms]]] = field(default_factory=dict)
+    kernel_terms: KernelTerms = field(default_factory=KernelTerms)
     _count: int = 0
 
     def _binary(self, name: str) -> Column:
@@ -127,14 +138,14 @@ class KernelRows:
         v = key[0]
         graph = self.problem.values[self.problem.variants[v].value].graph
         first = graph.arcs[kernel.hides[0].arc]
-        ways = self.ways.setdefault((kernel.product[0], kernel.again), {})
+        ways = self.kernel_terms.ways.setdefault((kernel.product[0], kernel.again), {})
         ways.setdefault(first.collective.kind, []).append(terms)
         strategies = self._products(v, kernel, product)
         self._row((PRODUCT, *key), [*terms, *((x, -c) for x, c in strategies)], AT_MOST, 0)
         if addends := self._addends(kernel):
             self._row((ADDEND, *key), [*terms, *((x, -1) for x in addends)], AT_MOST, 0)
         if kernel.also:
-            self.unseen.setdefault((v, first.dst), []).append(terms)
+            self.kernel_terms.unseen.setdefault((v, first.dst), []).append(terms)
         for op, readers in self._also(kernel):
             self._row((ALSO, *key, op), [*terms, *((x, -1) for x in readers)], AT_MOST, 0)
 
@@ -162,7 +173,7 @@ class KernelRows:
         for i, use in enumerate(uses):
             self._whole((*group, a, i), [*terms, *use], supply[source])
         if not late:
-            self.scattered.setdefault((v, source), []).append(terms)
+            self.kernel_terms.scattered.setdefault((v, source), []).append(terms)
 
     def _products(self, v: int, kernel: OverlapKernel, variables: list[Column]) -> Terms:
         """The strategies with which an op's product can do a kernel's collectives, per tensor of
@@ -171,7 +182,7 @@ class KernelRows:
 
     def _ways(self) -> None:
         """Rows (15), when all variants have theirs."""
-        for product, ways in self.ways.items():
+        for product, ways in self.kernel_terms.ways.items():
             for i, (a, b) in enumerate(itertools.product(*ways.values()) if len(ways) == 2 else ()):
                 self._row((WAY, *product, i), [*a, *b], AT_MOST, 1)
 

@@ -97,68 +97,47 @@ class Side:
         return (least - self.decision.least) / self.often
 
 
-@dataclass(eq=False, slots=True)
-class ReaderGroup:
-    """The collectives that a tensor's readers of one phase share.
+@dataclass(frozen=True, eq=False, slots=True)
+class GroupArcs:
+    """The collectives of a group, by their heads; each array has an entry per collective.
 
     Attributes:
-        useful: layouts that are read, or lead to some that are.
-        tails, heads, costs: of the collectives, by their heads.
+        tails, heads: the layouts between which it leads.
+        costs: seconds where memory costs nothing.
         weights: how much of the bound is lost per second by which potentials rise too far.
         sizes, most_s: bytes of what is kept, and what it costs at most: to store it on the hosts.
-        rises: by how much the potentials of all readers rise over each; kept where there are
-            several readers.
     """
 
-    variant: int
-    late: bool
-    useful: NDArray[np.bool_]
     tails: Ints
     heads: Ints
     costs: Floats
     weights: Floats
     sizes: Floats
     most_s: Floats
-    num: int
-    sources: list[Side] = field(default_factory=list)
-    readers: list[PricedReader] = field(default_factory=list)
-    rises: Floats = field(init=False)
-    _priced: Floats = field(init=False)
-    _to: tuple[Ints, Ints] = field(init=False)
-    _from: tuple[Ints, Ints] = field(init=False)
-    _by_tail: Ints = field(init=False)
+    _to: tuple[Ints, Ints]
+    _from: tuple[Ints, Ints]
+    _by_tail: Ints
 
-    def __post_init__(self) -> None:
-        order = np.argsort(self.heads, kind="stable")
-        for name in ("tails", "heads", "costs", "weights", "sizes", "most_s"):
-            setattr(self, name, getattr(self, name)[order])
-        self._priced = self.costs
-        self.rises = np.zeros(len(order))
-        self._by_tail = np.argsort(self.tails, kind="stable")
-        self._to, self._from = (
-            np.unique(ends, return_index=True) for ends in (self.heads, self.tails[self._by_tail])
+    @staticmethod
+    def of(
+        tails: Ints, heads: Ints, costs: Floats, weights: Floats, sizes: Floats, most_s: Floats
+    ) -> GroupArcs:
+        """Sort collectives by their heads."""
+        order = np.argsort(heads, kind="stable")
+        tails, heads = tails[order], heads[order]
+        by_tail = np.argsort(tails, kind="stable")
+        to, come = (np.unique(ends, return_index=True) for ends in (heads, tails[by_tail]))
+        return GroupArcs(
+            tails,
+            heads,
+            costs[order],
+            weights[order],
+            sizes[order],
+            most_s[order],
+            to,
+            come,
+            by_tail,
         )
-
-    def begin(self) -> None:
-        """Set all potentials to 0. The caller resets the costs of decisions."""
-        self.rises[:] = 0.0
-        for reader in self.readers:
-            reader.worth, reader.risen = np.zeros(len(self.useful)), np.zeros(len(self.costs))
-
-    def state(self) -> tuple[Floats, Floats, Floats, list[tuple[Floats, Floats]]]:
-        """Copy prices, costs and potentials, for `go_back`."""
-        return (
-            self._priced,
-            self.costs,
-            self.rises.copy(),
-            [(reader.worth, reader.risen) for reader in self.readers],
-        )
-
-    def go_back(self, state: tuple[Floats, Floats, Floats, list[tuple[Floats, Floats]]]) -> None:
-        """Restore a saved state. The costs of decisions are not changed."""
-        self._priced, self.costs, self.rises = state[0], state[1], state[2].copy()
-        for reader, (worth, risen) in zip(self.readers, state[3], strict=True):
-            reader.worth, reader.risen = worth, risen
 
     def spread(self, least: Floats, costs: Floats) -> Floats:
         """Relax the cost of each layout over the collectives that lead to it, until none changes
@@ -198,6 +177,59 @@ class ReaderGroup:
             most[come] = np.maximum(most[come], found)
         return most
 
+
+GroupState = tuple[Floats, Floats, Floats, list[tuple[Floats, Floats]]]
+"""A group's prices, costs and rises, and each reader's potentials and rises."""
+
+
+@dataclass(eq=False, slots=True)
+class ReaderGroup:
+    """What a tensor's readers of one phase share.
+
+    Attributes:
+        useful: layouts that are read, or lead to some that are. num: layouts, without those of
+            versions.
+        costs: of the collectives, at today's price of memory.
+        rises: by how much the potentials of all readers rise over each collective; kept where
+            there are several readers.
+    """
+
+    variant: int
+    late: bool
+    useful: NDArray[np.bool_]
+    num: int
+    arcs: GroupArcs
+    sources: list[Side] = field(default_factory=list)
+    readers: list[PricedReader] = field(default_factory=list)
+    costs: Floats = field(init=False)
+    rises: Floats = field(init=False)
+    _priced: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._priced = self.costs = self.arcs.costs
+        self.rises = np.zeros(len(self.costs))
+
+    def begin(self) -> None:
+        """Set all potentials to 0. The caller resets the costs of decisions."""
+        self.rises[:] = 0.0
+        for reader in self.readers:
+            reader.worth, reader.risen = np.zeros(len(self.useful)), np.zeros(len(self.costs))
+
+    def state(self) -> GroupState:
+        """Copy prices, costs and potentials, for `go_back`."""
+        return (
+            self._priced,
+            self.costs,
+            self.rises.copy(),
+            [(reader.worth, reader.risen) for reader in self.readers],
+        )
+
+    def go_back(self, state: GroupState) -> None:
+        """Restore a saved state. The costs of decisions are not changed."""
+        self._priced, self.costs, self.rises = state[0], state[1], state[2].copy()
+        for reader, (worth, risen) in zip(self.readers, state[3], strict=True):
+            reader.worth, reader.risen = worth, risen
+
     def short(self) -> list[Floats]:
         """Each reader's potentials, rounded to few digits. All are first scaled down by a small
         share, so that after rounding they rise by no more than collectives cost."""
@@ -209,7 +241,7 @@ class ReaderGroup:
         unit = (
             _GIVEN
             / len(worths)
-            * float(self.costs[(self.costs > 0.0) & (self.sizes == 0.0)].min(initial=np.inf))
+            * float(self.costs[(self.costs > 0.0) & (self.arcs.sizes == 0.0)].min(initial=np.inf))
         )
         unit = max(min(unit, _GIVEN * max(float(worth.max()) for worth in worths)), _FINEST)
         per_unit = 10.0 ** math.ceil(-math.log10(unit))
@@ -218,9 +250,9 @@ class ReaderGroup:
     def reprice(self, per_byte: float) -> None:
         """Add seconds per byte to the cost of kept versions, and lower the potentials of versions
         to match (`at_rest`)."""
-        self._priced = self._priced + per_byte * self.sizes
-        self.costs = np.minimum(self._priced, self.most_s)
-        if self.sizes.any():
+        self._priced = self._priced + per_byte * self.arcs.sizes
+        self.costs = np.minimum(self._priced, self.arcs.most_s)
+        if self.arcs.sizes.any():
             for reader, worth in zip(
                 self.readers, self.at_rest([reader.worth for reader in self.readers]), strict=True
             ):
@@ -229,10 +261,10 @@ class ReaderGroup:
     def at_rest(self, worths: Sequence[Floats]) -> list[Floats]:
         """Lower the potentials of versions as far as the rows allow: Σ_c π[c,l] less the cost of
         keeping l, divided among the readers in proportion."""
-        keeps = self.tails >= self.num
+        keeps = self.arcs.tails >= self.num
         if not keeps.any():
             return [*worths]
-        to, at = self.heads[keeps], self.tails[keeps]
+        to, at = self.arcs.heads[keeps], self.arcs.tails[keeps]
         total = sum(worths, np.zeros(len(self.useful)))[to]
         left = np.maximum(0.0, total - self.costs[keeps]) / np.where(total > 0.0, total, 1.0)
         found = [worth.copy() for worth in worths]
@@ -244,7 +276,7 @@ class ReaderGroup:
         """Seconds of the bound that are lost because potentials rise by more than collectives
         cost."""
         rises = sum((reader.rise() for reader in self.readers), np.zeros(len(self.costs)))
-        return float(self.weights @ np.maximum(0.0, rises - self.costs))
+        return float(self.arcs.weights @ np.maximum(0.0, rises - self.costs))
 
 
 @dataclass(eq=False, slots=True)
@@ -268,7 +300,8 @@ class PricedReader:
 
     def rise(self) -> Floats:
         """By how much π rises over each collective; 0 where it falls."""
-        return np.maximum(0.0, self.worth[self.group.heads] - self.worth[self.group.tails])
+        arcs = self.group.arcs
+        return np.maximum(0.0, self.worth[arcs.heads] - self.worth[arcs.tails])
 
     def raise_worth(self, share: Share) -> None:
         """Raise π by a share of the leeway of all sources (see the module)."""
@@ -277,14 +310,14 @@ class PricedReader:
             more[source.layouts] = np.minimum(
                 more[source.layouts], share(source.decision) * source.leeway()
             )
-        found = self.group.spread(self.worth + more, self._room())
+        found = self.group.arcs.spread(self.worth + more, self._room())
         self.set(np.where(np.isinf(found), self.worth, found))
 
     def lower_worth(self, share: Share) -> None:
         """Lower π by a share of the reader's leeway (see the module)."""
         found, at = np.full(len(self.worth), -np.inf), self.side.layouts
         found[at] = self.worth[at] - share(self.side.decision) * self.side.leeway()
-        found = self.group.draw(found, self._room())
+        found = self.group.arcs.draw(found, self._room())
         floor = 0.0 if self.group.late else float(found[np.isfinite(found)].min())
         self.set(np.where(np.isinf(found), np.minimum(self.worth, floor), np.maximum(found, floor)))
 

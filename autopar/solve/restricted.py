@@ -18,10 +18,9 @@ from autopar.solve.bounds import Incumbent, Proven
 from autopar.solve.dual_ascent import Ascent
 from autopar.solve.formulation import FLOW, SCALE, Formulation
 from autopar.solve.highs import Engine, Live, Point
-from autopar.solve.lazy_rows import Incoming
+from autopar.solve.lazy_rows import Excess, Incoming
 from autopar.solve.lp import Columns, Floats, Rows
 from autopar.solve.multipliers import complete_duals
-from autopar.solve.overlap_rows import Excess
 
 _RUNGS = (2000, 4000, 8000)  # columns
 SMALL = 4000  # columns: below, one program over all is cheaper than several
@@ -33,13 +32,16 @@ _WIDE_SHARE = 1e-3  # the same, of a program that is not large
 _USED = 1e-6  # of a column: from here on a solution takes it
 
 
+def is_large(engine: Engine) -> bool:
+    """Whether a program is large (see `LARGE`)."""
+    return len(engine.names) >= LARGE
+
+
 @dataclass
 class Climb:
     """The restricted programs of one search; each method returns rows that are to come in, and
     ends where there are some."""
 
-    program: Formulation
-    engine: Engine
     extra: Incoming
     proven: Proven
     gap: float
@@ -56,10 +58,11 @@ class Climb:
         if self.plans.is_close():
             return []
         if point is not None:
-            broken = self.from_vertex(point, free, soon=self._is_large)
-            if broken or self.plans.is_close() or self._is_large:
+            soon = is_large(self.extra.engine)
+            broken = self.from_vertex(point, free, soon=soon)
+            if broken or self.plans.is_close() or soon:
                 return broken
-        relaxation = self.engine.relax(self.extra.matrix(self.extra.active), interior=True)
+        relaxation = self.extra.engine.relax(self.extra.matrix(self.extra.active), interior=True)
         for most in rungs or _RUNGS:
             if (
                 relaxation is None
@@ -104,7 +107,7 @@ class Climb:
         if seen in self._seen:
             return []
         self._seen.add(seen)
-        found = self.engine.solve_restricted(
+        found = self.extra.engine.solve_restricted(
             columns,
             self.extra.matrix(self.extra.active),
             gap=min(self.gap / 10, 1e-3),
@@ -125,7 +128,7 @@ class Climb:
                 take long; by default that one's do.
         """
         budget = self.extra.matrix(self.extra.active)
-        relaxation = self.engine.relax(budget) if point is None else point
+        relaxation = self.extra.engine.relax(budget) if point is None else point
         if self.plans.is_close() or relaxation is None:
             return []
         room = self.plans.best_s * SCALE - relaxation.bound
@@ -133,7 +136,7 @@ class Climb:
         if self._has_plan and columns.sum() > SMALL:
             return []
         whole = ~self.extra.with_excess(np.zeros(len(columns), bool)) if self.extra.phases else None
-        found = self.engine.solve_restricted(
+        found = self.extra.engine.solve_restricted(
             columns,
             budget,
             gap=self.gap,
@@ -148,10 +151,6 @@ class Climb:
         return broken
 
     @property
-    def _is_large(self) -> bool:
-        return len(self.engine.names) >= LARGE
-
-    @property
     def _has_plan(self) -> bool:
         return bool(np.isfinite(self.plans.best_s))
 
@@ -159,8 +158,8 @@ class Climb:
         """Search over the strategies that a solution takes, whole or in part, without the columns
         that no better plan has."""
         columns = point.reduced <= self.plans.best_s * SCALE - point.bound
-        for row in self.program.x:
-            places = np.array([self.engine.column[v.name] for v in row], np.int32)
+        for row in self.extra.program.x:
+            places = np.array([self.extra.engine.column[v.name] for v in row], np.int32)
             columns[places[known[places] <= _USED]] = False
         return self.over(self.extra.with_excess(columns))
 
@@ -172,7 +171,7 @@ class Climb:
 # --------------------------------------------------------------------------------------------------
 # The balance of large programs, found without dense rows.
 #
-# A row over all columns (`autopar.solve.overlap_rows`) makes each step of the simplex method as
+# A row over all columns (`autopar.solve.lazy_rows`) makes each step of the simplex method as
 # dear as the program is large. So the whole program is solved at the prices of a balance, by a live
 # relaxation that knows its basis; then the rows over the few columns whose reduced cost was small
 # at a balance so far, which takes a twentieth of the time; its duals are the next balance. The

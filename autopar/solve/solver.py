@@ -12,7 +12,7 @@ from autopar.core.problem import Problem
 from autopar.core.solution import FractionalGroups, Solution
 from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.errors import InfeasibleError, size_text
-from autopar.solve.branch_and_cut import BranchAndCut
+from autopar.solve.branch_and_cut import BranchAndCut, SearchRequest
 from autopar.solve.common import Common
 from autopar.solve.evaluate import Evaluation, evaluate, evaluate_choices
 from autopar.solve.greedy import quick
@@ -182,7 +182,7 @@ def choices_or_least(
         known = quick(problem, gap)
         if known is not None and known.close and known.answer is not None:
             return without_idle(problem, known.answer)
-        search = BranchAndCut(
+        request = SearchRequest(
             problem,
             gap,
             max_nodes,
@@ -195,6 +195,7 @@ def choices_or_least(
             common or Common(),
             met,
         )
+        search = BranchAndCut(request)
         choices, bound_s, proven = search.run(), search.proven.bound_s, search.infeasible
         proven_by = search.proven.multipliers() if choices is None and not proven else None
         if search.least is not None and bound_only:

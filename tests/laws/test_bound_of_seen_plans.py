@@ -137,7 +137,7 @@ def test_no_plan_is_below_the_bound_of_a_budget_that_it_fits(kind: str, mesh: in
         ("reads a view", "autopar.sharding.clusters.Storages.are_full", lambda self, refs: False),
         (
             "ends with a view",
-            "autopar.cost.keeping._is_view",
+            "autopar.cost.tensor_values._is_view",
             lambda cluster: False,
         ),  # a layer's end is kept beside what it is a view of
     ],

@@ -762,7 +762,7 @@ def test_what_certainly_lives_at_a_moment_is_what_the_planner_says(
     priced = price(trace, classes_of(trace, SQUARE.shape), SQUARE, H100, budget_bytes=1)
     moments, facts = Moments(trace, Facts.of(trace), priced, SQUARE.shape), Facts.of(trace)
     liveness = Liveness(trace, priced)
-    certain = liveness.certain()
+    certain = liveness.certain
     assert (
         len(certain) > 7
         and liveness.returned

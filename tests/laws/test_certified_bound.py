@@ -22,7 +22,7 @@ from autopar.core.layout_graph import layout_graph
 from autopar.core.problem import Op, OpStrategy, Problem, Use, Value, Variant
 from autopar.core.solution import Multipliers
 from autopar.solve import evaluate, solve
-from autopar.solve.branch_and_cut import BranchAndCut
+from autopar.solve.branch_and_cut import BranchAndCut, SearchRequest
 from autopar.solve.formulation import SCALE, Formulation
 from autopar.solve.highs import Engine, Live, Point
 from autopar.solve.lazy_rows import budget_matrix
@@ -221,16 +221,18 @@ def test_of_two_vertices_the_one_that_proves_more_is_kept_and_proves_what_its_re
         (Case(1, LINE, True, 0.0), 168),
         (Case(0, SQUARE, True, 0.4), 80),
     ):
-        looked = BranchAndCut(replace(case.problem(budget), moments=()), 0.0, 200, 60.0)
+        looked = BranchAndCut(
+            SearchRequest(replace(case.problem(budget), moments=()), 0.0, 200, 60.0)
+        )
         looked.run()
         found = looked.proven.multipliers()
         assert found is not None and looked.proven.vertex is not None
         first = multipliers(
-            looked.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {}
+            looked.extra.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {}
         )
         assert found.bound_s >= first.bound_s
-        assert found.bound_s == pytest.approx(looked.proven.relaxed / SCALE, rel=1e-3)
-        assert proven(looked.problem, found) >= found.bound_s * (1 - 1e-12)
+        assert found.bound_s == pytest.approx(looked.proven.relaxed.bound / SCALE, rel=1e-3)
+        assert proven(looked.request.problem, found) >= found.bound_s * (1 - 1e-12)
         later.append(found.bound_s > first.bound_s)
         kinds = [
             num + len(kind)
@@ -286,11 +288,11 @@ def test_what_versions_are_worth_to_backward_is_paid_for_in_forward(seed: int) -
         ),
         moments=(),
     )
-    looked = BranchAndCut(alone, 0.0, 200, 60.0)
+    looked = BranchAndCut(SearchRequest(alone, 0.0, 200, 60.0))
     best = looked.run()
     assert best is not None and looked.proven.vertex is not None
     plain = multipliers(
-        looked.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {}
+        looked.extra.program, looked.engine, (1.0, 1.0), looked.proven.vertex, Rows.of([]), {}
     )
     program, engine, point = at_prices(alone, (1.0, 1.0))
     for known in (plain, multipliers(program, engine, (1.0, 1.0), point.duals, Rows.of([]), {})):

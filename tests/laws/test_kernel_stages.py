@@ -287,11 +287,13 @@ def test_a_stage_that_offers_kernels_the_whole_lacks_is_found(
     all_of = offers._Offers.all
 
     def generous(self: Any) -> Any:
-        crossing = {
-            *(i.node for i in self.trace.inputs if i.crosses),
-            *(o.tangent for o in self.trace.outputs if o.crosses),
+        nodes = self.index.nodes
+        made_here = {
+            name: phase
+            for name, phase in self.index.phases.items()
+            if nodes[name].op == "call_function"
         }
-        self.phases = {name: phase for name, phase in self.phases.items() if name not in crossing}
+        self.index = replace(self.index, phases=made_here)
         self.sources = [replace(source, crosses=False) for source in self.sources]
         return all_of(self)
 

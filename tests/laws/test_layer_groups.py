@@ -21,7 +21,7 @@ from autopar.cost.memory import Liveness
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import PlanError
-from autopar.planner import Planned, PlanOptions, make_plan, rounds, solving
+from autopar.planner import Planned, PlanOptions, make_plan, rounds
 from autopar.plans import Plan
 from autopar.program.peak_memory import trace_peak
 from autopar.sharding import Forced, Starts, apart, classes_of
@@ -70,7 +70,7 @@ def solved(starts: Starts, gap: float = GAP) -> Solution:
     priced = price(
         trace, classes, MESH, PROFILE, budget_bytes=budget(), optimizer="sgd", forced=forced
     )
-    problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain()))
+    problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain))
     return solve(problem, gap=gap)
 
 
@@ -227,7 +227,7 @@ def test_a_search_that_ends_early_says_which_ops_it_would_have_apart() -> None:
     priced = price(
         trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd"
     )
-    problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain()))
+    problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain))
     early = choices_or_least(problem, gap=1e-5, time_limit_s=60.0, solver="highs", whole=False)
     assert isinstance(early, Solution)
     assert early.mixed
@@ -245,7 +245,7 @@ def test_a_search_that_meets_no_plan_says_which_ops_it_would_have_apart_without_
     priced = price(
         trace, classes_of(trace, MESH.shape), MESH, PROFILE, budget_bytes=budget(), optimizer="sgd"
     )
-    problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain()))
+    problem = replace(priced.problem, moments=tuple(Liveness(trace, priced).certain))
     monkeypatch.setattr(branch_and_cut, "SMALL", 0)
     monkeypatch.setattr(Incumbent, "_consider", meeting_none)
     monkeypatch.setattr(Climb, "over", lambda climb, columns: pytest.fail("a plan is looked for"))
@@ -269,7 +269,7 @@ def meeting_none(plans: Incumbent, *choices: Any) -> list[int]:
 def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
     """Have searches say which ops would decide apart without a plan, and the next one give a plan
     so many times as slow; whether each was for all layers alike."""
-    alike, answer = list[bool](), solving.choices_or_least
+    alike, answer = list[bool](), rounds.choices_or_least
 
     def without_plan(problem: Problem, *, whole: bool, **how: Any) -> object:
         found = answer(problem, whole=whole, **how)
@@ -283,7 +283,7 @@ def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
             else found
         )
 
-    monkeypatch.setattr(solving, "choices_or_least", without_plan)
+    monkeypatch.setattr(rounds, "choices_or_least", without_plan)
     return alike
 
 

@@ -18,8 +18,8 @@ from autopar.core.problem import MemoryPoint
 from autopar.core.solution import Solution
 from autopar.cost.gradient_dtypes import WIDENED
 from autopar.cost.memory import Liveness
-from autopar.cost.memory_lower_bound import surely
 from autopar.planner.learned_moments import Seen, by_trace_node, explain_peaks, over_budget
+from autopar.planner.min_memory import surely
 from autopar.plans import Plan
 from autopar.program.peak_memory import node_peaks, trace_peak
 from autopar.solve import Evaluation
@@ -103,8 +103,8 @@ def sizes(
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_what_is_certain_is_never_more_than_what_is_held(name: str, mesh: str) -> None:
     made, liveness = prepared(name, mesh)
-    certain = (*liveness.certain(), *surely(liveness))
-    assert len(certain) > 2 * len(liveness.certain()) > 0
+    certain = (*liveness.certain, *surely(liveness))
+    assert len(certain) > 2 * len(liveness.certain) > 0
     num_widened = 0
     keys = {n.name: n.meta["key"] for n in made.trace.graph.nodes if n.op == "call_function"}
     for seed, share in enumerate((0.0, 0.5, 1.0, 1.0, 0.9, 0.8)):

@@ -14,8 +14,8 @@ import pytest
 from test_solver_oracles import LINE, SQUARE, A, B, BruteForce, problem
 
 from autopar.core.problem import Problem
-from autopar.solve import part as solving
-from autopar.solve.part import PricedPart, least_of
+from autopar.solve import relaxation as solving
+from autopar.solve.relaxation import PricedPart, least_of
 
 ENOUGH = 10_000  # relaxations
 SEEDS = range(8)

@@ -49,6 +49,7 @@ from autopar.solve import (
     solve,
 )
 from autopar.solve import branching as tree
+from autopar.solve.branch_and_cut import SearchRequest
 from autopar.solve.formulation import SCALE
 
 SHAPE, LINE, SQUARE = (4, 4), (2,), (2, 2)
@@ -724,7 +725,7 @@ def test_wherever_a_search_begins_it_finds_and_proves_the_same(
     outlasted = 0
     for p in [replace(case.problem(front(case)[0][0]), moments=()) for case in BESIDE]:
         plain, begun = (
-            branch_and_cut.BranchAndCut(p, 0.0, 200, 60.0, likely=balance)
+            branch_and_cut.BranchAndCut(SearchRequest(p, 0.0, 200, 60.0, likely=balance))
             for balance in ((1.0, 1.0), likely)
         )
         first, second = plain.run(), begun.run()
@@ -745,12 +746,12 @@ def test_a_balance_that_is_sifted_for_proves_what_rows_over_all_columns_do(
         for case in BESIDE
         for budget in (AMPLE, front(case)[0][0])
     ]:
-        within = branch_and_cut.BranchAndCut(p, 0.0, 200, 60.0)
+        within = branch_and_cut.BranchAndCut(SearchRequest(p, 0.0, 200, 60.0))
         within.run()
         with monkeypatch.context() as patch:
             for module in (branch_and_cut, restricted):
                 patch.setattr(module, "LARGE", 0)
-            sifted = branch_and_cut.BranchAndCut(p, 0.0, 200, 60.0)
+            sifted = branch_and_cut.BranchAndCut(SearchRequest(p, 0.0, 200, 60.0))
             found = sifted.run()
         assert found is not None and within.plans.best is not None
         assert found.objective_s == pytest.approx(
@@ -758,9 +759,9 @@ def test_a_balance_that_is_sifted_for_proves_what_rows_over_all_columns_do(
         ) and found.bound_s <= found.objective_s * (1 + 1e-9)
         if within.extra.phases and {*within.extra.active} == {*sifted.extra.active}:
             outlasted += 1
-            assert sifted.proven.relaxed == pytest.approx(within.proven.relaxed, rel=3e-3), (
-                "relaxations, before any branching"
-            )
+            assert sifted.proven.relaxed.bound == pytest.approx(
+                within.proven.relaxed.bound, rel=3e-3
+            ), "relaxations, before any branching"
             ours, theirs = sifted.proven.multipliers(), within.proven.multipliers()
             assert (
                 ours is not None
@@ -845,8 +846,8 @@ def test_some_searches_for_a_plan_end_before_their_bound_is_near_and_some_need_n
     found = [plan_only(case.problem(budget)) for case in FAST for budget, _ in front(case)]
     assert any(isinstance(each, Solution) and each.unfinished for each in found)
     monkeypatch.setattr(
-        branch_and_cut.BranchAndCut,
-        "_within",
+        branch_and_cut.SearchRelaxation,
+        "add_rows",
         lambda *_: pytest.fail("rows came in one after another"),
     )
     refused = [plan_only(case.problem(int(front(case)[0][0] * 0.5))) for case in FAST]
@@ -949,9 +950,9 @@ def test_where_relaxations_of_a_tree_run_out_of_steps_the_bound_is_that_of_the_b
 @every_case
 def test_rows_against_mixtures_cut_off_no_choices(case: Case) -> None:
     for budget, best in front(case):
-        looked = branch_and_cut.BranchAndCut(case.problem(budget), 0.0, 200, 60.0)
-        plain = looked._relax()
-        tight = looked._within(list(range(len(looked.extra.rows))))
+        looked = branch_and_cut.BranchAndCut(SearchRequest(case.problem(budget), 0.0, 200, 60.0))
+        plain = looked.relaxation.solve_free()
+        tight = looked.relaxation.add_rows(list(range(len(looked.extra.rows))))
         assert plain is not None and tight is not None
         assert tight.bound <= best * SCALE * (1 + 1e-6) and plain.bound <= best * SCALE * (1 + 1e-6)
 

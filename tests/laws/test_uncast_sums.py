@@ -33,12 +33,12 @@ from autopar.core.layout_graph import neighbours
 from autopar.core.mesh import Mesh
 from autopar.cost import price as cost_price
 from autopar.cost.memory import Liveness
-from autopar.cost.memory_lower_bound import surely
 from autopar.cost.op_times import compute_time
 from autopar.cost.price import price
 from autopar.emit import phase as emit_phase
 from autopar.kernels.collectives import add_to, fake_groups
 from autopar.planner import Planned
+from autopar.planner.min_memory import surely
 from autopar.plans import Plan
 from autopar.program.abstract_executor import LiveBytes
 from autopar.program.executor import Executor
@@ -367,7 +367,7 @@ def test_no_row_of_memory_counts_a_copy_that_is_not_made() -> None:
         num_microbatches=NUM,
     )
     liveness = Liveness(trace, priced)
-    moments = (*liveness.certain(), *surely(liveness))
+    moments = (*liveness.certain, *surely(liveness))
     choices = solve(priced.problem)
     found = evaluate_choices(replace(priced.problem, moments=moments), choices)
     batch = {"x": torch.zeros(4, 2, 512)}

@@ -189,7 +189,7 @@ def load(rank: int, folder: str) -> dict[str, Any]:
 
 
 def _is_there(folder: str, name: str) -> bool:
-    from autopar.checkpoint.companion_states import read_others
+    from autopar.checkpoint.companions import read_others
 
     (place,) = autopar.Checkpoints(folder)._find_checkpoints().values()
     return name in read_others(place).kinds

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from autopar.checkpoint.companion_states import read_all_others
+from autopar.checkpoint.companions import read_all_others
 from autopar.checkpoint.files import ABOUT, OLD_VERSION, about_text, checksums
 from autopar.checkpoint.loading import load_parts, read_metadata
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autopar import HardwareProfile, hf
-from autopar.cli.cache_commands import clear_command
+from autopar.cli.commands import clear_command
 from autopar.cli.models import built, turning_of
 from autopar.cli.plan_command import _check_stages
 from autopar.cli.planning import _save
@@ -328,7 +328,7 @@ MODELS: dict[str, Program] = {
     "hf/specs.py parse 2": Program(
         _named("llama", "[8]"), '{"name": value, ...}', _named("llama", _TEXT, seq=4)
     ),
-    "cli/cache_commands.py clear_command 0": Program(
+    "cli/commands.py clear_command 0": Program(
         _cleared(False), "remove the folder", _cleared(True)
     ),
     "cli/models.py turning_of 0": Program(

@@ -175,7 +175,7 @@ PROGRAMS: dict[str, Program] = {
         "no init=False, no InitVar",
         captured(Called(_of_batch), Batch(torch.ones(8, 4))),
     ),
-    "capture/signature.py Border._known_buffers 0": Program(
+    "capture/capturing.py Border._known_buffers 0": Program(
         captured(Waiting()),
         "pass the number as a plain argument",
         captured(Waiting(), torch.ones(8, 4), 3),

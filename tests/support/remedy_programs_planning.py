@@ -100,7 +100,7 @@ PROGRAMS: dict[str, Program] = {
         "pass num_microbatches=1 and no pipeline",
         _written_to("plan.lp", num_microbatches=1),
     ),
-    "solve/lp_file.py write_lp 0": Program(
+    "solve/pulp_models.py write_lp 0": Program(
         _written_to("missing/plan.lp"), "check the path", _written_to("plan.lp")
     ),
     "capture/chunked_loss.py loss_alone 0": Program(

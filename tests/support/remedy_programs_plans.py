@@ -226,7 +226,7 @@ PROGRAMS: dict[str, Program] = {
         "pass num_microbatches=1",
         planned(Sized(), (X, _SIZES), num_microbatches=1),
     ),
-    "analysis/single_samples.py _otherwise 0": Program(
+    "analysis/microbatches.py _otherwise 0": Program(
         planned(Called(_alone), (X,), num_microbatches=8),
         "use microbatches of two samples or more",
         planned(Called(_alone), (X,), num_microbatches=4),

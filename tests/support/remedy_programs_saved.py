@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 import autopar
-from autopar.checkpoint import companions, files, manager, rank_parts, writing
+from autopar.checkpoint import companions, files, manager, rank_parts
 from autopar.checkpoint import manager as saved
 from autopar.checkpoint.rank_parts import collect_parts
 from tests.support.old_checkpoints import forge
@@ -233,9 +233,9 @@ def _marks(mark: str) -> Callable[[], object]:
             (saving.place / f"rank_00001.{mark}").write_text(
                 '"no space"' if mark == "failed" else "{}"
             )
-        return writing._collect_marks(saving)
+        return files._collect_marks(saving)
 
-    return _patched(writing, "WITHIN_S", 0.0, work)
+    return _patched(files, "WITHIN_S", 0.0, work)
 
 
 def _finished(absent: bool) -> Callable[[], object]:
@@ -323,18 +323,18 @@ FOLDERS: dict[str, Program] = {
     "checkpoint/files.py _read_manifest 0": Program(
         _newer(99), f"read it with autopar {autopar.__version__}, which wrote it", _newer(None)
     ),
-    "checkpoint/writing.py Saving.finish 0": Program(
+    "checkpoint/files.py Saving.finish 0": Program(
         _finished(True), "a folder that all machines share", _finished(False)
     ),
-    "checkpoint/writing.py Background.result 0": Program(
+    "checkpoint/files.py Background.result 0": Program(
         _patched(rank_parts, "write_tensors", _raising(_FULL), _in_background),
         "free space on the disk",
         run_of(_in_background),
     ),
-    "checkpoint/writing.py _collect_marks 0": Program(
+    "checkpoint/files.py _collect_marks 0": Program(
         _marks("failed"), "free space on the disk", _marks("done")
     ),
-    "checkpoint/writing.py _collect_marks 1": Program(
+    "checkpoint/files.py _collect_marks 1": Program(
         _marks(""), "see what became of them", _marks("done")
     ),
 }

@@ -38,6 +38,6 @@ def tight(trace: Trace) -> list[Problem]:
     ready = prepared_trace(trace, Mesh.parse("2"), HardwareProfile.load("h100-sxm"))
     free = ready.priced.problem
     ample = evaluate_choices(free, solve(free))
-    moments = Liveness(ready.trace, ready.priced).certain()
+    moments = Liveness(ready.trace, ready.priced).certain
     bound = replace(free, budget_bytes=int(0.8 * max(ample.resting_bytes)))
     return [replace(bound, moments=some) for some in (moments[::3], moments, moments[::3])]

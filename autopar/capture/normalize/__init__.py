@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.capture.normalize.attention import replace_attention, see_experts
 from autopar.capture.normalize.clean import (
     clean,
     copy_before_strided,
@@ -19,7 +18,7 @@ from autopar.capture.normalize.clean import (
     rejoin,
     take_any_format,
 )
-from autopar.capture.normalize.extreme_comparisons import replace_extremes
+from autopar.capture.normalize.composites import replace_attention, replace_extremes, see_experts
 from autopar.capture.normalize.linears import (
     separate_fused_projections,
     unflatten_products,

@@ -68,8 +68,7 @@ from autopar.core.problem import Kernels, OverlapKernel
 from autopar.core.solution import Multipliers
 from autopar.cost.priced import Crossing, Wire
 from autopar.planner.pipeline.cuts import Pair, Parts, front, join_pairs
-from autopar.planner.pipeline.unfold import Instance, Instances, UnfoldedRead
-from autopar.planner.pipeline.unit_multipliers import Floats, Worths
+from autopar.planner.pipeline.unfold import Floats, Instance, Instances, UnfoldedRead, Worths
 from autopar.sharding import Ref
 
 

@@ -18,8 +18,7 @@ from autopar.planner.pipeline.cuts import LeastStep, Parts, least_step
 from autopar.planner.pipeline.lagrangian import Parting
 from autopar.planner.pipeline.unfold import Instance, Instances
 from autopar.sharding import Forced, Ref
-from autopar.solve.part import PricedPart, least_of
-from autopar.solve.relaxation import Spread, relax_problem
+from autopar.solve.relaxation import PricedPart, Spread, least_of, relax_problem
 from autopar.stages import Seams
 from autopar.stages.placing import Placing
 

@@ -34,7 +34,7 @@ from autopar.planner.clock import Clock, Progress
 from autopar.planner.comm_schedule import Peaks
 from autopar.planner.emitter import Emitter
 from autopar.planner.min_memory import Need, prefer_fastest
-from autopar.planner.pipeline.assemble import join_stages
+from autopar.planner.pipeline.assemble import Sharing, join_stages, neediest
 from autopar.planner.pipeline.cuts import LeastStep
 from autopar.planner.pipeline.pipeline_bound import (
     Pipelines,
@@ -48,7 +48,6 @@ from autopar.planner.pipeline.pipeline_request import (
     UncutSolution,
     crossing_layouts,
 )
-from autopar.planner.pipeline.shared_memory import Sharing, neediest
 from autopar.planner.pipeline.stage_cache import Alike
 from autopar.planner.pipeline.stage_memory_bound import (
     CutChoice,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.capture.normalize.attention import replace_attention
+from autopar.capture.normalize.composites import replace_attention
 
 DTYPES = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.checkpoint import manager, rank_parts, writing
+from autopar.checkpoint import files, manager, rank_parts
 from autopar.errors import RuntimeStateError
 
 BATCH = {"x": torch.linspace(-1.0, 1.0, 32).reshape(4, 8)}
@@ -268,7 +268,7 @@ def killed_at(number: int, run: Training, step: int) -> int:
             return plain(path, tensors)
 
         rank_parts.write_tensors = half
-        writing.Background(saving, run.checkpoints._finish).result()
+        files.Background(saving, run.checkpoints._finish).result()
         os._exit(0)
     except BaseException:  # the status tells
         import traceback
@@ -297,13 +297,13 @@ def test_the_first_rank_waits_for_the_marks_of_all(
 ) -> None:
     run = Training(tmp_path)
     saving = run.checkpoints._collect(1, run.module, None, {}, None)
-    saving = writing.Saving(
+    saving = files.Saving(
         **{name: getattr(saving, name) for name in saving.__slots__} | {"num_ranks": 3}
     )
     place = saving.place
 
     def finish() -> str:
-        background = writing.Background(saving, lambda *_: None)
+        background = files.Background(saving, lambda *_: None)
         try:
             background.result()
         except RuntimeStateError as error:
@@ -313,7 +313,7 @@ def test_the_first_rank_waits_for_the_marks_of_all(
     for rank in (1, 2):
         (place / f"rank_{rank:05d}.done").write_text(f'{{"rank_{rank:05d}.safetensors": {rank}}}')
     assert finish() == ""
-    monkeypatch.setattr(writing, "WITHIN_S", 0.1)
+    monkeypatch.setattr(files, "WITHIN_S", 0.1)
     (place / "rank_00001.done").write_text("{}")
     assert "ranks [2] did not write their parts in time" in finish()
     (place / "rank_00002.failed").write_text('"no space"')

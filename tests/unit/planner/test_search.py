@@ -33,7 +33,7 @@ from autopar.program.peak_memory import trace_peak
 from autopar.program.program import StageProgram
 from autopar.sharding import classes_of
 from autopar.solve import Least, evaluate, solve
-from autopar.solve.branch_and_cut import BranchAndCut
+from autopar.solve.branch_and_cut import BranchAndCut, SearchRequest
 
 MESH = Mesh({"a": 2, "b": 2})
 GLOO = HardwareProfile.load("cpu-gloo")
@@ -355,8 +355,9 @@ def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_w
 def test_a_search_without_a_plan_outlasts_its_time_only_until_it_has_one() -> None:
     problem = priced(MESH).problem
     engines = [
-        BranchAndCut(problem, 0.0, 10, time_limit_s=0.0, waits=waits) for waits in (True, False)
+        BranchAndCut(SearchRequest(problem, 0.0, 10, time_limit_s=0.0, waits=waits))
+        for waits in (True, False)
     ]
-    assert [search.engine.left_s() for search in engines] == [math.inf, 0.1]
+    assert [search.engine.limit.left_s() for search in engines] == [math.inf, 0.1]
     assert engines[0].run() is not None
-    assert engines[0].engine.left_s() == 0.1
+    assert engines[0].engine.limit.left_s() == 0.1

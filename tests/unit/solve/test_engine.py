@@ -162,9 +162,9 @@ def test_a_run_that_its_limit_ends_says_so_once(caplog: pytest.LogCaptureFixture
     every, nothing = np.ones(len(engine.names), bool), Rows.of([])
     for _ in range(2):
         engine.solve_restricted(every, nothing, gap=0.0, target=-np.inf, max_nodes=10**9)
-    assert engine.timed_out and [r.getMessage() for r in caplog.records if r.name == "autopar"] == [
-        "the time limit ended a search: the plan may be another in the next run"
-    ]
+    assert engine.limit.timed_out and [
+        r.getMessage() for r in caplog.records if r.name == "autopar"
+    ] == ["the time limit ended a search: the plan may be another in the next run"]
 
 
 def test_without_a_limit_only_work_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_without_a_limit_only_work_ends_a_run(monkeypatch: pytest.MonkeyPatch) -
     found = engine.solve_restricted(
         np.ones(4, bool), Rows.of([]), gap=0.0, target=-np.inf, max_nodes=100
     )
-    assert found.bound == pytest.approx(-6.5) and not engine.timed_out
+    assert found.bound == pytest.approx(-6.5) and not engine.limit.timed_out
 
 
 def test_cbc_gets_the_same_program_as_highs() -> None:

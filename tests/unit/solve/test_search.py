@@ -8,7 +8,7 @@ import pytest
 from tight_problems import small_problems
 
 from autopar.core.problem import Problem
-from autopar.solve.branch_and_cut import BranchAndCut, Outcome
+from autopar.solve.branch_and_cut import BranchAndCut, Outcome, SearchRequest
 from autopar.solve.highs import Relaxation
 
 PHASES = (
@@ -35,8 +35,8 @@ def run_round(
     Returns:
         The phases that ran, and the outcome of the round.
     """
-    search, ran = BranchAndCut(problem(), 0.0, 200), list[str]()
-    relaxation = search._relax()
+    search, ran = BranchAndCut(SearchRequest(problem(), 0.0, 200)), list[str]()
+    relaxation = search.relaxation.solve_free()
     assert relaxation is not None
 
     def phase(name: str, *given: Relaxation) -> Outcome:
@@ -78,7 +78,7 @@ def test_a_search_without_further_rows_ends_after_one_round(
         return rounds[-1]
 
     monkeypatch.setattr(BranchAndCut, "_run_round", watched)
-    found = BranchAndCut(problem(), 0.0, 200).run()
+    found = BranchAndCut(SearchRequest(problem(), 0.0, 200)).run()
     assert found is not None and found.stats["budget_rows"] > 0
     assert all(outcome.rows for outcome in rounds[:-1]) and not rounds[-1].rows
     assert len(rounds) > 1, "budget rows came in after the first"

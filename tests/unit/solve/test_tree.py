@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.solve.branching import Tree, _Node
+from autopar.solve.branching import BranchingVariables, Tree, _Node
 from autopar.solve.highs import Point
 
 BOXES = {
@@ -40,7 +40,8 @@ def grown(best: float, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[flo
 
     monkeypatch.setattr(Tree, "_branch_node", children)
     monkeypatch.setattr(Tree, "_dive", lambda tree, root: None)
-    tree = Tree(program, engine, live, lambda values: [], lambda: best, 0.01, 100, np.zeros(1))
+    variables = BranchingVariables.of(program, engine, np.zeros(1))
+    tree = Tree(variables, live, lambda values: [], lambda: best, 0.01, 100)
     tree.root = node(1.0)
     return tree.branch().bound, looked_into
 

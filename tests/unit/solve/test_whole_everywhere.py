@@ -19,7 +19,7 @@ from autopar.core.problem import Problem
 from autopar.cost.price import price
 from autopar.sharding import classes_of
 from autopar.solve import evaluate, greedy, solve
-from autopar.solve.branch_and_cut import BranchAndCut
+from autopar.solve.branch_and_cut import SearchRelaxation
 from autopar.solve.highs import Engine, Relaxation, proof
 
 H100 = HardwareProfile.load("h100-sxm")
@@ -54,7 +54,9 @@ def huge(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_it_is_close_to_the_quickest_of_every_op_no_relaxation_is_solved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(BranchAndCut, "_relax", lambda self: pytest.fail("it is close enough"))
+    monkeypatch.setattr(
+        SearchRelaxation, "solve_free", lambda self: pytest.fail("it is close enough")
+    )
     p = problem()
     found = solve(p, gap=0.2)
     assert found.strategies == whole(p)
@@ -90,7 +92,7 @@ def test_where_time_runs_out_it_is_the_answer(monkeypatch: pytest.MonkeyPatch) -
     """The relaxation then gives neither values nor duals."""
 
     def relax(self: Engine, *_: object, **__: object) -> Relaxation:
-        self.timed_out = True
+        self.limit.timed_out = True
         none = np.zeros(len(self.rows.lower))
         bound, reduced, duals = proof(self.cost, self.rows, none)
         return Relaxation(bound, reduced, duals, np.zeros(len(self.cost)), False)

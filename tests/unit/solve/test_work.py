@@ -12,7 +12,7 @@ from tight_problems import small_problems
 from autopar.core.problem import Problem
 from autopar.core.solution import Multipliers, Solution
 from autopar.solve import Common, branch_and_cut, choices_or_least, solve
-from autopar.solve.branch_and_cut import BranchAndCut
+from autopar.solve.branch_and_cut import BranchAndCut, SearchRequest
 from autopar.solve.highs import Engine, SimplexWork
 
 
@@ -51,7 +51,7 @@ def test_a_problem_takes_the_same_work_each_time_and_searches_that_share_add_the
         searched(one, shared=shared)
     assert alone[0].work.spent == alone[1].work.spent > 0.0
     spent = alone[0].work.spent
-    looked = BranchAndCut(one, 0.0, 200)
+    looked = BranchAndCut(SearchRequest(one, 0.0, 200))
     for num in (1, 2):
         looked.engine.relax()
         assert looked.engine.work.spent >= num * 1000 * len(looked.engine.names)
@@ -105,7 +105,7 @@ def test_what_is_known_is_the_answer_unless_a_better_one_is_found_and_its_bound_
 def test_what_does_not_fit_this_problem_is_not_begun_with() -> None:
     problem, *_ = small_problems()
     ample = solve(replace(problem, budget_bytes=2**60), gap=0.0)
-    looked = BranchAndCut(problem, 0.0, 200, met=replace(ample, bound_s=0.0))
+    looked = BranchAndCut(SearchRequest(problem, 0.0, 200, met=replace(ample, bound_s=0.0)))
     looked.plans.meet(ample)
     assert looked.plans.best is None
     assert searched(problem, met=replace(ample, bound_s=0.0)).objective_s > ample.objective_s
@@ -115,7 +115,7 @@ def test_the_same_columns_under_the_same_rows_are_searched_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem, *_ = small_problems()
-    looked = BranchAndCut(problem, 0.0, 200)
+    looked = BranchAndCut(SearchRequest(problem, 0.0, 200))
     runs = list[int]()
     restricted = Engine.solve_restricted
 
@@ -137,6 +137,6 @@ def test_the_same_columns_under_the_same_rows_are_searched_once(
 
 def test_multipliers_of_what_is_known_are_those_of_the_bound() -> None:
     problem, *_ = small_problems()
-    looked = BranchAndCut(problem, 0.0, 200)
+    looked = BranchAndCut(SearchRequest(problem, 0.0, 200))
     looked.proven.take(replace(solve(problem), bound_s=3.0, multipliers=Multipliers(3.0, {}, {})))
     assert looked.proven.bound_s == pytest.approx(3.0) and looked.proven.first is not None
