@@ -18,7 +18,7 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.planner import Planned, TooSlow
 from autopar.planner.pipeline.batch_bound import least_batch_s
 from autopar.program.schedule import num_rounds
-from autopar.stages.placing import cut_points
+from autopar.stages.placing import most_parts
 
 log = logging.getLogger("autopar")
 _NEEDY = 3  # numbers of microbatches per axis of which the memory is looked at if nothing fits
@@ -54,13 +54,13 @@ class Staging(CapturedCall):
             wish: the requested pipeline; it may leave its axis, the number of microbatches and the
                 schedule open.
         """
-        total = TotalWork.of(self.trace, self.hardware)
+        total, num_parts = TotalWork.of(self.trace, self.hardware), most_parts(self.trace)
         for axis in self.axes(wish):
             here = replace(wish, axis=axis)
             for num in self.numbers(here):
                 if wish is WITHOUT_ASKING and num == 1:
                     continue  # all stages but one wait
-                chunks = self._most_chunks(here, num)
+                chunks = self._most_chunks(here, num, num_parts)
                 ranks = self.num_ranks(here)
                 yield Alternative(
                     self.mesh,
@@ -85,13 +85,19 @@ class Staging(CapturedCall):
         trace = by_rows(self.trace, self.rows)
         return least_batch_s(trace, stage_mesh, self.hardware, self.options.of_a_trace())
 
-    def _most_chunks(self, wish: Pipelined, num: int) -> int:
-        """Return the most stages per device that `_plan_schedules` may try."""
+    def _most_chunks(self, wish: Pipelined, num: int, num_parts: int) -> int:
+        """Return the most stages per device that `_plan_schedules` may try.
+
+        Args:
+            wish: the pipeline, with its axis.
+            num: number of microbatches.
+            num_parts: parts that the model can be cut into at most.
+        """
         if wish.schedule != AUTO:
             return wish.chunks
         ranks, chunks = self.num_ranks(wish), 1
         if ranks > 1 and num_rounds(ranks, num):
-            while len(cut_points(self.trace, 2 * chunks * ranks - 1)) + 1 >= 2 * chunks * ranks:
+            while 2 * chunks * ranks <= num_parts:
                 chunks *= 2
         return chunks
 

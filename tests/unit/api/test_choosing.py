@@ -94,7 +94,7 @@ def search(
 
     monkeypatch.setattr(Chooser, "_bound_s", bound_s)
     monkeypatch.setattr(Chooser, "_least_batch_s", lambda self, axis: batch_s)
-    monkeypatch.setattr(Chooser, "_most_chunks", lambda self, wish, num: 1)
+    monkeypatch.setattr(pipeline_search, "most_parts", lambda trace: 1)
     chosen = PlanOptions(**{"outputs": "loss", **options})
     profile, batch = HardwareProfile.load(device), {"x": torch.zeros(samples, 2)}
     chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, mesh, profile, chosen)
