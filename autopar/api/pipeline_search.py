@@ -4,14 +4,21 @@ bounds, and the plan for one of them with the requested schedule, or the fastest
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, combinations
 
-from autopar.api.alternatives import Alternative
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from autopar.api.alternatives import Alternative, Splits
 from autopar.api.captured_call import WITHOUT_ASKING, CapturedCall
 from autopar.api.tracing import batch_size, by_rows
+from autopar.capture.trace import Trace
 from autopar.constraints import Pipelined
+from autopar.core.mesh import Mesh
 from autopar.core.schedules import AUTO, INTERLEAVED
 from autopar.cost.least_compute import TotalWork
 from autopar.errors import ConstraintError, InfeasibleError
@@ -43,6 +50,31 @@ def numbers_of(divisors: Sequence[int], num_stages: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*[n for n in divisors if n == 1], *filling)))
 
 
+def _dims_of_batch(trace: Trace, num_samples: int) -> frozenset[int]:
+    """Return the sizes of dims that may hold samples: all multiples of their number."""
+    values = (leaf for node in trace.graph.nodes for leaf in tree_leaves(node.meta.get("val")))
+    sizes = {int(size) for x in values if isinstance(x, Tensor) for size in x.shape}
+    return frozenset(size for size in sizes if size and size % num_samples == 0)
+
+
+def _splits(sizes: Sequence[int], mesh: Mesh) -> Splits:
+    """Return over which numbers of devices dims of these sizes can be split.
+
+    Args:
+        sizes: of the dims.
+        mesh: of a stage.
+    """
+    shape = mesh.shape
+    groups = chain.from_iterable(combinations(shape, n) for n in range(1, len(shape) + 1))
+    numbers = sorted({math.prod(group) for group in groups})
+    return frozenset(
+        (position, num, size % num == 0)
+        for position, size in enumerate(sizes)
+        for num in numbers
+        if size >= num
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Staging(CapturedCall):
     """A captured call, and its pipelines."""
@@ -55,6 +87,7 @@ class Staging(CapturedCall):
                 schedule open.
         """
         total, num_parts = TotalWork.of(self.trace, self.hardware), most_parts(self.trace)
+        sizes = sorted(_dims_of_batch(self.trace, batch_size(self.args, self.kwargs)))
         for axis in self.axes(wish):
             here = replace(wish, axis=axis)
             for num in self.numbers(here):
@@ -68,6 +101,7 @@ class Staging(CapturedCall):
                     num,
                     (num + (ranks - 1) / chunks) / (ranks * num),
                     self._bound_s(here, num, chunks, total),
+                    _splits([size // num for size in sizes], self._stage_mesh(axis)),
                     partial(self._least_batch_s, axis),
                     partial(self._plan_schedules, here, num),
                 )
@@ -81,9 +115,12 @@ class Staging(CapturedCall):
 
     def _least_batch_s(self, axis: str) -> float:
         """Bound the seconds that the batch takes through all stages, one after another."""
-        stage_mesh = self.mesh.without(axis) if axis else self.mesh
-        trace = by_rows(self.trace, self.rows)
-        return least_batch_s(trace, stage_mesh, self.hardware, self.options.of_a_trace())
+        trace, mesh = by_rows(self.trace, self.rows), self._stage_mesh(axis)
+        return least_batch_s(trace, mesh, self.hardware, self.options.of_a_trace())
+
+    def _stage_mesh(self, axis: str) -> Mesh:
+        """Return the mesh of a stage."""
+        return self.mesh.without(axis) if axis else self.mesh
 
     def _most_chunks(self, wish: Pipelined, num: int, num_parts: int) -> int:
         """Return the most stages per device that `_plan_schedules` may try.
