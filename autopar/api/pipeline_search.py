@@ -50,11 +50,14 @@ def numbers_of(divisors: Sequence[int], num_stages: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*[n for n in divisors if n == 1], *filling)))
 
 
-def _dims_of_batch(trace: Trace, num_samples: int) -> frozenset[int]:
-    """Return the sizes of dims that may hold samples: all multiples of their number."""
+def _dims_of_batch(trace: Trace, num_samples: int) -> list[int]:
+    """Return the sizes of dims that may hold samples: multiples of their number that are no dims of
+    parameters, and products of the first dims of inputs."""
     values = (leaf for node in trace.graph.nodes for leaf in tree_leaves(node.meta.get("val")))
     sizes = {int(size) for x in values if isinstance(x, Tensor) for size in x.shape}
-    return frozenset(size for size in sizes if size and size % num_samples == 0)
+    sizes -= {size for p in trace.parameters for size in p.view}
+    sizes |= {math.prod(i.shape[:n]) for i in trace.inputs for n in range(1, len(i.shape) + 1)}
+    return sorted(size for size in sizes if size and size % num_samples == 0)
 
 
 def _splits(sizes: Sequence[int], mesh: Mesh) -> Splits:
@@ -87,7 +90,7 @@ class Staging(CapturedCall):
                 schedule open.
         """
         total, num_parts = TotalWork.of(self.trace, self.hardware), most_parts(self.trace)
-        sizes = sorted(_dims_of_batch(self.trace, batch_size(self.args, self.kwargs)))
+        sizes = _dims_of_batch(self.trace, batch_size(self.args, self.kwargs))
         for axis in self.axes(wish):
             here = replace(wish, axis=axis)
             for num in self.numbers(here):
@@ -102,7 +105,7 @@ class Staging(CapturedCall):
                     (num + (ranks - 1) / chunks) / (ranks * num),
                     self._bound_s(here, num, chunks, total),
                     _splits([size // num for size in sizes], self._stage_mesh(axis)),
-                    partial(self._least_batch_s, axis),
+                    partial(self._least_batch_s, axis) if ranks <= num_parts else lambda: 0.0,
                     partial(self._plan_schedules, here, num),
                 )
 

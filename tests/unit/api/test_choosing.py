@@ -25,7 +25,9 @@ from autopar.errors import ConstraintError, CoupledError, InfeasibleError
 from autopar.planner import PlanOptions, TooSlow
 
 ALONE_S = 1.0  # what is found without stages
-TRACE: Any = SimpleNamespace(loss=0, given_back=(), outputs=(0, 1), graph=fx.Graph())
+TRACE: Any = SimpleNamespace(
+    loss=0, given_back=(), outputs=(0, 1), graph=fx.Graph(), parameters=(), inputs=()
+)
 Bounds = Mapping[tuple[str, int], float]
 Staged = Callable[[Chooser, Pipelined, int, float], Any]
 
@@ -94,7 +96,8 @@ def search(
 
     monkeypatch.setattr(Chooser, "_bound_s", bound_s)
     monkeypatch.setattr(Chooser, "_least_batch_s", lambda self, axis: batch_s)
-    monkeypatch.setattr(pipeline_search, "most_parts", lambda trace: 1)
+    monkeypatch.setattr(pipeline_search, "most_parts", lambda trace: 64)
+    monkeypatch.setattr(Chooser, "_most_chunks", lambda self, wish, num, num_parts: 1)
     chosen = PlanOptions(**{"outputs": "loss", **options})
     profile, batch = HardwareProfile.load(device), {"x": torch.zeros(samples, 2)}
     chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, mesh, profile, chosen)
