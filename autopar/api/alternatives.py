@@ -10,6 +10,8 @@ bounds, or excludes others:
   do not shrink with a microbatch, so M · t(M) does not fall as M grows. A bound of M microbatches
   therefore bounds more microbatches as well. Before the first capture, the program of the whole
   batch on the mesh of a stage bounds all numbers (`autopar.planner.pipeline.batch_bound`).
+- A larger microbatch takes at least as long, if its tensors can be split over no more devices. So
+  t(M) also bounds fewer microbatches that can be split over the same devices.
 - The step falls with M, since stages wait less, and then rises. So numbers beyond a slower one are
   excluded.
 - Fewer microbatches are larger ones. If M microbatches do not fit, fewer do not.
@@ -148,6 +150,10 @@ class SearchStatus:
         )
 
 
+Splits = frozenset[tuple[int, int, bool]]
+"""(number of a dim, number of devices that it can be split over, whether evenly)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """A pipeline that may be searched.
@@ -160,6 +166,8 @@ class Alternative:
             after another: (M + (P − 1) / v) / (P · M) for P devices along the axis with v stages
             each.
         bound_s: lower bound of the step.
+        splits: how the tensors of a microbatch can be split over the devices of a stage; equal
+            for two numbers of microbatches if the same splits are possible.
         least_batch_s: bounds the time that the batch takes through all stages, for all numbers of
             microbatches; takes less work than `search`.
         search: searches for a plan that is faster than so many seconds.
@@ -170,6 +178,7 @@ class Alternative:
     num: int
     waiting: float
     bound_s: float
+    splits: Splits
     least_batch_s: Callable[[], float]
     search: Callable[[float], Planned]
 
@@ -190,6 +199,19 @@ class Alternative:
     def raised(self, batch_s: float) -> Alternative:
         """Raise the bound, given the least time of the batch through all stages."""
         return replace(self, bound_s=max(self.bound_s, batch_s * self.waiting))
+
+    def raised_by(self, other: Alternative, batch_s: float) -> Alternative:
+        """Raise the bound, given that of another alternative.
+
+        Args:
+            other: the alternative whose bound is known.
+            batch_s: the least time of the batch through all stages that it has.
+        """
+        if not self.is_beside(other):
+            return self
+        if self.num > other.num:
+            return self.raised(batch_s)
+        return self.raised(batch_s * self.num / other.num) if self.splits == other.splits else self
 
 
 @dataclass
@@ -354,10 +376,7 @@ class AlternativeSearch:
             log.info("no plan of %s is faster: at least %.4g s", name, bound_s)
             tries.add_bound(name, bound_s)
             batch_s = bound_s / first.waiting
-            others = [
-                other.raised(batch_s) if other.is_beside(first) and other.num > first.num else other
-                for other in others
-            ]
+            others = [other.raised_by(first, batch_s) for other in others]
         except (InfeasibleError, ConstraintError) as refused:
             error = refused
             log.info("no plan of %s: %s", name, refused.what)

@@ -92,7 +92,7 @@ class PlannerLoop:
 
     Attributes:
         emitter: emits and measures plans. pricing: gives the problem if layers decide in groups.
-        limit_s: a plan that takes as long is not wanted.
+        limit_s: a plan that takes as long is not wanted; it may be returned as it was found.
         named: the named plans that the best plan is compared with; None for none.
         whole: whether layers stay as `pricing` has them, and are put into no groups.
         regions: as in `SearchState`.
@@ -337,6 +337,8 @@ class PlannerLoop:
         """Prove the best plan to the end, and order its communications."""
         if state.best is None:
             return replace(state, phase=SearchPhase.SHRINK)
+        if state.best.time_s * (1 - self.options.gap) >= state.limit_s:
+            return replace(state, phase=SearchPhase.DONE)  # slower than a plan that is known
         best = self.emitter.order(self._prove_to_the_end(state, state.best))
         return replace(state, phase=SearchPhase.COMPARE, best=best)
 

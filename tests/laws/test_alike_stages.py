@@ -14,7 +14,7 @@ from autopar.api.planning import plan_model
 from autopar.constraints import fsdp, pipeline
 from autopar.core.problem import Problem
 from autopar.core.solution import Solution
-from autopar.planner import Planned, comm_schedule, rounds
+from autopar.planner import Planned, comm_schedule, solving
 from autopar.planner.pipeline.stage_cache import Alike, Effort, form_of
 from autopar.program.stage_memory import trace_stage_peak
 from benchmarks import zoo
@@ -35,7 +35,7 @@ def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = {"solved": 0, "measured": 0}
-    solve, measure = rounds.choices_or_least, trace_stage_peak
+    solve, measure = solving.choices_or_least, trace_stage_peak
 
     def counted_solve(problem: Problem, **how: Any) -> object:
         counts["solved"] += 1
@@ -45,7 +45,7 @@ def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(
         counts["measured"] += 1
         return measure(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rounds, "choices_or_least", counted_solve)
+    monkeypatch.setattr(solving, "choices_or_least", counted_solve)
     monkeypatch.setattr(comm_schedule, "trace_stage_peak", counted_measure)
     shared = planned(schedule)
     seen = dict(counts)

@@ -21,7 +21,7 @@ from autopar.cost.memory import Liveness
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import PlanError
-from autopar.planner import Planned, PlanOptions, make_plan, rounds
+from autopar.planner import Planned, PlanOptions, make_plan, rounds, solving
 from autopar.plans import Plan
 from autopar.program.peak_memory import trace_peak
 from autopar.sharding import Forced, Starts, apart, classes_of
@@ -269,7 +269,7 @@ def meeting_none(plans: Incumbent, *choices: Any) -> list[int]:
 def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
     """Have searches say which ops would decide apart without a plan, and the next one give a plan
     so many times as slow; whether each was for all layers alike."""
-    alike, answer = list[bool](), rounds.choices_or_least
+    alike, answer = list[bool](), solving.choices_or_least
 
     def without_plan(problem: Problem, *, whole: bool, **how: Any) -> object:
         found = answer(problem, whole=whole, **how)
@@ -283,7 +283,7 @@ def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
             else found
         )
 
-    monkeypatch.setattr(rounds, "choices_or_least", without_plan)
+    monkeypatch.setattr(solving, "choices_or_least", without_plan)
     return alike
 
 
