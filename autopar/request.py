@@ -389,11 +389,11 @@ class PlanOptions:
     effort: Effort = field(
         default="normal",
         metadata=_option(
-            "how much work alternatives to the first plan may take: further mesh shapes, and"
-            ' stages that nobody asked for. ``"quick"``: none, but those that the first plan needs'
-            ' if nothing fits; ``"normal"``: about as much as one search on a mesh of three axes'
-            ' takes; ``"thorough"``: whatever bounds do not exclude. What was not tried is in the'
-            " plan's proof, with its bound.",
+            "how much work alternatives to the first plan may take: further mesh shapes, named"
+            ' plans, and stages that nobody asked for. ``"quick"``: none, but those that the first'
+            ' plan needs if nothing fits; ``"normal"``: about as much as one search on a mesh of'
+            ' three axes; ``"thorough"``: whatever bounds do not exclude. What was not tried is in'
+            " the plan's proof, with its bound.",
             _among(get_args(Effort)),
             brief="how much work [alternatives to the first plan](#alternatives) may take",
             is_recorded=False,

@@ -84,7 +84,7 @@ def make(prepared: Prepared, plan: str, name: str) -> tuple[Plan, Program]:
     planned = make_plan(
         prepared.trace, prepared.mesh, prepared.profile, PlanOptions(), model_name=name
     )
-    return planned.plan, planned.stage_program()
+    return planned.plan, planned.program
 
 
 def row(
@@ -200,7 +200,7 @@ def _gloo(
         "tolerance": tolerance,
         "max_rel_err": max(errors),
         "traced_rel_err": None,
-        "num_collectives": sum(c.kind != "slice" for _, _, c in program.collectives),
+        "num_collectives": sum(c.kind != "slice" for _, _, c in program.stages[0].collectives),
         "note": f"loss {alone[0]:.3f} to {alone[-1]:.3f}" + (f"; {FLOAT32_PARTS}" if lower else ""),
     }
 

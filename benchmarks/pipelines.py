@@ -22,7 +22,6 @@ from autopar.api.planning import plan_model
 from autopar.constraints import ddp, pipeline
 from autopar.errors import ConstraintError
 from autopar.planner import Planned
-from autopar.program.program import StagedProgram
 from benchmarks import zoo
 from benchmarks.common import Row, parser, run_rows, specs_of
 from benchmarks.models import ModelSpec
@@ -50,7 +49,7 @@ def row(
     example = used(model, example, use)
     made, note = _planned(model, example, autopar.Mesh.parse(mesh), hardware, use == "inference")
     pipe, program = made.plan.pipeline, made.program
-    assert pipe is not None and isinstance(program, StagedProgram), "a pipeline was asked for"
+    assert pipe is not None, "a pipeline was asked for"
     report = autopar.verify(made.plan, model, example)
     return {
         "ok": report.ok,

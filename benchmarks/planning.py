@@ -3,16 +3,19 @@
 By default the cases of the table below, in bfloat16 on meta, on H100. ``--inter-gbits`` sets the
 bandwidth between nodes, in Gb/s per device; ``--slow-links`` runs Llama-3 8B and 70B on 4x8 to 32x8
 devices at 10 and 25 Gb/s, with float32 weights that compute in bfloat16, and without pipelines.
+``--requests`` measures `autopar.plan` as a user calls it, for large models and clusters.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import resource
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,9 +25,10 @@ from autopar.api.arguments import as_mesh
 from autopar.api.chooser import Chooser
 from autopar.api.mesh_search import shapes
 from autopar.api.plan_search import PlanSearch
+from autopar.api.planning import plan_model
 from autopar.api.tracing import as_wanted, trace_call
 from autopar.capture import Trace, capture
-from autopar.constraints import pipeline
+from autopar.constraints import Constraint, offload, pipeline
 from autopar.core.mesh import Mesh, is_unshaped, read_mesh
 from autopar.planner import PlanOptions
 from autopar.plans import Plan
@@ -60,6 +64,86 @@ SLOW_LINKS = tuple(
     for nodes in (4, 8, 16, 32)
     for gbits in (25.0, 10.0)
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call of `autopar.plan` with a user's defaults: bfloat16 precision, the loss alone.
+
+    Attributes:
+        model: its weights are float32, on meta.
+        mesh: as text.
+        batch: samples.
+        seq: tokens of a sample, if it has a length.
+        limit_s: CPU seconds that planning may take.
+        limit_gap: gap that the plan may have.
+        hardware: name of the profile.
+        inter_gbits: Gb/s between nodes, per device; by default the profile's.
+        constraint: "offload", "pipeline" (free: along any axis, or none), or none.
+    """
+
+    model: ModelSpec
+    mesh: str
+    batch: int
+    seq: int
+    limit_s: float = 30.0
+    limit_gap: float = 0.01
+    hardware: str = "h100-sxm"
+    inter_gbits: float | None = None
+    constraint: str = ""
+
+    def as_case(self) -> dict[str, Any]:
+        """Return the arguments of `row`."""
+        return {"spec": self.model.to_json(), "mesh": self.mesh, "request": self._settings()}
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in REQUEST_SETTINGS}
+
+
+CONSTRAINTS: Mapping[str, tuple[Constraint, ...]] = {
+    "": (),
+    "offload": (offload(),),
+    "pipeline": (pipeline(),),
+}
+REQUEST_SETTINGS = (
+    "batch",
+    "seq",
+    "limit_s",
+    "limit_gap",
+    "hardware",
+    "inter_gbits",
+    "constraint",
+)
+
+
+_GPT3 = 'gpt2:{"n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}'
+_VIT22B = (
+    'vit/AutoModelForImageClassification:{"num_hidden_layers": 48, "hidden_size": 6144,'
+    ' "intermediate_size": 24576, "num_attention_heads": 48, "patch_size": 14, "num_labels": 1000}'
+)
+_SDXL = ModelSpec("sdxl-unet", module=str(ROOT / "benchmarks/zoo/large.py") + ":sdxl_unet")
+_8B, _70B, _405B = (ModelSpec.known(f"llama3-{size}") for size in ("8b", "70b", "405b"))
+REQUESTS = (
+    Request(ModelSpec("gpt3-175b", _GPT3), "node=16,gpu=8", 512, 2048),
+    Request(ModelSpec("vit-22b", _VIT22B), "node=8,gpu=8", 512, 0),
+    Request(_SDXL, "gpu=8", 64, 0),
+    Request(_8B, "gpu=8", 1, 3_700_000, constraint="offload"),
+    Request(_405B, "node=2048,gpu=8", 2048, 8192, limit_s=60.0, constraint="pipeline"),
+    Request(_70B, "node=8,gpu=8", 64, 8192),
+    Request(_70B, "node=4,gpu=8", 32, 4096, hardware="a100-sxm-80gb"),
+    Request(_8B, "node=4,gpu=8", 64, 4096, limit_s=60.0, limit_gap=0.03, inter_gbits=25.0),
+)
+REQUEST_COLUMNS = (
+    "num_stages",
+    "cpu_s",
+    "limit_s",
+    "gap",
+    "limit_gap",
+    "emit_s",
+    "peak_rss_bytes",
+    "num_variables",
+    "step_s",
+)
 PHASES = ("trace_s", "enumerate_s", "price_s", "solve_s", "emit_s", "total_s", "cpu_s")
 SIZES = (
     "peak_rss_bytes",
@@ -74,7 +158,50 @@ SIZES = (
 )
 
 
-def row(
+def row(spec: dict[str, Any], mesh: str, **case: Any) -> Row:
+    """Plan once, in one of two ways: see `phases_row` and `request_row`."""
+    if (request := case.pop("request", None)) is not None:
+        return request_row(Request(ModelSpec(**spec), mesh, **request))
+    return phases_row(spec, mesh, **case)
+
+
+def request_row(request: Request) -> Row:
+    """Call `autopar.plan` once, without its caches. `cpu_s` is the processor time of the call, from
+    the capture to the plan, with its emission; `peak_rss_bytes` is of the process."""
+    os.environ["AUTOPAR_CACHE"] = "0"
+    model, data = request.model.build(batch=request.batch, seq=request.seq, meta=True)
+    profile = load_profile(request.hardware)
+    if request.inter_gbits is not None:
+        profile = with_inter_gbits(profile, request.inter_gbits)
+    start, cpu = time.perf_counter(), time.process_time()
+    _, planned = plan_model(
+        model,
+        as_mesh(read_mesh(request.mesh)),
+        example_inputs=data,
+        hardware=profile,
+        precision="bf16",
+        outputs="loss",
+        constraints=CONSTRAINTS[request.constraint],
+    )
+    total_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    plan, seconds = planned.plan, planned.seconds
+    return {
+        "ok": cpu_s <= request.limit_s and plan.proof.gap <= request.limit_gap,
+        "error": None,
+        **{name: getattr(request, name) for name in REQUEST_SETTINGS},
+        "total_s": total_s,
+        "cpu_s": cpu_s,
+        "emit_s": seconds["emit"] + seconds["memory"],
+        "seconds": seconds,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "step_s": plan.prediction.step_s,
+        "covers": plan.proof.covers,
+        "plan_hash": plan.hash,
+        **_chosen(plan),
+    }
+
+
+def phases_row(
     spec: dict[str, Any],
     mesh: str,
     dtype: str,
@@ -160,8 +287,8 @@ def _chosen(plan: Plan) -> Row:
     proof, prediction = plan.proof, plan.prediction
     return {
         "shape": str(plan.mesh),
-        "num_stages": len(plan.pipeline.stages) if plan.pipeline else 1,
-        "num_microbatches": plan.pipeline.num_microbatches if plan.pipeline else 1,
+        "num_stages": len(plan.stages),
+        "num_microbatches": plan.num_microbatches,
         "num_variables": proof.num_variables,
         "num_constraints": proof.num_constraints,
         "objective_s": proof.objective_s,
@@ -204,7 +331,16 @@ def main(arguments: list[str]) -> int:
     )
     flags.add_argument("--inter-gbits", type=float, help="Gb/s between nodes, per device")
     flags.add_argument("--slow-links", action="store_true", help="the cases with slow links")
+    flags.add_argument("--requests", action="store_true", help="large requests, as users make them")
     options = flags.parse_args(arguments)
+    if options.requests:
+        zoo = [
+            Request(spec, "a=2,b=2,c=2", 64, 0, limit_s=15.0, limit_gap=0.025)
+            for spec in (specs_of(options, ()) if options.zoo is not None else ())
+        ]
+        wanted = zoo or [r for r in REQUESTS if not options.model or r.model.name in options.model]
+        cases = [request.as_case() for request in wanted]
+        return run_rows("planning", cases, REQUEST_COLUMNS, options.json)
     shared = {
         name: getattr(options, name)
         for name in ("dtype", "hardware", "memory_gib", "time_limit_s", "inter_gbits")

@@ -24,7 +24,7 @@ from autopar.core.problem import Op, Problem
 from autopar.core.solution import Solution
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.errors import LayoutError
 from autopar.planner import PlanOptions
 from autopar.planner.candidates import Candidate, PlanDraft
@@ -209,7 +209,9 @@ def finish(
     draft = PlanDraft(trace, prepared.mesh, prepared.priced, choices, evaluation, {})
     plan = assemble(draft, mark, recorded, 0.0)
     peak_bytes = plan.prediction.peak_bytes
-    tried = Candidate(draft, plan, emit(trace, plan), peak_bytes, 0.0, prepared.priced.problem)
+    tried = Candidate(
+        draft, plan, emit_stage(trace, plan), peak_bytes, 0.0, prepared.priced.problem
+    )
     peaks = Peaks(options)
     if in_order:
         tried = Ordering(
@@ -226,4 +228,4 @@ def finish(
     )
     plan = replace(plan, prediction=beside(prediction, program, plan) if in_order else prediction)
     assert math.isfinite(plan.prediction.step_s)
-    return plan, replace(program, plan_hash=plan.hash)
+    return plan, Program.of_one_stage(trace, program, plan.hash)

@@ -10,6 +10,8 @@ bounds, or excludes others:
   do not shrink with a microbatch, so M · t(M) does not fall as M grows. A bound of M microbatches
   therefore bounds more microbatches as well. Before the first capture, the program of the whole
   batch on the mesh of a stage bounds all numbers (`autopar.planner.pipeline.pipeline_bound`).
+- A larger microbatch takes at least as long, if its tensors can be split over no more devices. So
+  t(M) also bounds fewer microbatches that can be split over the same devices.
 - The step falls with M, since stages wait less, and then rises. So numbers beyond a slower one are
   excluded.
 - Fewer microbatches are larger ones. If M microbatches do not fit, fewer do not.
@@ -24,6 +26,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 from autopar.core.mesh import Mesh
 from autopar.core.terminal import PHASES
@@ -147,6 +150,10 @@ class SearchStatus:
         )
 
 
+Splits = frozenset[tuple[int, int, bool]]
+"""(number of a dim, number of devices that it can be split over, whether evenly)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """A pipeline that may be searched.
@@ -159,6 +166,8 @@ class Alternative:
             after another: (M + (P − 1) / v) / (P · M) for P devices along the axis with v stages
             each.
         bound_s: lower bound of the step.
+        splits: how the tensors of a microbatch can be split over the devices of a stage; equal
+            for two numbers of microbatches if the same splits are possible.
         least_batch_s: bounds the time that the batch takes through all stages, for all numbers of
             microbatches; takes less work than `search`.
         search: searches for a plan that is faster than so many seconds.
@@ -169,6 +178,7 @@ class Alternative:
     num: int
     waiting: float
     bound_s: float
+    splits: Splits
     least_batch_s: Callable[[], float]
     search: Callable[[float], Planned]
 
@@ -189,6 +199,19 @@ class Alternative:
     def raised(self, batch_s: float) -> Alternative:
         """Raise the bound, given the least time of the batch through all stages."""
         return replace(self, bound_s=max(self.bound_s, batch_s * self.waiting))
+
+    def raised_by(self, other: Alternative, batch_s: float) -> Alternative:
+        """Raise the bound, given that of another alternative.
+
+        Args:
+            other: the alternative whose bound is known.
+            batch_s: the least time of the batch through all stages that it has.
+        """
+        if not self.is_beside(other):
+            return self
+        if self.num > other.num:
+            return self.raised(batch_s)
+        return self.raised(batch_s * self.num / other.num) if self.splits == other.splits else self
 
 
 @dataclass
@@ -249,6 +272,16 @@ def _order(alternative: Alternative) -> tuple[bool, float]:
     return alternative.num == 1, alternative.bound_s
 
 
+class _Step(Enum):
+    """What is done with an alternative: it cannot be faster, no work is left for it, its bound is
+    raised, or it is searched."""
+
+    EXCLUDE = auto()
+    LEAVE_OUT = auto()
+    BOUND = auto()
+    SEARCH = auto()
+
+
 @dataclass
 class AlternativeSearch:
     """Searches alternatives, the one with the lowest bound first.
@@ -283,26 +316,16 @@ class AlternativeSearch:
         """
         refusal: AutoparError | TooSlow | None = None
         waiting = sorted(alternatives, key=_order)
-        left_out: list[Alternative] = []
-        excluded: list[Alternative] = []
+        aside: dict[_Step, list[Alternative]] = {_Step.EXCLUDE: [], _Step.LEAVE_OUT: []}
         while waiting:
             limit_s, first = self.limit(tries.best_s), waiting[0]
-            if first.bound_s >= limit_s:
-                refusal = refusal or TooSlow(first.bound_s)
-                excluded.append(waiting.pop(0))
-                continue
-            if first.num == 1 and tries.best is not None and self.coupled is None:
-                left_out.append(waiting.pop(0))
-                continue
-            is_free = tries.best is None and math.isinf(limit_s)
-            is_bounded = is_free or (first.mesh, first.axis) in self._bounded
-            work = first.search_work if is_bounded else first.bound_work
-            if not is_free and not self.budget.take(work):
-                left_out.append(waiting.pop(0))
+            step = self._next_step(first, limit_s, tries)
+            if step in aside:
+                aside[step].append(waiting.pop(0))
                 continue
             self.status.begin(self._name(first, first.num), len(waiting) - 1)
             try:
-                if is_bounded:
+                if step is _Step.SEARCH:
                     waiting, error = self._search(first, limit_s, waiting[1:], tries)
                     refusal = error or refusal
                 else:
@@ -311,9 +334,23 @@ class AlternativeSearch:
                 if math.isinf(self.limit(tries.best_s)):
                     raise  # there is no plan
                 self.budget.interrupt()
+        excluded = aside[_Step.EXCLUDE]
         self._tell(excluded, tries.add_bound)
-        self._tell(left_out, tries.add_untried)
-        return refusal
+        self._tell(aside[_Step.LEAVE_OUT], tries.add_untried)
+        return refusal or (TooSlow(excluded[0].bound_s) if excluded else None)
+
+    def _next_step(self, first: Alternative, limit_s: float, tries: Tries) -> _Step:
+        """Return what is done with an alternative; work on it is taken from the budget."""
+        if first.bound_s >= limit_s:
+            return _Step.EXCLUDE
+        if first.num == 1 and tries.best is not None and self.coupled is None:
+            return _Step.LEAVE_OUT
+        is_free = tries.best is None and math.isinf(limit_s)
+        is_bounded = is_free or (first.mesh, first.axis) in self._bounded
+        work = first.search_work if is_bounded else first.bound_work
+        if not is_free and not self.budget.take(work):
+            return _Step.LEAVE_OUT
+        return _Step.SEARCH if is_bounded else _Step.BOUND
 
     def _bound_axis(self, first: Alternative, waiting: list[Alternative]) -> list[Alternative]:
         """Raise the bounds of all alternatives along an axis, without a capture."""
@@ -339,18 +376,14 @@ class AlternativeSearch:
             log.info("no plan of %s is faster: at least %.4g s", name, bound_s)
             tries.add_bound(name, bound_s)
             batch_s = bound_s / first.waiting
-            others = [
-                other.raised(batch_s) if other.is_beside(first) and other.num > first.num else other
-                for other in others
-            ]
+            others = [other.raised_by(first, batch_s) for other in others]
         except (InfeasibleError, ConstraintError) as refused:
             error = refused
             log.info("no plan of %s: %s", name, refused.what)
             tries.add_refused(name)
             others = self._without_refused(first, refused, others)
         else:
-            pipeline = found.plan.pipeline
-            chunks = pipeline.num_chunks if pipeline else 1
+            chunks = found.plan.as_pipeline.num_chunks
             step_s = tries.add(self._name(first, first.num, chunks), found)
             if found is tries.best:
                 self.status.add(found)

@@ -4,7 +4,7 @@ parameters."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,7 +48,7 @@ from autopar.cost.priced import OPTIMIZERS
 from autopar.errors import ConstraintError, PlanError, RuntimeStateError
 from autopar.explanation.summary import idle
 from autopar.plans import Plan
-from autopar.program.program import Program, StagedProgram
+from autopar.program.program import Program
 from autopar.request import Backend, Outputs, PlanOptions
 from autopar.runtime.device_mesh import agree, device_mesh
 from autopar.runtime.guarded_module import Compiled
@@ -57,7 +57,6 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.optimizers import PlannedState, note_planned
 from autopar.runtime.rank_agreement import announced
 from autopar.runtime.rank_comm import rank
-from autopar.runtime.staged_module import StagedModule
 
 log = logging.getLogger("autopar")
 
@@ -79,7 +78,7 @@ class Order:
 
     @property
     def build(self) -> dict[str, Any]:
-        """The keyword arguments of `ParallelModule` and `StagedModule`."""
+        """The keyword arguments of `ParallelModule`."""
         return {
             "backend": self.backend,
             "batch": self.request.options.batch,
@@ -90,7 +89,7 @@ class Order:
 @torch.inference_mode(mode=False)  # parameters that are made in it could never be trained
 def parallel_module(
     order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any], shared: Compiled | None = None
-) -> ParallelModule | StagedModule:
+) -> ParallelModule:
     """Plan a model for a call, unless there is a plan, and build the distributed module.
 
     Args:
@@ -109,12 +108,11 @@ def parallel_module(
     plan, program = _plan_together(order, args, kwargs)
     if is_unshaped(mesh):  # its shape is the plan's
         devices = device_mesh(plan.mesh, kind)
-    build: Callable[..., ParallelModule | StagedModule] = (
-        StagedModule if isinstance(program, StagedProgram) else ParallelModule
-    )
     as_planned = options.outputs in ("auto", "loss")  # a call without labels has no loss alone
     wanted = plan.options.get("outputs", "dtensor") if as_planned else options.outputs
-    module = build(program, devices, model, **{**order.build, "outputs": wanted}, shared=shared)
+    module = ParallelModule(
+        program, devices, model, **{**order.build, "outputs": wanted}, shared=shared
+    )
     object.__setattr__(module, "plan", plan)
     if shared is None:
         _note_optimizer(module, plan)
@@ -149,20 +147,19 @@ def _variant(
     backend: Backend,
     structure: Structure,
     devices: DeviceMesh,
-    module: ParallelModule | StagedModule,
+    module: ParallelModule,
     training: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> ParallelModule | StagedModule:
+) -> ParallelModule:
     """A program for another mode or a batch of other shapes, over the module's parameters.
 
     Args:
         first: the options of the module, with outputs as further calls have them. asked: the
             hardware that it was compiled for.
     """
-    alike = torch.is_grad_enabled() and isinstance(
-        module, ParallelModule
-    )  # stages hold other parameters on other ranks
+    # stages hold other parameters on other ranks
+    alike = torch.is_grad_enabled() and module.program.is_single
     trained = {name: p.requires_grad for name, p in module.named_parameters()} if alike else {}
     agree(
         f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}{told_trained(trained)}",
@@ -237,7 +234,7 @@ def _device_type(model: nn.Module, batch: object) -> str:
 
 def _plan_together(
     order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Plan, Program | StagedProgram]:
+) -> tuple[Plan, Program]:
     """Rank 0 plans, or finds the plan in its cache, and broadcasts the plan's text (or its error);
     every rank emits from it. No rank captures the call twice: rank 0 emits from the trace that it
     planned, and the others capture while it plans."""

@@ -127,13 +127,11 @@ class Chooser(Staging):
         if self.options.loss_rows != "auto":
             return ()
         num_rows = max((head.num_rows for head in heads_of(self.trace)[0]), default=0)
-        pipeline = None if found is None else found.plan.pipeline
-        num_stages, parts = (
-            (1, 1)
-            if pipeline is None
-            else (len(pipeline.stages) // pipeline.num_chunks, pipeline.num_microbatches)
-        )
-        local = num_rows * num_stages // (self.mesh.num_devices * parts)
+        num_devices = self.mesh.num_devices
+        if found is not None:
+            num_devices //= found.plan.as_pipeline.num_ranks
+            num_rows //= found.plan.num_microbatches
+        local = num_rows // num_devices
         rows = [
             max(-(-local // (part * _LEAST_ROWS)) * _LEAST_ROWS, _LEAST_ROWS) for part in _PARTS
         ]
@@ -314,19 +312,17 @@ def note_tries(found: Planned, told: Sequence[str], coupled: CoupledError | None
 def is_bound_by_memory(plan: Plan) -> bool:
     """Return whether more memory would make a plan faster, judged by its duals and its
     recomputation."""
-    plans = plan.pipeline.stages if plan.pipeline else (plan,)
     return any(
-        p.proof.memory_price_s_per_gib > 0 or any(e.recompute for e in p.entries) for p in plans
+        stage.proof.memory_price_s_per_gib > 0 or any(e.recompute for e in stage.entries)
+        for stage in plan.stages
     )
 
 
 def _run_again(plan: Plan) -> float:
     """Return the share of a step that is spent on ops that backward runs again."""
-    plans, num = (
-        (plan.pipeline.stages, plan.pipeline.num_microbatches) if plan.pipeline else ((plan,), 1)
-    )
-    again_s = sum(entry.again_s * len(entry.instances) for each in plans for entry in each.entries)
-    return num * again_s / plan.prediction.step_s
+    entries = (entry for stage in plan.stages for entry in stage.entries)
+    again_s = sum(entry.again_s * len(entry.instances) for entry in entries)
+    return plan.num_microbatches * again_s / plan.prediction.step_s
 
 
 def leaves_room(found: Planned) -> bool:

@@ -27,7 +27,6 @@ from autopar.request import Backend, CompileKeywords, PlanOptions, check_choice
 from autopar.runtime.backward import refuse_tracing, refuse_transforms
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.module_shell import is_plain
-from autopar.runtime.staged_module import StagedModule
 
 
 @named("autopar.compile", "docs/planning.md")
@@ -41,7 +40,7 @@ def compile(
     backend: Backend = "eager",
     hardware: HardwareLike | None = None,
     **options: Unpack[CompileKeywords],
-) -> ParallelModule | StagedModule | Deferred:
+) -> ParallelModule | Deferred:
     """Turn a model into a distributed one: plan (or take a plan), emit, and shard the parameters.
 
     Call it on every rank. Rank 0 plans, the others take its plan. With one device no launcher is
@@ -217,7 +216,7 @@ class Deferred(nn.Module):
         shown = dir(self.module) if order is None else []
         return sorted({*super().__dir__(), *shown})
 
-    def _ready(self, wish: str) -> ParallelModule | StagedModule:
+    def _ready(self, wish: str) -> ParallelModule:
         if self._waiting is not None:
             raise NotPlannedYet(
                 f"{wish} asked for before the first call: the model is not planned yet",
@@ -227,5 +226,5 @@ class Deferred(nn.Module):
                 ),
             )
         module = self.module
-        assert isinstance(module, ParallelModule | StagedModule)
+        assert isinstance(module, ParallelModule)
         return module

@@ -4,21 +4,28 @@ bounds, and the plan for one of them with the requested schedule, or the fastest
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, combinations
 
-from autopar.api.alternatives import Alternative
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from autopar.api.alternatives import Alternative, Splits
 from autopar.api.captured_call import WITHOUT_ASKING, CapturedCall
 from autopar.api.tracing import batch_size, by_rows
+from autopar.capture.trace import Trace
 from autopar.constraints import Pipelined
+from autopar.core.mesh import Mesh
 from autopar.core.schedules import AUTO, INTERLEAVED
 from autopar.cost.op_times import TotalWork
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.planner import Planned, TooSlow
 from autopar.planner.pipeline.pipeline_bound import least_batch_s
 from autopar.program.schedule import num_rounds
-from autopar.stages.placing import cut_points
+from autopar.stages.placing import most_parts
 
 log = logging.getLogger("autopar")
 _NEEDY = 3  # numbers of microbatches per axis of which the memory is looked at if nothing fits
@@ -43,6 +50,34 @@ def numbers_of(divisors: Sequence[int], num_stages: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*[n for n in divisors if n == 1], *filling)))
 
 
+def _dims_of_batch(trace: Trace, num_samples: int) -> list[int]:
+    """Return the sizes of dims that may hold samples: multiples of their number that are no dims of
+    parameters, and products of the first dims of inputs."""
+    values = (leaf for node in trace.graph.nodes for leaf in tree_leaves(node.meta.get("val")))
+    sizes = {int(size) for x in values if isinstance(x, Tensor) for size in x.shape}
+    sizes -= {size for p in trace.parameters for size in p.view}
+    sizes |= {math.prod(i.shape[:n]) for i in trace.inputs for n in range(1, len(i.shape) + 1)}
+    return sorted(size for size in sizes if size and size % num_samples == 0)
+
+
+def _splits(sizes: Sequence[int], mesh: Mesh) -> Splits:
+    """Return over which numbers of devices dims of these sizes can be split.
+
+    Args:
+        sizes: of the dims.
+        mesh: of a stage.
+    """
+    shape = mesh.shape
+    groups = chain.from_iterable(combinations(shape, n) for n in range(1, len(shape) + 1))
+    numbers = sorted({math.prod(group) for group in groups})
+    return frozenset(
+        (position, num, size % num == 0)
+        for position, size in enumerate(sizes)
+        for num in numbers
+        if size >= num
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Staging(CapturedCall):
     """A captured call, and its pipelines."""
@@ -54,13 +89,14 @@ class Staging(CapturedCall):
             wish: the requested pipeline; it may leave its axis, the number of microbatches and the
                 schedule open.
         """
-        total = TotalWork.of(self.trace, self.hardware)
+        total, num_parts = TotalWork.of(self.trace, self.hardware), most_parts(self.trace)
+        sizes = _dims_of_batch(self.trace, batch_size(self.args, self.kwargs))
         for axis in self.axes(wish):
             here = replace(wish, axis=axis)
             for num in self.numbers(here):
                 if wish is WITHOUT_ASKING and num == 1:
                     continue  # all stages but one wait
-                chunks = self._most_chunks(here, num)
+                chunks = self._most_chunks(here, num, num_parts)
                 ranks = self.num_ranks(here)
                 yield Alternative(
                     self.mesh,
@@ -68,7 +104,8 @@ class Staging(CapturedCall):
                     num,
                     (num + (ranks - 1) / chunks) / (ranks * num),
                     self._bound_s(here, num, chunks, total),
-                    partial(self._least_batch_s, axis),
+                    _splits([size // num for size in sizes], self._stage_mesh(axis)),
+                    partial(self._least_batch_s, axis) if ranks <= num_parts else lambda: 0.0,
                     partial(self._plan_schedules, here, num),
                 )
 
@@ -81,17 +118,26 @@ class Staging(CapturedCall):
 
     def _least_batch_s(self, axis: str) -> float:
         """Bound the seconds that the batch takes through all stages, one after another."""
-        stage_mesh = self.mesh.without(axis) if axis else self.mesh
-        trace = by_rows(self.trace, self.rows)
-        return least_batch_s(trace, stage_mesh, self.hardware, self.options.of_a_trace())
+        trace, mesh = by_rows(self.trace, self.rows), self._stage_mesh(axis)
+        return least_batch_s(trace, mesh, self.hardware, self.options.of_a_trace())
 
-    def _most_chunks(self, wish: Pipelined, num: int) -> int:
-        """Return the most stages per device that `_plan_schedules` may try."""
+    def _stage_mesh(self, axis: str) -> Mesh:
+        """Return the mesh of a stage."""
+        return self.mesh.without(axis)
+
+    def _most_chunks(self, wish: Pipelined, num: int, num_parts: int) -> int:
+        """Return the most stages per device that `_plan_schedules` may try.
+
+        Args:
+            wish: the pipeline, with its axis.
+            num: number of microbatches.
+            num_parts: parts that the model can be cut into at most.
+        """
         if wish.schedule != AUTO:
             return wish.chunks
         ranks, chunks = self.num_ranks(wish), 1
         if ranks > 1 and num_rounds(ranks, num):
-            while len(cut_points(self.trace, 2 * chunks * ranks - 1)) + 1 >= 2 * chunks * ranks:
+            while 2 * chunks * ranks <= num_parts:
                 chunks *= 2
         return chunks
 

@@ -47,7 +47,7 @@ def recorded_options(plan: Plan) -> PlanOptions:
         for name, option in OPTIONS.items()
         if option.is_recorded and name in known
     }
-    own = plan.pipeline is not None and plan.pipeline.rank_budgets
+    own = plan.as_pipeline.rank_budgets
     asked["memory_bytes"] = None if own else known.get("memory_bytes")
     return PlanOptions(
         **{**asked, "constraints": tuple(read_constraint(c) for c in known.get("constraints", ()))}
@@ -67,9 +67,11 @@ def _is_asked(plan: Plan, hardware: Hardware) -> bool:
     own: Hardware = Mixed(mark.axis, profiles) if mark.axis else profiles[0]
     if mark.profile_hash != own.hash:
         return False
-    axis = plan.pipeline.axis if plan.pipeline else ""
-    given = {PlanOptions().budget(profile_of(own, axis, rank)) for rank in range(len(profiles))}
-    return plan.options.get("memory_bytes") not in given
+    budgets = (
+        PlanOptions().budget(profile_of(own, plan.stage_axis, rank))
+        for rank in range(len(profiles))
+    )
+    return plan.options.get("memory_bytes") not in set(budgets)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -128,10 +130,9 @@ def _differences(plan: Plan, trace: Trace, mesh: Mesh, name: str) -> Iterator[st
 
 def _of_model(plan: Plan, trace: Trace) -> Iterator[str]:
     """Yield the parameters and ops that only one of plan and model has."""
-    plans = plan.pipeline.stages if plan.pipeline else (plan,)
     planned = {
         key.removesuffix("/parameter")
-        for p in plans
+        for p in plan.stages
         for key in p.node_choices()
         if key.endswith("/parameter")
     }
@@ -139,7 +140,7 @@ def _of_model(plan: Plan, trace: Trace) -> Iterator[str]:
     nodes = {n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
     entries = {
         c.node.format(*i)
-        for p in plans
+        for p in plan.stages
         for e in p.entries
         if e.kind == "compute"
         for c in e.nodes
@@ -172,9 +173,7 @@ def _first(names: Collection[str]) -> str:
 def _gradient_differences(plan: Plan, trace: Trace) -> Iterator[str]:
     """Yield the inputs that have a gradient in only one of plan and call. In stages and
     microbatches no input has one."""
-    chosen = (
-        () if plan.pipeline else [c for e in plan.entries if e.kind == "input" for c in e.nodes]
-    )
+    chosen = (c for e in plan.entries if e.kind == "input" for c in e.nodes)
     planned = {c.node.removesuffix("/input") for c in chosen if c.strategy.inputs}
     here = {i.path for i in trace.given_back}
     yield from (

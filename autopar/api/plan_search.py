@@ -156,16 +156,15 @@ def _alternatives(
         choosers: the call on each shape.
         like: a plan; if given, only the alternative with its mesh, axis and microbatches.
     """
-    pipeline = None if like is None else like.plan.pipeline
     for chooser in choosers:
         wish = chooser.free_stages
         assert wish is not None, "only calls whose stages are free have alternatives"
         for each in chooser.alternatives(wish):
-            if (
-                like is None
-                or pipeline is None
-                or (each.mesh, each.axis, each.num)
-                == (like.plan.mesh, pipeline.axis, pipeline.num_microbatches)
+            asked = like.plan if like is not None else None
+            if asked is None or (each.mesh, each.axis, each.num) == (
+                asked.mesh,
+                asked.stage_axis,
+                asked.num_microbatches,
             ):
                 yield each
 

@@ -34,7 +34,8 @@ from autopar.api.shortage import instead
 from autopar.api.tracing import (
     as_planned,
     as_wanted,
-    by_rows,
+    emit_traced,
+    planned_part,
     program_of,
     refuse_parts,
     refuse_wrapped,
@@ -47,7 +48,7 @@ from autopar.api.tracing import (
 from autopar.cache.entries import Key, load_plan, recorded_warnings, save_plan
 from autopar.cache.walk import Opaque
 from autopar.capture import Trace
-from autopar.certificate import Certificate, certify, certify_staged, named_so
+from autopar.certificate import Certificate, certify, named_so
 from autopar.constraints import speak_of
 from autopar.core.hardware import Hardware, Mixed, slowest
 from autopar.core.keywords import named
@@ -55,7 +56,6 @@ from autopar.core.mesh import HardwareLike, Mesh, is_unshaped
 from autopar.core.private_folder import is_cache_on
 from autopar.core.terminal import PHASES, progress_of_long
 from autopar.core.units import share
-from autopar.emit import emit, emit_staged
 from autopar.errors import InfeasibleError, VerificationError
 from autopar.planner import Planned
 from autopar.planner.reprice import reprice_plan
@@ -84,8 +84,8 @@ def told_of_gap(found: Planned, *, is_late: bool) -> Planned:
     if is_late:
         why, remedy = "the time was over", "pass a larger time_limit_s"
     else:
-        stages = plan.pipeline is not None and bool(plan.pipeline.axis)
-        why = f"the bound over all {'cuts and stages' if stages else 'layouts'} proves no more"
+        what = "cuts and stages" if plan.stage_axis else "layouts"
+        why = f"the bound over all {what} proves no more"
         remedy = (
             f"autopar.explain(plan) says what it covers, and gap={plan.proof.gap:.2g} accepts it"
         )
@@ -113,11 +113,10 @@ def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]
         part: returns the trace that a plan is for: of the batch, or of one microbatch.
     """
     plan = found.plan
-    stages = plan.pipeline.axis if plan.pipeline else ""
     if (
         not isinstance(hardware, Mixed)
         or slowest(hardware) in hardware.profiles
-        or stages == hardware.axis
+        or plan.stage_axis == hardware.axis
     ):
         return found
     options, trace = recorded_options(plan), part(plan)
@@ -129,7 +128,7 @@ def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]
     way = (
         f"; constraints=[autopar.constraints.pipeline({hardware.axis!r})] gives each a stage of"
         " its own"
-        if steps and not stages
+        if steps and not plan.stage_axis
         else ""
     )
     log.warning(
@@ -227,14 +226,7 @@ def plan_call(
         )
 
     def part_of(plan: Plan) -> Trace:
-        if plan.pipeline is None:
-            return by_rows(trace, plan.loss_rows)
-        return by_rows(
-            chooser(plan.mesh).part(
-                plan.pipeline.num_microbatches, independent=plan.pipeline.independent
-            )[0],
-            plan.loss_rows,
-        )
+        return planned_part(plan, model, trace, args, kwargs, request.captured)[0]
 
     meshes, further = (
         (shapes(mesh), shapes_in_three(mesh)) if is_unshaped(mesh) else ((as_mesh(mesh),), ())
@@ -494,12 +486,6 @@ def check(
     devices = of_plan(plan, hardware)
     trace = traced_for(plan, model, args, kwargs)
     reference = as_planned(trace, plan)
-    name = type(model).__name__
-    if plan.pipeline is None:
-        certificate = named_so(certify(reference, plan, devices), plan, name)
-        return with_validation(certificate, reference, plan, partial(emit, reference, plan))
-    part, how, made = staged_trace(plan, model, trace, args, kwargs)
-    certificate = named_so(certify_staged(trace, part, made, how, plan, devices), plan, name)
-    return with_validation(
-        certificate, reference, plan, partial(emit_staged, part, made, how, plan)
-    )
+    staged = staged_trace(plan, model, trace, args, kwargs)
+    certificate = named_so(certify(trace, plan, devices, staged), plan, type(model).__name__)
+    return with_validation(certificate, reference, plan, partial(emit_traced, plan, staged))

@@ -25,10 +25,8 @@ from autopar.constraints import (
 from autopar.core.layout import Layout
 from autopar.errors import RuntimeStateError
 from autopar.plans import Plan
-from autopar.program.program import StagedProgram
 from autopar.request import PlanOptions
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.staged_module import StagedModule
 
 _KEPT = (
     1 << 16
@@ -129,19 +127,18 @@ def asked_of(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, Pl
     return replace(free, constraints=all_of_them), replace(free, constraints=few)
 
 
-def storage_of(module: ParallelModule | StagedModule) -> dict[str, Layout]:
+def storage_of(module: ParallelModule) -> dict[str, Layout]:
     """Return the layout in which each parameter of all stages rests; whole if no program reads
     it."""
-    program = module.program
-    stages = program.stages if isinstance(program, StagedProgram) else (program,)
+    stages = module.program.stages
     held = {name: module.resting(name) for name, _ in module.named_parameters()}
     return held | {t.name: t.layout for stage in stages for t in stage.parameters}
 
 
 def _stages(plan: Plan) -> tuple[Pipelined, ...]:
     """Return the pipeline of a plan as a constraint, with the same cuts."""
-    made = plan.pipeline
-    if made is None or not made.axis:
+    made = plan.as_pipeline
+    if not made.axis:
         return ()
     chunks = made.num_chunks
     schedule = made.schedule if chunks > 1 or made.num_microbatches > 1 else "1f1b"
@@ -161,11 +158,8 @@ def beside_the_optimizer(plan: Plan, options: PlanOptions) -> PlanOptions:
     """Return the options of a plan for forward alone, in the memory that the optimizer's state
     leaves."""
     assert options.memory_bytes is not None, "a plan records its budget"
-    in_stages = plan.pipeline is not None and bool(plan.pipeline.axis)
-    plans = plan.pipeline.stages if plan.pipeline is not None and in_stages else (plan,)
-    num_chunks = plan.pipeline.num_chunks if plan.pipeline is not None else 1
-    state = num_chunks * max(
-        each.prediction.memory_bytes.get("optimizer", 0) for each in plans
+    state = plan.as_pipeline.num_chunks * max(
+        stage.prediction.memory_bytes.get("optimizer", 0) for stage in plan.stages
     )  # of any rank's stages
     return replace(
         options,

@@ -25,8 +25,8 @@ from autopar.api.cached_captures import capture_or_load
 from autopar.capture import Trace
 from autopar.capture.chunked_loss import loss_alone, loss_by_rows, outputs_whole
 from autopar.capture.trees import paths_in
-from autopar.certificate import Certificate, Finding
-from autopar.emit import emit, emit_staged
+from autopar.certificate import Certificate, Finding, StagedTrace
+from autopar.emit import emit
 from autopar.emit.program_builder import microbatches_of
 from autopar.errors import (
     AutoparError,
@@ -37,10 +37,10 @@ from autopar.errors import (
     ValidationError,
     Where,
 )
-from autopar.plans import Pipeline, Plan
-from autopar.program.program import Microbatches, Program, StagedProgram
+from autopar.plans import Plan
+from autopar.program.program import Microbatches, Program
 from autopar.request import Outputs, PlanOptions
-from autopar.stages import Cut, cut_trace
+from autopar.stages import cut_trace
 from autopar.stages.placing import CutError
 from autopar.validation import Validation, validate, validate_microbatches
 
@@ -50,7 +50,7 @@ from autopar.validation import Validation, validate, validate_microbatches
 log = logging.getLogger("autopar")
 
 
-def validate_before_run(reference: Trace, plan: Plan, program: Program | StagedProgram) -> None:
+def validate_before_run(reference: Trace, plan: Plan, program: Program) -> None:
     """Show that a program computes the traced model, and warn of what only the user's promise says.
 
     Args:
@@ -85,7 +85,7 @@ def with_validation(
     certificate: Certificate,
     reference: Trace,
     plan: Plan,
-    emitting: Callable[[], Program | StagedProgram],
+    emitting: Callable[[], Program],
 ) -> Certificate:
     """Return a certificate with the findings of validating the emitted program.
 
@@ -458,7 +458,7 @@ def program_of(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     known: dict[int, Trace] | None = None,
-) -> Program | StagedProgram:
+) -> Program:
     """Emit a plan and validate the program.
 
     Args:
@@ -472,14 +472,19 @@ def program_of(
         PlanError, EmissionError: if the plan does not fit the model.
         ValidationError: if a value of the program does not follow from the trace.
     """
-    reference = as_planned(whole, plan)
-    if plan.pipeline is None:
-        program: Program | StagedProgram = emit(reference, plan)
-    else:
-        part, how, made = staged_trace(plan, model, whole, args, kwargs, known)
-        program = emit_staged(part, made, how, plan)
-    validate_before_run(reference, plan, program)
+    program = emit_traced(plan, staged_trace(plan, model, whole, args, kwargs, known))
+    validate_before_run(as_planned(whole, plan), plan, program)
     return program
+
+
+def emit_traced(plan: Plan, staged: StagedTrace) -> Program:
+    """Emit a plan from the captured call as the plan is for it.
+
+    Raises:
+        PlanError, EmissionError: if the plan does not fit the model.
+    """
+    part, how, cut = staged
+    return emit(part, plan, how, cut)
 
 
 def staged_trace(
@@ -489,12 +494,11 @@ def staged_trace(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     known: dict[int, Trace] | None = None,
-) -> tuple[Trace, Microbatching, Cut]:
-    """Return the trace of one microbatch, how microbatches make the batch, and the stages of a
-    pipeline.
+) -> StagedTrace:
+    """Return the captured call as a plan is for it: in microbatches and stages.
 
     Args:
-        plan: a plan with a pipeline.
+        plan: the plan.
         model: the plain model.
         whole: the trace of the batch.
         args, kwargs: the call on the whole batch.
@@ -504,9 +508,8 @@ def staged_trace(
         ConstraintError, EmissionError: if the model cannot be cut as the plan says.
     """
     part, how = planned_part(plan, model, whole, args, kwargs, known)
-    positions = _pipeline(plan).positions
     try:
-        return part, how, cut_trace(part, positions) if positions else Cut((part,), (), {})
+        return StagedTrace(part, how, cut_trace(part, plan.as_pipeline.positions))
     except CutError as error:
         raise ChangedPlanError(
             f"the model cannot be cut as the plan says: {error.what}", where=error.where
@@ -521,17 +524,19 @@ def planned_part(
     kwargs: Mapping[str, Any],
     known: dict[int, Trace] | None = None,
 ) -> tuple[Trace, Microbatching]:
-    """Return the trace of one microbatch as a plan with a pipeline is for it, and how microbatches
-    make the batch.
+    """Return the trace of one microbatch as a plan is for it, and how microbatches make the batch.
 
     Args:
-        plan: a plan with a pipeline.
+        plan: the plan. Without a pipeline it has one microbatch, which is the batch.
         model: the plain model.
         whole: the trace of the batch.
         args, kwargs: the call on the whole batch.
         known: traces by number of samples, as for `trace_part`.
     """
-    pipeline = _pipeline(plan)
+    pipeline = plan.pipeline
+    if pipeline is None:  # other than for stages, inputs may have gradients
+        batch = as_planned(whole, plan)
+        return batch, find_microbatching(batch, batch, 1)
     alone = as_wanted(whole, plan.options.get("outputs", "dtensor"))
     part, how = trace_part(
         model,
@@ -545,8 +550,3 @@ def planned_part(
         known=known,
     )
     return by_rows(part, plan.loss_rows), how
-
-
-def _pipeline(plan: Plan) -> Pipeline:
-    assert plan.pipeline is not None, "the plan works through microbatches"
-    return plan.pipeline

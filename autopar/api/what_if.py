@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -24,7 +23,7 @@ from autopar.api.arguments import (
 from autopar.api.options import PlanRequest
 from autopar.api.plan_options import check_fits, options_of, recorded_options
 from autopar.api.planning import plan_told
-from autopar.api.tracing import as_planned, planned_part, traced_for
+from autopar.api.tracing import planned_part, traced_for
 from autopar.capture import Trace
 from autopar.constraints import Constraint
 from autopar.constraints.text import parse_constraint
@@ -38,9 +37,8 @@ from autopar.emit import returned_of
 from autopar.errors import ConstraintError, PlanError
 from autopar.planner.reprice import reprice_plan
 from autopar.planner.sensitivity import all_flips
-from autopar.planner.transfer_plan import Carried, carry_plan, notes, without_stages
+from autopar.planner.transfer_plan import Carried, carry_plan, notes
 from autopar.plans import Flips, Plan
-from autopar.program.executor import Returned
 from autopar.request import PlanOptions, as_constraints
 
 # --------------------------------------------------------------------------------------------------
@@ -266,25 +264,20 @@ def what_if(
     devices = as_hardware(planned_for(plan) if hardware is None else hardware, there)
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh, type(model).__name__)
-    options, part = options_of(plan, devices, memory_bytes), _part(plan, model, trace, args, kwargs)
+    options = options_of(plan, devices, memory_bytes)
+    part, how = planned_part(plan, model, trace, args, kwargs)
     change = change_options(
         options,
         (without,) if isinstance(without, str | Constraint) else without,
         as_constraints(constraints),
     )
     if there.axes == plan.mesh.axes:
-        peaks = plan.pipeline.peaks if plan.pipeline else (plan.prediction.peak_bytes,)
+        peaks = plan.as_pipeline.peaks
         found = Carried(reprice_plan(plan, part, there, devices, options), peaks)
     else:
-        found = carry_plan(
-            plan,
-            part,
-            there,
-            devices,
-            options,
-            _bytes_of(trace),
-            _returned_outputs(plan, model, trace, args, kwargs),
-        )
+        outputs = plan.options.get("outputs", "dtensor")
+        returned = returned_of(part, how, outputs)
+        found = carry_plan(plan, part, there, devices, options, _bytes_of(trace), returned)
     peak_bytes, budget_bytes = _tightest(plan, found, devices, options)
     options = (
         change.options if there.axes == plan.mesh.axes else _elsewhere(plan, there, change.options)
@@ -294,7 +287,12 @@ def what_if(
     turning = Flips()
     if num_flips:
         turning = all_flips(
-            best, _part(best, model, trace, args, kwargs), there, devices, options, most=num_flips
+            best,
+            planned_part(best, model, trace, args, kwargs)[0],
+            there,
+            devices,
+            options,
+            most=num_flips,
         )
     return WhatIf(
         plan,
@@ -348,39 +346,16 @@ def flips(
         )
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh, type(model).__name__)
-    part = _part(plan, model, trace, args, kwargs)
+    part, _ = planned_part(plan, model, trace, args, kwargs)
     return all_flips(plan, part, plan.mesh, devices, options_of(plan, devices, None), most=most)
-
-
-def _part(
-    plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Trace:
-    """Return the trace that a plan is for: of the captured call, or of one microbatch of it."""
-    return (
-        as_planned(trace, plan)
-        if plan.pipeline is None
-        else planned_part(plan, model, trace, args, kwargs)[0]
-    )
-
-
-def _returned_outputs(
-    plan: Plan, model: nn.Module, trace: Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Returned | None:
-    """Return what calls of a pipeline return; None without a pipeline."""
-    if plan.pipeline is None:
-        return None
-    return returned_of(
-        *planned_part(plan, model, trace, args, kwargs), plan.options.get("outputs", "dtensor")
-    )
 
 
 def _tightest(
     plan: Plan, found: Carried, devices: Hardware, options: PlanOptions
 ) -> tuple[int, int]:
     """Return peak and budget (bytes) of the device with the least memory left."""
-    axis = plan.pipeline.axis if plan.pipeline else ""
     pairs = [
-        (peak, options.budget(profile_of(devices, axis, rank)))
+        (peak, options.budget(profile_of(devices, plan.stage_axis, rank)))
         for rank, peak in enumerate(found.peaks)
     ]
     return max(pairs, key=lambda pair: pair[0] / pair[1])
@@ -393,8 +368,6 @@ def _bytes_of(trace: Trace) -> int:
 
 def _elsewhere(plan: Plan, mesh: Mesh, options: PlanOptions) -> PlanOptions:
     """The options for another mesh, as a user would write them there."""
-    stages = plan.pipeline.axis if plan.pipeline else ""
-    constraints = elsewhere(
-        options.constraints, without_stages(plan, plan.mesh), without_stages(plan, mesh), stages
-    )
+    axis = plan.stage_axis
+    constraints = elsewhere(options.constraints, plan.mesh.without(axis), mesh.without(axis), axis)
     return replace(options, constraints=constraints)

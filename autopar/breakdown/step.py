@@ -24,8 +24,8 @@ class StepParts:
     """Seconds of a step; they add up to `total_s`.
 
     Attributes:
-        rank: in a plan with stages, the index along the pipeline's axis whose devices are busy
-            longest; else None.
+        rank: the index along the pipeline's axis whose devices are busy longest; None if there is
+            one stage on the whole mesh.
         compute_s: compute, except what is run again.
         again_s: compute that backward runs again.
         slowed_s: the time by which communication beside it slows compute down.
@@ -62,13 +62,10 @@ class StepParts:
 
 def step_parts(plan: Plan) -> StepParts:
     """Split the step of a whole plan, not of a stage."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return StepParts(None, *_busy(plan), 0.0, 0.0)
-    ranks = [pipeline.stages[rank :: pipeline.num_ranks] for rank in range(pipeline.num_ranks)]
-    busy_s = [sum(stage.prediction.simulated_s for stage in stages) for stages in ranks]
+    pipeline = plan.as_pipeline
+    busy_s = [sum(stage.prediction.simulated_s for stage in stages) for stages in pipeline.ranks]
     rank = max(range(len(busy_s)), key=busy_s.__getitem__)
-    each = zip(*map(_busy, ranks[rank]), strict=True)
+    each = zip(*map(_busy, pipeline.ranks[rank]), strict=True)
     compute_s, again_s, slowed_s, exposed_s, arriving_s = (
         pipeline.num_microbatches * sum(part) for part in each
     )
@@ -116,7 +113,7 @@ _KINDS = (*RESTING, *_EITHER, "transient")
 def rank_memory(pipeline: Pipeline, rank: int) -> tuple[int, Mapping[str, int]]:
     """Return a rank's peak in bytes, and the bytes by kind. If the rank has several stages, all
     that rests in each counts."""
-    chunks = [stage.prediction for stage in pipeline.stages[rank :: pipeline.num_ranks]]
+    chunks = [stage.prediction for stage in pipeline.ranks[rank]]
     if not pipeline.rank_bytes:
         return chunks[0].peak_bytes, chunks[0].memory_bytes
     peak, kinds = (

@@ -2,8 +2,7 @@
 the profile, without a solver."""
 
 from autopar.certificate.marks import named_so
-from autopar.certificate.plan_claims import certify
+from autopar.certificate.plan_certificate import StagedTrace, certify
 from autopar.certificate.report import Certificate, Finding, Unverified
-from autopar.certificate.staged import certify_staged
 
-__all__ = ["Certificate", "Finding", "Unverified", "certify", "certify_staged", "named_so"]
+__all__ = ["Certificate", "Finding", "StagedTrace", "Unverified", "certify", "named_so"]

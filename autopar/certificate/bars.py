@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from autopar.certificate.report import NEAR, Finding
 from autopar.emit import simulate_program
 from autopar.plans import Entry, Plan, beyond_shares_s
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 
 Bar = tuple[str, str, str, float, float]  # label, phase, kind, start, seconds
 _PHASES = ("forward", "backward")
@@ -25,7 +25,7 @@ def is_simulated(plan: Plan) -> bool:
     return plan.overlap.slowdown < 1.0 or bool(plan.buckets) or beyond
 
 
-def bars(plan: Plan, program: Program, crossing: frozenset[str]) -> Iterator[Finding]:
+def bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -> Iterator[Finding]:
     """Yield every difference between the timeline of a plan and that of its program.
 
     Args:
@@ -47,7 +47,7 @@ def bars(plan: Plan, program: Program, crossing: frozenset[str]) -> Iterator[Fin
             return
 
 
-def _bars(plan: Plan, program: Program, crossing: frozenset[str]) -> Iterator[Bar]:
+def _bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -> Iterator[Bar]:
     """The time line, in order."""
     phases = dict(zip(_PHASES, simulate_program(program, plan), strict=True))
     now_s = 0.0

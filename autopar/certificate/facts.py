@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.analysis.gradients import cast_alone
 from autopar.capture.trace import Trace
-from autopar.constraints import check, read_constraint
+from autopar.constraints import read_constraint
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout, Strategy
 from autopar.cost.price import price
@@ -310,11 +310,9 @@ class Context:
             plan: its recorded constraints are read.
 
         Raises:
-            ConstraintError: if a constraint cannot be read, or cannot hold.
+            ConstraintError: if a constraint cannot hold.
         """
         constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
-        for constraint in constraints:
-            check(constraint, plan.mesh)
         return Context(replace(resolve(trace, constraints, plan.mesh), starts=plan.starts))
 
     def problem(self, trace: Trace, plan: Plan, profile: HardwareProfile) -> Priced:

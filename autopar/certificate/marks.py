@@ -105,8 +105,7 @@ def _check_options(plan: Plan) -> Iterator[Finding]:
     if options.get("optimizer") not in OPTIMIZERS:
         what = f"the plan is for optimizer {options.get('optimizer')!r}, which is not known"
         yield Finding("model", what)
-    stages = plan.pipeline.stages if plan.pipeline else (plan,)
-    without = [entry.key for stage in stages for entry in stage.entries if entry.replicated]
+    without = [entry.key for stage in plan.stages for entry in stage.entries if entry.replicated]
     if options.get("strict") and without:
         what = "it runs replicated for want of a rule, and strict=True refuses that"
         yield Finding("model", what, without[0])
@@ -124,7 +123,7 @@ def as_asked(plan: Plan) -> Iterator[Finding]:
 
 def _check_pipeline(plan: Plan) -> Iterator[Finding]:
     """Whether the plan has the microbatches and the pipeline that its options ask for."""
-    pipeline, num = plan.pipeline, plan.pipeline.num_microbatches if plan.pipeline else 1
+    pipeline, num = plan.as_pipeline, plan.num_microbatches
     asked_num = plan.options.get("num_microbatches", AUTO)
     if asked_num not in (AUTO, num):
         yield Finding("model", f"there are {num} microbatches, where {asked_num} are asked for")
@@ -132,8 +131,6 @@ def _check_pipeline(plan: Plan) -> Iterator[Finding]:
         asked = _read_asked_pipeline(plan)
     except AutoparError as error:
         yield Finding("model", error.what)
-        return
-    if pipeline is None:
         return
     promised = asked is not None and asked.independent
     if pipeline.independent != promised:
@@ -151,8 +148,7 @@ def _read_asked_pipeline(plan: Plan) -> Pipelined | None:
     """
     constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
     asked = pipeline_in(constraints, plan.mesh)
-    axis = plan.pipeline.axis if plan.pipeline else ""
-    of_stage = plan.mesh.without(axis) if axis else plan.mesh
+    of_stage = plan.mesh.without(plan.stage_axis)
     for constraint in constraints:  # all but the pipeline speak of what a stage runs on
         check(constraint, plan.mesh if isinstance(constraint, Pipelined) else of_stage)
     return asked

@@ -23,7 +23,7 @@ from autopar.kernels import collectives as kernels
 from autopar.kernels import dispatched, fused
 from autopar.plans import KERNELS_BUFFERS, RESTING, Overlap, Plan, beyond_shares_s
 from autopar.program.peak_memory import trace_peak
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 from autopar.program.stage_memory import chunk_memory, rank_peak, trace_stage_peak
 from autopar.validation.shards import held_bytes
 
@@ -41,7 +41,7 @@ _CALLS: dict[Any, str] = {
 }
 
 
-def emission(plan: Plan, claims: Claims, program: Program) -> Iterator[Finding]:
+def emission(plan: Plan, claims: Claims, program: StageProgram) -> Iterator[Finding]:
     """Yield the collectives that the emitted graphs and the plan do not agree on: number and bytes
     by phase, kind and axis.
 
@@ -104,7 +104,7 @@ def _kind_of(node: fx.Node) -> str:
     return str(node.args[1]) if node.target is kernels.start else _CALLS.get(node.target, "")
 
 
-def overlap(plan: Plan, program: Program, held: Overlap, slowdown: float) -> Iterator[Finding]:
+def overlap(plan: Plan, program: StageProgram, held: Overlap, slowdown: float) -> Iterator[Finding]:
     """Yield the claims about communication beside compute that do not hold.
 
     Args:
@@ -217,7 +217,7 @@ def _measure_parameter(
 
 
 def memory(
-    plan: Plan, program: Program, facts: Facts, sizes: Mapping[str, int], context: Context
+    plan: Plan, program: StageProgram, facts: Facts, sizes: Mapping[str, int], context: Context
 ) -> tuple[int, list[Finding]]:
     """Derive the peak of memory, and yield the claims about memory that do not hold.
 
@@ -274,7 +274,7 @@ def memory(
     return peak, found
 
 
-def _peak(plan: Plan, program: Program, context: Context) -> int:
+def _peak(plan: Plan, program: StageProgram, context: Context) -> int:
     """Return the bytes that the program of a step holds at most."""
     outputs = plan.options.get("outputs", "dtensor")
     if not context.schedule:

@@ -19,7 +19,7 @@ from autopar.core.hardware import Hardware, profile_of
 from autopar.core.schedules import INTERLEAVED
 from autopar.cost.priced import OPTIMIZERS
 from autopar.plans import KERNELS_BUFFERS, Pipeline, Plan
-from autopar.program.program import ProgramTensor, StagedProgram
+from autopar.program.program import Program, ProgramTensor
 from autopar.program.schedule import Action, interleaved_schedule, num_rounds
 from autopar.program.stage_memory import chunk_memory, rank_peak
 
@@ -56,7 +56,7 @@ def interleaves(pipeline: Pipeline) -> Iterator[Finding]:
 
 
 def shared_memory(
-    plan: Plan, program: StagedProgram, traces: Sequence[Trace], hardware: Hardware
+    plan: Plan, program: Program, traces: Sequence[Trace], hardware: Hardware
 ) -> Iterator[Finding]:
     """Yield the ranks whose stages together hold something else than claimed, or exceed the budget.
 
@@ -66,8 +66,7 @@ def shared_memory(
         traces: of all stages, in order.
         hardware: the profile, or one per index along an axis.
     """
-    pipeline = plan.pipeline
-    assert pipeline is not None, "the plan has stages"
+    pipeline = plan.as_pipeline
     several = [*zip(traces, pipeline.stages, strict=True)] if pipeline.rank_bytes else []
     forms = [
         shared_forms(t, stage, profile_of(hardware, pipeline.axis, number))
@@ -102,7 +101,7 @@ def shared_memory(
 def _rank(
     plan: Plan,
     pipeline: Pipeline,
-    program: StagedProgram,
+    program: Program,
     rank: int,
     forms: Sequence[Mapping[tuple[object, ...], int]],
 ) -> tuple[int, dict[str, int]]:

@@ -212,7 +212,7 @@ def list_unverified(plan: Plan, *, but: Iterable[str] = ()) -> tuple[Unverified,
     Returns:
         The fields that hold anything in the plan or one of its stages, by reason.
     """
-    plans = (plan, *plan.pipeline.stages) if plan.pipeline else (plan,)
+    plans = (plan, *plan.stages)
     by_reason: dict[str, list[str]] = {}
     for path, why in UNVERIFIED.items():
         if path not in but and any(_holds(each, path.split(".")) for each in plans):

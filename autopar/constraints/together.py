@@ -85,7 +85,7 @@ def speak_of(constraints: Iterable[Constraint], mesh: Mesh) -> bool:
     constraints = tuple(constraints)
     try:
         stages = pipeline_in(constraints, mesh)
-        left = mesh.without(stages.axis) if stages is not None and stages.axis else mesh
+        left = mesh.without((stages.axis if stages is not None else None) or "")
         for constraint in constraints:
             if not isinstance(
                 constraint, Pipelined

@@ -121,9 +121,14 @@ class Mesh:
         """Return the mesh without one axis; the other axes keep their links. Without its only axis
         it is a mesh of one device.
 
+        Args:
+            name: name of the axis; ``""`` for none, which returns the mesh itself.
+
         Raises:
             MeshError: if there is no axis of that name.
         """
+        if not name:
+            return self
         if name not in self.names:
             raise MeshError(
                 f"mesh {self} has no axis {name!r}", remedy=f"its axes are {', '.join(self.names)}"

@@ -3,7 +3,7 @@ is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autopar.core.problem import Condition
@@ -32,6 +32,8 @@ class Multipliers:
             than once.
         cases: the cases that the choices were divided into; the bound is then the least of theirs,
             and the other fields are empty.
+        penalties_s: op → for each strategy, the seconds by which the bound of the choices with this
+            strategy is higher; empty if they are not known.
     """
 
     bound_s: float
@@ -42,6 +44,19 @@ class Multipliers:
     copies_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     once_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     cases: tuple[CaseMultipliers, ...] = ()
+    penalties_s: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+
+    def bound_without(self, excluded: Mapping[int, Collection[int]]) -> float:
+        """Bound the choices without some strategies, in seconds.
+
+        Args:
+            excluded: op → the strategies that are left out; each op keeps at least one.
+        """
+        known = ((self.penalties_s[n], out) for n, out in excluded.items() if n in self.penalties_s)
+        return self.bound_s + sum(
+            min(penalty for s, penalty in enumerate(penalties) if s not in out)
+            for penalties, out in known
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ PHASES = {
     "conflict": "looking for what asks for too much",
     "memory": "adding up memory",
     "overlap": "placing communication beside compute",
+    "named plans": "comparing with named plans",
     "explain": "pricing runner-ups",
 }
 """The planner's phases in words."""

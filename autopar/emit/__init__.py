@@ -2,7 +2,7 @@
 
 from autopar.emit.buckets import WaitingError, apply_buckets, can_share, on_bucket, slack_of
 from autopar.emit.overlap import Orders, apply_overlap, least_overlap, places
-from autopar.emit.program_builder import emit, emit_staged, returned_of
+from autopar.emit.program_builder import emit, emit_stage, returned_of
 from autopar.emit.simulation import simulate_program
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "apply_overlap",
     "can_share",
     "emit",
-    "emit_staged",
+    "emit_stage",
     "least_overlap",
     "on_bucket",
     "places",

@@ -25,7 +25,7 @@ from autopar.emit.context import CALLS, Moved
 from autopar.errors import ChangedPlanError
 from autopar.kernels.packing import BucketLayout, from_bucket, into_bucket
 from autopar.plans import Bucket, Plan
-from autopar.program.program import LazyGraphModule, Program
+from autopar.program.program import LazyGraphModule, StageProgram
 
 _OF_STEPS = ("collective", "time_s", "moved")  # meta of steps that their results do not have
 
@@ -77,7 +77,7 @@ def on_bucket(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> Collective
     )
 
 
-def apply_buckets(program: Program, plan: Plan) -> Program:
+def apply_buckets(program: StageProgram, plan: Plan) -> StageProgram:
     """Return the program with the plan's buckets in place of their members.
 
     Args:

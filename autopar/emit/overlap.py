@@ -18,7 +18,7 @@ from autopar.core.streams import Streams
 from autopar.emit.simulation import blocked_s, node_times
 from autopar.kernels.packing import from_bucket, into_bucket
 from autopar.plans import Overlap, Piece, Plan
-from autopar.program.program import Action, Program
+from autopar.program.program import Action, StageProgram
 from autopar.program.reorder import without_idle_starts, write_order
 
 # --------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ class OverlapSchedule:
 _ROOM = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # multiples of what early steps hold
 
 
-def apply_overlap(program: Program, plan: Plan) -> tuple[Program, Overlap]:
+def apply_overlap(program: StageProgram, plan: Plan) -> tuple[StageProgram, Overlap]:
     """Order a program's communication beside its compute, as `plan.overlap` allows.
 
     Args:
@@ -378,7 +378,7 @@ def apply_overlap(program: Program, plan: Plan) -> tuple[Program, Overlap]:
     return write_order(found), held
 
 
-def least_overlap(program: Program, plan: Plan) -> Overlap:
+def least_overlap(program: StageProgram, plan: Plan) -> Overlap:
     """Return `Orders.least` of the plan's overlap."""
     return Orders(program, plan).least(plan.overlap)
 
@@ -391,16 +391,16 @@ class Orders:
         program: in no other order yet. plan: the plan, with the seconds of the nodes.
     """
 
-    program: Program
+    program: StageProgram
     plan: Plan
     _phases: dict[str, PhaseWork] = field(default_factory=dict)
 
-    def within(self, overlap: Overlap) -> tuple[Program, Overlap]:
+    def within(self, overlap: Overlap) -> tuple[StageProgram, Overlap]:
         """Order the program within an overlap.
 
         Returns:
-            The program with `Program.orders`, and the overlap with the bytes that early steps hold
-                at most.
+            The program with `StageProgram.orders`, and the overlap with the bytes that early steps
+                hold at most.
         """
         orders: dict[str, list[Action]] = {}
         held = dict.fromkeys(("forward", "backward"), 0)

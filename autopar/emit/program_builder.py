@@ -1,8 +1,9 @@
 """Turn a plan into its program.
 
-`emit` checks that the plan is legal, writes the forward and the backward graph, adds the graphs at
-the begin and the end of a step of several microbatches, merges buckets, and orders communication
-beside compute. `emit_staged` does so for each stage of a pipeline.
+`emit` makes the program of each stage; a plan without a pipeline has one. `emit_stage` checks that
+the stage's plan is legal, writes the forward and the backward graph, adds the graphs at the begin
+and the end of a step of several microbatches, merges buckets, and orders communication beside
+compute.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autopar.analysis.microbatches import Microbatching
+from autopar.analysis.microbatches import Microbatching, find_microbatching
 from autopar.capture.trace import Parameter, Trace
 from autopar.core.collective import Collective
 from autopar.core.layout import Layout
@@ -45,11 +46,11 @@ from autopar.program.program import (
     Microbatches,
     Program,
     ProgramTensor,
-    StagedProgram,
+    StageProgram,
     whole_outputs,
 )
 from autopar.request import Outputs
-from autopar.stages import Cut
+from autopar.stages import Cut, cut_trace
 
 # --------------------------------------------------------------------------------------------------
 # The graphs at the begin and at the end of a step of several microbatches.
@@ -63,7 +64,7 @@ _cast = torch.ops.aten._to_copy.default
 _Emitted = list[tuple[str, str, Collective]]
 
 
-def with_step(program: Program, trace: Trace, index: PlanIndex) -> Program:
+def with_step(program: StageProgram, trace: Trace, index: PlanIndex) -> StageProgram:
     """Add the graphs that run before the first microbatch and after the last one.
 
     Args:
@@ -198,14 +199,14 @@ class _GraphBuilder:
         return {"length": p.view[c.dim]} if uneven else {}
 
 
-def emit(trace: Trace, plan: Plan, *, accumulates: bool = False, named: bool = True) -> Program:
-    """Turn a plan into a program with local shapes and explicit collectives.
+def emit_stage(trace: Trace, plan: Plan, *, accumulates: bool = False) -> StageProgram:
+    """Turn the plan of a stage into its program, with local shapes and explicit collectives.
 
     Args:
-        trace: the traced model. plan: the decisions, made for this trace.
+        trace: the trace of the stage, or of the whole model. plan: the decisions, made for this
+            trace.
         accumulates: whether gradients are added to sums that are held through a step of several
             microbatches.
-        named: whether the program names its plan (`Program.plan_hash`).
 
     Raises:
         PlanError: if the plan names other nodes than the trace, or strategies that are not legal.
@@ -231,7 +232,6 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False, named: bool = T
     saved = backward.close(gradients, tangents)
     forward.close([*results, *saved], ())
     program = _program(job, plan, forward, backward, len(saved))
-    program = replace(program, plan_hash=plan.hash) if named else program
     return apply_overlap(
         apply_buckets(with_step(program, trace, index) if accumulates else program, plan), plan
     )[0]
@@ -239,7 +239,7 @@ def emit(trace: Trace, plan: Plan, *, accumulates: bool = False, named: bool = T
 
 def _program(
     job: LoweringContext, plan: Plan, forward: PhaseBuilder, backward: PhaseBuilder, num_saved: int
-) -> Program:
+) -> StageProgram:
     trace, chosen = job.trace, job.index.chosen
 
     def tensor(p: Parameter, key: str) -> ProgramTensor:
@@ -278,7 +278,7 @@ def _program(
         )
         for o in trace.outputs
     )
-    return Program(
+    return StageProgram(
         mesh=plan.mesh,
         forward=LazyGraphModule({}, forward.graph),
         backward=LazyGraphModule({}, backward.graph),
@@ -288,39 +288,41 @@ def _program(
         outputs=outputs,
         num_saved=num_saved,
         mutated=tuple(trace.mutated),
-        in_spec=trace.in_spec,
-        out_spec=trace.out_spec,
-        constants=trace.constants,
         collectives=tuple(job.emitted),
-        settings=trace.settings,
-        attributes=trace.attributes,
     )
 
 
 # --------------------------------------------------------------------------------------------------
-# Plans with a pipeline.
+# All stages of a plan.
 
 
-def emit_staged(
-    part: Trace, cut: Cut, how: Microbatching, plan: Plan, *, named: bool = True
-) -> StagedProgram:
-    """Turn a plan with a pipeline into one program per stage.
+def emit(
+    part: Trace,
+    plan: Plan,
+    how: Microbatching | None = None,
+    cut: Cut | None = None,
+    *,
+    named: bool = True,
+) -> Program:
+    """Turn a plan into one program per stage. A plan without a pipeline has one stage.
 
     Args:
-        part: the trace of one microbatch. cut: the same trace in stages. how: how microbatches make
-            up the batch.
-        plan: the plan, with a pipeline. named: see `emit`.
+        part: the trace of one microbatch. plan: the plan.
+        how: how microbatches make up the batch; by default the batch is one microbatch.
+        cut: `part` in stages; by default it is cut here.
+        named: whether the program names its plan (`Program.plan_hash`).
 
     Raises:
-        PlanError, EmissionError: see `emit`; also if neighbouring stages disagree on the layout of
-            a tensor that crosses between them.
+        PlanError, EmissionError: see `emit_stage`; also if neighbouring stages disagree on the
+            layout of a tensor that crosses between them.
     """
-    pipeline = plan.pipeline
-    assert pipeline is not None, "the plan has stages"
-    pairs = zip(cut.stages, pipeline.stages, strict=True)
+    plan_hash = plan.hash if named else ""
+    pipeline = plan.as_pipeline
+    cut = cut_trace(part, pipeline.positions) if cut is None else cut
+    how = find_microbatching(part, part, 1) if how is None else how
     programs = tuple(
-        emit(stage, staged, accumulates=pipeline.accumulates, named=False)
-        for stage, staged in pairs
+        emit_stage(stage, staged, accumulates=pipeline.accumulates)
+        for stage, staged in zip(cut.stages, pipeline.stages, strict=True)
     )
     for number in range(len(programs) - 1):
         leaving = {t.name: t.layout for t in programs[number].outputs if t.crosses}
@@ -332,8 +334,7 @@ def emit_staged(
                     f" as {arriving.get(name)}"
                 )
                 raise ChangedPlanError(what)
-    plan_hash = plan.hash if named else ""
-    return StagedProgram(
+    return Program(
         plan.mesh,
         pipeline.axis,
         part,
@@ -346,7 +347,7 @@ def emit_staged(
 
 
 def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
-    """Return how a program processes microbatches. For the arguments see `emit_staged`."""
+    """Return how a program processes microbatches. For the arguments see `emit`."""
     outputs = {path: (label.combination, label.dim) for path, label in how.outputs.items()}
     loss = None if part.loss is None else part.loss.path
     counts = (
@@ -360,7 +361,7 @@ def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
     """Return what a call of several stages returns.
 
     Args:
-        part, how: see `emit_staged`. outputs: the outputs that the user asked for.
+        part, how: see `emit`. outputs: the outputs that the user asked for.
     """
     microbatches = microbatches_of(part, how)
     kept = tuple(t for t in whole_outputs(part, microbatches, 0) if is_returned(t, outputs))

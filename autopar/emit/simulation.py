@@ -11,7 +11,7 @@ from torch import fx
 from autopar.core.streams import Streams
 from autopar.kernels import collectives as kernels
 from autopar.plans import Plan
-from autopar.program.program import Action, Program
+from autopar.program.program import Action, StageProgram
 from autopar.program.reorder import order_of
 
 # --------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Simulated:
     missing_s: float
 
 
-def simulate_program(program: Program, plan: Plan) -> tuple[Simulated, Simulated]:
+def simulate_program(program: StageProgram, plan: Plan) -> tuple[Simulated, Simulated]:
     """Simulate forward and backward.
 
     Entries of the plan that run in neither graph, such as the optimizer's, are in neither result.

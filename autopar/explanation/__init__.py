@@ -2,7 +2,6 @@
 
 from autopar.explanation.difference import Diff, diff
 from autopar.explanation.explain import explain
-from autopar.explanation.plan_tables import Explanation
-from autopar.explanation.stage_tables import StagedExplanation
+from autopar.explanation.stage_tables import Explanation
 
-__all__ = ["Diff", "Explanation", "StagedExplanation", "diff", "explain"]
+__all__ = ["Diff", "Explanation", "diff", "explain"]

@@ -54,7 +54,7 @@ class Share:
     """A module's share of a step; the comment above defines it.
 
     Attributes:
-        stages: the stages that have the module; () in a plan without stages.
+        stages: the stages that have the module; () if there is one stage on the whole mesh.
         kept_bytes: on a device of its stage, for all microbatches in flight there; if several
             stages have it, the largest.
         part, axes: the part with the largest share, with its layouts over the axes of these names:
@@ -85,7 +85,7 @@ class DifferenceRow:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A plan without stages, or a stage of a plan.
+    """A stage of a plan.
 
     Attributes:
         runs: how often a device runs it in a step, on average over all devices.
@@ -142,7 +142,7 @@ def beside_modules(plan: Plan) -> dict[str, float]:
         for piece in pieces
     )
     busy_s = sum(piece.runs * piece.plan.prediction.step_s for piece in pieces)
-    handed_s = plan.pipeline.handed_s if plan.pipeline is not None else 0.0
+    handed_s = plan.as_pipeline.handed_s
     return {
         HIDDEN: busy_s - parts_s,
         WAITING: plan.prediction.step_s - busy_s - handed_s,
@@ -151,10 +151,8 @@ def beside_modules(plan: Plan) -> dict[str, float]:
 
 
 def _pieces(plan: Plan) -> tuple[_Piece, ...]:
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return (_Piece(plan, 1.0, 1),)
-    runs = pipeline.num_microbatches * pipeline.num_chunks / len(pipeline.stages)
+    pipeline = plan.as_pipeline
+    runs = pipeline.num_microbatches / pipeline.num_ranks
     return tuple(
         _Piece(stage, runs, flying)
         for stage, flying in zip(pipeline.stages, pipeline.num_in_flight, strict=True)
@@ -254,10 +252,9 @@ def _share(
 ) -> Share | None:
     if not parts:
         return None
-    staged = plan.pipeline is not None and bool(plan.pipeline.axis)
     _, piece, main = max(parts, key=lambda found: found[2].compute_s + found[2].communication_s)
     return Share(
-        tuple(dict.fromkeys(stage for stage, _, _ in parts)) if staged else (),
+        tuple(dict.fromkeys(stage for stage, _, _ in parts)) if plan.stage_axis else (),
         sum(piece.runs * part.compute_s for _, piece, part in parts),
         sum(piece.runs * part.communication_s for _, piece, part in parts),
         max(piece.flying * part.kept_bytes for _, piece, part in parts),
@@ -331,13 +328,13 @@ class Diff(Readable):
             for c in self.changes
         ]
         if changed:
-            of = "; times of one microbatch" if self.first.pipeline else ""
+            of = "; times of one microbatch" if self.first.num_microbatches > 1 else ""
             yield from table(
                 f"Modules that differ{of}",
                 ("module", "change", ">compute", ">communication", ">kept"),
                 changed,
             )
-        of = ", stages matched by order" if self.first.pipeline else ""
+        of = ", stages matched by order" if self.first.stage_axis else ""
         yield Text(f"{_modules(self.num_equal)} the same{of}")
 
     def _shares(self) -> Iterator[tuple[str, ...]]:
@@ -364,7 +361,7 @@ class Diff(Readable):
         """How stages differ, what the plans were made for where that differs, then step time and
         memory, one line each."""
         a, b = self.first, self.second
-        yield from _pipelines(a.pipeline, b.pipeline)
+        yield from _pipelines(a.as_pipeline, b.as_pipeline)
         facts = {
             "model": (a.fingerprint.model_name, b.fingerprint.model_name),
             "model's structure": (a.fingerprint.model[:_DIGITS], b.fingerprint.model[:_DIGITS]),
@@ -409,7 +406,7 @@ class Diff(Readable):
         before_s, after_s = (plan.prediction.step_s - plan.prediction.serial_s for plan in plans)
         if abs(after_s - before_s) <= _ROUNDING * max(plan.prediction.step_s for plan in plans):
             return ""
-        waits = any(plan.pipeline and plan.pipeline.axis for plan in plans)
+        waits = any(plan.stage_axis for plan in plans)
         what = "waiting for other stages less what runs at once" if waits else "both at once"
         return f", {what} {seconds(after_s - before_s, signed=True)}"
 
@@ -418,20 +415,21 @@ def diff(first: Plan | str | Path, second: Plan | str | Path) -> Diff:
     """Compare two plans, or their files, module by module: layouts, stages, recomputation, time and
     memory."""
     first, second = Plan.of(first), Plan.of(second)
-    a, b = first.pipeline, second.pipeline
     if _cuts(first) != _cuts(second):
         return _by_shares(first, second)
-    stages = zip_longest(a.stages, b.stages) if a and b else ((first, second),)
     changes, equal = [], 0
-    for number, (one, other) in enumerate(stages):
-        found, same = _of_stage(one, other, f"stage {number}: " if a else "")
+    for number, (one, other) in enumerate(zip_longest(first.stages, second.stages)):
+        found, same = _of_stage(one, other, f"stage {number}: " if first.stage_axis else "")
         changes += found
         equal += same
     return Diff(first, second, tuple(changes), equal)
 
 
-def _cuts(plan: Plan) -> tuple[str, ...] | None:
-    return plan.pipeline.modules if plan.pipeline else None
+def _cuts(plan: Plan) -> tuple[tuple[str, ...], bool]:
+    """Return what must be equal in plans whose stages are compared by order: the cuts, and whether
+    the figures of stages are of a part of the batch."""
+    pipeline = plan.as_pipeline
+    return pipeline.modules, pipeline.num_microbatches > 1
 
 
 def _by_shares(first: Plan, second: Plan) -> Diff:
@@ -555,7 +553,7 @@ def _describe_change(
         )
 
 
-def _pipelines(a: Pipeline | None, b: Pipeline | None) -> Iterator[str]:
+def _pipelines(a: Pipeline, b: Pipeline) -> Iterator[str]:
     """Yield the differences in stages, cuts, microbatches and schedule."""
     facts = zip(_PIPELINE, _facts(a), _facts(b), strict=True)
     yield from (f"{name}: {before} → {after}" for name, before, after in facts if before != after)
@@ -564,13 +562,10 @@ def _pipelines(a: Pipeline | None, b: Pipeline | None) -> Iterator[str]:
 _PIPELINE = ("stages", "cuts before", "microbatches", "schedule", "microbatches in flight")
 
 
-def _facts(p: Pipeline | None) -> tuple[str, ...]:
-    if p is None:
-        return "none", "nothing", "1", "none", "1"
+def _facts(p: Pipeline) -> tuple[str, ...]:
     flying = " ".join(map(str, p.num_in_flight))
-    along = f"{len(p.stages)} along {p.axis}" if p.axis else "one, on the whole mesh"
     return (
-        along,
+        f"{len(p.stages)} along {p.axis}" if p.axis else "none",
         ", ".join(p.modules) or "nothing",
         str(p.num_microbatches),
         p.schedule if p.axis else "none",

@@ -9,8 +9,8 @@ from autopar.breakdown import ModulePart, breakdown
 from autopar.core.hardware import Hardware
 from autopar.errors import PlanError
 from autopar.explanation.link_prices import LinkValue, worth
-from autopar.explanation.plan_tables import Explanation
-from autopar.explanation.stage_tables import StagedExplanation, sections_of
+from autopar.explanation.module_tables import StageExplanation
+from autopar.explanation.stage_tables import Explanation, sections_of
 from autopar.plans import Flip, Plan
 
 
@@ -20,10 +20,10 @@ def explain(
     module: str | None = None,
     profile: Hardware | None = None,
     flips: Sequence[Flip] = (),
-) -> Explanation | StagedExplanation:
+) -> Explanation:
     """Explain a plan: its time, memory and proof, and for each module its layouts, its costs and
     the best alternative. For a plan with a pipeline, also the schedule and the tensors that cross
-    between stages, and then the same for each stage.
+    between stages; modules are then explained stage by stage.
 
     The parallelism of a module is derived from its layouts; `autopar.breakdown.module_parts` states
     the criteria.
@@ -41,39 +41,21 @@ def explain(
         PlanError: if no module matches.
     """
     plan = Plan.of(plan)
-    pipeline = plan.pipeline
     priced = LinkValue() if module is not None else worth(plan, profile)
-    if pipeline is None:
-        parts = breakdown(plan)
+    broken = [breakdown(stage) for stage in plan.stages]
+    stages = []
+    for number, (stage, parts) in enumerate(zip(plan.stages, broken, strict=True)):
         mine = tuple(p for p in parts if module is None or p.matches(module))
-        found: Explanation | StagedExplanation = Explanation(
-            plan, mine, module, worth=priced, flips=_of(flips, None, mine)
-        )
-    else:
-        broken = [breakdown(stage) for stage in pipeline.stages]
-        parts = tuple(part for stage in broken for part in stage)
-        chosen = [
-            tuple(p for p in stage if module is None or p.matches(module)) for stage in broken
-        ]
-        each = tuple(
-            Explanation(
-                stage,
-                mine,
-                module,
-                "microbatch",
-                flips=_of(flips, number, mine),
-                stage_of=(plan, number),
-            )
-            for number, (stage, mine) in enumerate(zip(pipeline.stages, chosen, strict=True))
-        )
-        found = StagedExplanation(plan, sections_of(each), module, priced)
+        turning = _select(flips, number, mine)
+        stages.append(StageExplanation(plan, number, stage, mine, module, turning))
+    found = Explanation(plan, sections_of(tuple(stages)), module, priced)
     if module is not None and not found.parts:
-        known = ", ".join(dict.fromkeys(p.module for p in parts if p.module))
+        known = ", ".join(dict.fromkeys(p.module for parts in broken for p in parts if p.module))
         raise PlanError(f"no module matches {module!r}", remedy=f"its modules are {known}")
     return found
 
 
-def _of(flips: Sequence[Flip], stage: int | None, parts: Sequence[ModulePart]) -> tuple[Flip, ...]:
+def _select(flips: Sequence[Flip], stage: int, parts: Sequence[ModulePart]) -> tuple[Flip, ...]:
     """Select the flips of one stage, and of the entries that are asked for."""
     keys = {entry.key for part in parts for entry in part.entries}
-    return tuple(flip for flip in flips if flip.stage == stage and flip.key in keys)
+    return tuple(flip for flip in flips if (flip.stage or 0) == stage and flip.key in keys)

@@ -17,7 +17,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autopar.core.collective import with_faster
-from autopar.core.hardware import Hardware, HardwareProfile, Mixed, profile_of, slowest
+from autopar.core.hardware import Hardware, HardwareProfile, Mixed, profile_of
 from autopar.core.mesh import Mesh
 from autopar.core.units import seconds
 from autopar.cost.priced import Wire, handing_s, wire
@@ -115,8 +115,8 @@ def worth(plan: Plan, hardware: Hardware | None = None) -> LinkValue:
                 " that the plan was made for"
             )
         )
-    num, along = (len(plan.pipeline.stages), plan.pipeline.axis) if plan.pipeline else (1, "")
-    kinds = tuple(dict.fromkeys(profile_of(hardware, along, stage) for stage in range(num)))
+    of_stages = (profile_of(hardware, plan.stage_axis, n) for n in range(len(plan.stages)))
+    kinds = tuple(dict.fromkeys(of_stages))
     axes = [axis for axis in plan.mesh.names if _size(plan.mesh, axis) > 1]
     return LinkValue(
         tuple(
@@ -154,38 +154,36 @@ def _with_faster(hardware: Hardware, kind: HardwareProfile, link: str) -> Hardwa
 
 
 def step_with(plan: Plan, times: Sequence[float]) -> float:
-    """Return the seconds of the step, for other times of the step, or of a microbatch per stage.
+    """Return the seconds of the step, for other times of a microbatch per stage.
 
     The module docstring describes interleaved stages.
     """
-    num = plan.pipeline.num_microbatches if plan.pipeline else 1
-    if plan.pipeline and plan.pipeline.num_chunks > 1:
+    pipeline = plan.as_pipeline
+    if pipeline.num_chunks > 1:
         then, planned = (
-            _busiest(plan.pipeline, each)
-            for each in (times, [s.prediction.step_s for s in plan.pipeline.stages])
+            _busiest(pipeline, each)
+            for each in (times, [s.prediction.step_s for s in pipeline.stages])
         )
         return plan.prediction.step_s * then / planned
-    return (num - 1) * max(times) + sum(times)
+    return (pipeline.num_microbatches - 1) * max(times) + sum(times)
 
 
 def longer_step_s(plan: Plan, stage: int, delta_s: float) -> float:
-    """Return by how many seconds the step of a plan with stages is longer if a microbatch takes
-    longer in one stage.
+    """Return by how many seconds the step is longer if a microbatch takes longer in one stage.
 
     Args:
-        plan: a plan with a pipeline.
+        plan: the plan of all stages.
         stage: index among all stages.
         delta_s: additional seconds of a microbatch in the stage.
     """
-    assert plan.pipeline is not None, "the plan has stages"
-    now = [s.prediction.step_s for s in plan.pipeline.stages]
+    now = [s.prediction.step_s for s in plan.stages]
     then = [time_s + delta_s * (number == stage) for number, time_s in enumerate(now)]
     return step_with(plan, then) - step_with(plan, now)
 
 
 def _busiest(pipeline: Pipeline, times: Sequence[float]) -> float:
     """Return the seconds of a microbatch in all stages of the rank that does most."""
-    num_ranks = len(pipeline.rank_bytes)
+    num_ranks = pipeline.num_ranks
     return max(sum(times[rank::num_ranks]) for rank in range(num_ranks))
 
 
@@ -201,7 +199,7 @@ def _step_s(
 
 def _handed_s(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None) -> float:
     """Return the seconds of sending outputs to all stages, if these lie along `axis`."""
-    if plan.pipeline is None or plan.pipeline.axis != axis:
+    if plan.stage_axis != axis:
         return 0.0
     if free is not None:
         others = [profile for profile in getattr(hardware, "profiles", ()) if profile != free]
@@ -212,26 +210,20 @@ def _handed_s(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile |
             hardware.axis,
             tuple(others[0] if profile == free else profile for profile in hardware.profiles),
         )
-    return handing_s(axis, plan.mesh, hardware, plan.pipeline.handed_bytes)
+    return handing_s(axis, plan.mesh, hardware, plan.as_pipeline.handed_bytes)
 
 
 def _times(
     plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None = None
 ) -> list[float]:
-    """Times of the step, or of a microbatch per stage, where what is sent along `axis` is priced on
-    its devices; on the kind `free` it is free."""
-    if plan.pipeline is None:
-        profile = slowest(hardware)
-        return [
-            plan.prediction.step_s - _shorter_s(plan, axis, None if profile == free else profile, 1)
-        ]
-    stages, along, num = plan.pipeline.stages, plan.pipeline.axis, plan.pipeline.num_microbatches
-    if axis == along:
-        received = zip(
-            stages, *_seconds_received(plan.pipeline, plan.mesh, hardware, free), strict=True
-        )
+    """Times of a microbatch per stage, where what is sent along `axis` is priced on its devices; on
+    the kind `free` it is free."""
+    pipeline = plan.as_pipeline
+    stages, num = pipeline.stages, pipeline.num_microbatches
+    if axis == pipeline.axis:
+        received = zip(stages, *_seconds_received(pipeline, plan.mesh, hardware, free), strict=True)
         return [s.prediction.step_s - planned_s + priced_s for s, planned_s, priced_s in received]
-    profiles = [profile_of(hardware, along, number) for number in range(len(stages))]
+    profiles = [profile_of(hardware, pipeline.axis, number) for number in range(len(stages))]
     shorter = [
         _shorter_s(stage, axis, None if p == free else p, num)
         for stage, p in zip(stages, profiles, strict=True)
@@ -245,7 +237,7 @@ def _times(
 def _shorter_s(
     plan: Plan, axis: str, profile: HardwareProfile | None, num_microbatches: int
 ) -> float:
-    """By how much a step or a microbatch is shorter where what is sent along `axis` is priced on
+    """By how much a microbatch is shorter where what is sent along `axis` is priced on
     `profile`; what is done once per step is shared among microbatches."""
     number, slowdown = plan.mesh.names.index(axis), plan.overlap.slowdown
     size, link = plan.mesh.shape[number], plan.mesh.link(number)

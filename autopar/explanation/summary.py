@@ -91,11 +91,7 @@ def idle(plan: Plan) -> Iterator[str]:
             if len(names) == sum(axis.size > 1 for axis in plan.mesh.axes)
             else repr(names[0] if len(names) == 1 else list(names))
         )
-        stages = (
-            f" beside stages along {plan.pipeline.axis}"
-            if plan.pipeline and plan.pipeline.axis
-            else ""
-        )
+        stages = f" beside stages along {plan.stage_axis}" if plan.stage_axis else ""
         force = f"To force it{stages}: constraints=[autopar.constraints.fsdp({named})]"
         yield f"not parallelized over {' and '.join(names)}: {costs}. {force}"
 
@@ -116,10 +112,9 @@ def of_loss(plan: Plan) -> Iterator[str]:
 
 def of_dispatch(plan: Plan) -> Iterator[str]:
     """Yield what is assumed of experts whose tokens are dispatched, if there are any."""
-    stages = plan.pipeline.stages if plan.pipeline else (plan,)
     own = [
         (c, stage.mesh.names[c.collective.axis])
-        for stage in stages
+        for stage in plan.stages
         for c in stage.communications
         if c.own
     ]
@@ -164,11 +159,7 @@ def as_emitted(plan: Plan) -> str:
 
 
 def spent(plan: Plan) -> Iterator[str]:
-    """Yield the parts of the emitted step on the devices that are busy longest, for a plan with
-    microbatches."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return
+    """Yield the parts of the emitted step on the devices that are busy longest."""
     parts = step_parts(plan)
     there = {name: time_s for name, time_s in parts.named() if time_s > _ROUNDING * parts.total_s}
     told = [
@@ -176,11 +167,7 @@ def spent(plan: Plan) -> Iterator[str]:
         f" {seconds(time_s)}{f' ({share(time_s / parts.total_s)})' if name == WAITING else ''}"
         for name, time_s in there.items()
     ]
-    who = (
-        ""
-        if parts.rank is None
-        else f"{'rank' if pipeline.rank_bytes else 'stage'} {parts.rank}, busy longest: "
-    )
+    who = "" if parts.rank is None else f"{plan.as_pipeline.rank_word} {parts.rank}, busy longest: "
     yield f"{who}{' + '.join(told)} = {seconds(parts.total_s)} as emitted"
 
 
@@ -226,11 +213,10 @@ def memory(plan: Plan) -> str:
 def unequal(plan: Plan) -> Iterator[str]:
     """Yield the work, the waiting time and the memory of devices that are not alike; nothing if all
     are alike."""
-    mark, pipeline = plan.fingerprint, plan.pipeline
-    if pipeline is not None and mark.axis and pipeline.axis == mark.axis:
+    mark, pipeline = plan.fingerprint, plan.as_pipeline
+    if mark.axis and pipeline.axis == mark.axis:
         for rank, (name, _) in enumerate(mark.profiles):
-            chunks = pipeline.stages[rank :: pipeline.num_ranks]
-            works_s = sum(chunk.prediction.step_s for chunk in chunks)
+            works_s = sum(stage.prediction.step_s for stage in pipeline.ranks[rank])
             waits = 1 - pipeline.num_microbatches * works_s / max(plan.prediction.step_s, _LEAST)
             held = f"{size(pipeline.peaks[rank])} of {size(plan.budget_of(rank))} at the peak"
             yield (
@@ -260,7 +246,7 @@ def _which(pipeline: Pipeline, rank: int) -> str:
 
 def fullest(plan: Plan) -> int:
     """Return the rank whose devices hold most at the peak; 0 without stages."""
-    peaks = plan.pipeline.peaks if plan.pipeline else (0,)
+    peaks = plan.as_pipeline.peaks
     return max(range(len(peaks)), key=peaks.__getitem__)
 
 

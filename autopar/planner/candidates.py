@@ -14,7 +14,7 @@ from autopar.core.solution import Solution
 from autopar.cost.priced import Priced
 from autopar.emit.context import placeholder_keys
 from autopar.plans import Plan, RunnerUp
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 from autopar.sharding import Ref, pattern_of
 from autopar.solve import Evaluation, evaluate_choices
 
@@ -83,7 +83,7 @@ class Candidate:
 
     draft: PlanDraft
     plan: Plan
-    program: Program
+    program: StageProgram
     peak_bytes: int
     bound_s: float
     problem: Problem

@@ -30,7 +30,7 @@ from autopar.planner.timeline import simulated_s
 from autopar.plans import Bucket, Communication, Member, Overlap, Piece, Plan
 from autopar.program.executor import Returned
 from autopar.program.peak_memory import NodePeak, PeakMemory, all_peaks
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 from autopar.program.reorder import write_order
 from autopar.program.schedule import Action
 from autopar.program.stage_memory import StagePeak, chunk_memory, rank_peak, trace_stage_peak
@@ -133,7 +133,7 @@ class Groups:
             {(c.phase, node, c.result, c.target): c.by_itself_s for node, c in steps if not c.own},
         )
 
-    def of_program(self, program: Program, *, by_turn: bool = False) -> list[list[fx.Node]]:
+    def of_program(self, program: StageProgram, *, by_turn: bool = False) -> list[list[fx.Node]]:
         """The members of each group, in the order in which they are issued; the group that saves
         most first.
 
@@ -214,7 +214,7 @@ def _apart(steps: Sequence[fx.Node]) -> list[fx.Node]:
 
 def offer_buckets(
     groups: Groups,
-    program: Program,
+    program: StageProgram,
     now_s: float,
     fits_together: Callable[[tuple[Bucket, ...]], bool],
 ) -> Iterator[tuple[Bucket, ...]]:
@@ -252,8 +252,8 @@ class Ordering:
 
     priced: Priced
     budget: int
-    peak_bytes: Callable[[Program], int]
-    by_node: Callable[[Program], tuple[NodePeak, ...]]
+    peak_bytes: Callable[[StageProgram], int]
+    by_node: Callable[[StageProgram], tuple[NodePeak, ...]]
     clock: Clock
     over: Callable[[], bool] = lambda: False
 
@@ -296,7 +296,7 @@ class Ordering:
 
     def _in_buckets(self, tried: Candidate) -> Iterator[Candidate]:
         """Generate the plan with buckets, with its program in the order of its ops."""
-        programs: dict[tuple[Bucket, ...], Program] = {}
+        programs: dict[tuple[Bucket, ...], StageProgram] = {}
 
         def fits_together(buckets: tuple[Bucket, ...]) -> bool:
             """Whether the program can have these buckets; it is kept if so."""
@@ -465,24 +465,24 @@ class Peaks:
     num_in_flight: int = 1
     alike: Alike = field(default_factory=Alike)
 
-    def peak_bytes(self, program: Program) -> int:
+    def peak_bytes(self, program: StageProgram) -> int:
         """Measure the most bytes that the program holds at any moment of a step."""
         schedule = self.schedule
         if schedule is None:
             return self._measure(program)[0].peak_bytes
         return schedule.batch_bytes + self._of_stage(schedule, write_order(program))
 
-    def by_node(self, program: Program) -> tuple[NodePeak, ...]:
+    def by_node(self, program: StageProgram) -> tuple[NodePeak, ...]:
         """Measure the bytes that the program holds while each node runs, for one microbatch."""
         return self._measure(program)[1]
 
-    def _measure(self, program: Program) -> tuple[PeakMemory, tuple[NodePeak, ...]]:
+    def _measure(self, program: StageProgram) -> tuple[PeakMemory, tuple[NodePeak, ...]]:
         return self.alike.measure_once(
             program,
             lambda: all_peaks(program, batch=self.options.batch, outputs=self.options.outputs),
         )
 
-    def _of_stage(self, schedule: StageSchedule, program: Program) -> int:
+    def _of_stage(self, schedule: StageSchedule, program: StageProgram) -> int:
         if schedule.actions:
             memory = self.alike.memory(program, lambda: chunk_memory(program, self.options.outputs))
             return rank_peak({schedule.stage: memory}, schedule.actions, schedule.num_microbatches)

@@ -9,7 +9,7 @@ from functools import partial
 from autopar.capture.trace import Trace
 from autopar.core.mesh import Mesh
 from autopar.core.solution import Solution
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.planner.candidates import Candidate, PlanDraft
 from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Ordering, Peaks
@@ -53,7 +53,7 @@ class Emitter:
             plan = replace(plan, proof=certify_proof(plan.proof, draft, groups.multipliers))
         with self.clock.phase("emit"):
             accumulates = groups.priced.problem.accumulates
-            program = emit(self.trace, plan, accumulates=accumulates, named=False)
+            program = emit_stage(self.trace, plan, accumulates=accumulates)
         with self.clock.phase("memory"):
             peak = self.peaks.peak_bytes(program)
         peak_bytes = peak + plan.prediction.beside_bytes

@@ -85,7 +85,7 @@ def with_conflict_of_stages(
     ):  # the axis is the planner's choice: no constraint asks for this one
         return error
     others = [c for c in constraints if not isinstance(c, Pipelined)]
-    left = mesh.without(wish.axis) if wish.axis else mesh
+    left = mesh.without(wish.axis or "")
     num_stages = wish.chunks * mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
 
     def hold(chosen: Sequence[Constraint]) -> None:

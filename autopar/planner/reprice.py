@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autopar.analysis.fusable import NORMED, normed_after
 from autopar.capture.trace import Trace
 from autopar.constraints import Pipelined
-from autopar.core.hardware import Hardware, HardwareProfile, profile_of, slowest
+from autopar.core.hardware import Hardware, HardwareProfile, profile_of
 from autopar.core.layout import Strategy
 from autopar.core.mesh import Mesh
 from autopar.core.streams import Load, work
@@ -39,7 +39,7 @@ from autopar.plans import Communication, Plan, counted_time, moved_load
 from autopar.request import UNLIMITED, PlanOptions
 from autopar.rules import call_of, operands_of
 from autopar.sharding import Forced, classes_of, resolve
-from autopar.stages import Cut, cut_trace
+from autopar.stages import cut_trace
 
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 
@@ -51,27 +51,24 @@ def reprice_plan(
     may have other links.
 
     Args:
-        trace: of the batch; of a plan with a pipeline, of one microbatch. options: those that the
+        trace: of one microbatch. options: those that the
             plan was made with.
 
     Raises:
         PlanError: where a decision is not one that can be taken here.
     """
-    pipeline = plan.pipeline
-    num = 1 if pipeline is None else pipeline.num_microbatches
+    pipeline = plan.as_pipeline
     times = [
-        _phases(part, part.priced.profile, num)
+        _phases(part, part.priced.profile, pipeline.num_microbatches)
         for part in problems_of(plan, trace, mesh, hardware, options)
     ]
-    if pipeline is None:
-        return sum(times[0])
     handed_s = handing_s(pipeline.axis, mesh, hardware, pipeline.handed_bytes)
     return (
         scheduled_time(
             pipeline.schedule,
             [f for f, _ in times],
             [b for _, b in times],
-            num,
+            pipeline.num_microbatches,
             pipeline.num_chunks,
         )
         + handed_s
@@ -80,24 +77,23 @@ def reprice_plan(
 
 @dataclass(frozen=True, slots=True)
 class PlanPart:
-    """A plan without stages, or a stage's, with the problem that it answers.
+    """The plan of a stage, with the problem that it answers.
 
     Attributes:
-        mesh: of a stage, without the axis of the pipeline. shared: parameters that other stages
-            hold, too.
+        mesh: without the axis of the pipeline. shared: parameters that other stages hold, too.
     """
 
     plan: Plan
     trace: Trace
     mesh: Mesh
     priced: Priced
-    shared: Collection[str] = ()
+    shared: Collection[str]
 
 
 def problems_of(
     plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions
 ) -> Iterator[PlanPart]:
-    """Generate the plan, or its stages in order, each with its problem on its devices.
+    """Generate the plans of the stages in order, each with its problem on its devices.
 
     Memory has no limit in the problems, tensors may cross in any layout, and copies of a parameter
     rest as in the stages before.
@@ -105,19 +101,10 @@ def problems_of(
     Args:
         plan, trace, mesh, hardware, options: as in `reprice_plan`.
     """
-    pipeline = plan.pipeline
-    left = mesh if pipeline is None or not pipeline.axis else mesh.without(pipeline.axis)
+    pipeline = plan.as_pipeline
+    left = mesh.without(pipeline.axis)
     forced = resolve(trace, [c for c in options.constraints if not isinstance(c, Pipelined)], left)
-    if pipeline is None:
-        forced = replace(forced, starts=plan.starts)
-        yield PlanPart(
-            plan,
-            trace,
-            mesh,
-            _price_trace(trace, mesh, slowest(hardware), options, forced, Crossing(), 1),
-        )
-        return
-    made = cut_trace(trace, pipeline.positions) if pipeline.positions else Cut((trace,), (), {})
+    made = cut_trace(trace, pipeline.positions)
     for number, (staged, stage) in enumerate(zip(pipeline.stages, made.stages, strict=True)):
         here, crossing = (
             replace(forced, starts=staged.starts),
@@ -138,7 +125,7 @@ def problems_of(
 
 
 def _phases(part: PlanPart, profile: HardwareProfile, num: int) -> tuple[float, float]:
-    """Seconds of forward and of all else, of a step or of a stage's microbatch."""
+    """Seconds of forward and of all else, of a stage's microbatch."""
     plan, mesh, priced = part.plan, part.mesh, part.priced
     strategies, again = decisions(priced, plan)
     ops = priced.problem.ops
@@ -216,7 +203,7 @@ def _price_trace(
     crossing: Crossing,
     num: int,
 ) -> Priced:
-    """Price a trace of a step, or of one of `num` microbatches."""
+    """Price the trace of one of `num` microbatches of a step."""
     classes = classes_of(trace, mesh.shape, forced)
     return price(
         trace,

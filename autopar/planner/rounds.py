@@ -26,149 +26,17 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property, partial
 
-from autopar.core.problem import Problem
 from autopar.core.solution import FractionalGroups, Solution
-from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.cost.priced import Priced
-from autopar.errors import InfeasibleError
 from autopar.planner.candidates import Candidate, TooSlow
 from autopar.planner.emitter import Emitter
 from autopar.planner.learned_moments import LayerGroups, Learnt, starts_of
 from autopar.planner.min_memory import Need, light, prefer_fastest, refusal
-from autopar.planner.pipeline.stage_cache import Alike, Effort
-from autopar.request import PlanOptions
+from autopar.planner.named_plans import NamedComparison, NamedPlans
+from autopar.planner.pipeline.stage_cache import Effort
+from autopar.planner.solving import Solving
 from autopar.sharding import Starts
-from autopar.solve import Cases, Common, Least, choices_or_least, quickest, within
-
-# --------------------------------------------------------------------------------------------------
-# The solver's answers to the problems of one search.
-
-_LEAST_WORK = (
-    3e9  # simplex steps by columns, about some seconds: what a search for the bound may do
-)
-# Relative distance of plan and bound from which on a problem is divided into cases. Below it, cases
-# take several times as long as the search before, and may find plans that are slower as emitted.
-_LEAST_GAP = 0.05
-_WORK_SHARE = 0.25  # of what all searches before have done, if that is more
-
-
-@dataclass
-class Solving:
-    """Asks the solver, or reuses its answer for a stage that is alike.
-
-    Attributes:
-        likely: the balance of the last problem whose bound has multipliers. has_plan: whether there
-            is any, so that time may end a search.
-        common: what its searches share.
-        cases: of the last problem that was divided into cases.
-    """
-
-    options: PlanOptions
-    alike: Alike
-    likely: OverlapWeights = COMPUTE_BOUND
-    has_plan: bool = False
-    common: Common = field(default_factory=Common)
-    cases: Cases | None = None
-
-    def answer(
-        self,
-        problem: Problem,
-        effort: Effort,
-        *,
-        learnt: bool,
-        regions: frozenset[int] | None,
-        met: Solution | None = None,
-    ) -> Solution | Least | FractionalGroups:
-        """Solve a problem.
-
-        Args:
-            learnt: whether it has moments that were learnt, which leave a part of the gap to what
-                they do not know.
-            regions: what kernels may share with their peers (`autopar.core.problem.Solution`). met:
-                as in `autopar.solve.choices_or_least`.
-        """
-        spent = self.common.work.spent
-        self.common.work.most = (
-            spent + max(_WORK_SHARE * spent, _LEAST_WORK) if effort is Effort.END else math.inf
-        )
-        found = self._ask_solver(within(problem, regions), effort, met, learnt=learnt)
-        if regions is None or isinstance(found, FractionalGroups):
-            return found
-        if isinstance(found, Solution):
-            return replace(found, regions=regions)
-        return (
-            found
-            if found.choices is None
-            else replace(found, choices=replace(found.choices, regions=regions))
-        )
-
-    def _ask_solver(
-        self, problem: Problem, effort: Effort, met: Solution | None, *, learnt: bool
-    ) -> Solution | Least | FractionalGroups:
-        known = None if learnt else self.alike.known(problem, effort)
-        if known is not None:
-            return known
-        divided = self._from_cases(problem, learnt=learnt)
-        if divided is not None:
-            return divided
-        gap = self.options.gap / 2 if learnt else self.options.gap
-        found = self._choices(problem, gap, effort, met, self.common)
-        self.has_plan = self.has_plan or isinstance(found, Solution)
-        if isinstance(found, Solution) and found.multipliers is not None:
-            self.likely = found.multipliers.balance
-        if not learnt and isinstance(found, Solution):
-            found = self._divide(problem, found)
-        if not isinstance(found, Least) and not learnt:
-            self.alike.learn(problem, found, effort)
-        return found
-
-    def _choices(
-        self, problem: Problem, gap: float, effort: Effort, met: Solution | None, common: Common
-    ) -> Solution | Least | FractionalGroups:
-        return choices_or_least(
-            problem,
-            gap=gap,
-            time_limit_s=self.options.solve_s,
-            solver=self.options.solver,
-            bound_only=True,
-            whole=effort is not Effort.MIXED,
-            likely=COMPUTE_BOUND if problem.conditions else self.likely,
-            only_plan=effort is not Effort.END,
-            waits=not self.has_plan,
-            common=common,
-            met=met,
-        )
-
-    def _divide(self, problem: Problem, found: Solution) -> Solution:
-        """Divide a problem into cases (`autopar.solve.cases`), if its answer asks for that.
-
-        Returns:
-            The answer, with the bound of all cases.
-        """
-        least = max(self.options.gap, _LEAST_GAP)
-        if found.split is None or found.gap <= least or self.options.is_late:
-            return found
-        self.cases = Cases.of(problem, found, self.options.gap, self.common, self._ask_case)
-        return self.cases.answer
-
-    def _from_cases(self, problem: Problem, *, learnt: bool) -> Solution | None:
-        """Solve a problem that was divided into cases before, as other moments were known."""
-        if self.cases is None or not self.cases.are_of(problem):
-            return None
-        return self.cases.solve(problem) if learnt else self.cases.answer
-
-    def _ask_case(
-        self, problem: Problem, met: Solution | None, common: Common
-    ) -> Solution | Least | FractionalGroups | None:
-        """Solve one case; None if no choice meets its conditions."""
-        try:
-            return self._choices(problem, self.options.gap, Effort.WHOLE, met, common)
-        except InfeasibleError:
-            return None
-
-
-# --------------------------------------------------------------------------------------------------
-# The rounds.
+from autopar.solve import Least, quickest
 
 _ROUNDS = 12  # each finds a plan that fits, or adds moments at which the plan before did not
 _WASTE = 0.02  # share of the budget: if a plan leaves more unused, moments may admit a better one
@@ -184,6 +52,7 @@ class SearchPhase(Enum):
     LEARN = auto()  # add the moments at which the plan is over its budget
     REGROUP = auto()  # put layers into the groups that the learned moments ask for
     FINISH = auto()  # prove the best plan to the end, and order its communications
+    COMPARE = auto()  # compare the best plan with named ones, by the simulated step
     SHRINK = auto()  # no plan fits: search without kernels, or for little memory
     DONE = auto()  # `SearchState.best` is the answer
 
@@ -223,7 +92,8 @@ class PlannerLoop:
 
     Attributes:
         emitter: emits and measures plans. pricing: gives the problem if layers decide in groups.
-        limit_s: a plan that takes as long is not wanted.
+        limit_s: a plan that takes as long is not wanted; it may be returned as it was found.
+        named: the named plans that the best plan is compared with; None for none.
         whole: whether layers stay as `pricing` has them, and are put into no groups.
         regions: as in `SearchState`.
     """
@@ -231,6 +101,7 @@ class PlannerLoop:
     emitter: Emitter
     pricing: Callable[[Starts], Priced]
     limit_s: float = math.inf
+    named: NamedPlans | None = None
     whole: bool = False
     regions: frozenset[int] | None = None
     _solving: Solving = field(init=False)
@@ -276,6 +147,7 @@ class PlannerLoop:
             SearchPhase.LEARN: self._learn,
             SearchPhase.REGROUP: self._regroup,
             SearchPhase.FINISH: self._finish,
+            SearchPhase.COMPARE: self._compare,
             SearchPhase.SHRINK: self._shrink,
         }
         return steps[state.phase](state)
@@ -406,9 +278,9 @@ class PlannerLoop:
         if decided in state.decided:  # the search goes in a circle: both plans' moments are to hold
             groups = replace(groups, learnt=groups.learnt.retain_latest())
         state = replace(state, groups=groups, decided=(*state.decided, decided))
-        return self._compare(state, self.emitter.emit(groups, found))
+        return self._take_candidate(state, self.emitter.emit(groups, found))
 
-    def _compare(self, state: SearchState, candidate: Candidate) -> SearchState:
+    def _take_candidate(self, state: SearchState, candidate: Candidate) -> SearchState:
         """Take a candidate if it is the best, and decide whether the search goes on."""
         fits = self.emitter.fits(candidate)
         improved = fits and (state.best is None or candidate.time_s < state.best.time_s)
@@ -463,7 +335,21 @@ class PlannerLoop:
         """Prove the best plan to the end, and order its communications."""
         if state.best is None:
             return replace(state, phase=SearchPhase.SHRINK)
+        if state.best.time_s * (1 - self.options.gap) >= state.limit_s:
+            return replace(state, phase=SearchPhase.DONE)  # slower than a plan that is known
         best = self.emitter.order(self._prove_to_the_end(state, state.best))
+        return replace(state, phase=SearchPhase.COMPARE, best=best)
+
+    def _compare(self, state: SearchState) -> SearchState:
+        """Compare the best plan with named ones, if it is wanted at all."""
+        best, groups = state.best, state.groups
+        assert best is not None, "only a plan is compared with others"
+        is_wanted = best.time_s < self.limit_s and not self.options.is_late
+        if self.named is not None and is_wanted and state.regions is None:
+            if groups.priced is not best.draft.priced:
+                groups = self.group_layers(best.draft.priced.starts)
+            comparison = NamedComparison(self.emitter, self._solving, groups, best)
+            best = comparison.fastest(self.named)
         return replace(state, phase=SearchPhase.DONE, best=best)
 
     def _prove_to_the_end(self, state: SearchState, best: Candidate) -> Candidate:

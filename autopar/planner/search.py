@@ -21,13 +21,14 @@ from autopar.planner.clock import Clock, Progress
 from autopar.planner.comm_schedule import Peaks
 from autopar.planner.emitter import Emitter
 from autopar.planner.min_memory import Need
+from autopar.planner.named_plans import NamedPlans
 from autopar.planner.plan_assembly import assemble, fingerprint
 from autopar.planner.report_infeasible import with_conflict
 from autopar.planner.rounds import PlannerLoop
 from autopar.planner.sensitivity import runner_ups
 from autopar.planner.timeline import beside
 from autopar.plans import Plan
-from autopar.program.program import Program, StagedProgram
+from autopar.program.program import Program, StageProgram
 from autopar.request import PlanOptions
 from autopar.sharding import (
     ClusterClass,
@@ -56,7 +57,7 @@ class Planned:
     """
 
     plan: Plan
-    program: Program | StagedProgram
+    program: Program
     seconds: dict[str, float]
     closer: Callable[[float], float] | None = field(default=None, repr=False, compare=False)
     computing_s: float = field(default=0.0, repr=False, compare=False)
@@ -105,12 +106,10 @@ class Planned:
             )
         write_lp(self.problem, self.plan.proof.objective_s, path)
 
-    def stage_program(self) -> Program:
-        """Return the program of a plan without a pipeline."""
-        assert isinstance(self.program, Program), (
-            "this plan has stages, each with a program of its own"
-        )
-        return self.program
+    def stage_program(self) -> StageProgram:
+        """Return the program of the only stage."""
+        (stage,) = self.program.stages
+        return stage
 
 
 def make_plan(
@@ -144,6 +143,8 @@ def make_plan(
         model_name=model_name,
         limit_s=limit_s,
     )
+    if options.effort != "quick" and not options.constraints and mesh.num_devices > 1:
+        search.named = NamedPlans(trace, mesh)
     return finish_search(search.find_best(), clock, options)
 
 
@@ -253,7 +254,7 @@ def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> P
     computing_s = priced.problem.computing_s
     return Planned(
         plan,
-        replace(program, plan_hash=plan.hash),
+        Program.of_one_stage(draft.trace, program, plan.hash),
         clock.seconds,
         computing_s=computing_s,
         problem=candidate.problem,
@@ -267,8 +268,8 @@ def needs(planned: Planned) -> tuple[Need, float]:
 
 def need_of(plan: Plan) -> Need:
     """Return the need of the devices that use the largest share of their budget."""
-    pipeline = plan.pipeline
-    if pipeline is None or not pipeline.rank_budgets:
+    pipeline = plan.as_pipeline
+    if not pipeline.rank_budgets:
         return Need(plan.prediction.peak_bytes, plan.budget_of(0))
     needs = [
         Need(peak, plan.budget_of(rank), pipeline.where(rank))

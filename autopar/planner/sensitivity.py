@@ -164,11 +164,10 @@ _PRECISION = 1e-4  # relative, of the factor
 def all_flips(
     plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, *, most: int
 ) -> Flips:
-    """Find the flips of a plan, or of each of its stages, the least change first; or why there are
-    none.
+    """Find the flips of each stage of a plan, the least change first; or why there are none.
 
     Args:
-        trace: of the batch; of a plan with a pipeline, of one microbatch. options: those that the
+        trace: of one microbatch. options: those that the
             plan was made with.
     """
     found: list[Flip] = []
@@ -184,9 +183,7 @@ def all_flips(
             most=most,
             shared=part.shared,
         )
-        found += (
-            replace(flip, stage=None if plan.pipeline is None else number) for flip in turning
-        )
+        found += (replace(flip, stage=number if plan.stage_axis else None) for flip in turning)
     return Flips(
         sorted(found, key=lambda flip: abs(math.log(flip.factor))),
         NO_FLIP if could_turn else _why_none(plan),
@@ -195,8 +192,7 @@ def all_flips(
 
 def _why_none(plan: Plan) -> str:
     """Say why none of a plan's choices has a runner-up that could take over."""
-    parts = plan.pipeline.stages if plan.pipeline else (plan,)
-    if any(entry.runner_up for part in parts for entry in part.entries):
+    if any(entry.runner_up for stage in plan.stages for entry in stage.entries):
         return NO_DEARER
     return NO_CHOICE if plan.options.get("constraints") else NO_OTHER
 

@@ -21,7 +21,7 @@ from autopar.core.solution import Solution
 from autopar.cost.priced import Priced
 from autopar.emit.simulation import simulate_program
 from autopar.plans import Plan, Prediction, beyond_shares_s
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 from autopar.solve import Evaluation
 
 Event = tuple[str, str, str, float]  # layer, phase, kind, seconds
@@ -52,7 +52,7 @@ def timeline(
     return _stretches(_events(trace, priced, choices, evaluation))
 
 
-def beside(serial: Prediction, program: Program, plan: Plan) -> Prediction:
+def beside(serial: Prediction, program: StageProgram, plan: Plan) -> Prediction:
     """Update a prediction by the simulated program: what overlap hides, what buckets save, and the
     time line.
 
@@ -102,7 +102,7 @@ def _bars_of_spans(
     return sorted((*lanes["compute"], *lanes["communication"]), key=lambda bar: bar[3])
 
 
-def simulated_s(program: Program, plan: Plan) -> float:
+def simulated_s(program: StageProgram, plan: Plan) -> float:
     """Seconds of a step of the emitted program, or of a stage's microbatch, as `beside` says."""
     return _without(
         plan.prediction, plan, sum(phase.hidden_s for phase in simulate_program(program, plan))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from autopar.capture.trace import Trace
 from autopar.constraints import Megatron
 from autopar.constraints.together import axes_from, held_to
-from autopar.core.hardware import Hardware, HardwareProfile, profile_of, slowest
+from autopar.core.hardware import Hardware, HardwareProfile, profile_of
 from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh
 from autopar.core.solution import Solution
@@ -36,10 +36,11 @@ from autopar.planner.reprice import decisions
 from autopar.planner.search import Planned
 from autopar.plans import Entry, Kept, NodeChoice, Overlap, Pipeline, Plan
 from autopar.program.executor import Returned
+from autopar.program.program import Program
 from autopar.request import PlanOptions
 from autopar.sharding import Forced, classes_of, resolve
 from autopar.sharding.presets.tensor import around_softmax
-from autopar.stages import Cut, cut_trace
+from autopar.stages import cut_trace
 
 # --------------------------------------------------------------------------------------------------
 # A plan's decisions on a mesh of other axes: an axis is the plan's axis of its name.
@@ -49,26 +50,17 @@ from autopar.stages import Cut, cut_trace
 # axis of size 1.
 
 
-def on_axes(plan: Plan, mesh: Mesh) -> Plan:
-    """The plan's decisions and what it keeps, in the layouts that they are on the axes of another
-    mesh; without its communications.
+def stages_on(plan: Plan, mesh: Mesh) -> tuple[Plan, ...]:
+    """Return the decisions of the plan's stages, and what these keep, in their layouts on the axes
+    of another mesh; without communications.
 
     Raises:
         PlanError: where no axis has a name of the plan's, or its stages do not lie along their axis
             there.
     """
     _check(plan, mesh)
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return _decisions(plan, mesh)
-    left = without_stages(plan, mesh)
-    stages = tuple(_decisions(stage, left) for stage in pipeline.stages)
-    return replace(plan, mesh=mesh, pipeline=replace(pipeline, stages=stages))
-
-
-def without_stages(plan: Plan, mesh: Mesh) -> Mesh:
-    """Return the mesh that each of the plan's stages runs on."""
-    return mesh.without(plan.pipeline.axis) if plan.pipeline and plan.pipeline.axis else mesh
+    left = mesh.without(plan.stage_axis)
+    return tuple(_decisions(stage, left) for stage in plan.stages)
 
 
 def notes(plan: Plan, mesh: Mesh) -> tuple[str, ...]:
@@ -105,21 +97,20 @@ def _check(plan: Plan, mesh: Mesh) -> None:
                 f"name the axes as in the plan, {', '.join(plan.mesh.names)}, or plan for this mesh"
             ),
         )
-    if plan.pipeline and plan.pipeline.axis:
-        name, num = plan.pipeline.axis, len(plan.pipeline.stages)
-        size, wanted = ({a.name: a.size for a in m.axes}.get(name, 1) for m in (mesh, plan.mesh))
-        if size != wanted:
-            what = (
-                f"the plan has {num} stages along {name!r}, {wanted} devices; in mesh {mesh} these"
-                f" are {size}"
-            )
-            raise PlanError(
-                what,
-                remedy=(
-                    f"ask about a mesh with {name}={wanted}, whatever its other axes are, or plan"
-                    " for that one"
-                ),
-            )
+    name, num = plan.stage_axis, len(plan.stages)
+    size, wanted = ({a.name: a.size for a in m.axes}.get(name, 1) for m in (mesh, plan.mesh))
+    if size != wanted:
+        what = (
+            f"the plan has {num} stages along {name!r}, {wanted} devices; in mesh {mesh} these"
+            f" are {size}"
+        )
+        raise PlanError(
+            what,
+            remedy=(
+                f"ask about a mesh with {name}={wanted}, whatever its other axes are, or plan"
+                " for that one"
+            ),
+        )
 
 
 def _decisions(plan: Plan, mesh: Mesh) -> Plan:
@@ -156,8 +147,7 @@ def _kept_of_axis(kept: Kept, axes: Sequence[int | None]) -> Kept:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Seconds of a step, and bytes of a device, per index along the axis of stages; of a plan
-    without stages, of each."""
+    """Seconds of a step, and bytes of a device, per index along the axis of stages."""
 
     step_s: float
     peaks: tuple[int, ...]
@@ -174,66 +164,52 @@ def carry_plan(
     mesh: Mesh,
     hardware: Hardware,
     options: PlanOptions,
-    batch_bytes: int = 0,
-    returned: Returned | None = None,
+    batch_bytes: int,
+    returned: Returned,
 ) -> Carried:
     """Predict the time and memory of a plan's decisions on another mesh.
 
     Args:
-        trace: of the batch; of a plan with a pipeline, of one microbatch. options: with the
+        trace: of one microbatch. options: with the
             constraints that the plan records, as they are.
-        batch_bytes, returned: of the whole batch, and what a call returns of it, where there is a
-            pipeline.
+        batch_bytes: of the whole batch.
+        returned: what a call returns of the batch.
 
     Raises:
         PlanError: where a decision is not one that can be taken there, or the meshes have no axis
             in common, or not the stages'.
         ConstraintError: where a constraint that the plan records cannot hold there.
     """
-    there = on_axes(plan, mesh)
+    there = replace(plan.as_pipeline, stages=stages_on(plan, mesh))
     carrier = _Carrier(
-        without_stages(plan, mesh), options, _force_constraints(plan, trace, mesh, options)
+        mesh.without(there.axis),
+        there.num_microbatches,
+        options,
+        _force_constraints(plan, trace, mesh, options),
     )
-    if plan.pipeline is None or there.pipeline is None:
-        profile = slowest(hardware)
-        tried = carrier.emit(
-            _CarriedPiece(
-                there,
-                trace,
-                profile,
-                options.budget(profile),
-                any(c.kernel for c in plan.communications),
-            )
-        )
-        return Carried(tried.time_s, (tried.peak_bytes,))
-    assert returned is not None, "a pipeline returns something"
-    sharing = _share_memory(plan, there.pipeline, hardware, options, batch_bytes, returned)
-    axis, planned = there.pipeline.axis, list[Planned]()
-    for number, piece in enumerate(
-        _pieces(plan.pipeline, there.pipeline, trace, hardware, sharing)
-    ):
-        planned.append(
-            _planned_of(
-                carrier.emit(piece, Crossing.along(axis, mesh, hardware, number), there.pipeline)
-            )
-        )
+    sharing = _share_memory(plan, there, hardware, options, batch_bytes, returned)
+    planned = [
+        _planned_of(carrier.emit(piece, Crossing.along(there.axis, mesh, hardware, number)))
+        for number, piece in enumerate(_pieces(plan, there, trace, hardware, sharing))
+    ]
     step_s = step_of(
-        there.pipeline.schedule,
+        there.schedule,
         [each.plan for each in planned],
-        there.pipeline.num_microbatches,
-        there.pipeline.num_chunks,
+        there.num_microbatches,
+        there.num_chunks,
     )
-    step_s += handing_s(axis, mesh, hardware, there.pipeline.handed_bytes)
+    step_s += handing_s(there.axis, mesh, hardware, there.handed_bytes)
     return Carried(step_s, tuple(rank.peak_bytes for rank in sharing.ranks(planned)))
 
 
 @dataclass(frozen=True, slots=True)
 class _CarriedPiece:
-    """A plan without stages, or one stage's, on the other mesh.
+    """The plan of a stage on the other mesh.
 
     Attributes:
-        has_kernels: whether collective-overlap kernels are among its decisions. flying:
-            microbatches in flight.
+        has_kernels: whether collective-overlap kernels are among its decisions.
+        schedule: None if the batch is worked on in one piece.
+        flying: microbatches in flight.
     """
 
     plan: Plan
@@ -241,37 +217,35 @@ class _CarriedPiece:
     profile: HardwareProfile
     budget: int
     has_kernels: bool
-    schedule: StageSchedule | None = None
-    flying: int = 1
+    schedule: StageSchedule | None
+    flying: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Carrier:
-    """Where pieces are carried to: what each runs on, and what constraints force there."""
+    """Where pieces are carried to: what each runs on, and what constraints force there.
+
+    Attributes:
+        mesh: of a stage.
+        num_microbatches: of a step.
+    """
 
     mesh: Mesh
+    num_microbatches: int
     options: PlanOptions
     forced: Forced
     alike: Alike = field(default_factory=Alike)
 
-    def emit(
-        self,
-        piece: _CarriedPiece,
-        crossing: Crossing | None = None,
-        pipeline: Pipeline | None = None,
-    ) -> Candidate:
+    def emit(self, piece: _CarriedPiece, crossing: Crossing) -> Candidate:
         """Emit a piece's plan on this mesh, in the order in which it runs fastest within its
         budget.
 
         Args:
             piece: of the plan.
-            crossing: the links to the stage's neighbours; None if there are no stages.
-            pipeline: of the plan; None if there are no stages.
+            crossing: the links to the stage's neighbours.
         """
-        _check_inputs(piece, self.mesh, pipeline)
-        priced = self._price_piece(
-            piece, crossing, 1 if pipeline is None else pipeline.num_microbatches
-        )
+        _check_inputs(piece, self.mesh, self.num_microbatches)
+        priced = self._price_piece(piece, crossing)
         peaks = Peaks(self.options, piece.schedule, piece.flying, self.alike)
         emitter = Emitter(
             piece.trace,
@@ -294,7 +268,7 @@ class _Carrier:
             found, plan=replace(found.plan, overlap=Overlap(priced.problem.overlap_slowdown))
         )
 
-    def _price_piece(self, piece: _CarriedPiece, crossing: Crossing | None, num: int) -> Priced:
+    def _price_piece(self, piece: _CarriedPiece, crossing: Crossing) -> Priced:
         forced = replace(
             self.forced,
             starts=piece.plan.starts,
@@ -309,17 +283,15 @@ class _Carrier:
             optimizer=self.options.optimizer,
             forced=forced,
             crossing=crossing,
-            num_microbatches=num,
+            num_microbatches=self.num_microbatches,
             num_in_flight=piece.flying,
         )
 
 
 def _force_constraints(plan: Plan, trace: Trace, mesh: Mesh, options: PlanOptions) -> Forced:
     """What constraints force on the plan's axes, and nothing on others."""
-    left = without_stages(plan, mesh)
-    forced = resolve(
-        trace, held_to(options.constraints, without_stages(plan, plan.mesh), left), left
-    )
+    before, left = plan.mesh.without(plan.stage_axis), mesh.without(plan.stage_axis)
+    forced = resolve(trace, held_to(options.constraints, before, left), left)
     again = next(
         (c.recompute for c in options.constraints if isinstance(c, Megatron) and c.recompute), None
     )
@@ -364,15 +336,15 @@ def _share_memory(
 
 
 def _pieces(
-    before: Pipeline, there: Pipeline, trace: Trace, hardware: Hardware, sharing: Sharing
+    plan: Plan, there: Pipeline, trace: Trace, hardware: Hardware, sharing: Sharing
 ) -> Iterator[_CarriedPiece]:
     """The stages."""
-    made = cut_trace(trace, there.positions) if there.positions else Cut((trace,), (), {})
+    made = cut_trace(trace, there.positions)
     for number, (old, new, part) in enumerate(
-        zip(before.stages, there.stages, made.stages, strict=True)
+        zip(plan.stages, there.stages, made.stages, strict=True)
     ):
         has_kernels = any(c.kernel for c in old.communications)
-        schedule = sharing.schedule(there.schedule, number)
+        schedule = sharing.schedule(there.schedule, number) if plan.pipeline else None
         profile = profile_of(hardware, there.axis, number)
         yield _CarriedPiece(
             new,
@@ -387,10 +359,11 @@ def _pieces(
 
 def _planned_of(candidate: Candidate) -> Planned:
     prediction = replace(candidate.plan.prediction, peak_bytes=candidate.peak_bytes)
-    return Planned(replace(candidate.plan, prediction=prediction), candidate.program, {})
+    program = Program.of_one_stage(candidate.draft.trace, candidate.program)
+    return Planned(replace(candidate.plan, prediction=prediction), program, {})
 
 
-def _check_inputs(piece: _CarriedPiece, mesh: Mesh, pipeline: Pipeline | None) -> None:
+def _check_inputs(piece: _CarriedPiece, mesh: Mesh, num: int) -> None:
     """That the batch, or a microbatch, can be split as the plan splits it.
 
     Raises:
@@ -404,7 +377,6 @@ def _check_inputs(piece: _CarriedPiece, mesh: Mesh, pipeline: Pipeline | None) -
             else chosen[input_key(i.path)].outputs[0]
         )
         if layout is not None and not layout.fits(i.shape, mesh.shape):
-            num = pipeline.num_microbatches if pipeline else 1
             which = (
                 f"each of the plan's {num} microbatches has {i.path}"
                 if num > 1

@@ -190,7 +190,7 @@ def _of_cuts(plan: Plan, pipeline: Pipeline) -> str:
     """The first contradiction of the numbers of stages, cuts and microbatches, or in the
     schedule."""
     num = len(pipeline.stages)
-    sizes = {axis.name: axis.size for axis in plan.mesh.axes} | {"": 1}
+    sizes = _sizes(plan)
     if pipeline.axis not in sizes or not num or num % sizes[pipeline.axis]:
         return f"{num} stages do not lie along axis {pipeline.axis!r} of mesh {plan.mesh}"
     if pipeline.schedule not in SCHEDULES:
@@ -201,10 +201,14 @@ def _of_cuts(plan: Plan, pipeline: Pipeline) -> str:
     return ""
 
 
+def _sizes(plan: Plan) -> dict[str, int]:
+    """Return the number of devices along each axis by name; one along ``""``."""
+    return {axis.name: axis.size for axis in plan.mesh.axes} | {"": 1}
+
+
 def _of_ranks(plan: Plan, pipeline: Pipeline) -> str:
     """The first contradiction in the bytes and budgets of the ranks of the axis."""
-    num = len(pipeline.stages)
-    ranks = plan.mesh.shape[plan.mesh.names.index(pipeline.axis)] if pipeline.axis else 1
+    num, ranks = len(pipeline.stages), _sizes(plan)[pipeline.axis]
     if (len(pipeline.rank_bytes), len(pipeline.budgets)) != (
         (ranks, num) if num > ranks else (0, 0)
     ):
@@ -224,7 +228,7 @@ def _of_ranks(plan: Plan, pipeline: Pipeline) -> str:
 def _of_stage_plans(plan: Plan, pipeline: Pipeline) -> str:
     """The first contradiction in the plans of the stages, or in the values that cross between
     them."""
-    mesh = plan.mesh.without(pipeline.axis) if pipeline.axis else plan.mesh
+    mesh = plan.mesh.without(pipeline.axis)
     for crossed in (c for cut in pipeline.crossings for c in cut):
         if len(crossed.layout.placements) != len(mesh.axes):
             return (

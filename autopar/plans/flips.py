@@ -30,7 +30,7 @@ class Flip:
             on the hardware as it is.
         what: ``compute``, or the name of a link.
         factor: factor of its speed at which both cost the same.
-        stage: the stage of the entry, in a plan with stages.
+        stage: the stage of the entry, in a plan with stages along a mesh axis.
     """
 
     key: str
@@ -85,9 +85,8 @@ class Flips(tuple[Flip, ...]):
 def idle_axes(plan: Plan) -> tuple[str, ...]:
     """Return the names of the axes with several devices along which the plan splits nothing, in the
     order of the mesh."""
-    stages = plan.pipeline.stages if plan.pipeline else (plan,)
-    shared = {plan.pipeline.axis} if plan.pipeline else set[str]()
-    for stage in stages:
+    shared = {plan.stage_axis}
+    for stage in plan.stages:
         strategies = {
             choice.strategy
             for entry in stage.entries

@@ -102,6 +102,22 @@ class Pipeline:
     handed_bytes: int = 0
     handed_s: float = 0.0
 
+    @staticmethod
+    def of_one_stage(plan: Plan) -> Pipeline:
+        """Return a pipeline whose only stage is a plan without stages, which runs once a step."""
+        return Pipeline(
+            axis="",
+            positions=(),
+            modules=(),
+            num_microbatches=1,
+            schedule="1f1b",
+            num_in_flight=(1,),
+            independent=False,
+            stages=(plan,),
+            crossings=(),
+            accumulates=False,
+        )
+
     @property
     def num_chunks(self) -> int:
         """Stages per device."""
@@ -112,13 +128,20 @@ class Pipeline:
         """Devices along the axis; 1 if there is no axis."""
         return len(self.stages) // self.num_chunks
 
+    @property
+    def ranks(self) -> tuple[tuple[Plan, ...], ...]:
+        """The stages of each rank of the axis."""
+        return tuple(self.stages[rank :: self.num_ranks] for rank in range(self.num_ranks))
+
+    @property
+    def rank_word(self) -> str:
+        """``stage`` if a device holds one stage, else ``rank``."""
+        return "rank" if self.num_chunks > 1 else "stage"
+
     def where(self, rank: int) -> str:
         """Describe the devices of a rank, for unequal devices: ``stage 1 (a100-sxm-80gb)``, or
         ``rank 1 (…)`` if it holds several stages."""
-        return (
-            f"{'rank' if self.rank_bytes else 'stage'} {rank}"
-            f" ({self.stages[rank].fingerprint.profile})"
-        )
+        return f"{self.rank_word} {rank} ({self.stages[rank].fingerprint.profile})"
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -139,7 +162,7 @@ class Pipeline:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The result of planning (see the module docstring). A plan with a `pipeline` has its decisions
-    in the plans of its stages.
+    in the plans of its stages. Any other plan is its own only stage (`as_pipeline`).
 
     Attributes:
         mesh: the mesh that it is for.
@@ -176,6 +199,33 @@ class Plan:
     starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     buckets: tuple[Bucket, ...] = ()
     alone_s: tuple[float, ...] = ()
+
+    @property
+    def as_pipeline(self) -> Pipeline:
+        """The pipeline of the plan; without one, the plan as a pipeline of one stage and one
+        microbatch."""
+        return self.pipeline or Pipeline.of_one_stage(self)
+
+    @property
+    def stages(self) -> tuple[Plan, ...]:
+        """The plans of the stages, which hold all decisions; the plan itself without a pipeline."""
+        return self.as_pipeline.stages
+
+    @property
+    def stage_axis(self) -> str:
+        """Name of the mesh axis of the stages; ``""`` if there is one stage on the whole mesh."""
+        return self.as_pipeline.axis
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of a step."""
+        return self.as_pipeline.num_microbatches
+
+    @property
+    def unit(self) -> str:
+        """What the figures of the stages are of: a ``microbatch``, or the ``step`` of a plan
+        without a pipeline."""
+        return "microbatch" if self.pipeline else "step"
 
     def node_choices(self) -> dict[str, Strategy]:
         """Return the strategy of every node, by node key, with all instances expanded."""
@@ -214,19 +264,19 @@ class Plan:
     def budget_of(self, stage: int) -> int:
         """Return the bytes that the plan may use on a device of one stage, or on any device if it
         has no stages; 0 if they are not recorded."""
-        pipeline = self.pipeline
-        if pipeline is not None and pipeline.rank_budgets:
-            return pipeline.rank_budgets[stage % pipeline.num_ranks]
+        budgets = self.as_pipeline.rank_budgets
+        if budgets:
+            return budgets[stage % len(budgets)]
         return int(self.options.get("memory_bytes", 0))
 
     def __repr__(self) -> str:
         """Summarize the plan in one line; `autopar.explain` has the details."""
-        parts = self.pipeline
-        staged = f", {len(parts.stages)} stages" if parts and len(parts.stages) > 1 else ""
+        num = len(self.stages)
+        staged = f", {num} stages" if num > 1 else ""
         stages = (
-            f"{staged}, {microbatches(parts.num_microbatches)}"
-            if parts
-            else f", {len(self.entries)} decisions"
+            f", {len(self.entries)} decisions"
+            if self.entries
+            else f"{staged}, {microbatches(self.num_microbatches)}"
         )
         step_s, peak = seconds(self.prediction.step_s), size(self.prediction.peak_bytes)
         return (

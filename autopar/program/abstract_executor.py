@@ -26,7 +26,7 @@ from autopar.kernels import host
 from autopar.kernels.collectives import PARTS, Groups, local_length, local_start, use_groups
 from autopar.kernels.host import is_on_host
 from autopar.program.executor import Executor, without_saved
-from autopar.program.program import Action, Program
+from autopar.program.program import Action, StageProgram
 from autopar.program.reorder import call_of_action, order_of, reads
 from autopar.request import Batch, Outputs
 
@@ -384,7 +384,7 @@ class Rehearsal(Executor):
 
     def __init__(
         self,
-        program: Program,
+        program: StageProgram,
         groups: Groups,
         memory: LiveBytes,
         *,

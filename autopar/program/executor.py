@@ -39,7 +39,7 @@ from autopar.program.program import (
     Microbatches,
     Program,
     ProgramTensor,
-    StagedProgram,
+    StageProgram,
 )
 from autopar.program.splitting import local_part
 from autopar.request import Backend, Batch, Outputs
@@ -96,7 +96,7 @@ class Unused:
     gradients: tuple[frozenset[str], ...]
 
     @staticmethod
-    def of(program: StagedProgram, absent: Collection[str]) -> Unused:
+    def of(program: Program, absent: Collection[str]) -> Unused:
         """Find the unused part if the outputs `absent` have no part in the loss."""
         trace = program.trace
         ends = {o.tangent: o.path for o in trace.differentiable}
@@ -122,7 +122,7 @@ class Unused:
         )
 
 
-def tangent_names(program: Program) -> list[tuple[str, str]]:
+def tangent_names(program: StageProgram) -> list[tuple[str, str]]:
     """Return the outputs that have a tangent, each with the tangent's name in the trace, in the
     order in which the backward graph takes them after the saved values."""
     given = [str(node.target) for node in program.backward.graph.nodes if node.op == "placeholder"][
@@ -211,7 +211,7 @@ class Executor:
 
     def __init__(
         self,
-        program: Program,
+        program: StageProgram,
         groups: Groups,
         *,
         backend: Backend = "eager",

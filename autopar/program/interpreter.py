@@ -1,4 +1,5 @@
-"""The lockstep interpreter: run all ranks of a program in one process, and join their results."""
+"""The interpreter of graphs: run a graph on all ranks in one process, and join their results.
+`autopar.program.lockstep` runs the graphs of a whole step."""
 
 from __future__ import annotations
 
@@ -12,9 +13,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from autopar import ops
-from autopar.capture.execute import device_of, place_on_device, promote, promoted_dtype
-from autopar.capture.normalize.tangents import tangent_of
-from autopar.core.autocast_state import as_written
+from autopar.capture.execute import place_on_device, promote, promoted_dtype
 from autopar.core.collective import HOST_KINDS, Collective, Kind
 from autopar.core.layout import part_range
 from autopar.core.mesh import Mesh
@@ -27,8 +26,8 @@ from autopar.kernels.collectives import fake_groups
 from autopar.kernels.fused import KERNELS, matmul_reduce_add_rmsnorm
 from autopar.ops.expert_layers import Together
 from autopar.ops.in_place import functional_form
-from autopar.program.program import Program, ProgramTensor
-from autopar.program.splitting import join, reduce, split
+from autopar.program.program import ProgramTensor
+from autopar.program.splitting import join, reduce
 from autopar.rules import where_of
 
 # --------------------------------------------------------------------------------------------------
@@ -441,110 +440,6 @@ def _attribute(graph_module: fx.GraphModule, node: fx.Node) -> Any:
     for name in str(node.target).split("."):
         value = getattr(value, name)
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Lockstep:
-    """What a program computed, joined to full tensors.
-
-    Attributes:
-        outputs: by output path. buffers: new values of mutated buffers, by name.
-        gradients: by parameter name, in the stored shape; of inputs, as
-            `autopar.capture.trace.gradient_name` calls them.
-        records: the communication steps that ran, as (phase, node key, Collective).
-    """
-
-    outputs: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    records: tuple[Record, ...]
-
-
-def run_lockstep(
-    program: Program,
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    inputs: Mapping[str, Tensor] | Sequence[Tensor],
-    *,
-    tangent: float = 1.0,
-    dtype: torch.dtype | None = None,
-    observe: Observer | None = None,
-    tolerance: float | None = None,
-) -> Lockstep:
-    """Run forward and, where a parameter or an input has a gradient, backward.
-
-    Args:
-        parameters, buffers: full tensors in their stored shapes, by name.
-        inputs: full tensors by path, or in the order of ``program.inputs``.
-        tangent: gradient of the loss; factor of what stands for one where the model has none
-            (`autopar.capture.normalize.tangents`).
-        dtype: promotes every floating tensor, and every floating dtype that a node names, to this
-            one, and complex ones to its complex counterpart.
-        observe: called with (phase, node, results by rank) after each node.
-        tolerance: largest difference between replicas relative to the largest magnitude; by default
-            1e-11 in double precision, else 1e-5 (1e-2 for 16-bit types).
-
-    Raises:
-        VerificationError: where replicas differ, or a node fails; names the node, its module and
-            source.
-    """
-    by_path = (
-        inputs
-        if isinstance(inputs, Mapping)
-        else {t.name: x for t, x in zip(program.inputs, inputs, strict=True)}
-    )
-    values = [parameters[t.name] for t in program.parameters] + [
-        buffers[t.name] for t in program.buffers
-    ]
-    values += [by_path[t.name] for t in program.inputs]
-    borders = (*program.parameters, *program.buffers, *program.inputs)
-    operands = [
-        split(promote(x, dtype), t.layout, program.mesh, t.view)
-        for x, t in zip(values, borders, strict=True)
-    ]
-    device = device_of(values)
-    run = Ranks(program.mesh, dtype, observe, device)
-    with as_written():
-        results = run(program.forward, "forward", operands)
-        mutated = [t for name in program.mutated for t in program.buffers if t.name == name]
-        first, last = len(program.outputs), len(program.outputs) + len(mutated)
-        outputs = join_results(
-            program.forward, results[:first], program.outputs, program.mesh, tolerance
-        )
-        new_buffers = join_results(
-            program.forward, results[first:last], mutated, program.mesh, tolerance, first
-        )
-        trained = [*(t for t in program.parameters if t.has_gradient), *program.input_gradients]
-        gradients: dict[str, Tensor] = {}
-        if trained:
-            saved = results[len(results) - program.num_saved :]
-            del results, operands
-            saved += [
-                _tangent(t, program.mesh, tangent, dtype, device)
-                for t in program.outputs
-                if t.has_gradient
-            ]
-            gradients = join_results(
-                program.backward,
-                run(program.backward, "backward", saved),
-                trained,
-                program.mesh,
-                tolerance,
-            )
-    return Lockstep(outputs, gradients, new_buffers, tuple(run.records))
-
-
-def _tangent(
-    border: ProgramTensor, mesh: Mesh, scale: float, dtype: torch.dtype | None, device: torch.device
-) -> list[Tensor]:
-    whole = tangent_of(
-        border.name,
-        border.shape,
-        promoted_dtype(border.dtype, dtype),
-        is_loss=border.is_loss,
-        scale=scale,
-    )
-    return split(whole.to(device), border.layout, mesh, border.view)
 
 
 def join_results(

@@ -14,7 +14,7 @@ from autopar.core.layout import local_shape
 from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.program.abstract_executor import LiveBytes, Rehearsal, Seen
-from autopar.program.program import Program, ProgramTensor
+from autopar.program.program import ProgramTensor, StageProgram
 from autopar.request import Batch, Outputs
 
 
@@ -36,7 +36,7 @@ class PeakMemory:
 
 
 def trace_peak(
-    program: Program,
+    program: StageProgram,
     *,
     batch: Batch = "global",
     outputs: Outputs = "full",
@@ -60,7 +60,7 @@ def trace_peak(
 
 
 def _run(
-    program: Program,
+    program: StageProgram,
     memory: LiveBytes,
     batch: Batch,
     outputs: Outputs,
@@ -115,7 +115,7 @@ class NodePeak:
 
 
 def node_peaks(
-    program: Program, *, batch: Batch = "global", outputs: Outputs = "full"
+    program: StageProgram, *, batch: Batch = "global", outputs: Outputs = "full"
 ) -> tuple[NodePeak, ...]:
     """Predict the peak while each node of a step runs, in order, without optimizer state.
 
@@ -126,7 +126,7 @@ def node_peaks(
 
 
 def all_peaks(
-    program: Program, *, batch: Batch = "global", outputs: Outputs = "full"
+    program: StageProgram, *, batch: Batch = "global", outputs: Outputs = "full"
 ) -> tuple[PeakMemory, tuple[NodePeak, ...]]:
     """Return the results of `trace_peak` and `node_peaks` from one run."""
     found: list[NodePeak] = []
@@ -136,7 +136,7 @@ def all_peaks(
     return whole, tuple(found)
 
 
-def _empty(tensor: ProgramTensor, program: Program, coordinate: tuple[int, ...]) -> Tensor:
+def _empty(tensor: ProgramTensor, program: StageProgram, coordinate: tuple[int, ...]) -> Tensor:
     shape = local_shape(tensor.view, tensor.layout, program.mesh.shape, coordinate)
     return (
         host.empty(shape, tensor.dtype)

@@ -1,14 +1,15 @@
-"""A `Program`, which a plan is emitted into: local shapes, explicit collectives, forward and
-backward as separate graphs.
+"""A `Program`, which a plan is emitted into: one `StageProgram` per pipeline stage, and how a batch
+runs through them in microbatches. A plan without stages has one stage and one microbatch.
 
-The forward graph takes the local parameters, buffers and inputs. It returns one flat tuple: the
-outputs, the new values of mutated buffers, then the saved values. The backward graph takes the
-saved values and a tangent per output that has one (the loss, or what crosses to the next stage). It
-returns one gradient per parameter that has one, each in the parameter's storage layout, then one
-per input that has one: whole for inputs of the batch, in its layout for what crosses from the stage
-before. If gradients accumulate over microbatches, it takes their sums after the tangents, adds to
-each in place (for the first microbatch it writes them: `autopar.kernels.collectives.FIRST`) and
-returns them; `begin` runs before the first and `end` after the last microbatch of a step.
+A `StageProgram` has local shapes, explicit collectives, and separate graphs for forward and
+backward. The forward graph takes the local parameters, buffers and inputs. It returns one flat
+tuple: the outputs, the new values of mutated buffers, then the saved values. The backward graph
+takes the saved values and a tangent per output that has one (the loss, or what crosses to the next
+stage). It returns one gradient per parameter that has one, each in the parameter's storage layout,
+then one per input that has one: whole for inputs of the batch, in its layout for what crosses from
+the stage before. If gradients accumulate over microbatches, it takes their sums after the tangents,
+adds to each in place (for the first microbatch it writes them: `autopar.kernels.collectives.FIRST`)
+and returns them; `begin` runs before the first and `end` after the last microbatch of a step.
 
 Nodes are aten ops, the functions of `autopar.ops`, and the steps of `autopar.kernels.collectives`,
 which name mesh axes by index. `autopar.kernels.bind` binds these to process groups, and the
@@ -69,7 +70,7 @@ class ProgramTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class StageProgram:
     """The emitted program of one stage.
 
     Attributes:
@@ -77,7 +78,6 @@ class Program:
         backward: placeholders in the order saved values, tangents.
         num_saved: how many of the forward's last results are saved for backward.
         mutated: names of the buffers whose new values follow the outputs, in order.
-        in_spec, out_spec, constants, settings, attributes: as in `autopar.capture.trace.Trace`.
         collectives: every emitted collective with the node it feeds: (phase, node key, Collective)
             tuples.
         accumulates: whether gradients accumulate over the microbatches of a step. The next three
@@ -98,20 +98,14 @@ class Program:
     outputs: tuple[ProgramTensor, ...]
     num_saved: int
     mutated: tuple[str, ...]
-    in_spec: Any
-    out_spec: Any
-    constants: Mapping[int, Any]
     collectives: tuple[tuple[str, str, Any], ...]
-    plan_hash: str = ""
-    settings: Mapping[int, Any] = field(default_factory=dict)
-    attributes: tuple[Constant, ...] = ()
     accumulates: bool = False
     begin: fx.GraphModule | None = None
     end: fx.GraphModule | None = None
     sums: tuple[ProgramTensor, ...] = ()
     orders: Mapping[str, Sequence[Action]] = field(default_factory=dict)
 
-    def __deepcopy__(self, memo: Any) -> Program:
+    def __deepcopy__(self, memo: Any) -> StageProgram:
         return self  # nothing changes it; torch warns of specs of calls that are copied
 
     @property
@@ -251,9 +245,10 @@ class Microbatches:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedProgram:
-    """The programs of all stages of a pipeline, or of the one stage that is run once per
-    microbatch.
+class Program:
+    """The programs of all stages of a pipeline, and the microbatches that run through them.
+
+    A plan without a pipeline has one stage on the whole mesh, which runs one microbatch.
 
     Attributes:
         mesh: the whole mesh. axis: name of the axis along which the stages lie, ``""`` for one
@@ -269,14 +264,31 @@ class StagedProgram:
     mesh: Mesh
     axis: str
     trace: Trace
-    stages: tuple[Program, ...]
+    stages: tuple[StageProgram, ...]
     microbatches: Microbatches
     schedule: str
     shared: Mapping[str, tuple[int, ...]]
     plan_hash: str = ""
 
-    def __deepcopy__(self, memo: Any) -> StagedProgram:
+    def __deepcopy__(self, memo: Any) -> Program:
         return self  # nothing changes it; torch warns of specs of calls that are copied
+
+    @staticmethod
+    def of_one_stage(trace: Trace, stage: StageProgram, plan_hash: str = "") -> Program:
+        """Return the program of one stage that runs the whole batch at once.
+
+        Args:
+            trace: the trace of the batch. stage: its program. plan_hash: of its plan.
+        """
+        outputs = {t.name: ("whole", -1) for t in stage.outputs}
+        loss = next((t.name for t in stage.outputs if t.is_loss), None)
+        how = Microbatches(1, {}, outputs, loss)
+        return Program(stage.mesh, "", trace, (stage,), how, "1f1b", {}, plan_hash)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a step is one forward and one backward of one stage on the whole mesh."""
+        return not self.axis and self.microbatches.num == 1 and not self.stages[0].accumulates
 
     @property
     def begins_backward(self) -> bool:
@@ -286,7 +298,10 @@ class StagedProgram:
 
     @property
     def inputs(self) -> tuple[ProgramTensor, ...]:
-        """The whole batch's inputs."""
+        """The whole batch's inputs: in the layouts of the stage if `is_single`, otherwise whole on
+        every rank."""
+        if self.is_single:
+            return self.stages[0].inputs
         cut = self.microbatches.inputs
         called = (i for i in self.trace.inputs if not i.given)
         return tuple(
@@ -296,7 +311,9 @@ class StagedProgram:
 
     @property
     def outputs(self) -> tuple[ProgramTensor, ...]:
-        """The whole batch's outputs."""
+        """The whole batch's outputs, in layouts as those of `inputs`."""
+        if self.is_single:
+            return self.stages[0].outputs
         return whole_outputs(self.trace, self.microbatches, len(self.mesh.shape))
 
     @property

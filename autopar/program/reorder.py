@@ -1,8 +1,8 @@
 """An emitted graph in another order: a step that starts before it finishes becomes two nodes.
 
-Many orders are tried for one program, and most are only examined. `Program.orders` holds them next
-to the graphs, and `write_order` writes one into the graphs, which takes longer than examining an
-order.
+Many orders are tried for one program, and most are only examined. `StageProgram.orders` holds them
+next to the graphs, and `write_order` writes one into the graphs, which takes longer than examining
+an order.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from torch import fx
 
 from autopar.kernels import collectives as kernels
-from autopar.program.program import Action, LazyGraphModule, Program
+from autopar.program.program import Action, LazyGraphModule, StageProgram
 
 
-def order_of(program: Program, phase: str) -> list[Action]:
+def order_of(program: StageProgram, phase: str) -> list[Action]:
     """Return the order in which a phase runs."""
     if phase in program.orders:
         return list(program.orders[phase])
     return [("run", node) for node in getattr(program, phase).graph.nodes]
 
 
-def write_order(program: Program) -> Program:
+def write_order(program: StageProgram) -> StageProgram:
     """Return the program with its orders written into its graphs."""
     graphs = {
         phase: LazyGraphModule(getattr(program, phase), rebuilt(order))

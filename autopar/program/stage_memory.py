@@ -23,7 +23,7 @@ from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.program.abstract_executor import LiveBytes, Rehearsal, as_lying, flat, lie_of
 from autopar.program.executor import Returned, parts_of
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 from autopar.program.schedule import Action
 from autopar.program.stage_work import StageWork, outputs_kept
 from autopar.request import Outputs
@@ -45,7 +45,7 @@ class StagePeak:
 
 
 def trace_stage_peak(
-    program: Program,
+    program: StageProgram,
     schedule: str,
     num_in_flight: int,
     num_microbatches: int,
@@ -56,7 +56,7 @@ def trace_stage_peak(
 
     Args:
         program: of the stage. schedule: its name. num_in_flight: of this stage under this schedule.
-            num_microbatches: of a step. outputs: see `autopar.runtime.staged_module`.
+            num_microbatches: of a step. outputs: see `autopar.runtime.scheduled_calls`.
         returned: of the whole pipeline. If it waits, whole outputs live from the last forward on,
             and their gradients through all backwards. What computing a loss of them takes is not
             counted.
@@ -97,7 +97,7 @@ def trace_stage_peak(
     return StagePeak(memory.peak_bytes - batch_bytes + (num_in_flight - flying) * held, held)
 
 
-def batch_of(program: Program, num: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+def batch_of(program: StageProgram, num: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Return the inputs of each of `num` microbatches by path, and the inputs that all of them
     share."""
     own = [t for t in program.inputs if not t.crosses]
@@ -109,7 +109,7 @@ def batch_of(program: Program, num: int) -> tuple[list[dict[str, Tensor]], dict[
 
 
 def stage_work(
-    program: Program, outputs: Outputs, memory: LiveBytes
+    program: StageProgram, outputs: Outputs, memory: LiveBytes
 ) -> tuple[StageWork, list[Tensor]]:
     """Return the stage's work on one rank, and its parameters and buffers.
 
@@ -299,7 +299,7 @@ class ChunkMemory:
     joined: int
 
 
-def chunk_memory(program: Program, outputs: Outputs) -> ChunkMemory:
+def chunk_memory(program: StageProgram, outputs: Outputs) -> ChunkMemory:
     """Measure a chunk's work on fake tensors."""
     memory = LiveBytes()
     with new_fake_mode(), as_written():

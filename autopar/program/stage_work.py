@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.core.layout import local_shape
 from autopar.program.executor import Executor, is_returned
-from autopar.program.program import Program, ProgramTensor
+from autopar.program.program import ProgramTensor, StageProgram
 from autopar.program.splitting import local_part
 from autopar.request import Outputs
 
@@ -26,7 +26,7 @@ from autopar.request import Outputs
 class StageWork:
     """A stage's program on this rank; `executor` runs it."""
 
-    def __init__(self, program: Program, executor: Executor, device: torch.device) -> None:
+    def __init__(self, program: StageProgram, executor: Executor, device: torch.device) -> None:
         self.program, self.executor, self.device = program, executor, device
         self._coordinate = [g.coordinate for g in executor.groups]
         self._arriving = [t for t in program.inputs if t.crosses]
@@ -197,7 +197,7 @@ class StageWork:
             ends = [t for t in self.program.inputs if t.has_gradient]
             pairs = zip(ends, results[self._trained :], strict=True)
             self._returning[number] = [
-                g.contiguous() for t, g in pairs if t.name not in self._unsent
+                g.contiguous() for t, g in pairs if t.crosses and t.name not in self._unsent
             ]
             del results[self._trained :], pairs
             self._gradients = [] if self._sums else _apart(results)
@@ -220,7 +220,7 @@ class StageWork:
 
 
 def outputs_kept(
-    program: Program, outputs: Outputs, num_microbatches: int
+    program: StageProgram, outputs: Outputs, num_microbatches: int
 ) -> tuple[ProgramTensor, ...]:
     """Return the outputs of a stage that a call returns.
 

@@ -15,8 +15,7 @@ from autopar.breakdown import ModulePart, in_words, peak_kinds, rank_memory, ste
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.core.units import seconds, share, size
-from autopar.explanation import Explanation, StagedExplanation, explain
-from autopar.explanation.summary import fullest
+from autopar.explanation import Explanation, explain
 from autopar.plans import Plan
 from autopar.plans.plan import shown_by
 from autopar.report.charts import COLOURS, INK, LIGHT, MEMORY_COLOURS, shown
@@ -83,7 +82,11 @@ def _step(plan: Plan) -> str:
         name: f"{name} {seconds(time_s)}, {share(time_s / parts.total_s)}"
         for name, time_s in there.items()
     }
-    of = "" if parts.rank is None else f" of {_place(plan)} {parts.rank}, which is busy longest"
+    of = (
+        ""
+        if parts.rank is None
+        else f" of {plan.as_pipeline.rank_word} {parts.rank}, which is busy longest"
+    )
     bar = _bar({name: time_s / parts.total_s for name, time_s in there.items()}, colours, told)
     return (
         f'<div class="head">A step{of}, simulated as emitted:'
@@ -118,49 +121,25 @@ def _memory(plan: Plan) -> str:
 
 def _peaks(plan: Plan) -> Iterator[tuple[str, int, Mapping[str, int], int]]:
     """What each row is of, its peak, that by kind, and its budget; 0 where there is none."""
-    pipeline = plan.pipeline
-    if pipeline is None or not pipeline.axis:
-        yield (
-            "",
-            plan.prediction.peak_bytes,
-            plan.prediction.memory_bytes,
-            plan.budget_of(fullest(plan)),
-        )
-        return
+    pipeline = plan.as_pipeline
     held = [
         (*rank_memory(pipeline, rank), plan.budget_of(rank)) for rank in range(pipeline.num_ranks)
     ]
     first = 0
     for rank in range(1, len(held) + 1):
         if rank == len(held) or held[rank] != held[first]:
-            which = (
-                f"{_place(plan)} {first}"
-                if rank == first + 1
-                else f"{_place(plan)}s {first} to {rank - 1}"
-            )
-            yield which, *held[first]
+            several = f"{pipeline.rank_word}s {first} to {rank - 1}"
+            which = several if rank > first + 1 else f"{pipeline.rank_word} {first}"
+            yield which if pipeline.axis else "", *held[first]
             first = rank
 
 
-def _place(plan: Plan) -> str:
-    return "rank" if plan.pipeline is not None and plan.pipeline.rank_bytes else "stage"
-
-
-def _tables(explained: Explanation | StagedExplanation) -> Iterator[str]:
-    """One table, or one per stage, of which equal neighbours are one; the first is open."""
-    if isinstance(explained, Explanation):
-        yield _fold_parts(
-            "What each module does, per device and step",
-            explained.plan.mesh,
-            explained.parts,
-            is_open=True,
-        )
-        return
+def _tables(explained: Explanation) -> Iterator[str]:
+    """One table per stage, of which equal neighbours are one; the first is open."""
     for number, section in enumerate(explained.sections):
-        title = f"What each module does, {section.name}; per device and microbatch"
-        yield _fold_parts(
-            title, section.explanation.plan.mesh, section.explanation.parts, is_open=not number
-        )
+        stage, which = section.explanation, f"{section.name}; " if section.name else ""
+        title = f"What each module does, {which}per device and {stage.of}"
+        yield _fold_parts(title, stage.plan.mesh, stage.parts, is_open=not number)
 
 
 def _fold_parts(title: str, mesh: Mesh, parts: Sequence[ModulePart], *, is_open: bool) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.errors import AutoparError
-from autopar.explanation import StagedExplanation, explain
+from autopar.explanation import explain
 from autopar.plans import Flip, Plan
 from autopar.report.charts import canvas, layouts, layouts_height, memory
 from autopar.report.timelines import schedule, schedule_height, stage_memory, timeline
@@ -24,7 +25,7 @@ img{{max-width:100%;display:block;margin:1em 0}}</style>
 {body}
 </body></html>
 """
-_HEIGHTS = (2.9, 4.0)  # of the memory figure and the time line, in inches
+_MEMORY_HEIGHT, _TIMELINE_HEIGHT = 2.9, 4.0  # inches
 
 
 def report(plan: Plan, path: str | Path, *, flips: Sequence[Flip] = ()) -> Path:
@@ -56,52 +57,47 @@ def report(plan: Plan, path: str | Path, *, flips: Sequence[Flip] = ()) -> Path:
 
 def picture(plan: Plan) -> Any:
     """Draw all figures of a plan in one."""
-    if plan.pipeline is not None:
-        return _staged_picture(plan)
-    heights = (layouts_height(plan), *_HEIGHTS)
+    figures = [each for each in _figures(plan) if each.is_in_picture]
+    heights = [each.height for each in figures]
     figure = canvas(11.5, sum(heights))
-    top, middle, bottom = figure.subfigures(3, 1, height_ratios=heights)
-    layouts(plan, inside=top)
-    memory(plan, inside=middle)
-    timeline(plan, inside=bottom)
+    places = figure.subfigures(len(heights), 1, height_ratios=heights)
+    for each, inside in zip(figures, places, strict=True):
+        each.draw(inside=inside)
     return figure
 
 
-def _staged_picture(plan: Plan) -> Any:
-    """Draw the schedule, the stages' memory, and the layouts of each stage; of equal neighbours the
-    first."""
-    sections = _sections(plan)
-    heights = [schedule_height(plan)] * 2 + [layouts_height(stage) for _, stage in sections]
-    figure = canvas(11.5, sum(heights))
-    first, second, *others = figure.subfigures(len(heights), 1, height_ratios=heights)
-    schedule(plan, inside=first)
-    stage_memory(plan, inside=second)
-    for (name, stage), inside in zip(sections, others, strict=True):
-        layouts(stage, inside=inside, stage=name)
-    return figure
+class _Figure(NamedTuple):
+    """A figure of a report, with its height in inches."""
+
+    height: float
+    draw: Callable[..., Any]
+    is_in_picture: bool = True
 
 
-def _sections(plan: Plan) -> list[tuple[str, Plan]]:
-    """Return the stages that differ from the stage before them, with their names."""
-    explained = explain(plan)
-    assert isinstance(explained, StagedExplanation), "the plan has stages"
-    return [(section.name, section.explanation.plan) for section in explained.sections]
-
-
-def _figures(plan: Plan) -> Iterator[Any]:
-    """Yield the figures one by one, in the order of a page."""
+def _figures(plan: Plan) -> list[_Figure]:
+    """Return the figures in the order of a page. Of stages that do the same, the first is drawn."""
     if plan.pipeline is None:
-        yield from (layouts(plan), memory(plan), timeline(plan))
-        return
-    yield from (schedule(plan), stage_memory(plan))
-    for name, stage in _sections(plan):
-        yield from (layouts(stage, stage=name), timeline(stage))
+        return [
+            _Figure(layouts_height(plan), partial(layouts, plan)),
+            _Figure(_MEMORY_HEIGHT, partial(memory, plan)),
+            _Figure(_TIMELINE_HEIGHT, partial(timeline, plan)),
+        ]
+    figures = [
+        _Figure(schedule_height(plan), partial(draw, plan)) for draw in (schedule, stage_memory)
+    ]
+    for section in explain(plan).sections:
+        stage = section.explanation.plan
+        figures += (
+            _Figure(layouts_height(stage), partial(layouts, stage, stage=section.name)),
+            _Figure(_TIMELINE_HEIGHT, partial(timeline, stage), is_in_picture=False),
+        )
+    return figures
 
 
 def _page(plan: Plan, flips: Sequence[Flip]) -> str:
     title = html.escape(f"{plan.fingerprint.model_name or 'model'} on {plan.mesh}")
     figures = "\n".join(
-        f'<img src="data:image/png;base64,{_png(figure)}">' for figure in _figures(plan)
+        f'<img src="data:image/png;base64,{_png(each.draw())}">' for each in _figures(plan)
     )
     return _HTML.format(title=title, body=f"{figures}\n{explain(plan, flips=flips)._repr_html_()}")
 

@@ -146,7 +146,7 @@ _ROW_INCHES = 0.34
 
 def schedule_height(plan: Plan) -> float:
     """Return the height in inches that `schedule` needs; `stage_memory` needs the same."""
-    return 1.3 + _ROW_INCHES * _pipeline(plan).num_ranks
+    return 1.3 + _ROW_INCHES * plan.as_pipeline.num_ranks
 
 
 def schedule(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
@@ -156,7 +156,7 @@ def schedule(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     A microbatch's share of the optimizer's time, with which stages are priced, is drawn in its
     backward.
     """
-    pipeline = _pipeline(plan)
+    pipeline = plan.as_pipeline
     figure: Any = canvas(11.5, schedule_height(plan), inside)
     axes: Axes = figure.subplots()
     times = [simulated_phases_s(stage) for stage in pipeline.stages]
@@ -214,7 +214,7 @@ def schedule(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
 def stage_memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     """Predicted peak of each rank's devices, with what makes it up, and the budget; a rank holds
     one stage or several."""
-    pipeline = _pipeline(plan)
+    pipeline = plan.as_pipeline
     figure: Any = canvas(11.5, schedule_height(plan), inside)
     axes: Axes = figure.subplots()
     ranks = [rank_memory(pipeline, rank) for rank in range(pipeline.num_ranks)]
@@ -251,10 +251,8 @@ def stage_memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
         if max(budgets)
         else ""
     )
-    each = "rank" if pipeline.rank_bytes else "stage"
-    axes.set_title(
-        f"peak per device of each {each}, predicted{of}", fontsize=10, color=INK, loc="left"
-    )
+    title = f"peak per device of each {pipeline.rank_word}, predicted{of}"
+    axes.set_title(title, fontsize=10, color=INK, loc="left")
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=colour, label=kind) for kind, colour in MEMORY_COLOURS.items()]
@@ -268,11 +266,6 @@ def stage_memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     )
     figure_of_it: Figure = figure
     return figure_of_it
-
-
-def _pipeline(plan: Plan) -> Pipeline:
-    assert plan.pipeline is not None, "only a plan with stages has a schedule"
-    return plan.pipeline
 
 
 def _row_name(pipeline: Pipeline, number: int) -> str:

@@ -100,9 +100,7 @@ def _collect(value: Any, is_tensor: Callable[[Any], bool], found: list[Any]) -> 
 
 
 def _info(value: Any) -> TensorInfo:
-    return (
-        NO_TENSOR if value is None else TensorInfo(tuple(int(s) for s in value.shape), value.dtype)
-    )
+    return NO_TENSOR if value is None else TensorInfo(tuple(map(int, value.shape)), value.dtype)
 
 
 def _infos(result: Any) -> tuple[TensorInfo, ...]:

@@ -29,7 +29,7 @@ from autopar.capture.trees import flatten_with_paths, paths_in
 from autopar.core.layout import local_shape
 from autopar.errors import CallError, RuntimeStateError
 from autopar.kernels.collectives import Groups
-from autopar.program.program import Program, ProgramTensor, StagedProgram
+from autopar.program.program import Program, ProgramTensor
 from autopar.runtime.guards import AsksForGradient, Misfit
 from autopar.runtime.rank_consistency import check_batch, check_parts
 
@@ -136,7 +136,7 @@ class Arguments:
 
     def __init__(
         self,
-        program: Program | StagedProgram,
+        program: Program,
         signature: inspect.Signature | None,
         batch: Literal["global", "local"],
         groups: Groups,
@@ -446,7 +446,7 @@ class CallResults:
         program: the program whose outputs these are.
     """
 
-    def __init__(self, program: Program | StagedProgram) -> None:
+    def __init__(self, program: Program) -> None:
         self._spec, self._constants = program.out_spec, program.constants
         paths = paths_in(pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec))
         positions = {path: position for position, path in enumerate(paths)}

@@ -4,13 +4,14 @@ calls to another program."""
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar.capture.trace import Constant, KnownBuffer
 from autopar.core.autocast_state import autocast_around
@@ -30,6 +31,7 @@ from autopar.runtime.guards import (
 from autopar.runtime.parameter_module import Holder
 from autopar.runtime.plain_model import PlainModel
 from autopar.runtime.rank_agreement import announced
+from autopar.runtime.rank_consistency import CopiedWeights
 
 
 class Compiled(Holder):
@@ -71,6 +73,7 @@ class Compiled(Holder):
             None if both_modes else model.training,
             autocast_around(devices.device_type),
         )
+        self._copied_weights = CopiedWeights()
         self._frozen: Frozen | None = None
         self._known_buffers = KnownBuffers(())
         self._left: PlainModel | None = None
@@ -95,7 +98,16 @@ class Compiled(Holder):
             self._world,
             self._steps.take(self.parameters()),
         ):
+            self._copied_weights.check(self._held_parameters(), self.device_mesh)
             return self._run_call(args, kwargs)
+
+    def _held_parameters(self) -> Iterator[tuple[ProgramTensor, Tensor]]:
+        """Iterate over the parameters of this rank: the program's tensor, and the local part."""
+        for name, parameter in self.named_parameters():
+            stored = self._storages.get(self._names.get(name, ""))
+            if stored is not None:
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                yield stored.tensor, local
 
     def _describe_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Describe a call in words, which are equal on all ranks that make the same call."""

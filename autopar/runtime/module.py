@@ -1,71 +1,114 @@
 """`ParallelModule`: an emitted program as an ordinary `nn.Module`.
 
-Parameters are DTensors under their original names. A call runs the forward graph and returns what
-the model returns; backward goes through its loss alone, or, where it has none, through all outputs
-that have a gradient. `backward()` runs the backward graph once and puts each gradient, a DTensor in
-the storage layout, where autograd puts gradients. No autograd runs inside the graphs.
+Parameters are DTensors under their original names. A call runs the program and returns what the
+model returns; backward goes through its loss alone, or, where it has none, through all outputs that
+have a gradient. No autograd runs inside the graphs. With one stage and one microbatch, a call runs
+forward, and `backward()` runs backward (`autopar.runtime.direct_calls`). With several, a call runs
+the whole step (`autopar.runtime.scheduled_calls`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.core.layout import Layout
 from autopar.errors import RuntimeStateError
+from autopar.ops import random
 from autopar.program.executor import Executor
-from autopar.program.program import Program
-from autopar.program.splitting import local_part
+from autopar.program.program import Program, ProgramTensor
 from autopar.request import Backend, Batch, Outputs
-from autopar.runtime.backward import (
-    as_given,
-    clip_grad_norm_,
-    first_derivatives_only,
-    ran_twice,
-    which_are_plain,
-)
 from autopar.runtime.call_arguments import Arguments, CallResults, defaults_of
-from autopar.runtime.device_mesh import agree, check_shape, groups_of
-from autopar.runtime.dtensor import hold_value
+from autopar.runtime.device_mesh import agree, check_shape, groups_of, stage_devices
+from autopar.runtime.direct_calls import DirectCalls
 from autopar.runtime.guarded_module import Compiled
-from autopar.runtime.guarded_outputs import refuse_backward, refuse_reads
-from autopar.runtime.guards import Misfit
-from autopar.runtime.parameters import Storage
+from autopar.runtime.guarded_outputs import refuse_reads
+from autopar.runtime.guards import Misfit, ProgramVariant
+from autopar.runtime.loss_scaling import LossScale
+from autopar.runtime.module_shell import Standing
+from autopar.runtime.pipeline_runtime import StageExchange
 from autopar.runtime.rank_agreement import announced
-from autopar.runtime.rank_consistency import check_tangents
-from autopar.runtime.tensor_guards import Watched
+from autopar.runtime.scheduled_calls import ScheduledCalls
+
+
+class Calls(Protocol):
+    """How calls run the program on this rank.
+
+    Attributes:
+        buffers: the names of the buffers that `run` reads and writes.
+    """
+
+    buffers: tuple[str, ...]
+
+    @property
+    def held(self) -> tuple[ProgramTensor, ...]:
+        """The parameters of this rank, in the order in which `run` takes them."""
+
+    def run(
+        self,
+        inputs: list[Tensor],
+        parameters: Sequence[Tensor],
+        buffers: Mapping[str, Tensor],
+        scale: LossScale,
+        *,
+        trains: bool,
+    ) -> Sequence[Tensor | None]:
+        """Run a call.
+
+        Args:
+            inputs: the program's inputs. parameters: those of `held`. buffers: by name.
+            scale: the factor by which the user multiplies the loss.
+            trains: whether gradients are enabled and a parameter of this rank gets one.
+
+        Returns:
+            The program's outputs in the form for the user; None for those that the program does not
+            return.
+        """
+
+    def clip_gradients(
+        self, parameters: Iterable[tuple[str, Tensor]], max_norm: float, norm_type: float
+    ) -> Tensor:
+        """Scale all gradients in place, and return their norm before scaling.
+
+        Args:
+            parameters: the parameters of this rank with their names in the program.
+            max_norm, norm_type: see `ParallelModule.clip_grad_norm_`.
+        """
 
 
 class ParallelModule(Compiled):
-    """A compiled module without pipeline stages.
+    """A compiled module. It holds the parameters of the stages that this rank runs.
 
     Args:
-        program: the program of this rank.
-        devices: the mesh.
+        program: the program of all ranks.
+        devices: the whole mesh.
         model: the source of parameter and buffer values, names and the train/eval flag. It may be
             on the meta device, and is not kept.
         batch: ``"global"`` if every rank passes the same batch and uses its part, ``"local"`` if
             each rank passes its part.
         outputs: ``"full"`` gathers outputs, ``"local"`` returns this rank's part, ``"dtensor"``
             returns a DTensor, which refuses to be read in part (`autopar.runtime.guarded_outputs`).
-            The loss is always whole.
+            The loss is always whole. With several stages or microbatches, a call returns None for
+            outputs other than the loss unless it is ``"full"``.
         backend: the backend that runs the graphs.
         both_modes: whether the graph serves both train and eval mode; otherwise a call in the other
             mode is an error.
         shared: a module of the same model whose parameters and buffers this module shares.
 
+    Attributes:
+        rank: this rank's index on the pipeline axis, if there is one.
+
     Raises:
         MeshError: if the program was made for another mesh, or a parameter is on a device of
             another type.
-        RuntimeStateError: if ranks hold different plans.
+        RuntimeStateError: if ranks hold different plans, or with ``batch="local"`` if the program
+            has several stages or microbatches.
     """
 
     def __init__(
@@ -81,25 +124,42 @@ class ParallelModule(Compiled):
         shared: Compiled | None = None,
     ) -> None:
         check_shape(devices, program.mesh)
+        if batch != "global" and not program.is_single:
+            what = (
+                f"batch={batch!r}: a plan with microbatches takes whole batches, of which each"
+                " stage takes its parts"
+            )
+            raise RuntimeStateError(what, remedy='pass batch="global"')
         agree(program.plan_hash, "plan", devices)
-        groups = groups_of(devices)
+        own, group, index = stage_devices(devices, program.axis)
+        num_ranks = 1 if group is None else group.size()
+        here = range(index, len(program.stages), num_ranks)
+        held = _tensors_of(program, here)
+        elsewhere = _all_names(_tensors_of(program, range(len(program.stages))).values())
         super().__init__(
-            (*program.parameters, *program.buffers),
-            devices,
+            tuple(held.values()),
+            own,
             model,
+            elsewhere=elsewhere - _all_names(held.values()),
+            world=devices,
             both_modes=both_modes,
             shared=shared,
         )
-        self.program, self._outputs = program, outputs
-        self._presented = [Storage.of(t, devices) for t in program.outputs]
-        self._executor = Executor(
-            program,
-            groups,
-            backend=backend,
-            batch=batch,
-            outputs=outputs,
-            device=devices.device_type,
-        )
+        self.program, self._group, self._scale = program, group, LossScale()
+        if program.axis:
+            self.rank = index
+        groups = groups_of(own)
+        executors = {
+            number: Executor(
+                program.stages[number],
+                groups,
+                backend=backend,
+                batch=batch,
+                outputs=outputs,
+                device=devices.device_type,
+            )
+            for number in here
+        }
         signature, defaults = inspect.signature(model.forward), defaults_of(model)
         self._arguments = Arguments(
             program, signature, batch, groups, devices.device_type, defaults
@@ -107,13 +167,33 @@ class ParallelModule(Compiled):
         self._results = CallResults(program)
         # in another mode what a trained model returns may have no gradient
         self._may_train = shared is None or any(
-            t.has_gradient for t in (*program.parameters, *program.inputs)
+            t.has_gradient for s in program.stages for t in (*s.parameters, *s.inputs)
         )
-        self._num_backwards = 0
-        self._loss = next(
-            (i for i, t in enumerate(program.outputs) if t.is_loss and t.has_gradient), None
+        self._calls: Calls = (
+            DirectCalls(
+                program.stages[0], executors[0], self._storages, devices, outputs, self._title
+            )
+            if program.is_single
+            else ScheduledCalls(
+                StageExchange.of(program, group, index, devices.device_type),
+                executors,
+                self._storages,
+                own,
+                devices,
+                outputs,
+            )
         )
-        self._stand_for_all(model, program.attributes, shared)
+        self._stand_for_all(model, program.trace.attributes, shared)
+
+    @property
+    def world_mesh(self) -> DeviceMesh:
+        """The whole mesh."""
+        return self._world
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
+        """Copy the module, with the same process group."""
+        memo[id(self._group)] = self._group
+        return super().__deepcopy__(memo)
 
     @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
     def _run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,48 +203,55 @@ class ParallelModule(Compiled):
             RuntimeStateError: if neither the program nor one of `variants` was made for the
                 arguments, mode or parameters.
         """
-        inputs = self._program_inputs(args, kwargs, self.device_mesh)
+        inputs = self._program_inputs(args, kwargs, self._world)
         if isinstance(inputs, Misfit):
             return self._elsewhere(inputs, args, kwargs)
-        parameters = [self.get_parameter(t.name) for t in self.program.parameters]
-        asking = [x for x, t in zip(inputs, self.program.inputs, strict=True) if t.has_gradient]
+        held = self._calls.held
+        parameters = [self.get_parameter(t.name) for t in held]
+        buffers = {name: self.get_buffer(name) for name in self._calls.buffers}
         may_train = torch.is_grad_enabled() and self._may_train
-        trained = may_train and (
-            self._trains(parameters, self.program.parameters)
-            or any(x.requires_grad for x in asking)
-        )
-        watched = Watched()
-        shown: Sequence[Tensor] = (
-            _Step.apply(self, watched, inputs, *asking, *parameters)
-            if trained
-            else self._run(inputs, parameters, watched, keep=False)[0]
-        )
-        if self._loss is not None:
-            pairs = zip(self.program.outputs, shown, strict=True)
-            shown = [
-                refuse_backward(t.name, x, shown[self._loss])
-                if t.requires_grad and not t.is_loss
-                else x
-                for t, x in pairs
-            ]
-        watched.follow(zip(self._names_of("output"), shown, strict=True))
-        return self._results.build([refuse_reads(x) for x in shown])
+        trains = may_train and self._trains(parameters, held)
+        outputs = self._calls.run(inputs, parameters, buffers, self._scale, trains=trains)
+        return self._results.build([None if x is None else refuse_reads(x) for x in outputs])
 
     def _find_unfrozen(self) -> str:
         if not torch.is_grad_enabled() or not self._may_train or self.is_for_inference:
             return ""
-        frozen = (t.name for t in self.program.parameters if not t.requires_grad)
+        if not self.program.is_single:  # no further program is made for stages and microbatches
+            return ""
+        frozen = (t.name for t in self._calls.held if not t.requires_grad)
         return next((name for name in frozen if self.get_parameter(name).requires_grad), "")
+
+    def _set_up(self, variant: ProgramVariant) -> None:
+        super()._set_up(variant)
+        if isinstance(variant, ParallelModule):
+            variant._scale = self._scale
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the user multiplies losses before backward, by default 1. It matters
+        if a call runs backward, as with several stages or microbatches.
+
+        Raises:
+            RuntimeStateError: if it is set to a value that is no positive number.
+        """
+        return self._scale.user_factor
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        """Set the factor; see `LossScale.user_factor`."""
+        self._scale.user_factor = value
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients in place so that their norm over the whole model is at most
-        `max_norm`; every rank calls it.
+        `max_norm`; every rank calls it. A parameter that several stages hold counts once.
 
         Returns:
             The norm before scaling.
         """
+        named = [(self._names[name], p) for name, p in self.named_parameters()]
         with announced(f"clips the gradients of {self._title}", self._world):
-            return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+            return self._calls.clip_gradients(named, max_norm, norm_type)
 
     @property
     def input_layouts(self) -> Mapping[str, Layout]:
@@ -206,153 +293,23 @@ class ParallelModule(Compiled):
         remedy = 'use batch="global", or slice by pm.input_layouts'
         return RuntimeStateError(f"{why}: {dict(self.input_layouts)}", remedy=remedy)
 
-    def _run(
-        self, inputs: list[Tensor], parameters: Sequence[Tensor], watched: Watched, *, keep: bool
-    ) -> tuple[list[Tensor], list[Any]]:
-        """Run forward, and return the outputs in the form for the user and the values that backward
-        needs. Tensors of the user among these values are watched for changes."""
-        program, buffers = self.program, [self.get_buffer(t.name) for t in self.program.buffers]
-        with torch.no_grad(), torch.autocast(self.device_mesh.device_type, enabled=False):
-            with DisableTorchFunctionSubclass():
-                locals = [
-                    self._storages[t.name].local(p)
-                    for p, t in zip(parameters, program.parameters, strict=True)
-                ]
-                local_buffers = [
-                    self._storages[t.name].local(b)
-                    for b, t in zip(buffers, program.buffers, strict=True)
-                ]
-            outputs, saved = self._executor.forward(locals, local_buffers, inputs, keep=keep)
-        if keep:
-            names = self._names_of("parameter", "buffer", "input", "output")
-            watched.watch(
-                zip(names, (*locals, *local_buffers, *inputs, *outputs), strict=True), saved
-            )
-            watched.follow(zip(names, (*parameters, *buffers), strict=False))
-        with torch.no_grad():
-            return [
-                self._present(output, storage)
-                for output, storage in zip(outputs, self._presented, strict=True)
-            ], saved
 
-    def _gradients(
-        self, saved: list[Any], tangents: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
-        """Run backward. A tangent is None if the output has no part in the loss.
+def _tensors_of(program: Program, stages: Iterable[int]) -> dict[str, ProgramTensor]:
+    """Return the parameters and buffers that a rank holds, by name: those of its stages, and the
+    buffers that every rank holds, the state of random draws and those that counts read.
 
-        Returns:
-            The gradient of each input that has one, whole or in part like the input, then one per
-            parameter of the program.
-        """
-        pairs = [
-            (s, x) for s, x in zip(self._presented, tangents, strict=True) if s.tensor.has_gradient
-        ]
-        absent = frozenset(place for place, (_, tangent) in enumerate(pairs) if tangent is None)
-        # the caller may have enabled autocast
-        autocast = torch.autocast(self.device_mesh.device_type, enabled=False)
-        with announced(f"runs backward of {self._title}", self._world):
-            self._check_returned(pairs)
-            returning = [self._part_of_tangent(tangent, storage) for storage, tangent in pairs]
-            with autocast:
-                gradients = iter(self._executor.backward(saved, returning, absent=absent))
-        found = [next(gradients) if t.has_gradient else None for t in self.program.parameters]
-        named = zip(self.program.parameters, found, strict=True)
-        wrapped = [
-            None if gradient is None else hold_value(self._storages[t.name].wrap(gradient))
-            for t, gradient in named
-        ]
-        asking = (t for t in self.program.inputs if t.has_gradient)
-        return (
-            *(
-                self._executor.as_given(gradient, t)
-                for t, gradient in zip(asking, gradients, strict=True)
-            ),
-            *wrapped,
-        )
-
-    def _check_returned(self, returned: Sequence[tuple[Storage, Tensor | None]]) -> None:
-        """Check in backwards 1, 2, 4, 8 and so on that every rank computed the same loss from the
-        outputs."""
-        if self._loss is not None:
-            return
-        self._num_backwards += 1
-        if self._num_backwards & (self._num_backwards - 1) == 0:
-            whole = self._outputs == "full"
-            check_tangents(
-                [(s.tensor.name, x if whole or x is None else torch.empty(0)) for s, x in returned],
-                self.device_mesh,
-            )
-
-    def _names_of(self, *kinds: str) -> list[str]:
-        """Return the names of the tensors of these kinds in errors."""
-        named = (
-            (kind, tensor.name) for kind in kinds for tensor in getattr(self.program, f"{kind}s")
-        )
-        return [f"{kind} {name!r}" if name else "what the call returned" for kind, name in named]
-
-    def _present(self, result: Tensor, storage: Storage) -> Tensor:
-        return (
-            storage.wrap(result)
-            if self._outputs == "dtensor" and not storage.tensor.is_loss
-            else result
-        )
-
-    def _part_of_tangent(self, tangent: Tensor | None, storage: Storage) -> Tensor:
-        """Return the tangent of an output in the form of the backward graph: this rank's part,
-        contiguous."""
-        if tangent is None:
-            return torch.zeros(
-                storage.graph_shape, dtype=storage.tensor.dtype, device=self.device_mesh.device_type
-            )
-        if isinstance(tangent, DTensor):
-            tangent = tangent.redistribute(storage.seen, storage.placements).to_local()
-        elif self._outputs != "local":
-            sizes, place = tuple(self.device_mesh.shape), self.device_mesh.get_coordinate() or ()
-            tangent = local_part(tangent, storage.tensor.layout, sizes, storage.tensor.view, place)
-        return tangent.contiguous()
+    Args:
+        stages: the stages of the rank.
+    """
+    found = {
+        t.name: t
+        for number in stages
+        for t in (*program.stages[number].parameters, *program.stages[number].buffers)
+    }
+    names = {random.STATE, *program.microbatches.count_buffers}
+    return found | {t.name: t for s in program.stages for t in s.buffers if t.name in names}
 
 
-class _Step(torch.autograd.Function):
-    """The forward graph and, as its derivative, the backward graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, module: ParallelModule, watched: Watched, inputs: list[Tensor], *trained: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Run the forward graph.
-
-        Args:
-            module: the module.
-            watched: receives the tensors to watch until backward.
-            inputs: the program's inputs.
-            trained: the inputs that have a gradient, then all parameters.
-        """
-        outputs, saved = module._run(
-            inputs, trained[len(trained) - len(module.program.parameters) :], watched, keep=True
-        )
-        # Not save_for_backward: backward takes the list and frees it value by value.
-        ctx.module, ctx.saved, ctx.watched = module, saved, watched
-        ctx.are_plain = which_are_plain(trained)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(
-                x
-                for x, border in zip(outputs, module.program.outputs, strict=True)
-                if not border.has_gradient
-            )
-        )
-        return tuple(outputs)
-
-    @staticmethod
-    @first_derivatives_only
-    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
-        """Run the backward graph, and return the gradients of `trained`.
-
-        Raises:
-            RuntimeStateError: if backward has run before, or a tensor that it reads was changed.
-        """
-        saved, ctx.saved = ctx.saved, None
-        if saved is None:
-            raise ran_twice()
-        ctx.watched.check()
-        return (None, None, None, *as_given(ctx.module._gradients(saved, tangents), ctx.are_plain))
+def _all_names(tensors: Iterable[ProgramTensor]) -> set[str]:
+    """Return the names of tensors, with those of tied ones."""
+    return {name for t in tensors for name in (t.name, *t.aliases)}

@@ -1,4 +1,4 @@
-"""Autograd functions of calls of `StagedModule`.
+"""Autograd functions of calls of programs with several stages or microbatches.
 
 If the model returns no loss, a call runs all forwards, and backward of the user's loss runs all
 backwards. If it returns a loss, a call runs forward and backward, and may run again for another

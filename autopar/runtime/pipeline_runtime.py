@@ -1,5 +1,5 @@
 """The calls of one rank of a pipeline: its schedule, its transfers, and the exchange of gradients
-and outputs. The module that the user sees is `autopar.runtime.staged_module.StagedModule`."""
+and outputs. `autopar.runtime.scheduled_calls` runs them for the module that the user sees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 
 from autopar.program.executor import Unused
-from autopar.program.program import Microbatches, ProgramTensor, StagedProgram
+from autopar.program.program import Microbatches, Program, ProgramTensor
 from autopar.program.stage_work import StageWork
 from autopar.program.transfers import ForwardsFirst, Interleaving, Transfers
 from autopar.runtime.dtensor import hold_value
@@ -43,7 +43,7 @@ class StageExchange:
         shared: parameter that this and other ranks hold → the ranks that hold it.
     """
 
-    program: StagedProgram
+    program: Program
     group: dist.ProcessGroup | None
     rank: int
     device: str
@@ -51,7 +51,7 @@ class StageExchange:
 
     @staticmethod
     def of(
-        program: StagedProgram, group: dist.ProcessGroup | None, rank: int, device: str
+        program: Program, group: dist.ProcessGroup | None, rank: int, device: str
     ) -> StageExchange:
         """Make the exchange of a rank. Stage n is on rank n modulo the number of ranks.
 
@@ -278,7 +278,7 @@ class StageCalls:
         self._unused: dict[frozenset[str], Unused] = {}
 
     @property
-    def program(self) -> StagedProgram:
+    def program(self) -> Program:
         """The program of all stages."""
         return self.exchange.program
 

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.core.layout import Layout
 from autopar.core.placements import splits
 from autopar.errors import RuntimeStateError
+from autopar.program.program import ProgramTensor
 from autopar.runtime.rank_comm import of_all_alike
 
 log = logging.getLogger("autopar")
+_ROUNDED = 1e-3  # relative difference of norms that rounding may cause
 
 
 def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
@@ -92,12 +94,10 @@ def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceM
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
     every = _gather_facts("batch", [_digest(x) for x in values], devices)
-    different = [
-        name for name, *digests in zip(names, *every, strict=True) if len(set(digests)) > 1
-    ]
-    if different:
+    if different := _names_that_differ(names, every):
+        odd, usual = _odd_and_usual(_ranks(devices), every)
         raise RuntimeStateError(
-            f"ranks were given different batches: {', '.join(map(repr, different))}",
+            f"{odd} got a different batch from {usual}: {', '.join(map(repr, different))}",
             remedy=(
                 "pass every rank the same batch, of which it takes its part; or compile with"
                 ' batch="local" and pass each rank its part (pm.sampler and pm.input_layouts say'
@@ -134,9 +134,12 @@ def check_parts(
                 different.setdefault(group, []).append(name)
     if different:
         ranks, inputs = next(iter(different.items()))
+        places = [names.index(name) for name in inputs]
+        held = [[facts[rank][place] for place in places] for rank in ranks]
+        odd, usual = _odd_and_usual(ranks, held)
         raise RuntimeStateError(
-            f"ranks {list(ranks)} were given different batches: {', '.join(map(repr, inputs))}, "
-            "which the plan does not split between these ranks",
+            f"{odd} got a different batch from {usual}: {', '.join(map(repr, inputs))}, which the"
+            f" plan does not split between {_list_ranks(ranks)}",
             remedy=(
                 "pass these ranks the same tensors (pm.input_layouts says which axes split an"
                 ' input); or compile with batch="global" and the whole batch as example_inputs, and'
@@ -158,15 +161,84 @@ def check_random_state(state: int, devices: DeviceMesh) -> None:
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
     ranks, states = _ranks(devices), _gather_facts("random state", state, devices)
-    different = [rank for rank, each in zip(ranks, states, strict=True) if each != states[0]]
-    if different:
+    if len(set(states)) > 1:
+        odd, usual = _odd_and_usual(ranks, states)
         raise RuntimeStateError(
-            f"ranks {different} have another random state than rank {ranks[0]}",
+            f"{odd} began with a different random state from {usual}",
             remedy=(
                 "set the same on every rank: pm.manual_seed(seed) or pm.random_state = state; "
                 "each rank draws the numbers of its own part by itself"
             ),
         )
+
+
+class CopiedWeights:
+    """Checks that ranks which hold the same part of a parameter hold the same values.
+
+    A rank that changes its parameters alone, for example by loading a file, would train on with
+    other values than the ranks that hold copies. Copies are compared in calls 2, 4, 8 and so on, by
+    their norm: each rank reads its parameters once. Ranks that compute the same gradient may round
+    it differently, so norms may differ slightly.
+    """
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+
+    def check(self, held: Iterable[tuple[ProgramTensor, Tensor]], devices: DeviceMesh) -> None:
+        """Compare the copies, if it is their turn. All ranks make the same calls.
+
+        Args:
+            held: the program's tensor and the local part of each parameter on this rank.
+            devices: the mesh of the parameters.
+
+        Raises:
+            RuntimeStateError: on every rank, naming the ranks and a parameter that differs.
+        """
+        self._num_calls += 1
+        is_turn = self._num_calls > 1 and self._num_calls & (self._num_calls - 1) == 0
+        if not is_turn or dist.get_world_size() == 1:
+            return
+        here = tuple(devices.get_coordinate() or ())
+        norms = {
+            tensor.name: (_part_of(tensor.layout, here), _norm(local)) for tensor, local in held
+        }
+        facts: list[dict[str, tuple[object, float]]] = of_all_alike("compares its weights", norms)
+        copies: dict[tuple[str, object], dict[int, float]] = {}
+        for rank, each in enumerate(facts):
+            for name, (part, norm) in each.items():
+                copies.setdefault((name, part), {})[rank] = norm
+        for (name, _), found in copies.items():
+            largest = max(found.values())
+            if largest - min(found.values()) > _ROUNDED * largest:
+                odd, usual = _odd_and_usual(
+                    list(found), [round(norm / largest / _ROUNDED) for norm in found.values()]
+                )
+                raise RuntimeStateError(
+                    f"{odd} holds different values of {name!r} from {usual}, which hold copies of"
+                    " the same part",
+                    remedy=(
+                        "change parameters on every rank alike: call load_state_dict,"
+                        " Checkpoints.load and the optimizer's step on all ranks"
+                    ),
+                )
+
+
+def _part_of(layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
+    """Which part of a tensor a rank holds: equal for ranks that hold copies."""
+    return tuple(
+        index if splits(placement) else 0
+        for placement, index in zip(layout.placements, coordinate, strict=True)
+    )
+
+
+def _norm(local: Tensor) -> float:
+    """The norm of a part; 0 if it has no values, or the norm is no number."""
+    if local.is_meta:
+        return 0.0
+    values = torch.view_as_real(local.detach()) if local.is_complex() else local.detach()
+    dtype = torch.promote_types(torch.float32, values.dtype)
+    norm = float(torch.linalg.vector_norm(values, dtype=dtype))
+    return norm if math.isfinite(norm) else 0.0
 
 
 class Beside:
@@ -202,9 +274,10 @@ class Beside:
             f"tensor beside parameters in {function}", [_digest(x) for x in given], devices
         )
         if any(digests != every[0] for digests in every):
+            odd, usual = _odd_and_usual(_ranks(devices), every)
             what = (
-                f"ranks give {function} different tensors beside a parameter or gradient, of which"
-                " each has its part"
+                f"{odd} passed a different tensor to {function} from {usual}, beside a parameter or"
+                " gradient of which each rank has its part"
             )
             raise RuntimeStateError(
                 what,
@@ -232,20 +305,53 @@ def check_tangents(returned: Sequence[tuple[str, Tensor | None]], devices: Devic
     every = _gather_facts(
         "gradients of outputs", [None if x is None else _digest(x) for _, x in returned], devices
     )
-    different = [
-        name or "the result"
-        for (name, _), *digests in zip(returned, *every, strict=True)
-        if len(set(digests)) > 1
-    ]
+    different = _names_that_differ([name or "the result" for name, _ in returned], every)
     if different:
+        odd, usual = _odd_and_usual(_ranks(devices), every)
         raise RuntimeStateError(
-            "ranks computed different losses of the same outputs: their gradients by"
+            f"{odd} computed a different loss of the same outputs from {usual}: the gradients by"
             f" {', '.join(different)} differ",
             remedy=(
                 "compute the same loss on every rank: of the same labels, and with the same seed"
                 " where it draws random numbers; or let the model compute its loss"
             ),
         )
+
+
+def _names_that_differ(names: Sequence[str], facts: Sequence[Sequence[object]]) -> list[str]:
+    """Return the names whose facts differ between ranks.
+
+    Args:
+        names: a name per fact.
+        facts: of each rank, one per name.
+    """
+    return [name for name, *each in zip(names, *facts, strict=True) if len(set(each)) > 1]
+
+
+def _odd_and_usual(ranks: Sequence[int], facts: Sequence[object]) -> tuple[str, str]:
+    """Divide ranks into those whose facts differ from the most common ones, and the others. If no
+    facts are the most common, those of the first rank count as usual.
+
+    Args:
+        ranks: the ranks.
+        facts: of each rank, compared by `==`; some differ.
+
+    Returns:
+        Both groups in words, as in ``rank 1`` and ``ranks 0, 2 and 3``.
+    """
+    counts = [sum(fact == other for other in facts) for fact in facts]
+    usual = facts[counts.index(max(counts))]
+    alike = [rank for rank, fact in zip(ranks, facts, strict=True) if fact == usual]
+    return _list_ranks([rank for rank in ranks if rank not in alike]), _list_ranks(alike)
+
+
+def _list_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0 and 1``; of more than eight, the first eight and how many more."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _group_sharers(layout: Layout, devices: DeviceMesh) -> list[tuple[int, ...]]:

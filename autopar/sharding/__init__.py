@@ -3,6 +3,7 @@ and the constraints on them."""
 
 from autopar.sharding.clusters import Cluster, ClusterMember, Ref, clusters_of, pattern_of
 from autopar.sharding.enumerate import ClusterClass, ClusterStrategy, apart, classes_of
+from autopar.sharding.propagate import LabelRow
 from autopar.sharding.resolve_constraints import (
     Forced,
     Starts,
@@ -12,6 +13,7 @@ from autopar.sharding.resolve_constraints import (
     resolve,
     together,
 )
+from autopar.sharding.resolve_presets import Named, Walks, resolve_named
 
 __all__ = [
     "Cluster",
@@ -19,8 +21,11 @@ __all__ = [
     "ClusterMember",
     "ClusterStrategy",
     "Forced",
+    "LabelRow",
+    "Named",
     "Ref",
     "Starts",
+    "Walks",
     "apart",
     "classes_of",
     "clusters_of",
@@ -29,5 +34,6 @@ __all__ = [
     "layer_of",
     "pattern_of",
     "resolve",
+    "resolve_named",
     "together",
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -114,7 +115,7 @@ def nothing_to_split(plan: Parallelism, why: str, wish: str = "the constraint") 
 _SAME_SHAPE = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TraceIndex:
     """A trace and its dependencies.
 
@@ -139,6 +140,16 @@ class TraceIndex:
     on_parameters: frozenset[str]
     masked: frozenset[str]
     gradient_of: Mapping[str, str]
+
+    @cached_property
+    def _by_name(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.trace.graph.nodes}
+
+    def shape_of(self, ref: Ref) -> tuple[int, ...]:
+        """Return the shape of a tensor; () for a result that is None."""
+        value = self._by_name[ref[0]].meta["val"]
+        value = value[ref[1]] if isinstance(value, tuple | list) else value
+        return () if value is None else tuple(value.shape)
 
     def is_weight(self, name: str) -> bool:
         """Whether the node makes weights."""

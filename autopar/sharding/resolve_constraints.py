@@ -13,6 +13,7 @@ readers.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -47,6 +48,7 @@ from autopar.sharding.resolve_presets import Named, Rest, resolve_named
 # example, memory suffices for two thirds of the layers to keep a value), a list of layers is cut.
 # The layers before a cut are one class, the layers after it another one.
 
+log = logging.getLogger("autopar")
 Starts = Mapping[str, tuple[int, ...]]
 """Path of a list of layers → the layers at which its second and later groups begin, ascending."""
 _MOST_CUTS = 3  # per list; alternating layers stay together
@@ -234,6 +236,8 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
                     )
                     raise ConstraintError(what, remedy="force one storage layout on it")
     named = resolve_named(trace, parallelisms(constraints, mesh), mesh)
+    for note in named.notes:
+        log.warning(note)
     named = _beside(
         named,
         {

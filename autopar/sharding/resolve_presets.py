@@ -10,7 +10,6 @@ Data parallelism starts from the batch, dim 0 of the inputs, and context paralle
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -42,7 +41,6 @@ from autopar.sharding.propagate import (
     read_trace,
 )
 
-log = logging.getLogger("autopar")
 Rest = tuple[
     frozenset[Placement] | None, ...
 ]  # per mesh axis, the placements in which a parameter may rest; None allows any
@@ -91,13 +89,44 @@ class Named:
         return any(stage in (1, 2) for stage in self.zero.values())
 
 
-def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Named:
+class Walks:
+    """The placements that named plans give the tensors of a trace, each found once."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.graph = read_trace(trace)
+        self._known: dict[tuple[object, ...], dict[int, SpreadLabels]] = {}
+
+    def spreads(self, plan: Parallelism, mesh: Mesh) -> dict[int, SpreadLabels]:
+        """Return axis of the plan with more than one device → the placements on it.
+
+        Args:
+            plan: the plan.
+            mesh: the mesh of the trace.
+
+        Raises:
+            ConstraintError: if the plan cannot split an op.
+        """
+        axes = [axis for axis in axes_of(plan, mesh) if mesh.shape[axis] > 1]
+        name = "data" if plan.name in ("ddp", "fsdp") else plan.name
+        sizes = tuple(mesh.shape[axis] for axis in axes)
+        if plan.kind in SIDES or not axes:
+            return _spreads(self.graph, plan, mesh)
+        key = name, plan.sequence, sizes
+        if key not in self._known:
+            self._known[key] = _spreads(self.graph, plan, mesh)
+        return dict.fromkeys(axes, next(iter(self._known[key].values())))
+
+
+def resolve_named(
+    trace: Trace, plans: Iterable[Parallelism], mesh: Mesh, walks: Walks | None = None
+) -> Named:
     """Apply named plans to a trace.
 
     Args:
         trace: the trace.
         plans: the plans.
         mesh: the mesh of the trace.
+        walks: of the trace, if plans were applied to it before.
 
     Raises:
         ConstraintError: if a plan cannot split an op. The error names the op.
@@ -105,7 +134,7 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     plans = tuple(plans)
     if not plans:
         return Named()
-    graph = read_trace(trace)
+    walks = walks or Walks(trace)
     rows: dict[str, list[tuple[int, LabelRow]]] = {}
     words = [""] * len(mesh.axes)
     rests: dict[str, list[frozenset[Placement] | None]] = {
@@ -118,8 +147,8 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     parted: dict[str, set[int]] = {}
     notes: dict[str, None] = {}
     for plan in plans:
-        for axis, found in _spreads(graph, plan, mesh).items():
-            notes |= dict.fromkeys(notes_on(plan, graph, found))
+        for axis, found in walks.spreads(plan, mesh).items():
+            notes |= dict.fromkeys(notes_on(plan, walks.graph, found))
             words[axis] = str(plan)
             grid += [axis] if plan.kind in SIDES else []
             apart |= found.apart
@@ -144,8 +173,6 @@ def resolve_named(trace: Trace, plans: Iterable[Parallelism], mesh: Mesh) -> Nam
     sorted_rows = {name: tuple(sorted(r, key=lambda x: x[0])) for name, r in rows.items()}
     parts = {name: frozenset(axes) for name, axes in parted.items()}
     gathered = {name: frozenset(axes).intersection(grid) for name, axes in sharded.items()}
-    for note in notes:
-        log.warning(note)
     return Named(
         sorted_rows,
         allowed,

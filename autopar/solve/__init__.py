@@ -8,6 +8,7 @@ from autopar.solve.multipliers import quickest
 from autopar.solve.pick_kernels import Taken, within
 from autopar.solve.prices import op_load, routed_load
 from autopar.solve.pulp_models import check_solver, write_lp
+from autopar.solve.smaller import SmallerProblem
 from autopar.solve.solver import choices_or_least, shortage, solve
 from autopar.solve.tensor_moves import variant_load
 
@@ -17,6 +18,7 @@ __all__ = [
     "Evaluation",
     "Least",
     "Lightest",
+    "SmallerProblem",
     "Taken",
     "check_solver",
     "choices_or_least",

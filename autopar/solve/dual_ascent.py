@@ -446,4 +446,11 @@ class Ascent:
                     (*key, i): float(worth[i]) for i in np.flatnonzero(worth[: group.num]).tolist()
                 }
         bound = self.bound_s - sum(group.lost() for group in self.groups) - self.worth.reserved_s
-        return Multipliers(max(bound, 0.0), potentials, self.worth.worths_s, self.balance)
+        penalties = {n: tuple((each.costs - each.least).tolist()) for n, each in enumerate(self.x)}
+        return Multipliers(
+            max(bound, 0.0),
+            potentials,
+            self.worth.worths_s,
+            self.balance,
+            penalties_s=penalties,
+        )

@@ -92,13 +92,13 @@ def multipliers(
         [([int(k)], [1.0], -np.inf, 1.0) for k in kept]
     )  # k[v,l] ≤ 1, in the order of rows (4)
     further, theirs = cuts.plus(once).plus(budget), np.concatenate([*tight, worth])
-    bound, _, _ = proof(
+    bound, reduced, _ = proof(
         cost,
         engine.rows.plus(further),
         np.concatenate([complete_duals(program, engine, cost, known, further, theirs), theirs]),
     )
     potentials = {
-        key[1:]: round_value(y / SCALE)
+        (key[1], key[2], key[3], key[4]): round_value(y / SCALE)
         for key, y in zip(program.keys, known.tolist(), strict=True)
         if y
     }
@@ -110,16 +110,23 @@ def multipliers(
         ((*key[1:], 2), y)
         for key, y in zip((k for k in program.keys if k[0] == KEEP), tight[1].tolist(), strict=True)
     ]
-    further_s = (
-        {key[:2]: round_value(-y / SCALE) for key, y in rows if y and key[2] == which}
+    of_versions, of_copies, of_once = (
+        {(key[0], key[1]): round_value(-y / SCALE) for key, y in rows if y and key[2] == which}
         for which in range(3)
     )
+    penalties = {
+        n: tuple((reduced[[engine.column[v.name] for v in row]] / SCALE).tolist())
+        for n, row in enumerate(program.x)
+    }
     return Multipliers(
         max(bound / SCALE, 0.0),
-        potentials,  # type: ignore[arg-type]  # as many indices as rows have
+        potentials,
         memory,
         balance,
-        *further_s,  # type: ignore[arg-type]
+        of_versions,
+        of_copies,
+        of_once,
+        penalties_s=penalties,
     )
 
 

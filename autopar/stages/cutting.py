@@ -44,10 +44,13 @@ def cut_trace(trace: Trace, positions: Sequence[int]) -> Cut:
 
     Args:
         positions: indices of forward nodes, distinct. Each of these nodes begins a new stage.
+            Without any, the whole trace is the only stage.
 
     Raises:
         CutError: if the model cannot be cut there. The error names the op that prevents it.
     """
+    if not positions:
+        return Cut((trace,), (), {})
     placing = place(trace, positions)
     crossing = boundaries(trace, placing, len(positions) + 1)
     stages = tuple(
@@ -104,18 +107,7 @@ class _StageNodes:
             for o in self.trace.outputs
             if self._returns(o.node) and o.node in self.placing.copied
         }
-        read: set[str] = set()
-
-        def add_copied_operands(stack: list[str]) -> None:
-            """Add the copied nodes that the nodes on the stack read, directly or indirectly."""
-            while stack:
-                for operand in nodes[stack.pop()].all_input_nodes:
-                    read.add(operand.name)
-                    if operand.name in self.placing.copied and operand.name not in needed:
-                        needed.add(operand.name)
-                        stack.append(operand.name)
-
-        add_copied_operands(sorted(needed))
+        read = self._add_copied_operands(nodes, needed, sorted(needed))
         for name, index in self.trace.mutated.items():  # the stage of a buffer makes its new value
             buffer = next(b.node for b in self.trace.buffers if b.name == name)
             value = flat[index].name
@@ -124,8 +116,26 @@ class _StageNodes:
             )
             if value in self.placing.copied and value not in needed and (home or buffer in read):
                 needed.add(value)
-                add_copied_operands([value])
+                read |= self._add_copied_operands(nodes, needed, [value])
         return needed
+
+    def _add_copied_operands(
+        self, nodes: dict[str, fx.Node], needed: set[str], stack: list[str]
+    ) -> set[str]:
+        """Add to `needed` the copied nodes that the nodes on the stack read, directly or
+        indirectly.
+
+        Returns:
+            All nodes that are read.
+        """
+        read: set[str] = set()
+        while stack:
+            for operand in nodes[stack.pop()].all_input_nodes:
+                read.add(operand.name)
+                if operand.name in self.placing.copied and operand.name not in needed:
+                    needed.add(operand.name)
+                    stack.append(operand.name)
+        return read
 
     def _held_placeholders(self, nodes: dict[str, fx.Node]) -> set[str]:
         """Placeholders that belong to this stage even if none of its nodes reads them.

@@ -78,6 +78,11 @@ def cut_points(trace: Trace, at_least: int = 1) -> tuple[CutPoint, ...]:
     return points
 
 
+def most_parts(trace: Trace) -> int:
+    """Return the number of parts that a model can be cut into at most."""
+    return max(map(len, levels(trace))) + 1
+
+
 def levels(trace: Trace) -> Iterator[tuple[CutPoint, ...]]:
     """Yield the cut points between layers, then those of finer and finer parts of the model.
 
@@ -91,18 +96,18 @@ def levels(trace: Trace) -> Iterator[tuple[CutPoint, ...]]:
             (names[operand.name] for operand in node.all_input_nodes if operand.name in names), ""
         )
 
-    num = -1
+    nodes, num = _nodes_on_parameters(trace), -1
     for depth in range(_DEEPER + 1):
 
         def part_at_depth(node: fx.Node, depth: int = depth) -> str:
             """Path of the part that a node belongs to, `depth` levels within its layer."""
             return _part_of(node.meta["module"], depth)
 
-        points = tuple(_points(trace, part_at_depth))
+        points = tuple(_points(nodes, part_at_depth))
         if len(points) > num:
             yield points
         num = max(num, len(points))
-    points = tuple(_points(trace, first_parameter))
+    points = tuple(_points(nodes, first_parameter))
     if len(points) > num:
         yield points
 
@@ -113,13 +118,21 @@ def _part_of(module: str, deeper: int) -> str:
     return ".".join([layer, *module[len(layer) + 1 :].split(".")[:deeper]]).rstrip(".")
 
 
-def _points(trace: Trace, part_of: Callable[[fx.Node], str]) -> Iterator[CutPoint]:
-    on_parameters = {p.node for p in trace.parameters}
-    seen: set[str] = set()
+def _nodes_on_parameters(trace: Trace) -> list[tuple[int, fx.Node]]:
+    """The forward nodes whose values depend on parameters, with their positions."""
+    on_parameters, found = {p.node for p in trace.parameters}, []
     for position, node in enumerate(forward_nodes(trace)):
-        if not any(operand.name in on_parameters for operand in node.all_input_nodes):
-            continue
-        on_parameters.add(node.name)
+        if any(operand.name in on_parameters for operand in node.all_input_nodes):
+            on_parameters.add(node.name)
+            found.append((position, node))
+    return found
+
+
+def _points(
+    nodes: Iterable[tuple[int, fx.Node]], part_of: Callable[[fx.Node], str]
+) -> Iterator[CutPoint]:
+    seen: set[str] = set()
+    for position, node in nodes:
         part = part_of(node)
         if part not in seen and part:
             if seen:

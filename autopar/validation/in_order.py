@@ -22,7 +22,7 @@ import torch
 
 from autopar.errors import ValidationError
 from autopar.program import transfers
-from autopar.program.program import Program, ProgramTensor, StagedProgram
+from autopar.program.program import Program, ProgramTensor, StageProgram
 from autopar.program.schedule import Action, orders
 from autopar.program.stage_work import StageWork
 from autopar.program.transfers import ForwardsFirst, Interleaving
@@ -205,7 +205,7 @@ class _Buffer:
         self.name = name
 
 
-def check_order(program: StagedProgram, schedule: str, num_ranks: int) -> None:
+def check_order(program: Program, schedule: str, num_ranks: int) -> None:
     """Run a step of forwards and, if anything is trained, backwards.
 
     Args:
@@ -340,7 +340,7 @@ class _Stage:
     groups = ()
 
     def __init__(
-        self, program: Program, stage: int, whole: StagedProgram, kinds: Sequence[str]
+        self, program: StageProgram, stage: int, whole: Program, kinds: Sequence[str]
     ) -> None:
         self.program, self.stage, self.kinds = program, stage, kinds
         self.num, keep = whole.microbatches.num, "backward" in kinds

@@ -18,7 +18,7 @@ from torch import fx
 from autopar.capture.trace import Parameter, Trace
 from autopar.core.layout import Layout, Strategy
 from autopar.plans import Plan
-from autopar.program.program import Program, ProgramTensor
+from autopar.program.program import ProgramTensor, StageProgram
 from autopar.validation.draws import check_draws
 from autopar.validation.states import State, Sum, Validation, invalid, shown
 from autopar.validation.storage import Memory, check_apart, check_writes
@@ -32,7 +32,7 @@ from autopar.validation.walk import GraphWalk
 Facts = Mapping[str, object]
 
 
-def check_borders(trace: Trace, plan: Plan, program: Program) -> None:
+def check_borders(trace: Trace, plan: Plan, program: StageProgram) -> None:
     """Compare names, shapes, dtypes and flags of parameters, buffers, inputs and outputs with the
     trace's.
 
@@ -56,7 +56,7 @@ def check_borders(trace: Trace, plan: Plan, program: Program) -> None:
 
 
 def _pairs(
-    trace: Trace, program: Program
+    trace: Trace, program: StageProgram
 ) -> Iterator[tuple[str, Sequence[ProgramTensor], Sequence[Facts]]]:
     yield "parameter", program.parameters, [_facts_of_parameter(p) for p in trace.parameters]
     yield "buffer", program.buffers, [_facts_of_parameter(b) for b in trace.buffers]
@@ -98,7 +98,7 @@ def _whole(path: str, shape: tuple[int, ...]) -> dict[str, object]:
     return {"name": path, "shape": shape, "view": shape}
 
 
-def validate_program(trace: Trace, plan: Plan, program: Program) -> Validation:
+def validate_program(trace: Trace, plan: Plan, program: StageProgram) -> Validation:
     """Justify every node of the graphs of one program.
 
     Args:
@@ -114,7 +114,7 @@ def validate_program(trace: Trace, plan: Plan, program: Program) -> Validation:
 class _Program:
     """One validation while it runs."""
 
-    def __init__(self, trace: Trace, plan: Plan, program: Program) -> None:
+    def __init__(self, trace: Trace, plan: Plan, program: StageProgram) -> None:
         self.trace, self.plan, self.program, self.traced = trace, plan, program, Traced(trace)
         self.chosen, self.again = plan.node_choices(), plan.recomputed_choices()
         self.walks: list[GraphWalk] = []

@@ -1,12 +1,11 @@
-"""`validate`: check everything that a plan is emitted into, with or without stages, against the
-trace of the whole batch."""
+"""`validate`: check the program of a plan against the trace of the whole batch."""
 
 from __future__ import annotations
 
 from autopar.capture.trace import Trace
 from autopar.core.garbage import collected_seldom
-from autopar.plans import Pipeline, Plan
-from autopar.program.program import Program, StagedProgram
+from autopar.plans import Plan
+from autopar.program.program import Program
 from autopar.stages import cut_trace
 from autopar.validation.in_order import check_order
 from autopar.validation.microbatch_graphs import validate_microbatches
@@ -16,7 +15,7 @@ from autopar.validation.states import Validation, invalid
 
 
 @collected_seldom()
-def validate(trace: Trace, plan: Plan, program: Program | StagedProgram) -> Validation:
+def validate(trace: Trace, plan: Plan, program: Program) -> Validation:
     """Show that a program computes the traced model, before it runs.
 
     Args:
@@ -29,24 +28,13 @@ def validate(trace: Trace, plan: Plan, program: Program | StagedProgram) -> Vali
     Raises:
         ValidationError: for the first node, output or gradient that does not follow from the trace.
     """
-    if isinstance(program, Program):
-        return validate_program(trace, plan, program)
-    assert plan.pipeline is not None, "the plan has stages"
-    return _validate_staged(trace, plan, plan.pipeline, program)
-
-
-def _validate_staged(
-    trace: Trace, plan: Plan, pipeline: Pipeline, program: StagedProgram
-) -> Validation:
-    part = program.trace
-    if program.microbatches.num != pipeline.num_microbatches:
-        what = (
-            f"the program has {program.microbatches.num} microbatches, the plan"
-            f" {pipeline.num_microbatches}"
-        )
+    pipeline, how = plan.as_pipeline, program.microbatches
+    if how.num != pipeline.num_microbatches:
+        what = f"the program has {how.num} microbatches, the plan {pipeline.num_microbatches}"
         raise invalid(what)
-    found = validate_microbatches(trace, part, program.microbatches, promised=pipeline.independent)
-    stages = cut_trace(part, pipeline.positions).stages if pipeline.positions else (part,)
+    part = trace if how.num == 1 else program.trace
+    found = validate_microbatches(trace, part, how, promised=pipeline.independent)
+    stages = cut_trace(part, pipeline.positions).stages
     check_stages(part, stages)
     for stage, staged, made in zip(stages, pipeline.stages, program.stages, strict=True):
         found = found.join(validate_program(stage, staged, made))
@@ -60,7 +48,7 @@ def _validate_staged(
     return found
 
 
-def _check_sums(program: StagedProgram) -> None:
+def _check_sums(program: Program) -> None:
     """Check that gradients of several microbatches are added to sums. Else each backward would
     replace those of the microbatch before."""
     for number, stage in enumerate(program.stages):
@@ -73,7 +61,7 @@ def _check_sums(program: StagedProgram) -> None:
             raise invalid(what)
 
 
-def _check_crossings(program: StagedProgram) -> None:
+def _check_crossings(program: Program) -> None:
     """Check that what leaves a stage arrives at the next in the same layout and dtype."""
     for number, (before, after) in enumerate(zip(program.stages, program.stages[1:], strict=False)):
         leaving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in before.outputs if t.crosses}
@@ -87,7 +75,7 @@ def _check_crossings(program: StagedProgram) -> None:
             raise invalid(what)
 
 
-def _check_shared(stages: tuple[Trace, ...], program: StagedProgram) -> None:
+def _check_shared(stages: tuple[Trace, ...], program: Program) -> None:
     """Check that gradients of a parameter that several stages hold are added over these stages, and
     that its copies rest in one layout."""
     holders: dict[str, tuple[int, ...]] = {}

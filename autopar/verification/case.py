@@ -31,9 +31,9 @@ from autopar.capture.precision import narrow_dtype
 from autopar.capture.trees import flatten_call, flatten_with_paths, unflatten
 from autopar.errors import VerificationError
 from autopar.ops import random
-from autopar.program.interpreter import Lockstep, Observer, run_lockstep
-from autopar.program.interpreter_stages import run_staged
-from autopar.program.program import Program, StagedProgram
+from autopar.program.interpreter import Observer
+from autopar.program.lockstep import Lockstep, run_lockstep
+from autopar.program.program import Program
 from autopar.verification.comparison import Results
 from autopar.verification.drawing import PositionalDraws, draws_by_sample
 
@@ -146,7 +146,7 @@ class Case:
     """
 
     trace: Trace
-    program: Program | StagedProgram
+    program: Program
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -160,7 +160,7 @@ class Case:
     @staticmethod
     def of(
         trace: Trace,
-        program: Program | StagedProgram,
+        program: Program,
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -217,6 +217,11 @@ class Case:
         )
 
     @property
+    def by_path(self) -> dict[str, Tensor]:
+        """The inputs by path."""
+        return {i.path: x for i, x in zip(self.trace.inputs, self.inputs, strict=True)}
+
+    @property
     def num_draws(self) -> int:
         """The number of random draws of a step up to the last one that is read."""
         return 1 + max(
@@ -233,24 +238,20 @@ class Case:
     def num_draws_apart(self) -> int:
         """The number of microbatches that draw random numbers of their own; 1 if nothing is
         drawn."""
-        return (
-            self.program.microbatches.num
-            if isinstance(self.program, StagedProgram) and self.num_draws
-            else 1
-        )
+        return self.program.microbatches.num if self.num_draws else 1
 
     def run_program(self, observe: Observer | None = None) -> Lockstep:
         """Run the program on all ranks in lockstep.
 
         `observe` is called with each emitted node and its values on all ranks.
         """
-        if isinstance(self.program, StagedProgram):
-            by_path = {i.path: x for i, x in zip(self.trace.inputs, self.inputs, strict=True)}
-            return run_staged(
-                self.program, self.tensors, self.tensors, by_path, dtype=self.dtype, observe=observe
-            )
         return run_lockstep(
-            self.program, self.tensors, self.tensors, self.inputs, dtype=self.dtype, observe=observe
+            self.program,
+            self.tensors,
+            self.tensors,
+            self.by_path,
+            dtype=self.dtype,
+            observe=observe,
         )
 
     def run_traced(self, observe: Callable[[fx.Node, Any], None] | None = None) -> Results:
@@ -284,18 +285,12 @@ class Case:
                 count over the whole batch.
         """
         state = self.tensors[random.STATE]
-        if isinstance(self.program, StagedProgram) and self.num_draws_apart > 1:
-            by_sample = draws_by_sample(
-                self.trace, self.program.trace, self.program.microbatches.num, state
-            )
-        else:
-            by_sample = PositionalDraws(state)
+        by_sample: PositionalDraws | None = PositionalDraws(state)
+        if self.num_draws_apart > 1:
+            by_sample = draws_by_sample(self.trace, self.program.trace, self.num_draws_apart, state)
         if by_sample is not None:
             step, lower = self._run_plain(self.args, self.kwargs, by_sample, {})
             return replace(step, outputs=self._returned_outputs(step.outputs)), lower
-        assert isinstance(self.program, StagedProgram), (
-            "only programs with stages have microbatches"
-        )
         if self.program.microbatches.counts:
             what = (
                 "microbatches draw random numbers of their own that no sample has, and the loss is"
@@ -305,7 +300,7 @@ class Case:
         leaves, spec = flatten_call(self.args, dict(self.kwargs))
         how, found = self.program.microbatches, dict[str, torch.dtype]()
         parts = how.split({path: x for path, x in leaves if isinstance(x, Tensor)})
-        answers = self._tangents_of_parts(self.program)
+        answers = self._tangents_of_parts()
         steps: list[Results] = []
         for number, part in enumerate(parts):
             args, kwargs = unflatten([part.get(path, leaf) for path, leaf in leaves], spec)
@@ -325,19 +320,16 @@ class Case:
     def _returned_outputs(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Select the outputs that calls of the program return: with several microbatches, those
         that can be put together."""
-        made = (
-            self.program.microbatches.outputs
-            if isinstance(self.program, StagedProgram)
-            else outputs
-        )
+        made = self.program.microbatches.outputs
         return {path: x for path, x in outputs.items() if path in made}
 
-    def _tangents_of_parts(self, program: StagedProgram) -> list[dict[str, Tensor]]:
+    def _tangents_of_parts(self) -> list[dict[str, Tensor]]:
         """Return the gradients with which backward of each microbatch begins.
 
         They are computed by autograd through the function that puts outputs together, independently
         of the program.
         """
+        program = self.program
         found: list[dict[str, Tensor]] = [{} for _ in range(program.microbatches.num)]
         device = device_of(self.tensors.values())
         for o in () if self.loss is not None else program.trace.differentiable:

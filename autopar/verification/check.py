@@ -29,9 +29,9 @@ from autopar.capture.execute import device_of, execute
 from autopar.core.layout import Layout
 from autopar.errors import LayoutError, VerificationError
 from autopar.kernels.packing import from_bucket
-from autopar.program.interpreter import Lockstep, node_name
-from autopar.program.interpreter_stages import parts_in
-from autopar.program.program import Program, StagedProgram
+from autopar.program.interpreter import node_name
+from autopar.program.lockstep import Lockstep, parts_in
+from autopar.program.program import Program
 from autopar.program.splitting import join
 from autopar.rules import where_of
 from autopar.verification.case import Case, PlainModelError
@@ -70,11 +70,7 @@ def diagnose(case: Case, summary: str) -> None:
     trace = _run_reference(case, remember)
     floors = _floors(trace, values, case.computed)
     limit = tolerance_of(case.computed)
-    mesh = (
-        case.program.stages[0].mesh
-        if isinstance(case.program, StagedProgram)
-        else case.program.mesh
-    )
+    mesh = case.program.stages[0].mesh
     seen: set[fx.Node] = set()
 
     def check(phase: str, node: fx.Node, locals: list[Any]) -> None:
@@ -124,18 +120,9 @@ _REMEDY = (
 
 
 def _run_reference(case: Case, remember: Callable[[fx.Node, Any], None]) -> Trace:
-    """Run the traced graph, with several microbatches that of the first one, and return its
-    trace."""
-    if not isinstance(case.program, StagedProgram):
-        case.run_traced(remember)
-        return case.trace
+    """Run the traced graph of the first microbatch, and return its trace."""
     how, part = case.program.microbatches, case.program.trace
-    parts = parts_in(
-        how,
-        {i.path: x for i, x in zip(case.trace.inputs, case.inputs, strict=True)},
-        case.tensors,
-        case.dtype,
-    )
+    parts = parts_in(how, case.by_path, case.tensors, case.dtype)
     tangent = torch.tensor(how.weight, dtype=case.computed)
     inputs = [parts[0][i.path] for i in part.inputs]
     execute(part, case.tensors, case.tensors, inputs, tangent, dtype=case.dtype, observe=remember)
@@ -186,7 +173,7 @@ _NOISES = 4.0
 
 def verify_program(
     trace: Trace,
-    program: Program | StagedProgram,
+    program: Program,
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],

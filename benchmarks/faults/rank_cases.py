@@ -59,6 +59,10 @@ DEEDS = {
     "sleeps": "time.sleep(8)",
     "other seed": "",  # from the begin: see the script
 }
+# Plans in which other ranks hold a copy of what the deed changes. A rank that changes a shard which
+# it alone holds, or the weights of its stage, does what it may do.
+PLANS_WITH_COPIES = {"weights changed": ("ddp",)}
+OTHER_SEED = 5
 HARMLESS = ("sleeps",)
 ENDED = ("exception", "interrupt", "SIGTERM", "SIGKILL", "exit", "exit without a word")
 
@@ -121,18 +125,21 @@ def run(seed: int, notes: Notes) -> None:
     rng = random.Random(seed)
     deeds = tuple(DEEDS)
     deed = deeds[seed % len(deeds)]  # each in turn, so that few seeds have all of them
-    plan, odd, step = rng.choice(tuple(PLANS)), rng.randrange(NUM_RANKS), rng.randrange(1, 4)
+    plan = rng.choice(PLANS_WITH_COPIES.get(deed, tuple(PLANS)))
+    odd, step = rng.randrange(NUM_RANKS), rng.randrange(1, 4)
     dropout = 0.1 if deed == "other random numbers" else rng.choice((0.0, 0.1))
     notes.entries |= {"mesh": "gpu=2", "plan": f"{plan}: rank {odd}, {deed}"}
     text = script_of(f"ranks:{seed}", plan, odd, deed, step, dropout)
     notes.entries["program"] = text
     notes.phase = "undisturbed"
-    usual = undisturbed(plan, dropout)
+    usual = undisturbed(plan, dropout, OTHER_SEED if (deed, odd) == ("other seed", 0) else 0)
     notes.phase = "run"
     judge_ranks(launch(text), usual, odd, deed)
 
 
-def script_of(title: str, plan: str, odd: int, deed: str, step: int, dropout: float) -> str:
+def script_of(
+    title: str, plan: str, odd: int, deed: str, step: int, dropout: float, seed: int = 0
+) -> str:
     """The script of both ranks; of no odd rank where `odd` is -1."""
     return SCRIPT.format(
         title=title,
@@ -141,7 +148,7 @@ def script_of(title: str, plan: str, odd: int, deed: str, step: int, dropout: fl
         step=step,
         plan=plan,
         dropout=dropout,
-        seed=f"5 if rank == {odd} else 0" if deed == "other seed" else "0",
+        seed=f"{OTHER_SEED} if rank == {odd} else {seed}" if deed == "other seed" else seed,
         options=PLANS[plan],
         num_steps=NUM_STEPS,
         statement=DEEDS[deed] or "pass",
@@ -173,9 +180,10 @@ class Ended:
 
 
 @cache
-def undisturbed(plan: str, dropout: float) -> tuple[str, ...]:
-    """The losses of a run without an odd rank."""
-    ranks = launch(script_of("undisturbed", plan, -1, "sleeps", 0, dropout))
+def undisturbed(plan: str, dropout: float, seed: int) -> tuple[str, ...]:
+    """The losses of a run without an odd rank, from rank 0's seed: every rank takes the parameters
+    of rank 0."""
+    ranks = launch(script_of("undisturbed", plan, -1, "sleeps", 0, dropout, seed))
     if not all(rank.finished for rank in ranks):
         raise InvalidCase(f"an undisturbed run does not end:\n{ranks[0].err[-1500:]}")
     return tuple(ranks[0].losses)

@@ -33,7 +33,7 @@ from autopar.errors import InfeasibleError
 from autopar.planner.candidates import Candidate
 from autopar.planner.comm_schedule import Peaks
 from autopar.program.peak_memory import NodePeak, node_peaks, trace_peak
-from autopar.program.program import Program
+from autopar.program.program import Program, StageProgram
 from autopar.program.reorder import write_order
 from autopar.request import Outputs, PlanOptions
 from autopar.runtime.device_mesh import device_mesh
@@ -129,7 +129,8 @@ class Planner:
             InfeasibleError: where no plan is found.
         """
         tried = self._tried(budget_bytes)
-        module = ParallelModule(tried.program, device_mesh(MESH), self.model, outputs="dtensor")
+        program = Program.of_one_stage(tried.draft.trace, tried.program)
+        module = ParallelModule(program, device_mesh(MESH), self.model, outputs="dtensor")
         return self._compiled(
             module, tried.plan, trace_peak(tried.program, outputs="dtensor").peak_bytes
         )
@@ -247,7 +248,7 @@ def _lineage(node: Any, written: Callable[[fx.Node], int | None]) -> Iterator[fx
         node = None if place is None else node.args[place]
 
 
-def activation_peaks(program: Program, outputs: Outputs) -> tuple[NodePeak, ...]:
+def activation_peaks(program: StageProgram, outputs: Outputs) -> tuple[NodePeak, ...]:
     """The peak while each node of a step on one device runs, without the storages that end as
     gradients."""
     program = write_order(program)
@@ -279,11 +280,11 @@ def _written(node: fx.Node) -> int | None:
 class _ActivationPeaks(Peaks):
     """Of programs in which gradients weigh nothing."""
 
-    def peak_bytes(self, program: Program) -> int:
+    def peak_bytes(self, program: StageProgram) -> int:
         """The most of them at any moment."""
         return max(peak.peak_bytes for peak in self.by_node(program))
 
-    def by_node(self, program: Program) -> tuple[NodePeak, ...]:
+    def by_node(self, program: StageProgram) -> tuple[NodePeak, ...]:
         """While each node runs."""
         return activation_peaks(program, self.options.outputs)
 

@@ -58,7 +58,7 @@ def build(
     entry = LIST["models"][name]
     with torch.random.fork_rng([]), torch.device(device):
         torch.manual_seed(seed)
-        model = WithLoss(_made(entry["make"], entry["settings"])).train()
+        model = WithLoss(build_model(entry["make"], entry["settings"])).train()
         made = {key: _drawn(shape, batch) for key, shape in entry["inputs"].items()}
         for module in model.modules():
             _without_dropout(module)
@@ -73,7 +73,12 @@ def build(
     return model.to(dtype), floats
 
 
-def _made(path: str, settings: Mapping[str, Any]) -> nn.Module:
+def build_model(path: str, settings: Mapping[str, Any]) -> nn.Module:
+    """Build the model of a class, given its import path.
+
+    Raises:
+        AutoparError: the library is not installed.
+    """
     package, _, name = path.rpartition(".")
     _operators_of_torchvision()
     try:

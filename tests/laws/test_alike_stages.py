@@ -14,9 +14,8 @@ from autopar.api.planning import plan_model
 from autopar.constraints import fsdp, pipeline
 from autopar.core.problem import Problem
 from autopar.core.solution import Solution
-from autopar.planner import Planned, comm_schedule, rounds
+from autopar.planner import Planned, comm_schedule, solving
 from autopar.planner.pipeline.stage_cache import Alike, Effort, form_of
-from autopar.program.program import StagedProgram
 from autopar.program.stage_memory import trace_stage_peak
 from benchmarks import zoo
 
@@ -36,7 +35,7 @@ def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = {"solved": 0, "measured": 0}
-    solve, measure = rounds.choices_or_least, trace_stage_peak
+    solve, measure = solving.choices_or_least, trace_stage_peak
 
     def counted_solve(problem: Problem, **how: Any) -> object:
         counts["solved"] += 1
@@ -46,7 +45,7 @@ def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(
         counts["measured"] += 1
         return measure(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(rounds, "choices_or_least", counted_solve)
+    monkeypatch.setattr(solving, "choices_or_least", counted_solve)
     monkeypatch.setattr(comm_schedule, "trace_stage_peak", counted_measure)
     shared = planned(schedule)
     seen = dict(counts)
@@ -56,7 +55,6 @@ def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(
     assert counts["solved"] > 2 * seen["solved"]
     assert counts["measured"] > 2 * seen["measured"]
     program = shared.program
-    assert isinstance(program, StagedProgram)
     first, second, third = program.stages[:3]
     assert form_of(second) == form_of(third) != form_of(first), "the first reads tokens"
     tensor = second.parameters[0]

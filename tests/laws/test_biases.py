@@ -18,12 +18,12 @@ from autopar.certificate import certify
 from autopar.constraints import LayoutConstraint, layout, tensor_parallel
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.errors import VerificationError
 from autopar.kernels import fused
 from autopar.planner import PlanOptions, make_plan
 from autopar.plans import Plan
-from autopar.program.interpreter import run_lockstep
+from autopar.program.lockstep import run_lockstep
 from autopar.rules import localization
 
 SQUARE = Mesh({"a": 2, "b": 2})
@@ -106,7 +106,7 @@ def test_nothing_is_added_to_a_product_but_the_residual() -> None:
     model, _, trace = built()
     additions = [
         n
-        for n in emit(trace, forced("columns, then rows")).forward.graph.nodes
+        for n in emit_stage(trace, forced("columns, then rows")).forward.graph.nodes
         if n.target is torch.ops.aten.add.Tensor
     ]
     assert len(additions) == len(model.layers)
@@ -117,7 +117,7 @@ def test_on_one_device_the_results_are_the_model_s_to_the_last_bit(dtype: torch.
     torch.manual_seed(0)
     model, batch = Net().to(dtype), {"x": torch.randn(8, 4, 16).to(dtype)}
     trace = capture(model, (), batch)
-    program = emit(trace, make_plan(trace, Mesh(1), CPU, PlanOptions()).plan)
+    program = make_plan(trace, Mesh(1), CPU, PlanOptions()).program
     made = run_lockstep(program, dict(model.named_parameters()), {}, [batch["x"]])
     expected = model(**batch)
     assert torch.equal(made.outputs["y"], expected["y"]) and torch.equal(
@@ -153,7 +153,7 @@ def test_kernels_have_the_bias_of_their_product(sequence: bool) -> None:
     profile, line = overlapping(), Mesh({"gpu": 4})
     constraints = (tensor_parallel("1d", axes=("gpu",), sequence=sequence),)
     plan = make_plan(trace, line, profile, PlanOptions(constraints=constraints)).plan
-    nodes = [n for n in emit(trace, plan).forward.graph.nodes if n.target in fused.KERNELS]
+    nodes = [n for n in emit_stage(trace, plan).forward.graph.nodes if n.target in fused.KERNELS]
     wanted = {(fused.all_gather_matmul, 0), (fused.matmul_reduce_scatter, 1)} if sequence else set()
     assert {(n.target, len(n.kwargs.get("starts", ()))) for n in nodes} == wanted, (
         "one dim that is split is summed over"

@@ -25,14 +25,13 @@ import autopar
 from autopar import constraints
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
-from autopar.certificate import rates
-from autopar.certificate.plan_claims import certify
+from autopar.certificate import certify, rates
 from autopar.core import collective
 from autopar.core.collective import Collective
 from autopar.core.hardware import HardwareProfile, Link
 from autopar.core.layout import Layout, local_shape
 from autopar.core.mesh import Mesh
-from autopar.emit import WaitingError, apply_buckets, emit, on_bucket
+from autopar.emit import WaitingError, apply_buckets, emit, emit_stage, on_bucket
 from autopar.emit.context import CALLS, Moved
 from autopar.errors import PlanError, VerificationError
 from autopar.kernels import collectives as steps
@@ -40,9 +39,10 @@ from autopar.kernels.packing import from_bucket, into_bucket
 from autopar.planner import Planned, PlanOptions, make_plan
 from autopar.planner.comm_schedule import Groups
 from autopar.plans import Bucket, Member, Overlap, Plan
-from autopar.program.interpreter import Ranks, run_lockstep
+from autopar.program.interpreter import Ranks
+from autopar.program.lockstep import run_lockstep
 from autopar.program.peak_memory import trace_peak
-from autopar.program.program import Program, ProgramTensor
+from autopar.program.program import Program, ProgramTensor, StageProgram
 from autopar.verification import verify_program
 from benchmarks.random_plans import prepare, random_plan
 
@@ -101,7 +101,9 @@ def placed(moves: list[tuple[str, int, int]]) -> list[Layout]:
     return found
 
 
-def program_of(tensors: list[tuple[tuple[int, ...], list[tuple[str, int, int]], bool]]) -> Program:
+def program_of(
+    tensors: list[tuple[tuple[int, ...], list[tuple[str, int, int]], bool]],
+) -> StageProgram:
     """A backward graph that moves them one after another."""
     graph, results = fx.Graph(), []
     for number in range(len(tensors)):
@@ -148,16 +150,16 @@ def program_of(tensors: list[tuple[tuple[int, ...], list[tuple[str, int, int]], 
     )
     none: tuple[ProgramTensor, ...] = ()
     modules = fx.GraphModule({}, empty), fx.GraphModule({}, graph)
-    return Program(MESH, *modules, none, none, none, none, 0, (), None, None, {}, moved_by)
+    return StageProgram(MESH, *modules, none, none, none, none, 0, (), moved_by)
 
 
-def in_buckets(program: Program, nodes: list[fx.Node]) -> Bucket:
+def in_buckets(program: StageProgram, nodes: list[fx.Node]) -> Bucket:
     moved = [n.meta["moved"] for n in nodes]
     members = tuple(Member(m.node, m.result, m.target) for m in moved)
     return Bucket("backward", members, on_bucket(nodes, MESH.shape), 1e-3, 0.0)
 
 
-def grouped(program: Program) -> list[list[fx.Node]]:
+def grouped(program: StageProgram) -> list[list[fx.Node]]:
     found: dict[Any, list[fx.Node]] = {}
     for node in program.backward.graph.nodes:
         if "moved" in node.meta:
@@ -267,15 +269,15 @@ def test_a_planned_model_computes_what_it_does_without_buckets(
     model, batch, trace, made = planned(*case)
     plan, program = made.plan, made.stage_program()
     assert plan.buckets and all(len(b.members) > 1 and b.saved_s > 0 for b in plan.buckets)
-    alone = emit(trace, replace(plan, buckets=()))
+    alone = emit_stage(trace, replace(plan, buckets=()))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     inputs = [batch[i.path] for i in trace.inputs]
     ran, before = (
-        run_lockstep(program, tensors, tensors, inputs),
-        run_lockstep(alone, tensors, tensors, inputs),
+        run_lockstep(made.program, tensors, tensors, inputs),
+        run_lockstep(Program.of_one_stage(trace, alone), tensors, tensors, inputs),
     )
     assert all(torch.equal(ran.gradients[name], x) for name, x in before.gradients.items())
-    assert verify_program(trace, program, model, (), batch).ok
+    assert verify_program(trace, made.program, model, (), batch).ok
 
     # What is listed is what is emitted is what runs.
     listed = Counter((phase, str(c)) for phase, c in plan.issued())
@@ -298,22 +300,25 @@ def test_parameters_that_move_over_two_axes_in_different_orders_are_in_buckets(k
     prepared = prepare(model, batch, Mesh({"a": 2, "b": 2}), GLOO)
     alone, serial = random_plan(prepared, 0)
     groups = Groups.of(alone, GLOO, 1)
-    circle = tuple(b for nodes in groups.of_program(serial) for b in groups.in_buckets(nodes, 1))
+    circle = tuple(
+        b for nodes in groups.of_program(serial.stages[0]) for b in groups.in_buckets(nodes, 1)
+    )
     with pytest.raises(WaitingError):
-        apply_buckets(serial, replace(alone, buckets=circle))
+        apply_buckets(serial.stages[0], replace(alone, buckets=circle))
     plan, program = random_plan(prepared, 0, in_order=True)
-    by_turn = groups.of_program(serial, by_turn=True)
+    by_turn = groups.of_program(serial.stages[0], by_turn=True)
     assert (
         sum(len(b.members) for b in plan.buckets)
         == sum(map(len, by_turn))
-        > 0.95 * sum(map(len, groups.of_program(serial)))
+        > 0.95 * sum(map(len, groups.of_program(serial.stages[0])))
     )
     assert (
         plan.prediction.simulated_s < alone.prediction.serial_s + alone.prediction.beyond_shares_s
     )
     assert (
         plan.prediction.peak_bytes
-        == trace_peak(program, outputs="dtensor").peak_bytes + plan.prediction.beside_bytes
+        == trace_peak(program.stages[0], outputs="dtensor").peak_bytes
+        + plan.prediction.beside_bytes
     )
     assert verify_program(prepared.trace, program, model, (), batch).ok
 
@@ -359,7 +364,7 @@ def test_the_predicted_peak_is_measured_to_the_byte(case: tuple[str, str, str, i
 def test_a_bucket_starts_when_its_last_member_is_there_and_ends_behind_it() -> None:
     """Three buckets, so that compute is left beside the first, in whatever room there is."""
     _, _, trace, made = planned("llama", "fsdp", "h100-sxm")
-    serial = emit(trace, replace(made.plan, buckets=(), overlap=Overlap()))
+    serial = emit_stage(trace, replace(made.plan, buckets=(), overlap=Overlap()))
     groups = Groups.of(made.plan, H100, 1)
     offered = groups.of_program(serial)
     buckets = tuple(
@@ -369,7 +374,7 @@ def test_a_bucket_starts_when_its_last_member_is_there_and_ends_behind_it() -> N
     begun = 0
     for num_bytes in (2**40, 20_000):
         plan = replace(made.plan, buckets=buckets, overlap=Overlap(0.4, num_bytes, num_bytes))
-        program = emit(trace, plan)
+        program = emit_stage(trace, plan)
         for graph in (program.forward.graph, program.backward.graph):
             graph.lint()  # type: ignore[no-untyped-call]
             nodes = list(graph.nodes)
@@ -390,7 +395,7 @@ def test_a_bucket_starts_when_its_last_member_is_there_and_ends_behind_it() -> N
                     place[part] - place[unpacked] <= len(unpacked.users) for part in unpacked.users
                 ), "taken out at once"
         model, batch, _, _ = planned("llama", "fsdp", "h100-sxm")
-        assert verify_program(trace, program, model, (), batch).ok
+        assert verify_program(trace, Program.of_one_stage(trace, program), model, (), batch).ok
     assert begun > 2
 
 
@@ -419,7 +424,7 @@ def test_buckets_stay_within_the_budget() -> None:
     """At the smallest budget the plan without them just fits; a little above, smaller buckets
     do."""
     _, _, trace, made = planned("gpt2", "ddp")
-    alone = emit(trace, replace(made.plan, buckets=()))
+    alone = emit_stage(trace, replace(made.plan, buckets=()))
     least = trace_peak(alone, outputs="dtensor").peak_bytes + made.plan.prediction.beside_bytes
     assert made.plan.prediction.peak_bytes > least
     for budget in (least, (least + made.plan.prediction.peak_bytes) // 2):
@@ -525,7 +530,7 @@ def test_a_member_of_two_buckets_is_refused(place: int) -> None:
     """Also the one in whose place its buckets stand."""
     _, _, trace, made = planned("gpt2", "ddp")
     alone = replace(made.plan, buckets=(), overlap=Overlap())
-    program, groups = emit(trace, alone), Groups.of(alone, GLOO, 1)
+    program, groups = emit_stage(trace, alone), Groups.of(alone, GLOO, 1)
     steps_of_group = groups.of_program(program)[0]
     half = len(steps_of_group) // 2
     assert half > 1
@@ -572,7 +577,7 @@ def test_a_bucket_of_what_is_prefetched_and_what_is_deferred_is_refused() -> Non
     )
     assert "the plan moves" in str(certify(trace, replace(made.plan, buckets=(mixed,)), H100))
     with pytest.raises(PlanError, match="holds what no graph"):
-        emit(trace, replace(made.plan, buckets=(mixed,)))
+        emit_stage(trace, replace(made.plan, buckets=(mixed,)))
 
 
 def test_emission_refuses_an_illegal_bucket_by_itself() -> None:
@@ -584,7 +589,7 @@ def test_emission_refuses_an_illegal_bucket_by_itself() -> None:
         replace(bucket, members=()),
     ):
         with pytest.raises(PlanError, match=r"bucket|cannot be one"):
-            emit(trace, replace(made.plan, buckets=(wrong,)))
+            emit_stage(trace, replace(made.plan, buckets=(wrong,)))
 
 
 def test_the_saving_of_all_buckets_and_their_absence_are_checked() -> None:
@@ -625,7 +630,7 @@ def test_gathers_over_two_axes_share_buckets_of_either() -> None:
     } and first & second, "what one has gathered the other gathers on"
     assert (
         certify(trace, made.plan, H100).ok
-        and verify_program(trace, made.stage_program(), model, (), batch).ok
+        and verify_program(trace, made.program, model, (), batch).ok
     )
 
 
@@ -635,7 +640,7 @@ def test_an_older_plan_has_no_buckets() -> None:
     del data["buckets"], data["prediction"]["in_buckets_s"]
     older = Plan.loads(json.dumps(data))
     assert older.buckets == () and older.prediction.in_buckets_s == 0.0
-    assert len(emit(trace, older).collectives) == len(older.steps())
+    assert len(emit_stage(trace, older).collectives) == len(older.steps())
 
 
 def test_a_broken_pass_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

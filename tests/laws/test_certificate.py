@@ -297,6 +297,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda p: with_options(p, constraints=[{"plan": "ddp", "axes": ["row"]}]),
         "model: .*row",
     ),
+    "stages that it does not have": (
+        lambda p: with_options(p, constraints=[autopar.constraints.pipeline("data").to_json()]),
+        "model: the pipeline's axis is '', where 'data' is asked for",
+    ),
     "an op without a rule, where that was to be refused": (
         lambda p: with_options(entry(lambda e: e.op == "dot", replicated=True)(p), strict=True),
         "model: it runs replicated for want of a rule",

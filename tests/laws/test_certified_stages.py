@@ -13,11 +13,10 @@ from changed import with_options
 from torch import nn
 
 import autopar
-from autopar.analysis.microbatches import Microbatching
 from autopar.api.planning import plan_model
 from autopar.api.tracing import staged_trace
 from autopar.capture import Trace
-from autopar.certificate import Certificate, certify_staged
+from autopar.certificate import Certificate, StagedTrace, certify
 from autopar.constraints import fsdp, pipeline
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout
@@ -26,7 +25,6 @@ from autopar.planner.pipeline.cuts import Pair
 from autopar.planner.pipeline.lagrangian import Parting
 from autopar.plans import Pipeline, Plan
 from autopar.sharding import Ref
-from autopar.stages import Cut
 from benchmarks import zoo
 
 PROFILE = HardwareProfile.load("cpu-gloo")
@@ -38,12 +36,10 @@ class Made:
 
     plan: Plan
     whole: Trace
-    part: Trace
-    how: Microbatching
-    stages: Cut
+    staged: StagedTrace
 
     def certificate(self, plan: Plan) -> Certificate:
-        return certify_staged(self.whole, self.part, self.stages, self.how, plan, PROFILE)
+        return certify(self.whole, plan, PROFILE, self.staged)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +53,7 @@ def made() -> Made:
         model, mesh, example_inputs=batch, hardware="cpu-gloo", constraints=force, gap=0.15
     )
     assert planned.plan.pipeline is not None
-    part, how, stages = staged_trace(planned.plan, model, whole, (), batch)
-    return Made(planned.plan, whole, part, how, stages)
+    return Made(planned.plan, whole, staged_trace(planned.plan, model, whole, (), batch))
 
 
 def test_a_plan_with_stages_is_certified(made: Made) -> None:
@@ -118,15 +113,13 @@ def test_the_bound_of_one_stage_is_its_own_for_each_microbatch() -> None:
     assert (proof.bound_s, proof.certified_bound_s) == pytest.approx(
         (4 * own.bound_s, 4 * own.certified_bound_s), rel=1e-12
     )
-    part, how, stages = staged_trace(planned.plan, model, whole, (), batch)
-    found = certify_staged(whole, part, stages, how, planned.plan, PROFILE)
+    staged = staged_trace(planned.plan, model, whole, (), batch)
+    found = certify(whole, planned.plan, PROFILE, staged)
     assert found.ok, str(found)
     proven_more = replace(
         planned.plan, proof=replace(proof, certified_bound_s=proof.bound_s * 1.01)
     )
-    assert "bound" in {
-        f.claim for f in certify_staged(whole, part, stages, how, proven_more, PROFILE).findings
-    }
+    assert "bound" in {f.claim for f in certify(whole, proven_more, PROFILE, staged).findings}
 
 
 def test_a_bound_that_leaves_out_what_a_stage_gains_by_what_crosses_is_found(

@@ -33,12 +33,12 @@ from autopar.core.layout import Strategy
 from autopar.core.mesh import Mesh
 from autopar.core.problem import OpStrategy
 from autopar.core.solution import Solution
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.errors import PlanError
 from autopar.planner.reprice import decisions, problems_of, reprice_plan
 from autopar.planner.sensitivity import _Local, local_load, variants_by_op
 from autopar.plans import COMPUTE, Communication, Plan
-from autopar.program.interpreter import run_lockstep
+from autopar.program.lockstep import run_lockstep
 from autopar.request import PlanOptions
 
 H100 = HardwareProfile.load("h100-sxm")
@@ -235,7 +235,7 @@ def test_what_is_priced_is_what_is_emitted_and_run_and_counts_again_where_it_run
     ample = plan_model(model, LINE, **asked)[1].plan.prediction.peak_bytes
     made = plan_model(model, LINE, **asked, memory_bytes=int(ample * share))[1]
     assert Counter(made.plan.issued()) == Counter(
-        (phase, c) for phase, _, c in made.program.collectives
+        (phase, c) for phase, _, c in made.program.stages[0].collectives
     )
     again = {("backward", False)} if share < 1 else set()
     assert {(c.phase, "experts_backward" in c.node) for c in own(made.plan)} == {
@@ -259,7 +259,7 @@ def test_what_is_priced_is_what_is_emitted_and_run_and_counts_again_where_it_run
     values = dict(model.named_parameters())
     ran = run_lockstep(made.program, values, {}, batch)
     assert Counter((p, str(c)) for p, _, c in ran.records) == Counter(
-        (p, str(c)) for p, _, c in made.program.collectives
+        (p, str(c)) for p, _, c in made.program.stages[0].collectives
     )
     assert Plan.loads(made.plan.dumps()) == made.plan
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
@@ -446,7 +446,7 @@ def test_a_claim_about_a_nodes_own_collectives_that_does_not_hold_is_found(name:
 def test_no_program_is_made_of_it(name: str) -> None:
     made, model, batch = planned(LINE, expert_parallel("expert", tokens="dispatched"))
     with pytest.raises(PlanError):
-        emit(capture(model, (), batch), MUTANTS[name][0](made.plan))
+        emit_stage(capture(model, (), batch), MUTANTS[name][0](made.plan))
 
 
 def test_the_bound_holds_for_whatever_way_is_taken() -> None:

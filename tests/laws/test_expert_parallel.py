@@ -37,7 +37,6 @@ from autopar.constraints import (
 from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
 from autopar.planner import Planned
-from autopar.program.program import Program
 
 LAYERS, B, S, H, F, E, K = 2, zoo_small.BATCH, zoo_small.SEQUENCE, 32, 48, 4, 2
 EXPERTS = (E * 2 * F * H, E * H * F)  # elements of a layer's two weights
@@ -64,7 +63,6 @@ def planned(
 def moved(made: Planned, phase: str, kind: str, axis: int) -> Counter[int]:
     """Elements of the whole that is gathered, scattered or reduced within an axis, by how many
     collectives."""
-    assert isinstance(made.program, Program)
     size = made.plan.mesh.shape[axis]
     steps = [
         (step.phase, step.collective) for _, step in made.plan.steps()
@@ -196,7 +194,6 @@ def test_a_device_rests_with_its_share(mesh: Mesh, ep: int, zero: int) -> None:
 
 def test_a_rank_computes_with_its_own_experts_alone() -> None:
     made, _, _ = planned(SQUARE, megatron(ep=2))
-    assert isinstance(made.program, Program)
     seen = [c for e in made.plan.entries for c in e.nodes if "experts/experts" in c.node]
     assert len(seen) == 2, "forward and backward, of all layers alike"
     for choice in seen:

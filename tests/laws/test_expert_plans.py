@@ -109,7 +109,7 @@ def test_megatron_on_gpt2_shards_the_fused_projection_by_heads_and_emits_the_han
     None
 ):
     planned = forced("gpt2", fsdp=False)
-    storage = {p.name: (p.view, str(p.layout)) for p in planned.program.parameters}
+    storage = {p.name: (p.view, str(p.layout)) for p in planned.program.stages[0].parameters}
     assert storage["transformer.h.0.attn.c_attn.weight"] == ((2048, 3, 2048), "R S(2)")
     found = counted(planned)
     block = {m: c for m, c in found.items() if m.startswith("transformer.h")}
@@ -166,5 +166,7 @@ def test_fsdp_times_tensor_on_gpt2_gathers_weights_over_data_and_scatters_their_
 def test_what_is_priced_is_what_is_emitted(kind: str) -> None:
     planned = forced(kind, fsdp=True)
     priced = Counter(planned.plan.issued())
-    emitted = Counter((phase, collective) for phase, _, collective in planned.program.collectives)
+    emitted = Counter(
+        (phase, collective) for phase, _, collective in planned.program.stages[0].collectives
+    )
     assert emitted == priced

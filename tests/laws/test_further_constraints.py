@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import autopar
 from autopar.api.planning import plan_model
 from autopar.constraints import fsdp, megatron, rests_as, tensor_parallel
-from autopar.program.program import Program
 
 
 class Pairs(nn.Module):
@@ -75,16 +74,14 @@ def test_what_holds_in_training_holds_in_evaluation_over_the_same_storage(
     model, batch, evaluated = case()
     mesh, options = autopar.Mesh({"gpu": 2}), {"hardware": "cpu-gloo"}
     _, made = plan_model(model, mesh, example_inputs=batch, constraints=(forced,), **options)
-    assert isinstance(made.program, Program)
-    storage = {t.name: t.layout for t in made.program.parameters}
+    storage = {t.name: t.layout for t in made.program.stages[0].parameters}
     assert any(not layout.is_replicated for layout in storage.values())
     constraints = (rests_as(storage), forced)
     _, further = plan_model(
         model, mesh, example_inputs=evaluated, constraints=constraints, inference=True, **options
     )
-    assert isinstance(further.program, Program)
-    assert {t.name: t.layout for t in further.program.parameters} == {
-        t.name: storage[t.name] for t in further.program.parameters
+    assert {t.name: t.layout for t in further.program.stages[0].parameters} == {
+        t.name: storage[t.name] for t in further.program.stages[0].parameters
     }
     autopar.verify(further.plan, model, evaluated)
     autopar.check(further.plan, model, evaluated)

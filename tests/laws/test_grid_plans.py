@@ -449,7 +449,7 @@ def test_parameters_with_their_states_rest_in_as_many_parts_as_the_grid_without_
     cannot be stored split so often."""
     parts = case.num_devices // (case.d if case.grid == "2.5d" else 1)
     whole, rests = 0, Fraction(0)
-    for p in planned(case).program.parameters:
+    for p in planned(case).program.stages[0].parameters:
         layout, size = p.layout, math.prod(p.shape)
         split = math.prod(
             n

@@ -77,7 +77,7 @@ def test_nothing_else_lies_where_a_result_is_written(
     made = built(name, mesh)
     for seed in range(2):
         _, program = random_plan(made, seed, recompute_share=0.3)
-        trace_peak(program)
+        trace_peak(program.stages[0])
     assert written
 
 
@@ -90,4 +90,4 @@ def test_a_program_that_writes_wherever_the_trace_lets_it_is_caught(
     monkeypatch.setattr("autopar.emit.phase._may_go", lambda *_: True)
     made = built("llama", "a=2,b=2")
     with pytest.raises(AssertionError, match="something else has"):
-        trace_peak(random_plan(made, 1, recompute_share=0.3)[1])
+        trace_peak(random_plan(made, 1, recompute_share=0.3)[1].stages[0])

@@ -84,10 +84,12 @@ def test_there_is_no_backward_and_nothing_of_it_in_memory(kind: str) -> None:
     step = plan_model(
         model, SQUARE, example_inputs=batch, constraints=PLANS["fsdp"], hardware="cpu-gloo"
     )[1]
-    assert here.program.num_saved == 0 and not any(
-        t.has_gradient for t in (*here.program.parameters, *here.program.outputs)
+    assert here.program.stages[0].num_saved == 0 and not any(
+        t.has_gradient for t in (*here.program.stages[0].parameters, *here.program.outputs)
     )
-    assert [n.op for n in here.program.backward.graph.nodes if n.op == "call_function"] == []
+    assert [
+        n.op for n in here.program.stages[0].backward.graph.nodes if n.op == "call_function"
+    ] == []
     held = here.plan.prediction.memory_bytes
     assert (
         held.get("optimizer", 0)
@@ -106,7 +108,11 @@ def test_there_is_no_backward_and_nothing_of_it_in_memory(kind: str) -> None:
 def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
     program = planned(kind, plan).program
     peak, _ = measured_peak(program, built(kind)[1], train=False)
-    assert trace_peak(program, train=False).peak_bytes == peak == trace_peak(program).peak_bytes
+    assert (
+        trace_peak(program.stages[0], train=False).peak_bytes
+        == peak
+        == trace_peak(program.stages[0]).peak_bytes
+    )
 
 
 def test_what_fits_no_step_fits_inference() -> None:

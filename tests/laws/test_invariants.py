@@ -40,7 +40,7 @@ def test_communication_is_priced_as_it_is_emitted_byte_for_byte(
     for phase, collective in made.plan.issued():
         priced[phase, collective.kind, collective.axis] += collective.bytes
     emitted: Counter[tuple[str, str, int]] = Counter()
-    for phase, _, collective in made.program.collectives:
+    for phase, _, collective in made.program.stages[0].collectives:
         emitted[phase, collective.kind, collective.axis] += collective.bytes
     assert emitted
     assert emitted == priced
@@ -60,9 +60,9 @@ def test_communication_is_priced_as_it_is_emitted_byte_for_byte(
         passes_s += bucket.time_s - price(c)
     predicted = made.plan.prediction
     shared_s = predicted.communication_s + predicted.beyond_shares_s - predicted.in_buckets_s
-    assert sum(price(c) for _, _, c in made.program.collectives) + passes_s == pytest.approx(
-        shared_s
-    )
+    assert sum(
+        price(c) for _, _, c in made.program.stages[0].collectives
+    ) + passes_s == pytest.approx(shared_s)
 
 
 def is_of(member: Member, node: str, step: Communication, phase: str) -> bool:

@@ -18,7 +18,7 @@ import autopar
 from autopar.certificate import certify
 from autopar.core.hardware import HardwareProfile
 from autopar.cost import kernel_offers as offers
-from autopar.emit import emit
+from autopar.emit import emit, emit_stage
 from autopar.kernels import library, normed, overlapped
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.fused import (
@@ -34,7 +34,8 @@ from autopar.ops import dot
 from autopar.planner import PlanOptions, make_plan
 from autopar.plans import KERNELS_BUFFERS, Plan, Prediction
 from autopar.program.abstract_executor import LiveBytes
-from autopar.program.interpreter import Ranks, run_lockstep
+from autopar.program.interpreter import Ranks
+from autopar.program.lockstep import run_lockstep
 from autopar.program.peak_memory import trace_peak
 from tests.laws.test_kernel_plans import LINE, PLANS, SLOW, built, kernels, planned
 
@@ -122,8 +123,8 @@ def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decom
     program, sharing = emit(trace, plan), Sharing()
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = (
-        {t.name: values[t.name] for t in program.parameters},
-        {t.name: values[t.name] for t in program.buffers},
+        {t.name: values[t.name] for t in program.stages[0].parameters},
+        {t.name: values[t.name] for t in program.stages[0].buffers},
     )
     apart = run_lockstep(program, *tensors, batch)
     monkeypatch.setattr(Ranks, "_run_kernel", lambda *args: sharing.run(*args))
@@ -299,7 +300,7 @@ def test_the_peak_is_of_what_the_program_holds_and_beside_it_what_is_shared_and_
 ):
     for name in PLANS:
         plan = planned(name)
-        program, predicted = emit(built(PLANS[name][0])[2], plan), plan.prediction
+        program, predicted = emit_stage(built(PLANS[name][0])[2], plan), plan.prediction
         beside = predicted.memory_bytes["optimizer"] + predicted.memory_bytes[KERNELS_BUFFERS]
         held = trace_peak(program, batch=plan.options["batch"], outputs=plan.options["outputs"])
         assert predicted.peak_bytes == beside + held.peak_bytes

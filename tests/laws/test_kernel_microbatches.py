@@ -19,8 +19,8 @@ from autopar.api.what_if import what_if
 from autopar.planner import Planned
 from autopar.plans import KERNELS_BUFFERS, Plan
 from autopar.program.interpreter import Ranks
-from autopar.program.interpreter_stages import run_staged
-from autopar.program.program import StagedProgram
+from autopar.program.lockstep import run_lockstep
+from autopar.program.program import Program
 from tests.laws.test_kernel_memory import Sharing, needs_kernels
 from tests.laws.test_kernel_plans import LINE, SLOW, kernels, narrow
 
@@ -89,15 +89,16 @@ def test_a_plan_is_certified_and_its_file_says_all_of_it() -> None:
     assert plan.proof.certified_bound_s <= plan.proof.bound_s <= plan.prediction.step_s
 
 
-def records_of(program: StagedProgram) -> Counter[tuple[str, str, int]]:
+def records_of(program: Program) -> Counter[tuple[str, str, int]]:
     model, batch = built()
-    found = run_staged(program, dict(model.named_parameters()), dict(model.named_buffers()), batch)
+    found = run_lockstep(
+        program, dict(model.named_parameters()), dict(model.named_buffers()), batch
+    )
     return Counter((phase, c.kind, c.axis) for phase, _, c in found.records)
 
 
 def test_what_the_plan_lists_runs_once_for_each_microbatch_and_at_the_ends_of_a_step_once() -> None:
     plan, program = made().plan, made().program
-    assert isinstance(program, StagedProgram)
     listed: Counter[tuple[str, str, int]] = Counter()
     for c in stage_of(plan).communications:
         listed[c.phase, c.collective.kind, c.collective.axis] += len(c.instances) * (
@@ -111,11 +112,10 @@ def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decom
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, (model, batch), sharing = made().program, built(), Sharing()
-    assert isinstance(program, StagedProgram)
     tensors = dict(model.named_parameters()), dict(model.named_buffers())
-    apart = run_staged(program, *tensors, batch)
+    apart = run_lockstep(program, *tensors, batch)
     monkeypatch.setattr(Ranks, "_run_kernel", lambda *args: sharing.run(*args))
-    found = run_staged(program, *tensors, batch)
+    found = run_lockstep(program, *tensors, batch)
     for name, gradient in found.gradients.items():
         torch.testing.assert_close(gradient, apart.gradients[name])
     held = made().plan.prediction.memory_bytes[KERNELS_BUFFERS]

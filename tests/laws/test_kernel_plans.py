@@ -25,13 +25,14 @@ from autopar.constraints import fsdp
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.errors import VerificationError
 from autopar.kernels import fused
 from autopar.planner import PlanOptions, make_plan
 from autopar.plans import Communication, InKernel, Plan
 from autopar.program import interpreter
-from autopar.program.interpreter import run_lockstep
+from autopar.program.lockstep import run_lockstep
+from autopar.program.program import Program
 from autopar.sharding import pattern_of
 
 Built = tuple[nn.Module, dict[str, torch.Tensor], Trace]
@@ -135,7 +136,7 @@ def test_where_a_gradient_is_a_sum_of_products_the_last_of_them_scatters_the_sum
         place = product_added(total)
         assert place is not None and c.kernel is not None
         assert pattern_of(total.args[place].meta["key"])[0] == c.kernel.node
-    program = emit(trace, plan)
+    program = emit_stage(trace, plan)
     nodes = [
         n
         for n in program.backward.graph.nodes
@@ -168,7 +169,7 @@ def test_norms_are_taken_as_what_is_scattered_is_added_up_where_a_profile_says_w
     ]
     nodes = [
         n
-        for n in emit(trace, plan).forward.graph.nodes
+        for n in emit_stage(trace, plan).forward.graph.nodes
         if n.target is fused.matmul_reduce_add_rmsnorm
     ]
     assert len(nodes) == sum(len(c.instances) for c in normed.values()) == 4
@@ -183,7 +184,7 @@ def test_norms_are_taken_as_what_is_scattered_is_added_up_where_a_profile_says_w
         *sums,
         *(f"{norm}/{op}/forward/0" for norm in norms for op in ("square_sum", "rms_norm")),
     }
-    others = [n for n in emit(trace, plan).forward.graph.nodes if n.meta.get("key") in done]
+    others = [n for n in emit_stage(trace, plan).forward.graph.nodes if n.meta.get("key") in done]
     assert all(n.target is operator.getitem for n in others) and len(others) == len(done)
     plain = planned({"norms": "llama"}.get(name, name.removeprefix("norms, ")))
     assert plan.prediction.step_s < plain.prediction.step_s
@@ -205,7 +206,7 @@ def test_a_plan_is_certified_and_its_file_says_all_of_it(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "run again", "norms"])
 def test_what_the_plan_lists_is_what_runs_and_each_kernel_is_one_node(name: str) -> None:
     plan, (model, batch, trace) = planned(name), built(PLANS[name][0])
-    program = emit(trace, plan)
+    program = emit_stage(trace, plan)
     nodes = [
         n
         for g in (program.forward, program.backward)
@@ -216,7 +217,7 @@ def test_what_the_plan_lists_is_what_runs_and_each_kernel_is_one_node(name: str)
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     known = {t.name: values[t.name] for t in program.parameters}
     records = run_lockstep(
-        program,
+        Program.of_one_stage(trace, program),
         known,
         {t.name: values[t.name] for t in program.buffers},
         batch,

@@ -23,8 +23,7 @@ from autopar.cost.price import price
 from autopar.planner import Planned
 from autopar.plans import KERNELS_BUFFERS, Communication, Plan
 from autopar.program.interpreter import Ranks
-from autopar.program.interpreter_stages import run_staged
-from autopar.program.program import StagedProgram
+from autopar.program.lockstep import run_lockstep
 from autopar.sharding import classes_of
 from autopar.stages import cut_trace
 from tests.laws.test_kernel_memory import Sharing, needs_kernels
@@ -113,9 +112,8 @@ def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decom
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, (model, batch) = made().program, built()
-    assert isinstance(program, StagedProgram)
     tensors = dict(model.named_parameters()), dict(model.named_buffers())
-    apart = run_staged(program, *tensors, batch)
+    apart = run_lockstep(program, *tensors, batch)
     sharing: list[tuple[Ranks, Sharing]] = []  # by stage, in the order in which they first run
 
     def run(ranks: Ranks, phase: str, node: fx.Node, env: Any) -> list[Any]:
@@ -126,7 +124,7 @@ def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decom
         )
 
     monkeypatch.setattr(Ranks, "_run_kernel", run)
-    found = run_staged(program, *tensors, batch)
+    found = run_lockstep(program, *tensors, batch)
     for name, gradient in found.gradients.items():
         torch.testing.assert_close(gradient, apart.gradients[name])
     for stage, (_, peers) in zip(stages_of(made().plan), sharing, strict=True):
@@ -187,7 +185,6 @@ def test_what_the_kernels_of_a_ranks_stages_share_is_there_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, (model, batch), plan = interleaving().program, deep(), interleaving().plan
-    assert isinstance(program, StagedProgram)
     number: dict[int, int] = {}  # of a stage, by what runs it, in the order in which they first run
     sharing = [Sharing(), Sharing()]  # by rank
 
@@ -195,7 +192,7 @@ def test_what_the_kernels_of_a_ranks_stages_share_is_there_once(
         return sharing[number.setdefault(id(ranks), len(number)) % 2].run(ranks, phase, node, env)
 
     monkeypatch.setattr(Ranks, "_run_kernel", run)
-    run_staged(program, dict(model.named_parameters()), dict(model.named_buffers()), batch)
+    run_lockstep(program, dict(model.named_parameters()), dict(model.named_buffers()), batch)
     held = [peers.held_bytes(0, 0) for peers in sharing]
     stages = [stage.prediction.memory_bytes[KERNELS_BUFFERS] for stage in stages_of(plan)]
     fullest = max(range(2), key=lambda rank: plan.pipeline.rank_bytes[rank] if plan.pipeline else 0)

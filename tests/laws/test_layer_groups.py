@@ -21,7 +21,7 @@ from autopar.cost.memory import Liveness
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
 from autopar.errors import PlanError
-from autopar.planner import Planned, PlanOptions, make_plan, rounds
+from autopar.planner import Planned, PlanOptions, make_plan, rounds, solving
 from autopar.plans import Plan
 from autopar.program.peak_memory import trace_peak
 from autopar.sharding import Forced, Starts, apart, classes_of
@@ -165,7 +165,7 @@ def test_the_bound_of_groups_holds_for_fewer_and_the_relaxation_hardly_knows_the
 
 def test_it_computes_the_model_in_the_predicted_memory() -> None:
     made, (trace, model, batch) = grouped(), traced()
-    assert verify_program(trace, made.stage_program(), model, (), batch).ok
+    assert verify_program(trace, made.program, model, (), batch).ok
     peak = (
         trace_peak(made.stage_program(), outputs="dtensor").peak_bytes
         + made.plan.prediction.memory_bytes["optimizer"]
@@ -269,7 +269,7 @@ def meeting_none(plans: Incumbent, *choices: Any) -> list[int]:
 def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
     """Have searches say which ops would decide apart without a plan, and the next one give a plan
     so many times as slow; whether each was for all layers alike."""
-    alike, answer = list[bool](), rounds.choices_or_least
+    alike, answer = list[bool](), solving.choices_or_least
 
     def without_plan(problem: Problem, *, whole: bool, **how: Any) -> object:
         found = answer(problem, whole=whole, **how)
@@ -283,7 +283,7 @@ def told_apart(monkeypatch: pytest.MonkeyPatch, poorer: float) -> list[bool]:
             else found
         )
 
-    monkeypatch.setattr(rounds, "choices_or_least", without_plan)
+    monkeypatch.setattr(solving, "choices_or_least", without_plan)
     return alike
 
 

@@ -39,17 +39,17 @@ def test_all_that_a_graph_makes_is_where_its_operands_are(name: str) -> None:
         inputs = {i.path: torch.empty_like(batch[i.path], device=META) for i in ready.trace.inputs}
         execute(ready.trace, there, there, [*inputs.values()], observe=on_meta)
         run = Ranks(program.mesh, None, lambda _, node, found: on_meta(node, found), META)
-        borders = (*program.parameters, *program.buffers, *program.inputs)
+        borders = (*program.stages[0].parameters, *program.stages[0].buffers, *program.inputs)
         given = {**there, **inputs}
         results = run(
-            program.forward,
+            program.stages[0].forward,
             "forward",
             [split(given[t.name], t.layout, program.mesh, t.view) for t in borders],
         )
-        saved = results[len(results) - program.num_saved :]
+        saved = results[len(results) - program.stages[0].num_saved :]
         tangents = [
             [torch.ones((), device=META)] * program.mesh.num_devices
             for t in program.outputs
             if t.has_gradient
         ]
-        run(program.backward, "backward", [*saved, *tangents])
+        run(program.stages[0].backward, "backward", [*saved, *tangents])

@@ -76,7 +76,8 @@ def test_its_peak_and_its_gradients_are_as_promised(
     module = autopar.compile(model, 1, example_inputs=batch, plan=plan, outputs="loss")
     assert isinstance(module, ParallelModule)
     assert any(
-        node.target is torch.ops.aten.mul.out for node in module.program.backward.graph.nodes
+        node.target is torch.ops.aten.mul.out
+        for node in module.program.stages[0].backward.graph.nodes
     )
     with LiveBytes() as live:
         gc.collect()
@@ -177,7 +178,7 @@ def test_beside_tensor_parallelism_its_weight_stays_whole_and_a_table_that_is_ti
         "leaves whole the weight of a loss by rows" in caplog.text
         and "lm_head/linear_cross_entropy" in caplog.text
     )
-    parts = plan.pipeline.stages if plan.pipeline else (plan,)
+    parts = plan.stages
     rest = {
         n.node: str(n.strategy)
         for part in parts

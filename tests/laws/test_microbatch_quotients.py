@@ -59,7 +59,7 @@ def planned(
         hardware="cpu-gloo",
         num_microbatches=num,
     )
-    assert (plan.pipeline.num_microbatches if plan.pipeline else 1) == num
+    assert plan.num_microbatches == num
     return model, batch, plan
 
 

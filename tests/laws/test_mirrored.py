@@ -31,7 +31,7 @@ from autopar.ops import softmax_attention
 from autopar.planner import Planned
 from autopar.plans import Plan
 from autopar.program.peak_memory import trace_peak
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 from autopar.rules import call_on, strategies
 
 LAYERS, B, S = 2, zoo_small.BATCH, zoo_small.SEQUENCE
@@ -73,7 +73,7 @@ def planned(kind: str, way: str) -> tuple[Planned, nn.Module, dict[str, Any]]:
 
 def attentions(plan: Plan) -> list[str]:
     """How queries lie, of each attention and its backward."""
-    plans = plan.pipeline.stages if plan.pipeline else (plan,)
+    plans = plan.stages
     chosen = [
         c
         for each in plans
@@ -116,7 +116,7 @@ def test_each_query_and_output_is_swapped_once_in_either_phase_and_what_is_kept_
 
 
 def counted(
-    program: Program, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    program: StageProgram, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> list[float]:
     """Pairs of query and key that each rank computes in a step, of a square with a causal mask
     half of them."""

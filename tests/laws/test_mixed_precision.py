@@ -27,7 +27,7 @@ from autopar.constraints import Constraint, ddp, fsdp, megatron, pipeline, tenso
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.cost import price
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.emit.context import CAST
 from autopar.errors import (
     AutoparError,
@@ -39,7 +39,7 @@ from autopar.errors import (
 from autopar.planner import Planned
 from autopar.plans import Plan
 from autopar.program.peak_memory import trace_peak
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 from autopar.verification import relative_error, verify_program
 from benchmarks.random_plans import prepared_trace, random_plan
 
@@ -79,7 +79,7 @@ def planned(kind: str, way: str, **options: Any) -> tuple[Planned, nn.Module, di
 def steps_of(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     """Phase, key, kind and dtype of every collective; the key of a parameter's summed gradient
     ends in ``/sum``."""
-    for stage in plan.pipeline.stages if plan.pipeline else (plan,):
+    for stage in plan.stages:
         for (node, _), s in keyed(stage):
             key = f"{node}/sum" if node.endswith("/storage") and s.result == 1 else node
             yield s.phase, key, s.collective.kind, s.collective.dtype
@@ -91,8 +91,8 @@ def keyed(plan: Plan) -> Iterator[tuple[tuple[str, int], Any]]:
     )
 
 
-def programs(made: Planned) -> tuple[Program, ...]:
-    return made.program.stages if hasattr(made.program, "stages") else (made.program,)
+def programs(made: Planned) -> tuple[StageProgram, ...]:
+    return made.program.stages
 
 
 def cast_model(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -272,7 +272,7 @@ def test_fully_sharded_data_parallelism_moves_as_many_elements_in_half_the_bytes
 @pytest.mark.parametrize("way", WAYS)
 def test_what_rests_is_wide_and_copies_are_narrow(way: str) -> None:
     made, _, _ = planned("llama", way)
-    for stage in made.plan.pipeline.stages if made.plan.pipeline else (made.plan,):
+    for stage in made.plan.stages:
         rests = stage.prediction.memory_bytes
         assert rests["optimizer"] == 2 * rests["parameters"]
         if way in ("microbatches", "stages"):
@@ -599,7 +599,7 @@ def test_a_small_model_fits_a_budget_with_its_narrow_copies(
 def test_emission_is_the_same_after_a_round_trip() -> None:
     made, model, batch = planned("llama", "fsdp")
     trace = capture(model, (), batch, precision=BF16)
-    again = emit(trace, Plan.loads(made.plan.dumps()))
+    again = emit_stage(trace, Plan.loads(made.plan.dumps()))
     assert [n.meta.get("key") for n in again.forward.graph.nodes] == [
         n.meta.get("key") for n in made.stage_program().forward.graph.nodes
     ]

@@ -113,7 +113,7 @@ def test_what_is_certain_is_never_more_than_what_is_held(name: str, mesh: str) -
         )
         plan, program = finish(made, choices, evaluation, "random")
         seen: dict[str, int] = {}  # while a node itself runs, without what runs again for it
-        for peak in node_peaks(program, outputs="dtensor"):
+        for peak in node_peaks(program.stages[0], outputs="dtensor"):
             if "collective" not in peak.node.meta and not peak.node.meta.get("recomputed"):
                 key = peak.node.meta.get("key", "")
                 seen[key] = max(
@@ -144,11 +144,14 @@ def test_the_peak_of_a_step_is_the_largest_of_its_nodes() -> None:
     made, _ = prepared("llama", "a=2,b=2")
     for seed in range(3):
         _, program = finish(made, *random_choices(made, seed), "random")
-        peaks = node_peaks(program, outputs="dtensor")
-        assert max(p.peak_bytes for p in peaks) == trace_peak(program, outputs="dtensor").peak_bytes
+        peaks = node_peaks(program.stages[0], outputs="dtensor")
+        assert (
+            max(p.peak_bytes for p in peaks)
+            == trace_peak(program.stages[0], outputs="dtensor").peak_bytes
+        )
         named = [(p.phase, p.node.name) for p in peaks]
         assert len(set(named)) == len(named), "each node once"
-        order = [n.name for n in program.forward.graph.nodes if n.op == "call_function"]
+        order = [n.name for n in program.stages[0].forward.graph.nodes if n.op == "call_function"]
         assert [name for phase, name in named if phase == "forward"][: len(order)] == order
 
 
@@ -158,7 +161,9 @@ def seen_under(
     """The plan, what is seen of its program at each node, and the peak."""
     plan, program = finish(made, choices, evaluation, "random")
     seen = by_trace_node(
-        liveness, node_peaks(program, outputs="dtensor"), plan.prediction.memory_bytes["optimizer"]
+        liveness,
+        node_peaks(program.stages[0], outputs="dtensor"),
+        plan.prediction.memory_bytes["optimizer"],
     )
     return plan, seen, max(sight.peak_bytes for sight in seen.values())
 

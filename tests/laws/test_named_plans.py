@@ -86,7 +86,7 @@ def sent(plan: Planned, phase: str) -> float:
 
 
 def storage(plan: Planned) -> dict[str, str]:
-    return {p.name: str(p.layout) for p in plan.program.parameters}
+    return {p.name: str(p.layout) for p in plan.program.stages[0].parameters}
 
 
 def tokens(kind: str) -> int:
@@ -110,7 +110,7 @@ def test_data_parallelism_reduces_every_gradient_once(kind: str) -> None:
     ):
         expected = expected - Counter({32 * 4: 2}) + Counter({4 * S * S: 1 + LAYERS})
     assert moved(plan, "backward", "all_reduce") == expected
-    assert {c.kind for _, _, c in plan.program.collectives} <= {"all_reduce", "slice"}
+    assert {c.kind for _, _, c in plan.program.stages[0].collectives} <= {"all_reduce", "slice"}
     if kind != "t5":
         assert sent(plan, "backward") == 2 * sum(n * count for n, count in sizes(kind).items()) / 2
 
@@ -210,7 +210,7 @@ def test_tensor_parallelism_reduces_twice_a_layer_each_way(kind: str) -> None:
         {b_s: 0 if kind == "vit" else 3}
     )
     assert moved(plan, "backward", "all_reduce") == {b_s * H: backward}
-    assert {c.kind for _, _, c in plan.program.collectives} <= {"all_reduce", "slice"}
+    assert {c.kind for _, _, c in plan.program.stages[0].collectives} <= {"all_reduce", "slice"}
     large = {
         n
         for n, layout in storage(plan).items()

@@ -21,7 +21,7 @@ from autopar.capture import capture
 from autopar.constraints import Constraint
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.errors import ConstraintError, HardwareError
 from autopar.plans import Plan
 from autopar.program.peak_memory import trace_peak
@@ -200,7 +200,7 @@ def test_the_predicted_peak_is_measured_to_the_byte(kind: str) -> None:
         memory_bytes=int(0.6 * free.prediction.peak_bytes),
     )
     assert {"parameters", "activations"} <= plan.prediction.host_bytes.keys()
-    program = emit(capture(model, (), batch), plan)
+    program = emit_stage(capture(model, (), batch), plan)
     assert measured_peak(program, batch)[0] == trace_peak(program, outputs="full").peak_bytes
 
 

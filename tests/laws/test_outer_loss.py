@@ -107,7 +107,7 @@ def test_what_is_wanted_whole_is_gathered_by_the_program_and_priced() -> None:
 )
 @pytest.mark.parametrize("outputs", ["full", "dtensor"])
 def test_the_peak_is_that_of_real_tensors(kind: str, plan: str, outputs: str) -> None:
-    program = planned(kind, SQUARE, plan, outputs).program
+    program = planned(kind, SQUARE, plan, outputs).stage_program()
     peak, gradients = measured_peak(program, built(kind)[1], "local")
     assert trace_peak(program, outputs="local").peak_bytes == peak
     assert len(gradients) == sum(t.has_gradient for t in program.parameters)

@@ -21,16 +21,16 @@ from torch import fx
 from autopar.capture import Trace
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.emit import Orders, apply_overlap, emit, least_overlap, places, simulate_program
+from autopar.emit import Orders, apply_overlap, emit_stage, least_overlap, places, simulate_program
 from autopar.emit.overlap import Room, follows
 from autopar.errors import AutoparError
 from autopar.kernels import collectives as steps
 from autopar.kernels.bind import bind
 from autopar.planner.timeline import beside as timed_beside
 from autopar.plans import Overlap, Piece, Plan, load_of
-from autopar.program.interpreter import run_lockstep
+from autopar.program.lockstep import run_lockstep
 from autopar.program.peak_memory import node_peaks, trace_peak
-from autopar.program.program import Program
+from autopar.program.program import Program, StageProgram
 from autopar.program.reorder import write_order
 from autopar.verification import verify_program
 
@@ -60,11 +60,15 @@ def beside(plan: Plan, slowdown: float = 0.4, num_bytes: int = AMPLE) -> Plan:
     return replace(plan, overlap=Overlap(slowdown, num_bytes, num_bytes))
 
 
-def graphs(program: Program) -> tuple[fx.Graph, fx.Graph]:
+def whole(ready: Prepared, stage: StageProgram) -> Program:
+    return Program.of_one_stage(ready.trace, stage)
+
+
+def graphs(program: StageProgram) -> tuple[fx.Graph, fx.Graph]:
     return program.forward.graph, program.backward.graph
 
 
-def starts(program: Program) -> list[fx.Node]:
+def starts(program: StageProgram) -> list[fx.Node]:
     return [node for graph in graphs(program) for node in graph.nodes if node.target is steps.start]
 
 
@@ -77,14 +81,16 @@ def test_a_random_plan_computes_the_model_whatever_runs_beside_compute(
     tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}  # type: ignore[attr-defined]
     held = 0
     for slowdown, num_bytes in ((0.4, AMPLE), (0.0, AMPLE), (0.9, 20_000)):
-        early = emit(ready.trace, beside(plan, slowdown, num_bytes))
+        early = emit_stage(ready.trace, beside(plan, slowdown, num_bytes))
         held = max(held, len(starts(early)))
 
         # It computes what the model computes, with the same collectives.
-        assert verify_program(ready.trace, early, plain, (), batch).ok
-        ran = run_lockstep(early, tensors, tensors, [batch[i.path] for i in ready.trace.inputs])
+        assert verify_program(ready.trace, whole(ready, early), plain, (), batch).ok
+        ran = run_lockstep(
+            whole(ready, early), tensors, tensors, [batch[i.path] for i in ready.trace.inputs]
+        )
         assert Counter((p, str(c)) for p, _, c in ran.records) == Counter(
-            (p, str(c)) for p, _, c in program.collectives
+            (p, str(c)) for p, _, c in program.stages[0].collectives
         )
 
         # Every start is finished once, behind it, with the settings that it was started with.
@@ -107,7 +113,7 @@ def test_a_random_plan_computes_the_model_whatever_runs_beside_compute(
     assert held > 0
 
 
-def issued(program: Program, coordinate: tuple[int, ...]) -> list[str]:
+def issued(program: StageProgram, coordinate: tuple[int, ...]) -> list[str]:
     """What a rank issues, in order."""
     groups = steps.fake_groups(program.mesh, coordinate)
     found = []
@@ -125,7 +131,10 @@ def test_slack_is_what_the_emitted_graph_shows() -> None:
     for seed in range(4):
         _, program = random_plan(ready, seed, recompute_share=0.5 if seed % 2 else 0.0)
         for node in (
-            node for graph in graphs(program) for node in graph.nodes if "collective" in node.meta
+            node
+            for graph in graphs(program.stages[0])
+            for node in graph.nodes
+            if "collective" in node.meta
         ):
             assert node.meta["slack"] == shown(node), node.meta["key"]
             seen[node.meta["slack"]] += 1
@@ -155,7 +164,7 @@ def test_what_counts_as_beside_compute_has_slack_and_no_emitted_order_is_faster_
     ]
     least_s = load_of(replace(plan, communications=tuple(slack))).least_s(s)
     early = beside(plan, s)
-    seen = timed_beside(plan.prediction, emit(ready.trace, early), early)
+    seen = timed_beside(plan.prediction, emit_stage(ready.trace, early), early)
     assert seen.simulated_s >= least_s * (1 - 1e-9)
     assert seen.simulated_s <= (plan.prediction.serial_s + plan.prediction.beyond_shares_s) * (
         1 + 1e-9
@@ -180,10 +189,10 @@ def shown(node: fx.Node) -> str:
 def test_where_nothing_can_be_hidden_or_held_the_program_is_the_same() -> None:
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     plan, program = random_plan(ready, 0)
-    text = [str(graph) for graph in graphs(program)]
+    text = [str(graph) for graph in graphs(program.stages[0])]
     for other in (beside(plan, 1.0), beside(plan, 0.4, 0)):
-        assert [str(graph) for graph in graphs(emit(ready.trace, other))] == text
-    assert [str(graph) for graph in graphs(emit(ready.trace, beside(plan)))] != text
+        assert [str(graph) for graph in graphs(emit_stage(ready.trace, other))] == text
+    assert [str(graph) for graph in graphs(emit_stage(ready.trace, beside(plan)))] != text
     assert Plan.loads(beside(plan).dumps()) == beside(plan)
 
 
@@ -193,16 +202,16 @@ def test_an_order_is_said_to_take_and_to_hold_what_its_graphs_do(
 ) -> None:
     ready, _, _ = prepared(model, mesh)
     plan, serial = random_plan(ready, seed)
-    orders, begun = Orders(serial, plan), 0
+    orders, begun = Orders(serial.stages[0], plan), 0
     for limit in (AMPLE, 20_000, AMPLE):
         wanted = Overlap(0.4, limit, limit)
         found, held = orders.within(wanted)
-        early, plainly_held = apply_overlap(serial, replace(plan, overlap=wanted))
+        early, plainly_held = apply_overlap(serial.stages[0], replace(plan, overlap=wanted))
         assert not early.orders and [str(g) for g in graphs(write_order(found))] == [
             str(g) for g in graphs(early)
         ]
         assert held == plainly_held and orders.least(wanted) == least_overlap(
-            serial, replace(plan, overlap=wanted)
+            serial.stages[0], replace(plan, overlap=wanted)
         )
         begun += len(starts(early))
         priced = replace(plan, overlap=held)
@@ -222,7 +231,7 @@ def test_an_order_is_said_to_take_and_to_hold_what_its_graphs_do(
     assert begun > 0
 
 
-def with_least(program: Program, plan: Plan) -> tuple[Program, Overlap]:
+def with_least(program: StageProgram, plan: Plan) -> tuple[StageProgram, Overlap]:
     """The program, and the overlap that gives the same with few bytes allowed."""
     return apply_overlap(program, plan)[0], least_overlap(program, plan)
 
@@ -230,14 +239,14 @@ def with_least(program: Program, plan: Plan) -> tuple[Program, Overlap]:
 def test_early_steps_hold_no_more_than_they_may_and_a_program_says_how_much_that_is() -> None:
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     plan, program = random_plan(ready, 2)
-    _, free = with_least(program, beside(plan))
+    _, free = with_least(program.stages[0], beside(plan))
     assert min(free.forward_bytes, free.backward_bytes) > 0
-    plain_peak = trace_peak(program).peak_bytes
-    previous = len(starts(emit(ready.trace, beside(plan)))) + 1
+    plain_peak = trace_peak(program.stages[0]).peak_bytes
+    previous = len(starts(emit_stage(ready.trace, beside(plan)))) + 1
     for limit in (AMPLE, free.backward_bytes // 2, free.backward_bytes // 8, 0):
-        early, held = with_least(program, beside(plan, 0.4, limit))
+        early, held = with_least(program.stages[0], beside(plan, 0.4, limit))
         assert max(held.forward_bytes, held.backward_bytes) <= limit
-        again = emit(
+        again = emit_stage(
             ready.trace, replace(plan, overlap=held)
         )  # the least that is allowed gives the same
         assert [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]
@@ -250,7 +259,7 @@ def test_early_steps_hold_no_more_than_they_may_and_a_program_says_how_much_that
     assert previous == 0
 
 
-def rising(program: Program, seed: int, most: int) -> dict[str, tuple[Piece, ...]]:
+def rising(program: StageProgram, seed: int, most: int) -> dict[str, tuple[Piece, ...]]:
     """Some room in every phase, now more and now less."""
     rng = random.Random(seed)
     lengths = {
@@ -265,31 +274,33 @@ def rising(program: Program, seed: int, most: int) -> dict[str, tuple[Piece, ...
 def test_early_steps_hold_no_more_than_there_is_room_for_where_they_are(seed: int) -> None:
     ready, plain, batch = prepared("tiny-gpt2", "a=2,b=2")
     plan, serial = random_plan(ready, seed)
-    _, free = with_least(serial, beside(plan))
+    _, free = with_least(serial.stages[0], beside(plan))
     begun = 0
     for share in (1.0, 0.5):
         forward, backward = int(free.forward_bytes * share), int(free.backward_bytes * share)
         left = {
-            "forward": rising(serial, seed, forward)["forward"],
-            "backward": rising(serial, seed + 1, backward)["backward"],
+            "forward": rising(serial.stages[0], seed, forward)["forward"],
+            "backward": rising(serial.stages[0], seed + 1, backward)["backward"],
         }
         wanted = Overlap(0.4, forward, backward, left["forward"], left["backward"])
-        early, held = with_least(serial, replace(plan, overlap=wanted))
+        early, held = with_least(serial.stages[0], replace(plan, overlap=wanted))
         for phase, most in (("forward", forward), ("backward", backward)):
             room = Room(most, left[phase])
             for place, size in started(early, phase):
                 assert size <= room.at(place), (phase, place)
         begun += len(starts(early))
-        assert len(starts(early)) <= len(starts(apply_overlap(serial, beside(plan))[0]))
+        assert len(starts(early)) <= len(starts(apply_overlap(serial.stages[0], beside(plan))[0]))
 
-        again, same = with_least(serial, replace(plan, overlap=held))  # as a certificate emits it
+        again, same = with_least(
+            serial.stages[0], replace(plan, overlap=held)
+        )  # as a certificate emits it
         assert same == held and [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]
         assert Plan.loads(replace(plan, overlap=held).dumps()).overlap == held
-        assert verify_program(ready.trace, early, plain, (), batch).ok
+        assert verify_program(ready.trace, whole(ready, early), plain, (), batch).ok
     assert begun
 
 
-def started(program: Program, phase: str) -> Iterator[tuple[int, int]]:
+def started(program: StageProgram, phase: str) -> Iterator[tuple[int, int]]:
     """While each node of the spine runs its place, and what steps hold that are started and not
     finished."""
     held = dict[fx.Node, int]()
@@ -306,15 +317,17 @@ def started(program: Program, phase: str) -> Iterator[tuple[int, int]]:
             yield place, sum(held.values())
 
 
-def early_program() -> tuple[Trace, Prepared, Plan, Program, object, Batch]:
+def early_program() -> tuple[Trace, Prepared, Plan, StageProgram, object, Batch]:
     ready, plain, batch = prepared("tiny-gpt2", "a=2,b=2")
     plan, _ = random_plan(ready, 0)
-    return ready.trace, ready, plan, emit(ready.trace, beside(plan)), plain, batch
+    return ready.trace, ready, plan, emit_stage(ready.trace, beside(plan)), plain, batch
 
 
-def run(ready: Prepared, program: Program, plain: object, batch: Batch) -> None:
+def run(ready: Prepared, program: StageProgram, plain: object, batch: Batch) -> None:
     tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}  # type: ignore[attr-defined]
-    run_lockstep(program, tensors, tensors, [batch[i.path] for i in ready.trace.inputs])
+    run_lockstep(
+        whole(ready, program), tensors, tensors, [batch[i.path] for i in ready.trace.inputs]
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -323,11 +336,11 @@ def test_the_bytes_that_a_program_says_it_holds_give_the_same_program(seed: int)
     then what is said."""
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")
     plan, program = random_plan(ready, seed)
-    _, free = with_least(program, beside(plan))
+    _, free = with_least(program.stages[0], beside(plan))
     for share in (2.0, 1.0, 0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2):
         some = Overlap(0.4, int(share * free.forward_bytes), int(share * free.backward_bytes))
-        early, held = with_least(program, replace(plan, overlap=some))
-        again, same = with_least(program, replace(plan, overlap=held))
+        early, held = with_least(program.stages[0], replace(plan, overlap=some))
+        again, same = with_least(program.stages[0], replace(plan, overlap=held))
         assert same == held
         assert [str(g) for g in graphs(again)] == [str(g) for g in graphs(early)]
 
@@ -373,6 +386,6 @@ def test_a_wrong_slack_costs_time_and_changes_no_result(seed: int) -> None:
         replace(c, slack=rng.choice(["critical", "prefetchable", "deferrable"]))
         for c in plan.communications
     )
-    program = emit(ready.trace, beside(replace(plan, communications=wrong)))
+    program = emit_stage(ready.trace, beside(replace(plan, communications=wrong)))
     assert starts(program)
-    assert verify_program(ready.trace, program, plain, (), batch).ok
+    assert verify_program(ready.trace, whole(ready, program), plain, (), batch).ok

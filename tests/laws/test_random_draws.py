@@ -18,7 +18,7 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.errors import CaptureError
 from autopar.ops import random
-from autopar.program.interpreter import run_lockstep
+from autopar.program.lockstep import run_lockstep
 from autopar.verification import verify_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -19,9 +19,9 @@ from autopar.core.collective import Collective
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.cost.op_times import CollectivePrices
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.plans import Plan
-from autopar.program.interpreter import run_lockstep
+from autopar.program.lockstep import run_lockstep
 from autopar.program.peak_memory import trace_peak
 from autopar.verification import verify_program
 
@@ -58,7 +58,7 @@ def kinds(steps: Iterable[tuple[str, Collective, int]]) -> Kinds:
 def test_a_random_legal_plan_holds_every_law(model: str, mesh: str, seed: int) -> None:
     ready, plain, batch = prepared(model, mesh)
     plan, program = random_plan(ready, seed)
-    assert program.collectives
+    assert program.stages[0].collectives
 
     # It computes what the model computes: loss, outputs and every gradient.
     found = verify_program(ready.trace, program, plain, (), batch)
@@ -67,12 +67,12 @@ def test_a_random_legal_plan_holds_every_law(model: str, mesh: str, seed: int) -
 
     # What is priced is what is emitted and what runs, by phase, kind, axis and bytes.
     priced = kinds((c.phase, c.collective, len(c.instances)) for c in plan.communications)
-    emitted = kinds((phase, c, 1) for phase, _, c in program.collectives)
+    emitted = kinds((phase, c, 1) for phase, _, c in program.stages[0].collectives)
     tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}  # type: ignore[attr-defined]
     ran = run_lockstep(program, tensors, tensors, [batch[i.path] for i in ready.trace.inputs])
     assert priced == emitted == kinds((phase, c, 1) for phase, _, c in ran.records)
     price = CollectivePrices(ready.mesh, ready.profile)
-    assert sum(price(c) for _, _, c in program.collectives) == pytest.approx(
+    assert sum(price(c) for _, _, c in program.stages[0].collectives) == pytest.approx(
         plan.prediction.communication_s + plan.prediction.beyond_shares_s
     )
 
@@ -80,16 +80,16 @@ def test_a_random_legal_plan_holds_every_law(model: str, mesh: str, seed: int) -
     text = plan.dumps()
     loaded = Plan.loads(text)
     assert loaded == plan and loaded.dumps() == text
-    again = emit(ready.trace, loaded)
+    again = emit_stage(ready.trace, loaded)
     assert (str(again.forward.graph), str(again.backward.graph)) == (
-        str(program.forward.graph),
-        str(program.backward.graph),
+        str(program.stages[0].forward.graph),
+        str(program.stages[0].backward.graph),
     )
     assert (again.parameters, again.inputs, again.outputs, again.collectives) == (
-        program.parameters,
+        program.stages[0].parameters,
         program.inputs,
         program.outputs,
-        program.collectives,
+        program.stages[0].collectives,
     )
     assert (
         trace_peak(again, outputs="dtensor").peak_bytes + plan.prediction.memory_bytes["optimizer"]
@@ -115,4 +115,4 @@ def test_what_backward_runs_again_may_be_laid_out_otherwise_than_in_forward() ->
     assert any(entry.recompute and entry.recompute != entry.nodes for entry in plan.entries)
     assert verify_program(ready.trace, program, plain, (), batch).ok
     priced = kinds((c.phase, c.collective, len(c.instances)) for c in plan.communications)
-    assert priced == kinds((phase, c, 1) for phase, _, c in program.collectives)
+    assert priced == kinds((phase, c, 1) for phase, _, c in program.stages[0].collectives)

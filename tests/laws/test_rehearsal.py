@@ -18,13 +18,13 @@ from autopar.capture import capture
 from autopar.constraints import megatron
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.kernels import collectives as steps
 from autopar.plans import Overlap
 from autopar.program import abstract_executor, peak_memory, stage_memory
 from autopar.program.executor import Executor
 from autopar.program.peak_memory import node_peaks, trace_peak
-from autopar.program.program import Program, StagedProgram
+from autopar.program.program import StageProgram
 from autopar.program.stage_memory import trace_stage_peak
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -37,7 +37,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on every call runs."""
 
     def executor(
-        program: Program,
+        program: StageProgram,
         groups: Any,
         _: Any,
         *,
@@ -59,7 +59,7 @@ def test_steps_of_random_plans(
     model, batch = getattr(zoo_small, kind)()
     ready = prepare(model, batch, Mesh.parse(mesh), HardwareProfile.load("cpu-gloo"))
     plan, program = random_plan(ready, seed, recompute_share=0.5)
-    early = emit(ready.trace, replace(plan, overlap=Overlap(0.4, 2**30, 2**30)))
+    early = emit_stage(ready.trace, replace(plan, overlap=Overlap(0.4, 2**30, 2**30)))
     assert any(node.target is steps.start for node in early.backward.graph.nodes)
     first, last = (
         (0,) * len(ready.mesh.shape),
@@ -73,13 +73,13 @@ def test_steps_of_random_plans(
         {"coordinate": last},
     ]
     ways = [{"coordinate": first, **way} for way in ways]
-    found = [trace_peak(p, **way) for p in (program, early) for way in ways]
+    found = [trace_peak(p, **way) for p in (program.stages[0], early) for way in ways]
     assert (
-        max(n.peak_bytes for n in node_peaks(program, outputs="dtensor"))
-        == trace_peak(program, outputs="dtensor").peak_bytes
+        max(n.peak_bytes for n in node_peaks(program.stages[0], outputs="dtensor"))
+        == trace_peak(program.stages[0], outputs="dtensor").peak_bytes
     )
     plainly(monkeypatch)
-    assert found == [trace_peak(p, **way) for p in (program, early) for way in ways]
+    assert found == [trace_peak(p, **way) for p in (program.stages[0], early) for way in ways]
 
 
 def test_stages_over_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,9 +89,7 @@ def test_stages_over_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
         model, {"stage": 2, "data": 2}, example_inputs=batch, hardware="h100-sxm", constraints=force
     )
     program = planned.program
-    assert isinstance(program, StagedProgram) and any(
-        stage.begin is not None for stage in program.stages
-    )
+    assert any(stage.begin is not None for stage in program.stages)
     ways = [
         (name, flying, outputs)
         for name in ("1f1b", "gpipe")
@@ -130,7 +128,9 @@ def test_equal_layers_are_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> Non
     for num_layers in (3, 6):
         model, batch = zoo_small.llama(num_layers=num_layers)
         trace = capture(model, (), batch)
-        program = emit(trace, autopar.plan(model, 2, example_inputs=batch, hardware="cpu-gloo"))
+        program = emit_stage(
+            trace, autopar.plan(model, 2, example_inputs=batch, hardware="cpu-gloo")
+        )
         trace_peak(program)
         numbers.append(len(tried))
         tried.clear()
@@ -143,12 +143,12 @@ def test_a_wrong_effect_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = zoo_small.gpt2()
     ready = prepare(model, batch, Mesh.parse("2"), HardwareProfile.load("cpu-gloo"))
     _, program = random_plan(ready, 0)
-    right = trace_peak(program)
+    right = trace_peak(program.stages[0])
     last_uses = abstract_executor._last_uses
     monkeypatch.setattr(
         abstract_executor,
         "_last_uses",
         lambda graph: {n: dead[1:] for n, dead in last_uses(graph).items()},
     )
-    assert trace_peak(program).peak_bytes > right.peak_bytes
+    assert trace_peak(program.stages[0]).peak_bytes > right.peak_bytes
     assert torch.get_default_dtype() == torch.float32

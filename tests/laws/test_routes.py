@@ -26,7 +26,7 @@ from autopar.core.mesh import Mesh
 from autopar.cost import expert_routes as cost_routes
 from autopar.cost.expert_routes import TOO_LITTLE
 from autopar.cost.kernel_offers import NO_ROOM
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.kernels import dispatched
 from autopar.kernels import routed as kernel_routes
 from autopar.planner import PlanOptions, make_plan
@@ -78,7 +78,7 @@ def test_where_a_profile_says_what_routes_reach_rows_take_them_and_ranks_compute
     plan, (model, batch, trace) = planned(place, num=num), built()
     assert routed(plan) == own(plan) and routed(plan)
     assert {c.kernel.name for c in routed(plan) if c.kernel} == {"moe_dispatch", "moe_combine"}
-    program = emit(trace, plan, accumulates=num > 1)
+    program = emit_stage(trace, plan, accumulates=num > 1)
     steps = [
         n
         for g in (program.forward, program.backward)
@@ -95,7 +95,9 @@ def test_where_a_profile_says_what_routes_reach_rows_take_them_and_ranks_compute
 def test_without_a_figure_rows_go_by_all_to_alls_and_the_step_takes_longer() -> None:
     plain = planned(share=None)
     steps = [
-        n for n in emit(built()[2], plain).forward.graph.nodes if n.target in dispatched.TOGETHER
+        n
+        for n in emit_stage(built()[2], plain).forward.graph.nodes
+        if n.target in dispatched.TOGETHER
     ]
     assert own(plain) and not routed(plain) and steps and all(n.args[-1] is False for n in steps)
     assert not any(c.why for c in own(plain)), "no profile, no choice"

@@ -30,7 +30,7 @@ def test_what_has_a_kernel_calls_it_on_a_gpu_alone(options: dict[str, object]) -
     model, batch = zoo_small.llama(num_layers=2, dtype=torch.float32)
     _, planned = plan_model(model, Mesh(2), example_inputs=batch, hardware="h100-sxm", **options)  # type: ignore[arg-type]
     program, groups = planned.program, fake_groups(Mesh(2))
-    for graph_module in (program.forward, program.backward):  # type: ignore[union-attr]
+    for graph_module in (program.stages[0].forward, program.stages[0].backward):  # type: ignore[union-attr]
         had = Counter(
             row_kernels.ON_GPU[node.target]
             for node in graph_module.graph.nodes

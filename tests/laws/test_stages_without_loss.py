@@ -26,7 +26,7 @@ from autopar.errors import AutoparError, ConstraintError, VerificationError
 from autopar.planner import Planned
 from autopar.plans import Plan, forward_load
 from autopar.program.executor import Unused
-from autopar.program.program import Microbatches, StagedProgram
+from autopar.program.program import Microbatches
 
 TOLERANCE = 1e-6  # parts of the models compute in float32 themselves
 MESH = Mesh({"stage": 2, "data": 2})
@@ -217,7 +217,6 @@ def test_what_cannot_be_had_is_refused(options: dict[str, Any], said: str) -> No
 def test_parameters_that_absent_outputs_alone_reach_are_known() -> None:
     cuts = asked.pipeline("stage", microbatches=2, cuts=["layers.2"])
     program = planned("layers", Mesh({"stage": 2}), (cuts,)).program
-    assert isinstance(program, StagedProgram)
     every = {p.name for p in program.trace.parameters}
     (crossing,) = (t.name for t in program.stages[0].outputs if t.crosses)
     some = Unused.of(program, ["early", "size", "total", "scale"])

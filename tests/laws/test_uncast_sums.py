@@ -42,8 +42,8 @@ from autopar.planner.min_memory import surely
 from autopar.plans import Plan
 from autopar.program.abstract_executor import LiveBytes
 from autopar.program.executor import Executor
-from autopar.program.interpreter_stages import run_staged
-from autopar.program.program import Program, ProgramTensor, StagedProgram
+from autopar.program.lockstep import run_lockstep
+from autopar.program.program import Program, ProgramTensor, StageProgram
 from autopar.program.stage_memory import put_together, trace_stage_peak
 from autopar.program.stage_work import StageWork
 from autopar.sharding import classes_of
@@ -70,7 +70,7 @@ UNCAST = ("one device", "ZeRO-1", "tensor parallel", "stages")
 @functools.cache
 def planned(
     kind: str, way: str, **options: Any
-) -> tuple[Planned, StagedProgram, nn.Module, dict[str, Any]]:
+) -> tuple[Planned, Program, nn.Module, dict[str, Any]]:
     model, batch = getattr(zoo_small, kind)()
     mesh, constraints, more = WAYS[way]
     asked: dict[str, Any] = {
@@ -81,11 +81,10 @@ def planned(
         **options,
     }
     made = plan_model(model, mesh, example_inputs=batch, **asked)[1]
-    assert isinstance(made.program, StagedProgram)
     return made, made.program, model, batch
 
 
-def added(program: Program) -> list[fx.Node]:
+def added(program: StageProgram) -> list[fx.Node]:
     return [node for node in program.backward.graph.nodes if node.target is add_to]
 
 
@@ -102,7 +101,7 @@ def uncast_of(plan: Plan) -> Iterator[tuple[str, Layout]]:
                 yield key.removesuffix("/parameter"), strategy.inputs[0]
 
 
-def casting(program: StagedProgram) -> StagedProgram:
+def casting(program: Program) -> Program:
     """The program with a cast before every addition."""
     stages = []
     for stage in program.stages:
@@ -143,8 +142,8 @@ def test_gradients_are_those_of_the_program_that_casts_first_bit_by_bit(
     assert autopar.verify(made.plan, model, batch).ok
     assert autopar.verify(made.plan, model, batch, dtype=None).ok
     names, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    found = run_staged(program, names, buffers, batch).gradients
-    wanted = run_staged(casting(program), names, buffers, batch).gradients
+    found = run_lockstep(program, names, buffers, batch).gradients
+    wanted = run_lockstep(casting(program), names, buffers, batch).gradients
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -210,7 +209,7 @@ def test_casts_and_additions_are_priced_by_the_bytes_they_move(way: str) -> None
     seen = set[fx.Node]()
     trace = program.trace
     casts = {trace.node(name).meta["key"] for name in addable_uncast(trace)}
-    run_staged(
+    run_lockstep(
         program, dict(model.named_parameters()), dict(model.named_buffers()), batch, observe=observe
     )
     priced_s = 0.0
@@ -231,7 +230,7 @@ def test_casts_and_additions_are_priced_by_the_bytes_they_move(way: str) -> None
     assert counted_s == pytest.approx(priced_s, rel=1e-9)
 
 
-def measured_peak(program: Program, batch: dict[str, Tensor]) -> int:
+def measured_peak(program: StageProgram, batch: dict[str, Tensor]) -> int:
     """Of a step on real tensors, with groups that move nothing, without the batch."""
 
     def local(tensors: tuple[ProgramTensor, ...]) -> list[Tensor]:
@@ -459,9 +458,7 @@ def test_stages_that_share_a_weight_cast_their_terms_of_its_gradient() -> None:
         constraints=constraints,
         precision="bf16",
     )[1]
-    assert (
-        isinstance(made.program, StagedProgram) and "transformer.wte.weight" in made.program.shared
-    )
+    assert "transformer.wte.weight" in made.program.shared
     names = {name for name, _ in uncast_of(made.plan)}
     assert names and "transformer.wte.weight" not in names
     assert autopar.check(made.plan, model, batch).ok and autopar.verify(made.plan, model, batch).ok

@@ -17,7 +17,7 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout
 from autopar.core.layout_graph import local_bytes, neighbours
 from autopar.core.mesh import Mesh
-from autopar.program.interpreter import run_lockstep
+from autopar.program.lockstep import run_lockstep
 from autopar.program.peak_memory import trace_peak
 from autopar.verification import verify_program
 
@@ -49,7 +49,7 @@ def test_random_plans_on_three_ranks_compute_the_model_and_are_priced_as_emitted
     _, program = random_plan(ready, seed)
     assert any(
         "length" in node.kwargs
-        for graph in (program.forward, program.backward)
+        for graph in (program.stages[0].forward, program.stages[0].backward)
         for node in graph.graph.nodes
     )
     assert verify_program(ready.trace, program, model, (), batch).ok
@@ -59,7 +59,7 @@ def test_random_plans_on_three_ranks_compute_the_model_and_are_priced_as_emitted
     }
     ran = run_lockstep(program, tensors, tensors, batch)
     assert Counter((phase, str(c)) for phase, _, c in ran.records) == Counter(
-        (phase, str(c)) for phase, _, c in program.collectives
+        (phase, str(c)) for phase, _, c in program.stages[0].collectives
     )
 
 
@@ -67,8 +67,8 @@ def test_no_rank_needs_more_memory_than_is_predicted() -> None:
     for name, seed in (("tiny-gpt2", 0), ("tiny-vit", 2)):
         _, program = random_plan(prepared(name, "3")[0], seed)
         assert (
-            max(trace_peak(program, coordinate=(rank,)).peak_bytes for rank in range(3))
-            <= trace_peak(program).peak_bytes
+            max(trace_peak(program.stages[0], coordinate=(rank,)).peak_bytes for rank in range(3))
+            <= trace_peak(program.stages[0]).peak_bytes
         )
 
 

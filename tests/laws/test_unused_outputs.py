@@ -18,9 +18,9 @@ from autopar.capture import Trace
 from autopar.core.mesh import Mesh
 from autopar.kernels.packing import into_bucket
 from autopar.planner import Planned
-from autopar.program import interpreter
+from autopar.program import lockstep
 from autopar.program.executor import without
-from autopar.program.program import LazyGraphModule, Program
+from autopar.program.program import LazyGraphModule, Program, StageProgram
 
 aten = torch.ops.aten
 MESHES = {"pair": Mesh({"a": 2}), "square": Mesh({"a": 2, "b": 2})}
@@ -64,7 +64,7 @@ def planned(plan: str) -> tuple[nn.Module, Tensor, Trace, Planned]:
     return model, x, *plan_model(model, MESHES[mesh], example_inputs=(x,), **options)
 
 
-def pruned(program: Program, absent: tuple[str, ...]) -> tuple[Program, list[str]]:
+def pruned(program: StageProgram, absent: tuple[str, ...]) -> tuple[StageProgram, list[str]]:
     """The program whose backward lacks these tangents, and the parameters that have no gradient
     then."""
     given = [n.target for n in program.backward.graph.nodes if n.op == "placeholder"][
@@ -98,10 +98,11 @@ def test_gradients_are_those_of_the_plain_model_and_none_where_it_has_none(
     def tangent_of(path: str, shape: Any, dtype: torch.dtype, **how: Any) -> Tensor:
         return real(path, shape, dtype, **how) * (path not in absent)
 
-    real = interpreter.tangent_of
-    monkeypatch.setattr(interpreter, "tangent_of", tangent_of)
+    real = lockstep.tangent_of
+    monkeypatch.setattr(lockstep, "tangent_of", tangent_of)
     values = {name: p.detach() for name, p in model.named_parameters()}
-    ours = interpreter.run_lockstep(program, values, {}, [x]).gradients
+    whole = Program.of_one_stage(trace, program)
+    ours = lockstep.run_lockstep(whole, values, {}, [x]).gradients
     plain = Forked().double()
     plain.load_state_dict(model.state_dict())
     outputs = plain(x)

@@ -15,10 +15,12 @@ import zoo_small
 import autopar
 from autopar.api.arguments import as_call
 from autopar.api.plan_options import options_of
-from autopar.api.what_if import _bytes_of, _part, _returned_outputs
+from autopar.api.tracing import planned_part
+from autopar.api.what_if import _bytes_of
 from autopar.capture import capture
 from autopar.constraints import ddp, fsdp, megatron, pipeline, tensor_parallel
 from autopar.core.hardware import Curve, HardwareProfile
+from autopar.emit import returned_of
 from autopar.errors import ConstraintError, PlanError
 from autopar.planner import PlanOptions
 from autopar.planner.transfer_plan import carry_plan, notes
@@ -198,9 +200,12 @@ def test_on_a_mesh_of_other_sizes_the_decisions_stay_and_no_plan_there_is_below_
     options = PlanOptions(
         memory_bytes=found.budget_bytes, constraints=CASES[name][2].get("constraints", ())
     )
-    itself = carry_plan(
-        found.best, capture(model, args, kwargs), there, GLOO, options
-    )  # a plan of these sizes is what it says
+    trace = capture(model, args, kwargs)
+    part, how = planned_part(found.best, model, trace, args, kwargs)
+    returned = returned_of(part, how, found.best.options["outputs"])
+    itself = carry_plan(  # a plan of these sizes is what it says
+        found.best, part, there, GLOO, options, _bytes_of(trace), returned
+    )
     assert itself.step_s == pytest.approx(found.best.prediction.step_s, rel=1e-9)
     assert itself.peak_bytes == found.best.prediction.peak_bytes
 
@@ -214,8 +219,11 @@ def carry(name: str, axes: dict[str, int]) -> tuple[Plan, float, int]:
     plan, model, batch = built(name)
     args, kwargs = as_call(batch)
     trace = capture(model, args, kwargs)
-    options, part = options_of(plan, GLOO, None), _part(plan, model, trace, args, kwargs)
-    returned = _returned_outputs(plan, model, trace, args, kwargs)
+    options, (part, how) = (
+        options_of(plan, GLOO, None),
+        planned_part(plan, model, trace, args, kwargs),
+    )
+    returned = returned_of(part, how, plan.options["outputs"])
     found = carry_plan(plan, part, autopar.Mesh(axes), GLOO, options, _bytes_of(trace), returned)
     return plan, found.step_s, found.peak_bytes
 

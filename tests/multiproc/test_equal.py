@@ -40,7 +40,9 @@ def test_a_batch_that_differs_is_refused_on_every_rank_also_after_some_that_do_n
 ) -> None:
     for fact in facts:
         for said in (fact[name]["refusal"], fact[name]["later"]):
-            assert "ranks were given different batches: '0'" in said and 'batch="local"' in said
+            assert (
+                "rank 1 got a different batch from rank 0: '0'" in said and 'batch="local"' in said
+            )
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "stages"])
@@ -49,10 +51,21 @@ def test_random_states_that_differ_are_refused_on_every_rank(
 ) -> None:
     for fact in (each[name]["random"] for each in facts):
         for said in (fact["seed"], fact["state"]):
-            assert "ranks [1] have another random state than rank 0" in said
+            assert "rank 1 began with a different random state from rank 0" in said
             assert "pm.manual_seed(seed)" in said
         assert fact["losses"] == fact["again"] == facts[0][name]["random"]["losses"]
         assert len(set(fact["losses"])) == 3
+
+
+def test_a_rank_that_changes_its_copy_of_a_parameter_alone_is_named_on_every_rank() -> None:
+    first, second = run_processes(2, str(HERE / "worker_equal.py"), "run_weights")
+    assert first == second
+    third, fourth, unchanged = first["ddp"]
+    for said in (third, fourth):  # the fourth call compares
+        assert said.startswith("3: rank 1 holds different values of 'layers.0.weight' from rank 0")
+        assert "load_state_dict" in said
+    assert unchanged == ""
+    assert first["fsdp"] == first["stages"] == ["", "", ""], "each rank has a part of its own"
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +74,19 @@ def parts() -> list[dict[str, dict[str, str]]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "splitters", "ranks"), [("tensor", "(0,)", [2, 3]), ("whole", "()", [0, 1, 2, 3])]
+    ("name", "splitters", "usual", "ranks"),
+    [
+        ("tensor", "(0,)", "rank 2", "ranks 2 and 3"),
+        ("whole", "()", "ranks 0, 1 and 2", "ranks 0, 1, 2 and 3"),
+    ],
 )
 def test_parts_that_differ_where_the_plan_does_not_split_them_are_refused(
-    parts: list[dict[str, dict[str, str]]], name: str, splitters: str, ranks: list[int]
+    parts: list[dict[str, dict[str, str]]], name: str, splitters: str, usual: str, ranks: str
 ) -> None:
     for fact in (each[name] for each in parts):
         assert fact["splitters"] == splitters and fact["same"] == fact.get("remedy", "") == ""
-        assert f"ranks {ranks} were given different batches: '0'" in fact["other"]
+        assert f"rank 3 got a different batch from {usual}: '0'" in fact["other"]
+        assert f"which the plan does not split between {ranks}" in fact["other"]
         assert "pass these ranks the same tensors" in fact["other"]
 
 

@@ -136,7 +136,7 @@ def test_three_processes_train_a_model_whose_dims_they_do_not_divide() -> None:
     model, batch = zoo_small.gpt2(dtype=torch.float64)
     ready = prepare(model, batch, Mesh({"a": 3}), HardwareProfile.load("cpu-gloo"))
     plan, program = random_plan(ready, 0)
-    assert any("length" in node.kwargs for node in program.forward.graph.nodes)
+    assert any("length" in node.kwargs for node in program.stages[0].forward.graph.nodes)
     for fact in run_processes(
         3, str(Path(__file__).parent / "worker_training.py"), "run", {"gpt2": plan.dumps()}
     ):
@@ -150,7 +150,7 @@ def test_three_processes_train_a_model_whose_dims_they_do_not_divide() -> None:
 def test_dropout_is_the_same_on_one_process_and_on_four() -> None:
     model, batch = build("gpt2", dropout=0.2, dtype=torch.float64, n_layer=1)
     plan, program = random_plan(prepare(model, batch, MESH, HardwareProfile.load("cpu-gloo")), 0)
-    assert program.collectives
+    assert program.stages[0].collectives
     worker = str(Path(__file__).parent / "worker_dropout.py")
     (alone,) = run_processes(1, worker, "run", None)
     together = run_processes(4, worker, "run", plan.dumps())

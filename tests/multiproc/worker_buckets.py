@@ -42,12 +42,12 @@ def follow(kind: str, plan: Plan, rank: int) -> dict[str, Any]:
     )
     theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     predicted = trace_peak(
-        programs[0], outputs="dtensor", coordinate=plan.mesh.coordinate(rank)
+        programs[0].stages[0], outputs="dtensor", coordinate=plan.mesh.coordinate(rank)
     ).peak_bytes
     return {
         "missing": sorted(theirs.keys() - together.keys()),
         "equal": all(torch.equal(together[name], x) for name, x in alone.items()),
         "gradients": max(error(together[name], x) for name, x in theirs.items()),
         "peaks": (predicted, measured(modules[0], batch)),
-        "collectives": [len(program.collectives) for program in programs],
+        "collectives": [len(program.stages[0].collectives) for program in programs],
     }

@@ -98,6 +98,40 @@ def run_parts(rank: int) -> dict[str, dict[str, str]]:
     return facts
 
 
+def run_weights(rank: int) -> dict[str, list[str]]:
+    """Per constraint, what six training steps raise of which rank 1 changes a parameter alone
+    before the third, the fourth, or none."""
+    facts: dict[str, list[str]] = {}
+    batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    for name, constraints in CONSTRAINTS.items():
+        facts[name] = []
+        for change in (2, 3, None):
+            torch.manual_seed(0)
+            pm = autopar.compile(
+                Net(),
+                autopar.Mesh({"gpu": 2}),
+                example_inputs=batch,
+                hardware="cpu-gloo",
+                constraints=constraints,
+            )
+            optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+            said = ""
+            for step in range(6):
+                if rank == 1 and step == change:
+                    parameter = next(pm.parameters())
+                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    local.data.mul_(1.5)
+                try:
+                    pm(batch) if name == "stages" else pm(batch).backward()
+                except RuntimeStateError as error:
+                    said = f"{step}: {error}"
+                    break
+                optimizer.step()
+                optimizer.zero_grad()
+            facts[name].append(said)
+    return facts
+
+
 class Dropping(Net):
     """The same, with a dropout before it."""
 

@@ -119,7 +119,7 @@ def norms(rank: int) -> dict[str, float]:
 def storage(rank: int) -> dict[str, Any]:
     """Parameters rest as `split` orders them, and join to the model's values."""
     parallel, plain = build(), Toy()
-    target = program()
+    (target,) = program().stages
     local, full, grads = [], [], []
     call(parallel)["loss"].backward()
     for tensor in target.parameters:
@@ -262,11 +262,16 @@ def memory(rank: int) -> dict[str, Any]:
                     for x, t in borders
                 ]
             predicted = trace_peak(
-                parallel.program, outputs=outputs, batch=mode, coordinate=mesh.coordinate(rank)
+                parallel.program.stages[0],
+                outputs=outputs,
+                batch=mode,
+                coordinate=mesh.coordinate(rank),
             )
             result[f"{outputs} {mode}"] = (predicted.peak_bytes, *measured(parallel, values))
             assert (
-                trace_peak(parallel.program, outputs=outputs, batch=mode, train=False).peak_bytes
+                trace_peak(
+                    parallel.program.stages[0], outputs=outputs, batch=mode, train=False
+                ).peak_bytes
                 < predicted.peak_bytes
             )
     return result
@@ -352,7 +357,9 @@ def strided(rank: int) -> dict[str, Any]:
             if not storable(shape, view, layout, (2, 2)):
                 result["refused"].append((view, str(layout)))
                 continue
-            tensor = replace(program().parameters[0], shape=shape, view=view, layout=layout)
+            tensor = replace(
+                program().stages[0].parameters[0], shape=shape, view=view, layout=layout
+            )
             stored = Storage.of(tensor, devices).distribute(full)
             result["count"] += 1
             if not (

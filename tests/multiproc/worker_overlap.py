@@ -46,7 +46,7 @@ def follow(kind: str, plan: Plan, rank: int, dtype: torch.dtype) -> dict[str, An
     }
     names = {name for name, p in theirs.items() if p.grad is not None}
     predicted = trace_peak(
-        program, outputs="dtensor", coordinate=plan.mesh.coordinate(rank)
+        program.stages[0], outputs="dtensor", coordinate=plan.mesh.coordinate(rank)
     ).peak_bytes
     return {
         "loss": abs(loss.item() - expected.item()) / expected.item(),
@@ -54,7 +54,7 @@ def follow(kind: str, plan: Plan, rank: int, dtype: torch.dtype) -> dict[str, An
         "missing": sorted(names - errors.keys()),
         "starts": sum(
             node.target is steps.start
-            for g in (program.forward, program.backward)
+            for g in (program.stages[0].forward, program.stages[0].backward)
             for node in g.graph.nodes
         ),
         "peaks": (predicted, measured(module, batch)),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from handwritten import program_of_stage
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,8 +17,8 @@ from autopar.core.mesh import Mesh
 from autopar.kernels import collectives as steps
 from autopar.kernels.bind import bind
 from autopar.program.abstract_executor import LiveBytes
-from autopar.program.interpreter import run_lockstep
-from autopar.program.program import Program, ProgramTensor
+from autopar.program.lockstep import run_lockstep
+from autopar.program.program import Program, ProgramTensor, StageProgram
 from autopar.runtime.device_mesh import device_mesh, groups_of
 
 MESH = Mesh({"data": 2, "tensor": 2})
@@ -68,7 +69,7 @@ def program_of(
     )
     graph.output((result,))
     border = ProgramTensor("x", (4, *SHAPE), (4, *SHAPE), dtype, Layout.parse("S(0) S(0)"))
-    return Program(
+    stage = StageProgram(
         MESH,
         fx.GraphModule(nn.Module(), graph),
         fx.GraphModule(nn.Module(), fx.Graph()),
@@ -78,11 +79,9 @@ def program_of(
         (),
         0,
         (),
-        None,
-        None,
-        {},
         (),
     )
+    return program_of_stage(stage)
 
 
 def in_lockstep(target: Callable[..., Any], arguments: tuple[Any, ...], x: Tensor) -> list[Tensor]:

@@ -8,16 +8,19 @@ frozen, `tied.weight` is another name of `first.weight`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture import Trace
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.kernels.collectives import all_gather, all_reduce, reduce_scatter
-from autopar.program.program import Program, ProgramTensor
+from autopar.program.program import Program, ProgramTensor, StageProgram
 
 BATCH, WIDTH, HIDDEN, FUSED = 8, 8, 16, 4
 aten = torch.ops.aten
@@ -159,6 +162,19 @@ def _tensor(
     return ProgramTensor(name, shape, view or shape, torch.float32, Layout.parse(layout), **facts)
 
 
+def program_of_stage(
+    stage: StageProgram,
+    *,
+    in_spec: Any = None,
+    out_spec: Any = None,
+    constants: Mapping[int, Any] = MappingProxyType({}),
+    plan_hash: str = "",
+) -> Program:
+    """A hand-written stage as a program, with a trace that has no graph."""
+    trace = Trace(fx.Graph(), (), (), (), (), {}, in_spec, out_spec, constants, {}, "")
+    return Program.of_one_stage(trace, stage, plan_hash)
+
+
 def program(
     data: int = 2, tensor: int = 2, *, drop: str = "", plan_hash: str = "handwritten"
 ) -> Program:
@@ -168,7 +184,7 @@ def program(
     example = batch()
     _, in_spec = pytree.tree_flatten(((example["x"],), {"target": example["target"]}))
     _, out_spec = pytree.tree_flatten({"loss": 0, "logits": 0, "note": 0})
-    return Program(
+    stage = StageProgram(
         mesh=Mesh({"data": data, "tensor": tensor}),
         forward=_forward(drop),
         backward=_backward(),
@@ -196,11 +212,10 @@ def program(
         ),
         num_saved=6,
         mutated=("mean",),
-        in_spec=in_spec,
-        out_spec=out_spec,
-        constants={2: "text"},
         collectives=(),
-        plan_hash=plan_hash,
+    )
+    return program_of_stage(
+        stage, in_spec=in_spec, out_spec=out_spec, constants={2: "text"}, plan_hash=plan_hash
     )
 
 

@@ -13,12 +13,12 @@ from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
 from autopar.program.abstract_executor import LiveBytes
 from autopar.program.executor import Executor
-from autopar.program.program import Program, ProgramTensor
+from autopar.program.program import ProgramTensor, StageProgram
 from autopar.request import Outputs
 
 
 def measured_peak(
-    program: Program,
+    program: StageProgram,
     batch: Mapping[str, Any],
     outputs: Outputs = "full",
     *,

@@ -22,15 +22,13 @@ from autopar.api.tracing import as_planned, staged_trace
 from autopar.capture import Trace
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.emit import emit, emit_staged
+from autopar.emit import emit
 from autopar.plans import Plan
-from autopar.program.program import Program, StagedProgram
+from autopar.program.program import Program, StageProgram
 from autopar.validation import Validation, op_law, time_placements, validate
 from autopar.verification import Verification, verify_program
 
 Call = tuple[nn.Module, dict[str, torch.Tensor]]
-Made = Program | StagedProgram
-
 _REMEMBERED = (op_law._judge, op_law._on_one_axis, op_law._trials, time_placements._place_results)
 
 
@@ -64,15 +62,13 @@ def returns(graph: fx.Graph, made: Sequence[fx.Node]) -> None:
     next(iter(reversed(graph.nodes))).args = (tuple(made),)
 
 
-def stage(program: Made, number: int = 0) -> Program:
+def stage(program: Program, number: int = 0) -> StageProgram:
     """The program of a stage."""
-    return program.stages[number] if isinstance(program, StagedProgram) else program
+    return program.stages[number]
 
 
-def with_stage(program: Made, number: int = 0, **changes: Any) -> Made:
+def with_stage(program: Program, number: int = 0, **changes: Any) -> Program:
     """A program with the program of one of its stages changed."""
-    if isinstance(program, Program):
-        return replace(program, **changes)
     stages = list(program.stages)
     stages[number] = replace(stages[number], **changes)
     return replace(program, stages=tuple(stages))
@@ -138,19 +134,16 @@ class Subject:
         model, batch = self.call
         return staged_trace(self.planned[1], model, self.planned[0], (), batch)
 
-    def emit(self) -> Made:
+    def emit(self) -> Program:
         """The program of the plan, as it is emitted now."""
-        plan = self.planned[1]
-        if plan.pipeline is None:
-            return emit(self.trace, plan)
         part, how, made = self.staged
-        return emit_staged(part, made, how, plan)
+        return emit(part, self.planned[1], how, made)
 
-    def validate(self, program: Made) -> Validation:
+    def validate(self, program: Program) -> Validation:
         """Validation of a program."""
         return validate(self.trace, self.planned[1], program)
 
-    def verify(self, program: Made, dtype: torch.dtype | None = torch.float64) -> Verification:
+    def verify(self, program: Program, dtype: torch.dtype | None = torch.float64) -> Verification:
         """The program against the plain model."""
         model, batch = self.call
         return verify_program(self.trace, program, model, (), batch, dtype=dtype)

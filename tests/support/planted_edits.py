@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from planted import Made, nodes, placeholders, results, returns, stage, with_stage
+from planted import nodes, placeholders, results, returns, stage, with_stage
 from torch import fx
 
-from autopar.program.program import Program
+from autopar.program.program import Program, StageProgram
 
-Edit = Callable[[Made], Made]
+Edit = Callable[[Program], Program]
 
 
-def _graph(program: Made, where: str, number: int = 0) -> fx.Graph:
+def _graph(program: Program, where: str, number: int = 0) -> fx.Graph:
     found: fx.Graph = getattr(stage(program, number), where).graph
     return found
 
@@ -24,7 +24,7 @@ def changed(name: str, where: str = "forward", at: int = 0, number: int = 0, **h
     a value may be a function of the node.
     """
 
-    def edit(program: Made) -> Made:
+    def edit(program: Program) -> Program:
         node = nodes(_graph(program, where, number), name)[at]
         for what, value in how.items():
             made = value(node) if callable(value) and what != "target" else value
@@ -44,7 +44,7 @@ def changed(name: str, where: str = "forward", at: int = 0, number: int = 0, **h
 def without(name: str, keyword: str, where: str = "forward", at: int = 0) -> Edit:
     """A node without one of its keywords."""
 
-    def edit(program: Made) -> Made:
+    def edit(program: Program) -> Program:
         node = nodes(_graph(program, where), name)[at]
         assert keyword in node.kwargs, f"{name} has no {keyword}"
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != keyword}
@@ -56,7 +56,7 @@ def without(name: str, keyword: str, where: str = "forward", at: int = 0) -> Edi
 def dropped(name: str, where: str = "forward", at: int = 0, number: int = 0) -> Edit:
     """What reads a node reads its first operand instead."""
 
-    def edit(program: Made) -> Made:
+    def edit(program: Program) -> Program:
         graph = _graph(program, where, number)
         node = nodes(graph, name)[at]
         node.replace_all_uses_with(node.args[0])
@@ -69,7 +69,7 @@ def dropped(name: str, where: str = "forward", at: int = 0, number: int = 0) -> 
 def repeated(name: str, where: str = "forward", at: int = 0) -> Edit:
     """A node once more, behind itself, on what it made."""
 
-    def edit(program: Made) -> Made:
+    def edit(program: Program) -> Program:
         graph = _graph(program, where)
         node = nodes(graph, name)[at]
         with graph.inserting_after(node):
@@ -87,7 +87,7 @@ def between(
 ) -> Edit:
     """Calls, one on what the other made, between a node and what reads it."""
 
-    def edit(program: Made) -> Made:
+    def edit(program: Program) -> Program:
         graph = _graph(program, where)
         node = last = nodes(graph, name)[at]
         own = set[fx.Node]()
@@ -105,7 +105,7 @@ def between(
 def exchanged(name: str, where: str, at: Sequence[int], argument: int = 0) -> Edit:
     """An argument of two nodes, one for the other's."""
 
-    def edit(program: Made) -> Made:
+    def edit(program: Program) -> Program:
         one, other = (nodes(_graph(program, where), name)[n] for n in at)
         first, second = one.args[argument], other.args[argument]
         one.update_arg(argument, second)
@@ -120,7 +120,7 @@ def returning(
 ) -> Edit:
     """A graph that returns its results otherwise."""
 
-    def edit(program: Made) -> Made:
+    def edit(program: Program) -> Program:
         graph = _graph(program, where, number)
         returns(graph, order(results(graph)))
         return program
@@ -148,7 +148,7 @@ def reading(name: str, where: str, argument: int, of: int, at: int = 0) -> Edit:
 def saying(number: int = 0, **changes: Any) -> Edit:
     """A program that says something else of itself; a change may be a function of the program."""
 
-    def edit(program: Made) -> Made:
+    def edit(program: Program) -> Program:
         own = stage(program, number)
         made = {k: v(own) if callable(v) else v for k, v in changes.items()}
         return with_stage(program, number, **made)
@@ -159,7 +159,7 @@ def saying(number: int = 0, **changes: Any) -> Edit:
 def tensor(kind: str, at: int = 0, **changes: Any) -> dict[str, Any]:
     """For `saying`: one tensor at the border, changed."""
 
-    def change(program: Program) -> Any:
+    def change(program: StageProgram) -> Any:
         tensors = list(getattr(program, kind))
         tensors[at] = replace(tensors[at], **changes)
         return tuple(tensors)
@@ -171,8 +171,7 @@ def microbatched(**changes: Any) -> Edit:
     """A program that works through its batch otherwise; a change may be a function of
     `Microbatches`."""
 
-    def edit(program: Made) -> Made:
-        assert not isinstance(program, Program), "it has microbatches"
+    def edit(program: Program) -> Program:
         made = {k: v(program.microbatches) if callable(v) else v for k, v in changes.items()}
         return replace(program, microbatches=replace(program.microbatches, **made))
 

@@ -25,8 +25,8 @@ from autopar.core.collective import Collective, collective_time
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout
 from autopar.core.terminal import check_writable, parse_size
-from autopar.emit import emit
-from autopar.planner.transfer_plan import on_axes
+from autopar.emit import emit_stage
+from autopar.planner.transfer_plan import stages_on
 from tests.support.made_plan import made_staged_plan
 from tests.support.mlp import Mlp
 from tests.support.remedy_programs import Called, Program, planned
@@ -177,12 +177,14 @@ def _wider(size: int) -> Callable[[], object]:
 
 PROGRAMS: dict[str, Program] = {
     "errors.py ChangedPlanError.__init__ 0": Program(
-        lambda: emit(traced(), _by_hand(data())), "plan again", lambda: emit(traced(), data())
+        lambda: emit_stage(traced(), _by_hand(data())),
+        "plan again",
+        lambda: emit_stage(traced(), data()),
     ),
     "emit/context.py PlanIndex.check 0": Program(
-        lambda: emit(capture(Mlp(4, 8, 3), (), BATCH), data()),
+        lambda: emit_stage(capture(Mlp(4, 8, 3), (), BATCH), data()),
         "plan again for this model",
-        lambda: emit(traced(), data()),
+        lambda: emit_stage(traced(), data()),
     ),
     "api/plan_options.py check_fits 0": Program(
         lambda: autopar.compile(nn.Linear(4, 4), 1, plan=made(1), example_inputs=(X,)),
@@ -245,14 +247,14 @@ PROGRAMS: dict[str, Program] = {
         _asked(made, hardware="h100-sxm"),
     ),
     "planner/transfer_plan.py _check 0": Program(
-        lambda: on_axes(data(), Mesh({"rows": 2})),
+        lambda: stages_on(data(), Mesh({"rows": 2})),
         "name the axes as in the plan, data",
-        lambda: on_axes(data(), Mesh({"data": 4})),
+        lambda: stages_on(data(), Mesh({"data": 4})),
     ),
     "planner/transfer_plan.py _check 1": Program(
-        lambda: on_axes(made_staged_plan(), Mesh({"stage": 2, "data": 2})),
+        lambda: stages_on(made_staged_plan(), Mesh({"stage": 2, "data": 2})),
         "a mesh with stage=4, whatever its other axes are",
-        lambda: on_axes(made_staged_plan(), Mesh({"stage": 4, "data": 2})),
+        lambda: stages_on(made_staged_plan(), Mesh({"stage": 4, "data": 2})),
     ),
     "planner/transfer_plan.py _check_inputs 0": Program(
         _wider(2**17), "ask about smaller axes", _wider(4)

@@ -16,7 +16,7 @@ from autopar import Mesh, Plan
 from autopar.api.tracing import staged_trace
 from autopar.capture import capture
 from autopar.core.hardware import HardwareProfile
-from autopar.emit import emit, emit_staged
+from autopar.emit import emit
 from autopar.planner import PlanOptions, make_plan
 from autopar.validation import validate
 from autopar.validation.microbatch_graphs import validate_microbatches
@@ -92,13 +92,14 @@ def _validated(change: Callable[[Any], Any]) -> Callable[[], object]:
 
 def _wrong_node(program: Any) -> None:
     """A node of the forward graph makes twice what it made."""
-    graph = program.forward.graph
+    forward = program.stages[0].forward
+    graph = forward.graph
     node = next(n for n in graph.nodes if "tanh" in str(n.target))
     with graph.inserting_after(node):
         wrong = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
     node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
     wrong.meta = dict(node.meta)
-    program.forward.recompile()
+    forward.recompile()
 
 
 def _in_microbatches(wrong: bool) -> Callable[[], object]:
@@ -109,7 +110,7 @@ def _in_microbatches(wrong: bool) -> Callable[[], object]:
         plan = autopar.plan(model, 2, example_inputs=(_X,), hardware="cpu-gloo", num_microbatches=2)
         trace = capture(model, (_X,))
         part, how, made = staged_trace(plan, model, trace, (_X,), {})
-        program = emit_staged(part, made, how, plan)
+        program = emit(part, plan, how, made)
         counted = replace(program.microbatches, inputs={}) if wrong else program.microbatches
         return validate_microbatches(trace, program.trace, counted)
 
@@ -187,7 +188,9 @@ def _explained(change: Callable[[Any], None] = lambda data: None) -> Callable[[]
 
 PROGRAMS: dict[str, Program] = {
     "validation/states.py invalid 0": Program(
-        _validated(lambda program: replace(program, mutated=("x",))),
+        _validated(
+            lambda program: replace(program, stages=(replace(program.stages[0], mutated=("x",)),))
+        ),
         "validate it as `emit` makes it of the plan",
         _validated(lambda program: program),
     ),

@@ -20,6 +20,7 @@ import autopar
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.errors import RankError
+from autopar.program.program import ProgramTensor
 from autopar.runtime import device_mesh, rank_agreement, rank_comm, rank_consistency
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.rank_agreement import Agreement
@@ -91,6 +92,13 @@ def _alike(change: Change, work: Callable[[DeviceMesh], object], says: str) -> P
 
 def _other(fact: list[Any]) -> list[Any]:
     return [None, *fact[1:]]
+
+
+def _compare_weights(devices: DeviceMesh) -> None:
+    tensor = ProgramTensor("w", (4, 4), (4, 4), X.dtype, Layout.parse("R"))
+    weights = rank_consistency.CopiedWeights()
+    for _ in range(2):
+        weights.check([(tensor, torch.ones(4, 4))], devices)
 
 
 def _built(first: Change) -> Callable[[], object]:
@@ -282,7 +290,7 @@ MESHES: dict[str, Program] = {
             lambda devices: device_mesh.agree("a plan", "plan", devices),
         ),
     ),
-    "runtime/staged_module.py StagedModule.__init__ 0": Program(
+    "runtime/module.py ParallelModule.__init__ 0": Program(
         lambda: compiled(batch="local", num_microbatches=2),
         'pass batch="global"',
         lambda: compiled(batch="global", num_microbatches=2),
@@ -318,6 +326,11 @@ ALIKE: dict[str, Program] = {
         _other,
         lambda devices: rank_consistency.check_parts(["x"], [X], [Layout.parse("R")], devices),
         "pass these ranks the same tensors",
+    ),
+    "runtime/rank_consistency.py CopiedWeights.check 0": _alike(
+        lambda norms: {name: (part, 1.5 * norm) for name, (part, norm) in norms.items()},
+        _compare_weights,
+        "on all ranks",
     ),
     "runtime/rank_consistency.py check_random_state 0": _alike(
         lambda state: state + 1,

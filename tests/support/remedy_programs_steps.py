@@ -84,6 +84,12 @@ def _toy(
     return program
 
 
+def _split_otherwise(program: Any) -> tuple[Any, ...]:
+    """The inputs, of which the second is not split as the first is."""
+    first, second = program.inputs
+    return first, replace(second, layout=Layout.parse("R R"))
+
+
 def _called(
     change: Callable[[dict[str, Tensor]], Any] = lambda values: values,
 ) -> Callable[[], object]:
@@ -389,8 +395,7 @@ PROGRAMS: dict[str, Program] = {
         _toy(
             lambda module: module.sampler(range(8)),
             like=lambda program: replace(
-                program,
-                inputs=(program.inputs[0], replace(program.inputs[1], layout=Layout.parse("R R"))),
+                program, stages=(replace(program.stages[0], inputs=_split_otherwise(program)),)
             ),
             batch="local",
         ),

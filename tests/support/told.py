@@ -14,7 +14,8 @@ from rich.text import Text
 from torch import nn
 
 from autopar.breakdown import CROSSING, ModulePart, breakdown, peak_kinds, rank_memory, step_parts
-from autopar.explanation import Diff, Explanation, StagedExplanation, diff, explain
+from autopar.explanation import Diff, Explanation, diff, explain
+from autopar.explanation.module_tables import StageExplanation
 from autopar.explanation.summary import Readable
 from autopar.plans import Plan
 from autopar.report import report
@@ -44,7 +45,7 @@ def faults_of(plan: Plan, model: nn.Module | None, folder: Path) -> list[str]:
         *(f for part in _narrowed(found) for f in _of_module(plan, part)),
         *(f for part in found.parts for f in _unknown(part, names)),
         *([] if str(explain(again)) == str(found) else ["the file does not say all that is told"]),
-        *(f for each in _explanations(found) for f in _shares(each)),
+        *(f for section in found.sections for f in _shares(section.explanation)),
         *(f for line in found.summary() for f in _raw(line)),
         *_of_page(plan, folder),
     ]
@@ -64,8 +65,7 @@ def differences_of(first: Plan, second: Plan) -> list[str]:
 
 def _sums(plan: Plan) -> Iterator[str]:
     """Parts add up to what is predicted, in every stage and as a whole."""
-    stages = plan.pipeline.stages if plan.pipeline else (plan,)
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(plan.stages):
         yield from (f"stage {number}: {wrong}" for wrong in _sums_of_stage(stage))
     parts, step_s = step_parts(plan), plan.prediction.simulated_s
     if not _close(parts.total_s, step_s, step_s):
@@ -102,9 +102,9 @@ def _peak(peak: int, kinds: dict[str, int]) -> Iterator[str]:
         yield f"{kinds} are no peak of {peak} bytes"
 
 
-def _shares(found: Explanation) -> Iterator[str]:
+def _shares(found: StageExplanation) -> Iterator[str]:
     """Kinds of parallelism have all of the work."""
-    table = next(t for t in _tables(found) if t.title == "Parallelism")
+    table = next(t for t in _stage_tables(found) if t.title == "Parallelism")
     shares = [float(str(cell).rstrip(" %")) for cell in table.columns[1].cells]
     if abs(sum(shares) - 100.0) > 0.05 * len(shares) + 0.05:
         yield f"shares of the work are {shares}"
@@ -120,7 +120,7 @@ def _accounts(found: Diff) -> Iterator[str]:
             if not _close(told_s, plan.prediction.step_s, told_s):
                 yield f"{told_s} s are told of a step of {plan.prediction.step_s} s"
         return
-    before, after = ([s.prediction for s in _stages(plan)] for plan in plans)
+    before, after = ([s.prediction for s in plan.stages] for plan in plans)
     longest_s = max(p.step_s for p in (*before, *after))
     for name in ("compute_s", "communication_s"):
         told_s = sum(getattr(c, name) for c in found.changes)
@@ -132,10 +132,6 @@ def _accounts(found: Diff) -> Iterator[str]:
     due -= sum(p.memory_bytes["activations"] for p in before)
     if told != due:
         yield f"modules differ by {told} bytes kept, and the plans by {due}"
-
-
-def _stages(plan: Plan) -> tuple[Plan, ...]:
-    return plan.pipeline.stages if plan.pipeline else (plan,)
 
 
 def _close(one: float, other: float, whole: float) -> bool:
@@ -167,13 +163,11 @@ def _tables(found: Readable) -> Iterator[Table]:
     yield from (each for each in found.renderables() if isinstance(each, Table))
 
 
-def _explanations(found: Explanation | StagedExplanation) -> list[Explanation]:
-    if isinstance(found, Explanation):
-        return [found]
-    return [section.explanation for section in found.sections]
+def _stage_tables(stage: StageExplanation) -> list[Table]:
+    return [each for each in stage.tables() if isinstance(each, Table)]
 
 
-def _narrowed(found: Explanation | StagedExplanation) -> Iterable[ModulePart]:
+def _narrowed(found: Explanation) -> Iterable[ModulePart]:
     """One part of every kind of what is told of it, since each takes as long as the whole."""
     kinds = {
         (bool(p.weights), bool(p.transfers), p.main_op, p.module in CROSSING): p

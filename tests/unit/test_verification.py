@@ -23,8 +23,8 @@ from autopar.errors import VerificationError
 from autopar.kernels import collectives as steps
 from autopar.kernels.packing import into_bucket
 from autopar.planner import Planned, PlanOptions, make_plan
-from autopar.program.interpreter import run_lockstep
-from autopar.program.program import Program
+from autopar.program.lockstep import run_lockstep
+from autopar.program.program import Program, StageProgram
 from autopar.verification import Verification, relative_error, verify_program
 from autopar.verification import case as own_eps
 from autopar.verification.check import _exact_on_a_gpu
@@ -55,7 +55,7 @@ def built(kind: str, constraints: Any = (), **settings: Any) -> Built:
 def changed(case: Built, phase: str, change: Callable[[fx.Graph], None]) -> Program:
     """The case's program, emitted anew, with its forward or backward graph changed."""
     program = emit(case[2], case[3].plan)
-    module = getattr(program, phase)
+    module = getattr(program.stages[0], phase)
     change(module.graph)
     module.recompile()
     return program
@@ -84,7 +84,7 @@ def test_an_equal_program_passes_and_the_report_names_its_worst_tensor(gpt2: Bui
     assert found.ok
     assert (
         found.num_collectives
-        == sum(c.kind != "slice" for _, _, c in planned.program.collectives)
+        == sum(c.kind != "slice" for _, _, c in planned.program.stages[0].collectives)
         > 40
     )
     assert set(found.gradients) == {name for name, _ in model.named_parameters()}
@@ -136,7 +136,7 @@ def test_bfloat16_weights_and_integer_inputs_are_compared_in_float64() -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_an_all_reduce_that_does_nothing_is_named(gpt2: Built, phase: str) -> None:
-    nodes = collectives(getattr(gpt2[3].program, phase).graph, steps.all_reduce)
+    nodes = collectives(getattr(gpt2[3].stage_program(), phase).graph, steps.all_reduce)
     assert nodes
     for index in range(0, len(nodes), 4):
         program = changed(
@@ -582,12 +582,12 @@ def test_where_gradients_should_all_be_zero_one_that_is_not_is_found(
 ) -> None:
     model = Blind(way)
     batch, trace, made = planned_blind(model)
-    change_first_gradient(made.program, torch.ops.aten.add.Tensor, share)
+    change_first_gradient(made.program.stages[0], torch.ops.aten.add.Tensor, share)
     with pytest.raises(VerificationError):
         verify_program(trace, made.program, model, batch, {})
 
 
-def change_first_gradient(program: Program, op: Any, number: float) -> None:
+def change_first_gradient(program: StageProgram, op: Any, number: float) -> None:
     output = next(iter(reversed(program.backward.graph.nodes)))
     first, *others = output.args[0]
     with program.backward.graph.inserting_before(output):
@@ -602,6 +602,6 @@ def test_true_gradients_however_small_are_not_taken_for_zeros(factor: float) -> 
     model.way = lambda z: z.square().sum()
     batch, trace, made = planned_blind(model)
     assert verify_program(trace, made.program, model, batch, {}).ok
-    change_first_gradient(made.program, torch.ops.aten.mul.Tensor, 1.001)
+    change_first_gradient(made.program.stages[0], torch.ops.aten.mul.Tensor, 1.001)
     with pytest.raises(VerificationError):
         verify_program(trace, made.program, model, batch, {})

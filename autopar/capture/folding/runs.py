@@ -160,7 +160,23 @@ def _describe_value(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
                 describe(value.__defaults__),
                 describe(tuple(contents(value))),
             )
-    return type(value), id(value)
+    return (type(value), "stateless") if _is_stateless(value) else (type(value), id(value))
+
+
+class _Plain:
+    """An object without slots."""
+
+
+def _is_stateless(value: Any) -> bool:
+    """Whether an object of a Python class has neither attributes nor slots: then all objects of its
+    class behave alike, such as the processors of diffusers' attention."""
+    kind = type(value)
+    has_slots = any("__slots__" in vars(each) for each in kind.__mro__)
+    return (
+        kind.__basicsize__ == _Plain.__basicsize__
+        and not has_slots
+        and getattr(value, "__dict__", None) == {}
+    )
 
 
 def contents(function: types.FunctionType) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from autopar.constraints import Pipelined
 from autopar.core.layout_graph import local_bytes
 from autopar.core.schedules import GPIPE, INTERLEAVED
 from autopar.cost.priced import OPTIMIZERS
-from autopar.emit import emit_staged
+from autopar.emit import emit
 from autopar.errors import InfeasibleError, size_text
 from autopar.planner.candidates import PlanDraft
 from autopar.planner.clock import Clock
@@ -370,7 +370,7 @@ def join_stages(
         pipeline,
     )
     with clock.phase("emit"):
-        program = emit_staged(asked.part, made, asked.how, plan)
+        program = emit(asked.part, plan, asked.how, made)
 
     def closer(factor: float) -> float:
         """Search for a bound that is `factor` times as high; return what is proven, in seconds."""

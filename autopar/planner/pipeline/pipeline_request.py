@@ -55,7 +55,7 @@ class PipelineRequest:
     @property
     def stage_mesh(self) -> Mesh:
         """The mesh that a stage runs on."""
-        return self.mesh.without(self.axis) if self.axis else self.mesh
+        return self.mesh.without(self.axis)
 
     @property
     def num_stages(self) -> int:

@@ -19,7 +19,7 @@ from torch import fx
 from autopar.core.problem import Problem
 from autopar.core.solution import FractionalGroups, Multipliers, Solution
 from autopar.program.peak_memory import NodePeak, PeakMemory
-from autopar.program.program import Program, ProgramTensor
+from autopar.program.program import ProgramTensor, StageProgram
 from autopar.program.stage_memory import SIMULATED, ChunkMemory, StagePeak
 from autopar.solve import evaluate_choices, fits
 from autopar.solve.memory_rows import budget_rows
@@ -56,7 +56,9 @@ class Alike:
         default_factory=dict
     )  # and with how many in flight
     _memories: dict[Form, ChunkMemory] = field(default_factory=dict)
-    _rehearsed: deque[tuple[Program, Held]] = field(default_factory=lambda: deque(maxlen=_LAST))
+    _rehearsed: deque[tuple[StageProgram, Held]] = field(
+        default_factory=lambda: deque(maxlen=_LAST)
+    )
 
     def known(self, problem: Problem, effort: Effort) -> Solution | FractionalGroups | None:
         """Look up the answer to a problem that is alike: choices that fit here and whose bound
@@ -99,7 +101,7 @@ class Alike:
         elif not choices.stats.get("timed_out"):
             self._answers.append((problem, _nameless(problem), effort, choices))
 
-    def measure_once(self, program: Program, measure: Callable[[], Held]) -> Held:
+    def measure_once(self, program: StageProgram, measure: Callable[[], Held]) -> Held:
         """Return the memory of a program: remembered if it is one of the last, else measured."""
         for other, found in self._rehearsed:
             if other is program:
@@ -108,7 +110,7 @@ class Alike:
         return self._rehearsed[-1][1]
 
     def peak(
-        self, program: Program, num_in_flight: int, measure: Callable[[], StagePeak]
+        self, program: StageProgram, num_in_flight: int, measure: Callable[[], StagePeak]
     ) -> StagePeak:
         """Return the peak of a stage under one schedule, measured if no program was alike.
 
@@ -126,7 +128,7 @@ class Alike:
             peak.peak_bytes + (num_in_flight - before) * peak.held_bytes, peak.held_bytes
         )
 
-    def memory(self, program: Program, measure: Callable[[], ChunkMemory]) -> ChunkMemory:
+    def memory(self, program: StageProgram, measure: Callable[[], ChunkMemory]) -> ChunkMemory:
         """Return the memory of a stage on a rank that holds several, measured if no program was
         alike."""
         form = form_of(program)
@@ -177,7 +179,7 @@ def _rename_rows(choices: Solution, other: Problem, problem: Problem) -> Solutio
     return replace(choices, multipliers=renamed(proven))
 
 
-def form_of(program: Program) -> Form:
+def form_of(program: StageProgram) -> Form:
     """Make a key of everything in a program but its names."""
     tensors = (program.parameters, program.buffers, program.inputs, program.outputs, program.sums)
     modules = (program.forward, program.backward, program.begin, program.end)

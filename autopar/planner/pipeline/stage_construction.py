@@ -352,7 +352,7 @@ class StagedSearch:
         asked = self.asked
         positions = [whole.points[index - 1].position for index in cuts]
         with self.clock.phase("cut"):
-            made = cut_trace(asked.part, positions) if positions else Cut((asked.part,), (), {})
+            made = cut_trace(asked.part, positions)
         layouts = crossing_layouts(whole, asked.part, made)
         self.sharing = self._new_sharing()
         found = self._all_stages(made, layouts)
@@ -434,7 +434,7 @@ class StagedSearch:
         emitter = Emitter(
             stage, asked.stage_mesh, asked.options, self.clock, mark, {}, budget, peaks
         )
-        search = PlannerLoop(emitter, price_groups)
+        search = PlannerLoop(emitter, price_groups, limit_s=self._stage_limit_s)
         try:
             found = search.find_lightest() if self.is_light else search.find_best()
             if found is None:
@@ -442,6 +442,17 @@ class StagedSearch:
             return finish_search(found, self.clock, asked.options)
         except InfeasibleError as error:
             raise self.sharing.refusal(number, error) from error
+        except TooSlow as error:
+            raise TooSlow(_least_s(asked, error.args[0]) + asked.handing_s) from error
+
+    @property
+    def _stage_limit_s(self) -> float:
+        """Seconds that a microbatch of one stage has to take less than. Several stages have no
+        limit of their own: other cuts may make a slow stage faster."""
+        asked = self.asked
+        if asked.num_stages > 1:
+            return math.inf
+        return (self.limit_s - asked.handing_s) / _least_s(asked, 1.0)
 
     def _new_sharing(self) -> Sharing:
         asked = self.asked
@@ -563,7 +574,7 @@ def staged_search(
     options = options.of_a_trace()
     if wish.axis:
         check(wish, mesh)
-    left = mesh.without(wish.axis) if wish.axis else mesh
+    left = mesh.without(wish.axis or "")
     for constraint in options.constraints:  # all but the pipeline speak of what a stage runs on
         if not isinstance(constraint, Pipelined):
             check(constraint, left)

@@ -148,12 +148,12 @@ class ContextWalk(Propagation):
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
         operands = self._gathered_operands(node, option)
-        gathered = {self._shape(ref): self.labels[ref] for ref in operands}
+        gathered = {self.graph.shape_of(ref): self.labels[ref] for ref in operands}
         super()._take(node, option)
         for i, placement in enumerate(option.outputs):
             if (
                 isinstance(placement, Partial)
-                and (like := gathered.get(self._shape((node.name, i)))) is not None
+                and (like := gathered.get(self.graph.shape_of((node.name, i)))) is not None
             ):
                 self.labels[node.name, i] = like
                 self.found.apart.update(
@@ -179,13 +179,7 @@ class ContextWalk(Propagation):
 
     def _gathered_elements(self, node: fx.Node, option: AxisOption) -> tuple[int, int]:
         gathered = self._gathered_operands(node, option)
-        return sum(math.prod(self._shape(ref)) for ref in gathered), len(gathered)
-
-    def _shape(self, ref: Ref) -> tuple[int, ...]:
-        """Shape of a tensor; () for a result that is None."""
-        value = self.graph.trace.node(ref[0]).meta["val"]
-        value = value[ref[1]] if isinstance(value, tuple | list) else value
-        return () if value is None else tuple(value.shape)
+        return sum(math.prod(self.graph.shape_of(ref)) for ref in gathered), len(gathered)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -240,14 +234,17 @@ class SampleWalk(ContextWalk):
         return option
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
-        lay = {self._shape(ref): self.labels[ref] for ref in self._gathered_operands(node, option)}
+        lay = {
+            self.graph.shape_of(ref): self.labels[ref]
+            for ref in self._gathered_operands(node, option)
+        }
         super()._take(node, option)
         if any(isinstance(placement, Shard) for placement in option.outputs):
             return
         for i, placement in enumerate(option.outputs):
             if (
                 placement == REPLICATE
-                and (like := lay.get(self._shape((node.name, i)))) is not None
+                and (like := lay.get(self.graph.shape_of((node.name, i)))) is not None
             ):
                 self.labels[node.name, i] = like
                 self.found.apart.update(

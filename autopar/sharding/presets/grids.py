@@ -160,7 +160,7 @@ class _Side(Propagation):
             elif len(option.outputs) == 1:
                 shape = self.graph.calls[node.name].outputs[i].shape
                 self.labels[ref] = next(
-                    (self.labels[r] for r in moved if self._shape(r) == shape), placement
+                    (self.labels[r] for r in moved if self.graph.shape_of(r) == shape), placement
                 )
 
     def _is_possible(self, node: fx.Node, option: AxisOption) -> bool:
@@ -241,13 +241,9 @@ class _Side(Propagation):
             return None
         for ref in self.graph.reads[node.name]:
             for x in reversed(self.multiplied.get(ref, ())):
-                if self._shape(x) == self._shape((node.name, 0)):
+                if self.graph.shape_of(x) == self.graph.shape_of((node.name, 0)):
                     return self._state(x)
         return None
-
-    def _shape(self, ref: Ref) -> tuple[int, ...]:
-        value = self.graph.trace.node(ref[0]).meta["val"]
-        return tuple((value[ref[1]] if isinstance(value, tuple | list) else value).shape)
 
     def _by_product(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
         """Options of a forward product with a weight: by rows or by columns."""

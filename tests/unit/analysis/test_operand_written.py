@@ -16,10 +16,10 @@ import autopar
 from autopar.analysis.gradients import has_own_memory, operand_written
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.emit import phase as emit_in_place
 from autopar.program.peak_memory import node_peaks, trace_peak
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 
 aten = torch.ops.aten
 ROWS, WIDTH = 6, 32
@@ -152,9 +152,9 @@ def test_it_is_there_once_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -
     program = made.stage_program()
     assert [n for n in program.backward.graph.nodes if n.target is aten.gelu_backward.grad_input]
     monkeypatch.setattr(emit_in_place, "operand_written", lambda _: None)
-    other = emit(trace, made.plan)
+    other = emit_stage(trace, made.plan)
 
-    def peak(of: Program) -> int:
+    def peak(of: StageProgram) -> int:
         (found,) = (p.peak_bytes for p in node_peaks(of) if "gelu_backward" in str(p.node.target))
         return found
 

@@ -25,7 +25,9 @@ from autopar.errors import ConstraintError, CoupledError, InfeasibleError
 from autopar.planner import PlanOptions, TooSlow
 
 ALONE_S = 1.0  # what is found without stages
-TRACE: Any = SimpleNamespace(loss=0, given_back=(), outputs=(0, 1), graph=fx.Graph())
+TRACE: Any = SimpleNamespace(
+    loss=0, given_back=(), outputs=(0, 1), graph=fx.Graph(), parameters=(), inputs=()
+)
 Bounds = Mapping[tuple[str, int], float]
 Staged = Callable[[Chooser, Pipelined, int, float], Any]
 
@@ -94,7 +96,8 @@ def search(
 
     monkeypatch.setattr(Chooser, "_bound_s", bound_s)
     monkeypatch.setattr(Chooser, "_least_batch_s", lambda self, axis: batch_s)
-    monkeypatch.setattr(Chooser, "_most_chunks", lambda self, wish, num: 1)
+    monkeypatch.setattr(pipeline_search, "most_parts", lambda trace: 64)
+    monkeypatch.setattr(Chooser, "_most_chunks", lambda self, wish, num, num_parts: 1)
     chosen = PlanOptions(**{"outputs": "loss", **options})
     profile, batch = HardwareProfile.load(device), {"x": torch.zeros(samples, 2)}
     chooser = Chooser(torch.nn.Identity(), TRACE, (), batch, mesh, profile, chosen)
@@ -234,7 +237,8 @@ def test_a_bound_holds_for_more_microbatches_too(
     monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
     """With two stages, 4 microbatches take 5/4 of what stages compute, and 8 take 9/8: a bound
-    of 1.2 s of 4 means at least 1.08 s of 8. Of 2 microbatches it says nothing."""
+    of 1.2 s of 4 means at least 1.08 s of 8. Of 2 larger microbatches, three of which run one
+    after another and not five, it says at least 0.72 s."""
     seen: list[int] = []
 
     def too_slow(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
@@ -247,6 +251,26 @@ def test_a_bound_holds_for_more_microbatches_too(
     assert "8 microbatches in stages along a (at least 1.08 s)" in told[0]
 
 
+@pytest.mark.parametrize("tokens", [8, 24])
+def test_a_bound_holds_for_fewer_microbatches_that_are_split_over_the_same_devices(
+    tokens: int, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    """Stages have 3 devices, and an eighth of 24 tokens can be split over them, but not of 8
+    tokens, of which a quarter is 2 and a half is 4, which is enough for an uneven split."""
+    seen: list[int] = []
+
+    def too_slow(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
+        seen.append(num)
+        raise TooSlow(10.0)
+
+    graph = fx.Graph()
+    graph.placeholder("x").meta["val"] = torch.empty(tokens, device="meta")
+    monkeypatch.setattr(TRACE, "graph", graph)
+    bounds = {("a", 8): 0.1, ("a", 4): 0.2, ("a", 2): 0.3, ("b", 4): 2.0, ("b", 8): 2.0}
+    search(monkeypatch, too_slow, bounds=bounds, mesh=Mesh({"a": 2, "b": 3}), samples=8)
+    assert seen == {8: [8, 2], 24: [8]}[tokens]
+
+
 @pytest.mark.parametrize("batch_s", [1.5, 2.1])
 def test_a_bound_of_the_batch_on_the_mesh_of_a_stage_holds_for_all_numbers(
     batch_s: float, monkeypatch: pytest.MonkeyPatch, told: list[str]
@@ -257,7 +281,7 @@ def test_a_bound_of_the_batch_on_the_mesh_of_a_stage_holds_for_all_numbers(
 
     def too_slow(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
         seen.append(num)
-        raise TooSlow(10.0)
+        raise TooSlow(1.2)
 
     search(monkeypatch, too_slow, batch_s=batch_s, samples=8, effort="thorough")
     assert seen == {1.5: [8, 4], 2.1: []}[batch_s]
@@ -472,7 +496,7 @@ def test_the_numbers_of_a_batch_are_one_and_those_that_fill_the_stages() -> None
 
 def test_an_alternative_needs_less_work_than_a_search_on_the_whole_mesh_and_a_capture() -> None:
     def work(mesh: Mesh) -> float:
-        each = Alternative(mesh, "a", 2, 0.75, 0.0, lambda: 0.0, lambda _: made(1.0))
+        each = Alternative(mesh, "a", 2, 0.75, 0.0, frozenset(), lambda: 0.0, lambda _: made(1.0))
         assert each.bound_work < each.search_work
         return each.search_work
 

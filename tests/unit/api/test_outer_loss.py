@@ -141,7 +141,7 @@ def test_a_module_with_a_loss_is_evaluated_without_labels() -> None:
         and alone.plan.options["inference"]
         and alone.plan.options["outputs"] == "full"
     )
-    assert alone.program.num_saved == 0
+    assert alone.program.stages[0].num_saved == 0
 
 
 def test_a_module_with_a_loss_is_trained_with_another_outside() -> None:

@@ -21,7 +21,7 @@ from autopar.constraints import layout, megatron, pipeline
 from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError, InfeasibleError, MeshError
 from autopar.planner import Planned, TooSlow
-from autopar.program.program import StagedProgram
+from autopar.program.program import Program
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_further_shapes_are_tried_where_the_others_have_no_plan_and_not_for_want
 def made(mesh: Mesh, step_s: float) -> Planned:
     whole = made_plan()
     plan = replace(whole, mesh=mesh, prediction=replace(whole.prediction, step_s=step_s))
-    return Planned(plan, StagedProgram(mesh, "", None, (), None, "1f1b", {}), {})  # type: ignore[arg-type]
+    return Planned(plan, Program(mesh, "", None, (), None, "1f1b", {}), {})  # type: ignore[arg-type]
 
 
 def test_the_plan_of_a_count_is_the_fastest_of_its_shapes_and_right() -> None:

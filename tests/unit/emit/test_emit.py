@@ -16,7 +16,7 @@ from torch import fx
 from autopar.capture import Trace, capture
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.emit import emit
+from autopar.emit import emit, emit_stage
 from autopar.errors import EmissionError, PlanError
 from autopar.kernels import collectives as steps
 from autopar.planner import Planned, PlanOptions, make_plan
@@ -38,10 +38,23 @@ def test_the_predicted_peak_is_that_of_the_emitted_program_and_within_the_budget
     planned: tuple[Trace, Planned],
 ) -> None:
     _, made = planned
-    assert made.program.collectives
+    assert made.program.stages[0].collectives
     optimizer = made.plan.prediction.memory_bytes["optimizer"]
-    peak = trace_peak(made.program, outputs="dtensor").peak_bytes + optimizer
+    peak = trace_peak(made.program.stages[0], outputs="dtensor").peak_bytes + optimizer
     assert made.plan.prediction.peak_bytes == peak <= made.plan.options["memory_bytes"]
+
+
+def test_a_plan_without_stages_is_emitted_into_a_program_of_one_stage_and_one_microbatch(
+    planned: tuple[Trace, Planned],
+) -> None:
+    trace, made = planned
+    program = made.program
+    (stage,) = program.stages
+    assert program.is_single and program.axis == "" and program.microbatches.num == 1
+    assert program.mesh == stage.mesh == MESH and program.trace is trace
+    assert (program.inputs, program.outputs) == (stage.inputs, stage.outputs)
+    assert {kind for kind, _ in program.microbatches.outputs.values()} == {"whole"}
+    assert program.microbatches.weight == 1.0 and not program.shared
 
 
 def test_emission_from_the_saved_plan_gives_the_same_program(
@@ -49,14 +62,15 @@ def test_emission_from_the_saved_plan_gives_the_same_program(
 ) -> None:
     trace, made = planned
     made.plan.save(tmp_path / "plan.json")
-    again = emit(trace, Plan.load(tmp_path / "plan.json"))
+    program = emit(trace, Plan.load(tmp_path / "plan.json"))
+    (again,) = program.stages
     for ours, theirs in (
-        (made.program.forward, again.forward),
-        (made.program.backward, again.backward),
+        (made.program.stages[0].forward, again.forward),
+        (made.program.stages[0].backward, again.backward),
     ):
         assert str(ours.graph) == str(theirs.graph)
-    assert again.collectives == made.program.collectives
-    assert again.plan_hash == made.program.plan_hash == made.plan.hash
+    assert again.collectives == made.program.stages[0].collectives
+    assert program.plan_hash == made.program.plan_hash == made.plan.hash
     assert emit(trace, made.plan, named=False).plan_hash == ""
 
 
@@ -64,13 +78,15 @@ def test_forward_ends_with_saved_values_and_backward_begins_with_them(
     planned: tuple[Trace, Planned],
 ) -> None:
     _, made = planned
-    placeholders = [n for n in made.program.backward.graph.nodes if n.op == "placeholder"]
-    assert len(placeholders) == made.program.num_saved + 1
-    results = next(iter(reversed(made.program.forward.graph.nodes))).args[0]
+    placeholders = [n for n in made.program.stages[0].backward.graph.nodes if n.op == "placeholder"]
+    assert len(placeholders) == made.program.stages[0].num_saved + 1
+    results = next(iter(reversed(made.program.stages[0].forward.graph.nodes))).args[0]
     assert isinstance(results, tuple)
     assert (
         len(results)
-        == len(made.program.outputs) + len(made.program.mutated) + made.program.num_saved
+        == len(made.program.outputs)
+        + len(made.program.stages[0].mutated)
+        + made.program.stages[0].num_saved
     )
     assert all(isinstance(r, fx.Node) for r in results)
 
@@ -78,8 +94,8 @@ def test_forward_ends_with_saved_values_and_backward_begins_with_them(
 def test_every_emitted_node_knows_its_module_and_phase(planned: tuple[Trace, Planned]) -> None:
     _, made = planned
     for phase, graph in (
-        ("forward", made.program.forward.graph),
-        ("backward", made.program.backward.graph),
+        ("forward", made.program.stages[0].forward.graph),
+        ("backward", made.program.stages[0].backward.graph),
     ):
         named = [n for n in graph.nodes if n.op == "call_function" and "key" in n.meta]
         assert named
@@ -90,7 +106,7 @@ def test_where_nothing_runs_beside_compute_a_reduction_is_issued_as_soon_as_its_
     planned: tuple[Trace, Planned],
 ) -> None:
     trace, made = planned
-    program = emit(trace, replace(made.plan, overlap=Overlap()))
+    program = emit_stage(trace, replace(made.plan, overlap=Overlap()))
     early = late = 0
     for graph in (program.forward.graph, program.backward.graph):
         nodes = list(graph.nodes)
@@ -116,10 +132,10 @@ def test_where_nothing_runs_beside_compute_a_reduction_is_issued_as_soon_as_its_
 def test_a_plan_of_another_model_is_refused_by_name(planned: tuple[Trace, Planned]) -> None:
     trace, made = planned
     with pytest.raises(PlanError, match="the plan has no entry for"):
-        emit(trace, replace(made.plan, entries=made.plan.entries[:-1]))
+        emit_stage(trace, replace(made.plan, entries=made.plan.entries[:-1]))
     model, batch = zoo_small.gpt2()
     with pytest.raises(PlanError, match="the model has no node for"):
-        emit(capture(model, (), batch), made.plan)
+        emit_stage(capture(model, (), batch), made.plan)
 
 
 def test_a_plan_without_one_of_its_collectives_is_refused_with_the_place(
@@ -129,7 +145,7 @@ def test_a_plan_without_one_of_its_collectives_is_refused_with_the_place(
     for missing in made.plan.communications:
         others = tuple(c for c in made.plan.communications if c is not missing)
         with pytest.raises(EmissionError, match="nothing in the plan makes it"):
-            emit(trace, replace(made.plan, communications=others))
+            emit_stage(trace, replace(made.plan, communications=others))
 
 
 def test_a_plan_that_does_not_keep_what_backward_reads_is_refused(
@@ -138,7 +154,7 @@ def test_a_plan_that_does_not_keep_what_backward_reads_is_refused(
     trace, made = planned
     assert made.plan.kept
     with pytest.raises(EmissionError, match="nothing in the plan makes it"):
-        emit(trace, replace(made.plan, kept=()))
+        emit_stage(trace, replace(made.plan, kept=()))
 
 
 def test_gradients_of_16_bit_parameters_are_reduced_in_fp32_and_other_partial_sums_in_their_own_dtype() -> (  # noqa: E501
@@ -148,7 +164,7 @@ def test_gradients_of_16_bit_parameters_are_reduced_in_fp32_and_other_partial_su
     options = PlanOptions(constraints=expert.llama(fsdp=True))
     trace = capture(model, (), batch)
     made = make_plan(trace, MESH, HardwareProfile.load("h100-sxm"), options)
-    program = emit(trace, replace(made.plan, buckets=()))
+    program = emit_stage(trace, replace(made.plan, buckets=()))
     reduced = [
         n
         for n in program.backward.graph.nodes
@@ -182,7 +198,7 @@ def test_a_strategy_that_the_ops_rule_does_not_offer_is_refused_with_the_users_l
 
     trace = capture(Model(), (torch.randn(4, 6, 8),))
     plan = make_plan(trace, Mesh({"a": 2}), HardwareProfile.load("cpu-gloo"), PlanOptions()).plan
-    emit(trace, plan)
+    emit_stage(trace, plan)
     position, entry = next(
         (i, e) for i, e in enumerate(plan.entries) if any("_softmax/" in n.node for n in e.nodes)
     )
@@ -205,7 +221,7 @@ def test_a_strategy_that_the_ops_rule_does_not_offer_is_refused_with_the_users_l
             r" .*softmax\(1\)"
         ),
     ):
-        emit(trace, wrong)
+        emit_stage(trace, wrong)
 
 
 def test_a_collective_that_does_not_lead_where_the_plan_says_is_refused(
@@ -224,7 +240,7 @@ def test_a_collective_that_does_not_lead_where_the_plan_says_is_refused(
     for change in changes:
         wrong = replace(step, collective=replace(step.collective, **change))
         with pytest.raises(PlanError, match=r"leads from .* to .* for"):
-            emit(trace, replace(made.plan, communications=(*others, wrong)))
+            emit_stage(trace, replace(made.plan, communications=(*others, wrong)))
 
 
 def test_a_parameter_that_cannot_rest_so_is_refused(planned: tuple[Trace, Planned]) -> None:
@@ -238,7 +254,7 @@ def test_a_parameter_that_cannot_rest_so_is_refused(planned: tuple[Trace, Planne
             ),
         )
         with pytest.raises(PlanError, match="cannot lie as"):
-            emit(
+            emit_stage(
                 trace,
                 replace(
                     made.plan,

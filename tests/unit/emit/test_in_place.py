@@ -20,11 +20,11 @@ from autopar.capture.chunked_loss import loss_alone
 from autopar.capture.graphs import IN_PLACE
 from autopar.constraints import megatron
 from autopar.core.collective import Collective
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.emit import phase as emit_in_place
 from autopar.kernels import collectives
 from autopar.program.peak_memory import node_peaks
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 
 ROWS, CLASSES = 12, 512
 
@@ -101,7 +101,7 @@ def test_it_is_where_nothing_else_has_them_and_outputs_stay_what_they_were(retur
         )
 
 
-def targets(program: Program) -> set[object]:
+def targets(program: StageProgram) -> set[object]:
     return {node.target for node in program.backward.graph.nodes}
 
 
@@ -109,7 +109,7 @@ def test_while_it_is_written_the_logits_are_there_once(monkeypatch: pytest.Monke
     model, _ = CASES["the loss alone"]
     trace, made = plan_model(model, 1, example_inputs=batch(), hardware="cpu-gloo")
 
-    def peak(program: Program) -> int:
+    def peak(program: StageProgram) -> int:
         (found,) = (
             p.peak_bytes
             for p in node_peaks(program)
@@ -119,7 +119,7 @@ def test_while_it_is_written_the_logits_are_there_once(monkeypatch: pytest.Monke
 
     once = peak(made.stage_program())
     monkeypatch.setattr(emit_in_place, "operand_written", lambda _: None)
-    twice = peak(emit(trace, made.plan))
+    twice = peak(emit_stage(trace, made.plan))
     assert (
         abs(twice - once - ROWS * CLASSES * 4) <= 8 * ROWS
     )  # labels' places, which are made sooner or later
@@ -144,7 +144,7 @@ def test_with_tensor_parallelism_microbatches_and_stages_too(force: dict[str, in
         outputs="loss",
         constraints=(megatron(**force),),
     )
-    stages = [made.program] if isinstance(made.program, Program) else list(made.program.stages)
+    stages = list(made.program.stages)
     assert any(ops.cross_entropy_backward_ in targets(stage) for stage in stages)
     assert autopar.verify(made.plan, model, data).ok and autopar.check(made.plan, model, data).ok
 

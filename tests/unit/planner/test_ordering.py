@@ -23,20 +23,20 @@ from autopar.planner import PlanOptions, make_plan
 from autopar.planner.candidates import Candidate
 from autopar.planner.comm_schedule import _WINDOWS, Ordering, Peaks, _pieces, _Plain
 from autopar.plans import Overlap
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 from autopar.program.reorder import order_of
 
 PROFILE = HardwareProfile.load("h100-sxm")
 
 
-def starts(program: Program) -> int:
+def starts(program: StageProgram) -> int:
     """Early steps, of an order or in the graphs."""
     actions = (each for phase in ("forward", "backward") for each in order_of(program, phase))
     return sum(action == "start" or node.target is steps.start for action, node in actions)
 
 
 def test_where_nothing_early_fits_the_plan_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def peak(_: Peaks, program: Program) -> int:
+    def peak(_: Peaks, program: StageProgram) -> int:
         in_buckets = any(node.target is into_bucket for node in program.backward.graph.nodes)
         return 2**60 if in_buckets or starts(program) else 0
 

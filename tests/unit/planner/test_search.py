@@ -20,9 +20,9 @@ from autopar.core.problem import Problem
 from autopar.core.solution import Solution
 from autopar.cost.price import price
 from autopar.cost.priced import Priced
-from autopar.emit import emit
+from autopar.emit import emit_stage
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
-from autopar.planner import Planned, PlanOptions, make_plan, rounds
+from autopar.planner import Planned, PlanOptions, make_plan, solving
 from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Ordering, Peaks
 from autopar.planner.pipeline.stage_cache import Alike, Effort
@@ -30,7 +30,7 @@ from autopar.planner.rounds import PlannerLoop, SearchPhase, SearchState
 from autopar.planner.search import prepare_search
 from autopar.planner.sensitivity import runner_ups
 from autopar.program.peak_memory import trace_peak
-from autopar.program.program import Program
+from autopar.program.program import StageProgram
 from autopar.sharding import classes_of
 from autopar.solve import Least, evaluate, solve
 from autopar.solve.branch_and_cut import BranchAndCut, SearchRequest
@@ -59,7 +59,7 @@ def test_the_peak_of_the_emitted_program_is_within_the_budget_and_is_what_the_pl
     made = planned(memory_bytes=memory_bytes)
     prediction = made.plan.prediction
     again = (
-        trace_peak(emit(trace(), made.plan), outputs="dtensor").peak_bytes
+        trace_peak(emit_stage(trace(), made.plan), outputs="dtensor").peak_bytes
         + prediction.memory_bytes["optimizer"]
     )
     assert again == prediction.peak_bytes <= memory_bytes
@@ -110,7 +110,7 @@ def test_a_budget_that_only_the_transient_peak_breaks_is_refused_with_a_peak_tha
 def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ended, answer = list[bool](), rounds.choices_or_least
+    ended, answer = list[bool](), solving.choices_or_least
 
     def cut_short(problem: Problem, *, only_plan: bool, **how: Any) -> Solution | Least:
         ended.append(not only_plan)
@@ -121,7 +121,7 @@ def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_ther
             else found
         )
 
-    monkeypatch.setattr(rounds, "choices_or_least", cut_short)
+    monkeypatch.setattr(solving, "choices_or_least", cut_short)
     proof = planned().plan.proof
     assert ended == [False, True] and proof.gap <= 0.01
     ended.clear()
@@ -143,10 +143,10 @@ def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_ther
 def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_was(
     others: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, tried = list[Solution](), list[Program]()
-    answer, peak = rounds.Solving.answer, Peaks.peak_bytes
+    answers, tried = list[Solution](), list[StageProgram]()
+    answer, peak = solving.Solving.answer, Peaks.peak_bytes
 
-    def same_again(asks: rounds.Solving, *problem: Any, **how: Any) -> Solution:
+    def same_again(asks: solving.Solving, *problem: Any, **how: Any) -> Solution:
         if not answers:
             first = answer(asks, *problem, **how)
             assert isinstance(first, Solution)
@@ -157,11 +157,11 @@ def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_
             )
         return answers[-1]
 
-    def first_too_much(peaks: Peaks, program: Program) -> int:
+    def first_too_much(peaks: Peaks, program: StageProgram) -> int:
         tried.append(program)
         return peak(peaks, program) if len(tried) > 1 else 2**60
 
-    monkeypatch.setattr(rounds.Solving, "answer", same_again)
+    monkeypatch.setattr(solving.Solving, "answer", same_again)
     monkeypatch.setattr(Peaks, "peak_bytes", first_too_much)
     monkeypatch.setattr(PlannerLoop, "find_lightest", lambda *_: None)
     if others:
@@ -183,7 +183,12 @@ def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(
 
     monkeypatch.setattr(PlannerLoop, "step", watched)
     planned()
-    assert phases == [SearchPhase.ASK, SearchPhase.TRY, SearchPhase.FINISH]
+    assert phases == [
+        SearchPhase.ASK,
+        SearchPhase.TRY,
+        SearchPhase.FINISH,
+        SearchPhase.COMPARE,
+    ]
     phases.clear()
     planned(memory_bytes=240_000)
     round_trip = [SearchPhase.ASK, SearchPhase.TRY, SearchPhase.LEARN]
@@ -193,6 +198,7 @@ def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(
         SearchPhase.ASK,
         SearchPhase.TRY,
         SearchPhase.FINISH,
+        SearchPhase.COMPARE,
     ]
     phases.clear()
     with pytest.raises(InfeasibleError):
@@ -236,6 +242,7 @@ def test_every_phase_is_told_and_timed() -> None:
         "emit",
         "memory",
         "buckets",
+        "named plans",
         "explain",
     ]
     assert set(made.seconds) == set(told) and all(seconds >= 0 for seconds in made.seconds.values())
@@ -305,13 +312,13 @@ def test_a_profile_without_a_links_figures_is_an_error_of_its_own() -> None:
 def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    solves, answer, orders = list[bool](), rounds.choices_or_least, list[Program]()
+    solves, answer, orders = list[bool](), solving.choices_or_least, list[StageProgram]()
 
     def counted(problem: Problem, *, waits: bool, **how: Any) -> object:
         solves.append(waits)
         return answer(problem, waits=waits, **how)
 
-    monkeypatch.setattr(rounds, "choices_or_least", counted)
+    monkeypatch.setattr(solving, "choices_or_least", counted)
     monkeypatch.setattr(
         Ordering, "fastest", lambda _, tried: (tried, orders.append(tried.program))[0]
     )  # type: ignore[func-returns-value]
@@ -334,11 +341,11 @@ def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_w
 ) -> None:
     asked = list[float]()
     monkeypatch.setattr(
-        rounds,
+        solving,
         "choices_or_least",
         lambda *_, common, **how: (asked.append(common.work.most), Least(1))[1],
     )
-    asks = rounds.Solving(PlanOptions(), Alike())
+    asks = solving.Solving(PlanOptions(), Alike())
     asks.common.work.spent = spent
     for effort in (Effort.END, Effort.WHOLE, Effort.MIXED):
         asks.answer(priced(MESH).problem, effort, learnt=False, regions=None)

@@ -11,13 +11,13 @@ from autopar.core.layout import local_shape
 from autopar.core.mesh import Mesh
 from autopar.kernels.collectives import fake_groups
 from autopar.program.executor import Executor
-from autopar.program.program import Program, ProgramTensor
+from autopar.program.program import ProgramTensor, StageProgram
 from benchmarks import zoo
 from benchmarks.common import load_profile
 from benchmarks.random_plans import prepare, random_plan
 
 
-def step(program: Program, device: str) -> list[Tensor]:
+def step(program: StageProgram, device: str) -> list[Tensor]:
     """One step on meta tensors, of ops that make their tensors on `device`; all results."""
 
     def empty(t: ProgramTensor) -> Tensor:
@@ -41,6 +41,6 @@ def step(program: Program, device: str) -> list[Tensor]:
 def test_everything_that_a_program_makes_is_on_the_device_of_its_operands(name: str) -> None:
     ready = prepare(*zoo.build(name, dropout=0.1), Mesh(2), load_profile("cpu-gloo-frictionless"))
     _, program = random_plan(ready, 1)
-    assert {x.device.type for x in step(program, "meta")} == {"meta"}
+    assert {x.device.type for x in step(program.stages[0], "meta")} == {"meta"}
     with pytest.raises(RuntimeError, match=r"device"):
-        step(program, "cpu")
+        step(program.stages[0], "cpu")

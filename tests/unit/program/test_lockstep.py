@@ -10,7 +10,7 @@ from handwritten import BATCH, WIDTH, Toy, batch, program, reference
 from torch import fx
 
 from autopar.errors import VerificationError
-from autopar.program.interpreter import run_lockstep
+from autopar.program.lockstep import run_lockstep
 from autopar.program.program import Program
 
 
@@ -85,7 +85,7 @@ def test_a_missing_reduction_is_found_and_named() -> None:
 
 def test_a_failing_node_is_named() -> None:
     target = program()
-    node = next(n for n in target.forward.graph.nodes if n.meta.get("key") == "second/mm")
+    node = next(n for n in target.stages[0].forward.graph.nodes if n.meta.get("key") == "second/mm")
     node.args = (node.args[1], node.args[0])
     with pytest.raises(VerificationError, match="second/mm fails in the forward graph"):
         run(target)
@@ -94,7 +94,7 @@ def test_a_failing_node_is_named() -> None:
 def test_an_operator_that_writes_into_its_operand_is_refused() -> None:
     target = program()
     next(
-        n for n in target.forward.graph.nodes if n.target is torch.ops.aten.relu.default
+        n for n in target.stages[0].forward.graph.nodes if n.target is torch.ops.aten.relu.default
     ).target = torch.ops.aten.relu_.default
     with pytest.raises(VerificationError, match="writes into its operand"):
         run(target)
@@ -109,15 +109,19 @@ def test_the_observer_sees_every_node_of_both_phases_with_one_result_per_rank() 
 
     target = program()
     run(target, observe=observe)
-    assert seen["forward"] == [n for n in target.forward.graph.nodes if n.op != "output"]
-    assert seen["backward"] == [n for n in target.backward.graph.nodes if n.op != "output"]
+    assert seen["forward"] == [n for n in target.stages[0].forward.graph.nodes if n.op != "output"]
+    assert seen["backward"] == [
+        n for n in target.stages[0].backward.graph.nodes if n.op != "output"
+    ]
 
 
 def test_a_dtype_named_by_a_node_is_promoted_too() -> None:
     target = program()
-    relu = next(n for n in target.forward.graph.nodes if n.target is torch.ops.aten.relu.default)
-    with target.forward.graph.inserting_after(relu):
-        cast = target.forward.graph.call_function(
+    relu = next(
+        n for n in target.stages[0].forward.graph.nodes if n.target is torch.ops.aten.relu.default
+    )
+    with target.stages[0].forward.graph.inserting_after(relu):
+        cast = target.stages[0].forward.graph.call_function(
             torch.ops.aten._to_copy.default, (relu,), {"dtype": torch.bfloat16}
         )
     relu.replace_all_uses_with(cast)

@@ -50,7 +50,7 @@ def test_after_the_block_nothing_is_counted_any_more() -> None:
 
 
 def test_the_prediction_is_in_its_parts_what_the_program_says() -> None:
-    predicted = trace_peak(program())
+    predicted = trace_peak(program().stages[0])
     parameters = 4 * (8 * 12 // 4 + 8 * 16 // 4 + 16 * 8 // 4 + 8 // 2 + 1)
     assert predicted.resident_bytes == parameters + 4 * (8 + 8) + 2 * 4 * 64
     gradients = parameters - 4
@@ -62,5 +62,8 @@ def test_the_prediction_is_in_its_parts_what_the_program_says() -> None:
 
 
 def test_gathered_outputs_cost_what_they_are_large() -> None:
-    whole, local = trace_peak(program(), outputs="full"), trace_peak(program(), outputs="local")
+    whole, local = (
+        trace_peak(program().stages[0], outputs="full"),
+        trace_peak(program().stages[0], outputs="local"),
+    )
     assert whole.final_bytes - local.final_bytes == 4 * 32

@@ -16,13 +16,17 @@ from handwritten import Toy, batch, program, reference
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import autopar
 from autopar.core.mesh import Mesh
 from autopar.errors import CallError, MeshError, RuntimeStateError
 from autopar.program import executor
 from autopar.program.abstract_executor import LiveBytes
 from autopar.program.peak_memory import trace_peak
+from autopar.program.program import Program
 from autopar.runtime.device_mesh import device_mesh, mesh_of
+from autopar.runtime.direct_calls import DirectCalls
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.scheduled_calls import ScheduledCalls
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,65 @@ def test_one_device_needs_no_launcher_and_computes_what_the_plain_model_computes
         stored = module.get_parameter(name).grad
         assert isinstance(stored, DTensor)
         torch.testing.assert_close(stored.full_tensor(), gradient)
+
+
+class Scores(torch.nn.Module):
+    """A loss, and an output of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.down(torch.tanh(self.up(x))).squeeze(-1)
+        return {"loss": (scores - y).square().mean(), "scores": scores.detach()}
+
+
+SAMPLES = {"x": torch.linspace(-1.0, 1.0, 64).reshape(8, 8), "y": torch.linspace(0.0, 1.0, 8)}
+
+
+def test_a_schedule_of_one_stage_and_one_microbatch_computes_what_a_direct_call_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"hardware": "cpu-gloo", "outputs": "full"}
+    direct = autopar.compile(Scores(), 1, example_inputs=SAMPLES, **options)
+    assert isinstance(direct._calls, DirectCalls)
+    monkeypatch.setattr(Program, "is_single", property(lambda _: False))
+    scheduled = ParallelModule(direct.program, direct.device_mesh, Scores())
+    assert isinstance(scheduled._calls, ScheduledCalls)
+    ours, theirs = scheduled(**SAMPLES), direct(**SAMPLES)
+    for name, output in theirs.items():
+        assert torch.equal(ours[name], output)
+    ours["loss"].backward()
+    theirs["loss"].backward()
+    for (name, p), (other, q) in zip(
+        scheduled.named_parameters(), direct.named_parameters(), strict=True
+    ):
+        assert name == other and torch.equal(p.grad.to_local(), q.grad.to_local())
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_module_is_of_one_type_and_has_all_methods_whatever_its_plan(num: int) -> None:
+    module = autopar.compile(
+        Scores(),
+        1,
+        example_inputs=SAMPLES,
+        hardware="cpu-gloo",
+        outputs="loss",
+        num_microbatches=num,
+    )
+    assert type(module) is ParallelModule and module.plan.num_microbatches == num
+    assert [str(layout) for layout in module.input_layouts.values()] == ["R", "R"]
+    assert sorted(module.sampler(range(8))) == list(range(8))
+    module.loss_scale = 4.0
+    (module(**SAMPLES)["loss"] * module.loss_scale).backward()
+    plain = Scores()
+    (plain(**SAMPLES)["loss"] * 4.0).backward()
+    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    norm = module.clip_grad_norm_(1e-3)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3))
 
 
 def test_gradients_of_two_calls_add_up(devices: DeviceMesh) -> None:
@@ -105,14 +168,14 @@ def test_a_call_without_a_backward_frees_what_it_kept(devices: DeviceMesh) -> No
         live.register([*module.parameters(), *module.buffers(), *values.values()])
         before = live.live_bytes
         out = module(values["x"], target=values["target"])
-        assert live.live_bytes - before == trace_peak(program(1, 1)).kept_bytes
+        assert live.live_bytes - before == trace_peak(program(1, 1).stages[0]).kept_bytes
         del out
         assert live.live_bytes == before
 
 
 def test_without_gradients_only_forward_runs_and_nothing_is_kept(devices: DeviceMesh) -> None:
     module, values = build(devices), batch()
-    predicted = trace_peak(program(1, 1), train=False)
+    predicted = trace_peak(program(1, 1).stages[0], train=False)
     with LiveBytes() as live, torch.no_grad():
         live.register([*module.parameters(), *module.buffers(), *values.values()])
         before = live.live_bytes
@@ -120,7 +183,7 @@ def test_without_gradients_only_forward_runs_and_nothing_is_kept(devices: Device
         assert live.live_bytes - before == predicted.kept_bytes == 4 + 8 * 8 * 4
         assert live.peak_bytes == predicted.peak_bytes
     assert not out["loss"].requires_grad
-    assert predicted.peak_bytes < trace_peak(program(1, 1)).peak_bytes
+    assert predicted.peak_bytes < trace_peak(program(1, 1).stages[0]).peak_bytes
 
 
 def test_frozen_parameters_get_no_gradient_and_all_frozen_keeps_nothing(
@@ -260,11 +323,13 @@ def test_a_model_that_is_not_the_planned_one_is_refused(devices: DeviceMesh) -> 
 
 def test_a_program_without_a_loss_runs_forward_only(devices: DeviceMesh) -> None:
     target = program(1, 1)
-    outputs = tuple(replace(tensor, is_loss=False, has_gradient=False) for tensor in target.outputs)
-    parameters = tuple(replace(tensor, has_gradient=False) for tensor in target.parameters)
-    assert not call(
-        ParallelModule(replace(target, outputs=outputs, parameters=parameters), devices, Toy())
-    )["loss"].requires_grad
+    (stage,) = target.stages
+    outputs = tuple(replace(tensor, is_loss=False, has_gradient=False) for tensor in stage.outputs)
+    parameters = tuple(replace(tensor, has_gradient=False) for tensor in stage.parameters)
+    stage = replace(stage, outputs=outputs, parameters=parameters)
+    assert not call(ParallelModule(replace(target, stages=(stage,)), devices, Toy()))[
+        "loss"
+    ].requires_grad
 
 
 def test_without_a_compiler_inductor_falls_back_to_eager_and_says_so(

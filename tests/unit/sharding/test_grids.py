@@ -119,14 +119,17 @@ def test_keys_of_one_head_are_gathered_where_queries_of_several_are_split() -> N
     model, batch = zoo_small.llama(num_layers=1, num_key_value_heads=1)
     trace = capture(model, (), batch)
     plan = planned(trace, SQUARE)
-    assert {str(p.layout) for p in plan.program.parameters if "k_proj" in p.name} == {"S(1) S(0)"}
+    assert {str(p.layout) for p in plan.program.stages[0].parameters if "k_proj" in p.name} == {
+        "S(1) S(0)"
+    }
     assert verify_program(trace, plan.program, model, (), batch).ok
 
 
 def test_a_table_that_is_also_the_head_lies_as_the_head_asks() -> None:
     model, batch = zoo_small.gpt2(num_layers=1)
     rests = {
-        p.name: str(p.layout) for p in planned(capture(model, (), batch), SQUARE).program.parameters
+        p.name: str(p.layout)
+        for p in planned(capture(model, (), batch), SQUARE).program.stages[0].parameters
     }
     assert (
         rests["transformer.wte.weight"] == "S(1) S(0)"
@@ -205,12 +208,12 @@ def test_a_fused_projection_rests_split_over_samples_only_where_these_can_be_gat
     model, batch = zoo_small.gpt2(num_layers=1)
     trace = capture(model, (), batch)
     program = planned(trace, CUBE, Mesh(dict.fromkeys(order, 2))).program
-    assert {str(p.layout) for p in program.parameters if p.name.endswith("c_attn.weight")} == {
-        rests
-    }
+    assert {
+        str(p.layout) for p in program.stages[0].parameters if p.name.endswith("c_attn.weight")
+    } == {rests}
     moved = {
         (c.kind, order[c.axis])
-        for _, key, c in program.collectives
+        for _, key, c in program.stages[0].collectives
         if key.endswith("c_attn.weight/parameter")
     }
     assert moved == ({("all_gather", "i")} if order == "jli" else set())
@@ -233,7 +236,7 @@ def test_partial_sums_that_several_read_are_scattered_once() -> None:
     program = planned(trace, CUBE).program
     scattered = [
         key
-        for phase, key, c in program.collectives
+        for phase, key, c in program.stages[0].collectives
         if (phase, c.kind, c.axis) == ("forward", "reduce_scatter", 1)
     ]
     assert scattered == ["second/dot/forward/0"]

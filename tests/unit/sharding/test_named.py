@@ -108,7 +108,9 @@ def test_a_table_whose_scores_are_not_read_in_parts_is_whole_for_its_look_ups_to
     model, ids = Tied(), torch.arange(24).view(4, 6)
     trace = capture(model, (ids,), {})
     plan = planned(trace, TENSOR, Mesh(2))
-    assert {p.name: str(p.layout) for p in plan.program.parameters if "bias" not in p.name} == {
+    assert {
+        p.name: str(p.layout) for p in plan.program.stages[0].parameters if "bias" not in p.name
+    } == {
         "table.weight": "R",
         "chain.up.weight": "S(0)",
         "chain.down.weight": "S(1)",
@@ -231,7 +233,7 @@ def test_a_mask_comes_whole_rather_than_that_it_is_gathered() -> None:
     model, batch = zoo_small.bert(num_layers=1)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     plan = planned(capture(model, (), batch), constraints.ddp(), Mesh(2))
-    assert {c.kind for _, _, c in plan.program.collectives} <= {"all_reduce", "slice"}
+    assert {c.kind for _, _, c in plan.program.stages[0].collectives} <= {"all_reduce", "slice"}
 
 
 def test_what_is_made_of_a_scalar_is_made_in_parts_where_the_batch_is_split() -> None:

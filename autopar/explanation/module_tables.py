@@ -1,5 +1,5 @@
-"""Explain a plan, or one stage of it, module by module: what it does, what it costs, and which
-alternatives it has."""
+"""Explain a stage of a plan module by module: what it does, what it costs, and which alternatives
+it has. A plan without stages is its own only stage."""
 
 from __future__ import annotations
 
@@ -15,23 +15,8 @@ from autopar.breakdown import CROSSING, INPUTS, ModulePart, Transfer, in_words, 
 from autopar.core.collective import HOST_KINDS
 from autopar.core.layout import Layout
 from autopar.core.units import seconds, share, size
-from autopar.explanation.link_prices import LinkValue, longer_step_s
-from autopar.explanation.summary import (
-    Readable,
-    as_emitted,
-    at_best,
-    beside,
-    describe_coverage,
-    idle,
-    made_for,
-    memory,
-    objective,
-    of_dispatch,
-    of_loss,
-    on_hosts,
-    table,
-    unequal,
-)
+from autopar.explanation.link_prices import longer_step_s
+from autopar.explanation.summary import table
 from autopar.plans import Bucket, Communication, Entry, Flip, Plan, RunnerUp
 
 # --------------------------------------------------------------------------------------------------
@@ -140,42 +125,38 @@ def _bucket_row(bucket: Bucket, names: tuple[str, ...]) -> tuple[str, ...]:
     return when, moved, of, *map(seconds, times)
 
 
-_ROUNDING = 1e-12
 _BATCH, _RECEIVED = "the batch", "received from other stages"
 _SHOWN = 5e-4  # of the work: a share that is less would be 0.0 %
 _NO_OTHER = "Why not otherwise: the constraints leave no choice that another strategy could take"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Explanation(Readable):
-    """A plan in words: prints, renders in rich and in notebooks.
+@dataclass(frozen=True, slots=True)
+class StageExplanation:
+    """A stage in tables.
 
     Attributes:
-        plan: what is explained. parts: its parts, or those that were asked for.
+        whole: the plan that the stage belongs to.
+        number: of the stage.
+        plan: of the stage.
+        parts: its parts, or those that were asked for.
         pattern: the module pattern asked for, or None for all.
-        worth: what faster links are worth.
-        of: what times and shares are of: the step, or, for a stage, a microbatch.
         flips: at which change of the hardware choices turn, where that was asked for.
-        stage_of: of a stage, the plan that it belongs to and its number.
     """
 
+    whole: Plan
+    number: int
     plan: Plan
     parts: tuple[ModulePart, ...]
-    pattern: str | None = None
-    of: str = "step"
-    worth: LinkValue = LinkValue()  # noqa: RUF009 - frozen
-    flips: tuple[Flip, ...] = ()
-    stage_of: tuple[Plan, int] | None = None
+    pattern: str | None
+    flips: tuple[Flip, ...]
 
-    def renderables(self) -> Iterator[RenderableType]:
-        """Header, parallelism, layouts, costs, runner-ups; for a pattern every decision of its
-        modules."""
-        if self.pattern is None:
-            yield from map(Text, self.header())
-        yield from self.tables()
+    @property
+    def of(self) -> str:
+        """What times and shares are of: ``step`` or ``microbatch``."""
+        return self.whole.unit
 
     def tables(self) -> Iterator[RenderableType]:
-        """Yield everything except the header."""
+        """Parallelism, layouts, costs, runner-ups; for a pattern every decision of its modules."""
         names = self.plan.mesh.names
         if self.pattern is None:
             yield from table(
@@ -211,7 +192,6 @@ class Explanation(Readable):
             )
             yield from kernels_considered(self.plan)
             yield from buckets_of(self.plan)
-            yield from self.worth.renderables()
         else:
             columns = (
                 "decision",
@@ -234,66 +214,6 @@ class Explanation(Readable):
             ]
             yield from table(title, columns, rows)
         yield from self._replicated_ops()
-
-    def header(self) -> Iterator[str]:
-        """What was planned, its time, memory and proof, one line each."""
-        plan, prediction = self.plan, self.plan.prediction
-        yield made_for(plan)
-        serial_s = max(prediction.serial_s, 1e-30)
-        saved_s = serial_s - prediction.step_s
-        yield (
-            f"step {seconds(prediction.step_s)} = compute {seconds(prediction.compute_s)} +"
-            f" communication {seconds(prediction.communication_s)}"
-            f" ({share(prediction.communication_s / serial_s)})"
-            + (
-                f" − {seconds(saved_s)} that both save by running at once"
-                if saved_s > _ROUNDING * serial_s
-                else ""
-            )
-        )
-        yield from beside(plan)
-        yield from in_buckets((plan,), "step")
-        yield f"peak {memory(plan)}"
-        yield from unequal(plan)
-        yield from on_hosts(plan)
-        yield from of_loss(plan)
-        yield from of_dispatch(plan)
-        yield objective(plan)
-        yield self._price()
-        yield from describe_coverage(plan)
-
-    def _price(self) -> str:
-        """Return what memory is worth, as text."""
-        price = self.plan.proof.memory_price_s_per_gib
-        if price > 0:
-            return (
-                f"memory is worth about {seconds(price)} a step per GiB more on each device (dual"
-                " of the relaxation, not solved again)"
-            )
-        return "memory does not bind: more of it would not make the step faster"
-
-    def summary(self) -> Iterator[str]:
-        """The header in five lines: what was planned, how long a step takes, what it holds, how
-        good that is, what memory is worth."""
-        plan, prediction = self.plan, self.plan.prediction
-        yield made_for(plan)
-        saved_s = max(prediction.serial_s - prediction.step_s, 0.0)
-        at_once = (
-            f", {seconds(saved_s)} saved by doing both at once"
-            if saved_s > _ROUNDING * prediction.serial_s
-            else ""
-        )
-        parts = (
-            f"compute {seconds(prediction.compute_s)}, communication"
-            f" {seconds(prediction.communication_s)}{at_once}"
-        )
-        yield f"step {seconds(prediction.step_s)}: {parts}{as_emitted(plan)}"
-        yield from idle(plan)
-        yield f"peak {memory(plan)}"
-        yield from unequal(plan)
-        yield from on_hosts(plan)
-        yield at_best(plan)
-        yield self._price()
 
     def _parallelism(self) -> list[tuple[str, str, str]]:
         """Return each kind of parallelism with its share of the step and its modules, the largest
@@ -340,23 +260,18 @@ class Explanation(Readable):
 
     def _longer(self) -> tuple[str, ...]:
         """Return the names of the columns for the cost of a runner-up."""
-        if self.stage_of is None:
-            return (f">{self.of}",)
-        pipeline = self.stage_of[0].pipeline
-        return (
-            f">{self.of}",
-            ">step, about" if pipeline is not None and pipeline.num_chunks > 1 else ">step",
-        )
+        of_step = ">step, about" if self.whole.as_pipeline.num_chunks > 1 else ">step"
+        return tuple(dict.fromkeys((f">{self.of}", of_step)))
 
     def _other(self, runner_up: RunnerUp | None) -> tuple[str, ...]:
         """Return a runner-up, and by how much a step, or a microbatch and the step, would be longer
         with it."""
+        num = len(self._longer())
         if runner_up is None:
-            return "", *("" for _ in self._longer())
-        longer = [runner_up.delta_s]
-        if self.stage_of is not None:
-            longer.append(longer_step_s(*self.stage_of, runner_up.delta_s))
-        return runner_up.strategy, *(seconds(delta_s, signed=True) for delta_s in longer)
+            return "", *("" for _ in range(num))
+        delta_s = runner_up.delta_s
+        longer = (delta_s, longer_step_s(self.whole, self.number, delta_s))
+        return runner_up.strategy, *(seconds(each_s, signed=True) for each_s in longer[:num])
 
     def _replicated_ops(self) -> Iterator[RenderableType]:
         """Yield tables of the ops that run replicated since no rule is known, and of those whose

@@ -1,5 +1,4 @@
-"""The lockstep interpreter for pipelines: all stages and all microbatches, every rank of a stage in
-one process.
+"""The lockstep interpreter: a whole step of a program, every rank of a stage in one process.
 
 For each microbatch it runs forward through the stages, then backward through them in reverse.
 Schedules change when a stage works on which microbatch, not what it computes, and each adds up its
@@ -9,7 +8,8 @@ gradients in the order of microbatches, as here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ from autopar.core.layout import local_shape
 from autopar.kernels.collectives import FIRST
 from autopar.ops import random
 from autopar.program.executor import parts_of
-from autopar.program.interpreter import Lockstep, Observer, Ranks, Record, join_results
+from autopar.program.interpreter import Observer, Ranks, Record, join_results
 from autopar.program.program import (
     LazyGraphModule,
     Microbatches,
     Program,
     ProgramTensor,
-    StagedProgram,
+    StageProgram,
 )
 from autopar.program.splitting import split
 
@@ -65,35 +65,66 @@ def parts_in(
     return how.bound(bound).parts(wide, {name: promote(x, dtype) for name, x in buffers.items()})
 
 
-def run_staged(
-    program: StagedProgram,
+@dataclass(frozen=True, slots=True)
+class Lockstep:
+    """What a program computed, joined to full tensors.
+
+    Attributes:
+        outputs: by output path. buffers: new values of mutated buffers, by name.
+        gradients: by parameter name, in the stored shape; of inputs, as
+            `autopar.capture.trace.gradient_name` calls them.
+        records: the communication steps that ran, as (phase, node key, Collective).
+    """
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    records: tuple[Record, ...]
+
+
+def run_lockstep(
+    program: Program,
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor] | Sequence[Tensor],
     *,
     tangent: float = 1.0,
     dtype: torch.dtype | None = None,
     observe: Observer | None = None,
     tolerance: float | None = None,
 ) -> Lockstep:
-    """Run a step of all microbatches.
+    """Run a step of all microbatches: forward and, if a parameter or an input has a gradient,
+    backward.
 
     Without a loss, backward begins with the batch's tangents
     (`autopar.capture.normalize.tangents`), of which each microbatch has its part.
 
     Args:
-        program, parameters, buffers, inputs, tangent, dtype, observe, tolerance: see
-            `autopar.program.interpreter.run_lockstep`; inputs by path.
+        parameters, buffers: full tensors in their stored shapes, by name.
+        inputs: full tensors of the batch by path, or in the order of ``program.inputs``.
+        tangent: gradient of the loss; factor of what stands for one where the model has none
+            (`autopar.capture.normalize.tangents`).
+        dtype: promotes every floating tensor, and every floating dtype that a node names, to this
+            one, and complex ones to its complex counterpart.
+        observe: called with (phase, node, results by rank) after each node.
+        tolerance: largest difference between replicas relative to the largest magnitude; by default
+            1e-11 in double precision, else 1e-5 (1e-2 for 16-bit types).
 
     Raises:
         VerificationError: if replicas differ, or a node fails; names the node, its module and
             source.
     """
+    if not isinstance(inputs, Mapping):
+        inputs = {t.name: x for t, x in zip(program.inputs, inputs, strict=True)}
     how = program.microbatches
     parts = parts_in(how, inputs, buffers, dtype)
     device = device_of((*parameters.values(), *inputs.values()))
     tangents = _tangents_of_parts(program, dtype, device, tangent)
-    trained = any(t.has_gradient for stage in program.stages for t in stage.parameters)
+    trained = any(
+        t.has_gradient
+        for stage in program.stages
+        for t in (*stage.parameters, *stage.input_gradients)
+    )
     stages = [_StageRun(p, parameters, dtype, observe, tolerance, device) for p in program.stages]
     state = dict(buffers)
     outputs: dict[str, list[Tensor]] = {}
@@ -111,11 +142,7 @@ def run_staged(
             returning: dict[str, Locals] = {}
             for stage in reversed(stages) if trained else ():
                 returning = stage.backward(returning, how.weight * tangent, answers)
-        gradients: dict[str, Tensor] = {}
-        for stage in stages if trained else ():
-            stage.end()
-            for name, value in stage.joined_gradients().items():
-                gradients[name] = gradients[name] + value if name in gradients else value
+        gradients = _join_gradients(stages) if trained else {}
     whole = {
         path: how.join(path, values) for path, values in outputs.items() if path in how.outputs
     }
@@ -123,8 +150,19 @@ def run_staged(
     return Lockstep(whole, gradients, new_buffers, records)
 
 
+def _join_gradients(stages: Sequence[_StageRun]) -> dict[str, Tensor]:
+    """Return the full gradients after the last microbatch, added up over the stages that hold a
+    parameter."""
+    gradients: dict[str, Tensor] = {}
+    for stage in stages:
+        stage.end()
+        for name, value in stage.joined_gradients().items():
+            gradients[name] = gradients[name] + value if name in gradients else value
+    return gradients
+
+
 def _tangents_of_parts(
-    program: StagedProgram, dtype: torch.dtype | None, device: torch.device, scale: float = 1.0
+    program: Program, dtype: torch.dtype | None, device: torch.device, scale: float = 1.0
 ) -> list[dict[str, Tensor]]:
     """Return each microbatch's tangents by output path, except that of the loss, which is its
     weight."""
@@ -143,7 +181,7 @@ class _StageRun:
 
     def __init__(
         self,
-        program: Program,
+        program: StageProgram,
         parameters: Mapping[str, Tensor],
         dtype: torch.dtype | None,
         observe: Observer | None,
@@ -162,6 +200,7 @@ class _StageRun:
         self.sums = [self._unset(t) for t in program.sums]
         self.added = False
         self.gradients: list[Locals] = []
+        self.input_gradients: list[Locals] = []
 
     def forward(
         self,
@@ -229,19 +268,24 @@ class _StageRun:
         self.added = True
         num = sum(t.has_gradient for t in p.parameters)
         self.gradients = results[:num]
-        return {
-            t.name: r
-            for t, r in zip((t for t in p.inputs if t.has_gradient), results[num:], strict=True)
-        }
+        named = zip((t for t in p.inputs if t.has_gradient), results[num:], strict=True)
+        returned = {t.name: (t, r) for t, r in named}
+        self.input_gradients = [r for t, r in returned.values() if not t.crosses]
+        return {name: r for name, (t, r) in returned.items() if t.crosses}
 
     def joined_gradients(self) -> dict[str, Tensor]:
-        """Return the full gradients by parameter name."""
-        trained = [t for t in self.program.parameters if t.has_gradient]
-        source = self.program.end or self.program.backward
-        return (
-            join_results(source, self.gradients, trained, self.program.mesh, self.tolerance)
-            if trained
-            else {}
+        """Return the full gradients by the names of parameters, and those of the batch's inputs as
+        `autopar.capture.trace.gradient_name` calls them."""
+        p = self.program
+        trained = [t for t in p.parameters if t.has_gradient]
+        found = join_results(p.end or p.backward, self.gradients, trained, p.mesh, self.tolerance)
+        return found | join_results(
+            p.backward,
+            self.input_gradients,
+            p.input_gradients,
+            p.mesh,
+            self.tolerance,
+            len(trained),
         )
 
     def end(self) -> None:

@@ -1,18 +1,12 @@
-"""`certify`: every claim of a plan, derived anew from the traced model, the plan's mesh and the
-hardware profile.
-
-What is taken as given: the traced model, the rules of ops, the problem that `autopar.cost.price`
-states, emission, and the count of live bytes on the emitted program. What is not: the search, the
-prices, collectives, sizes, sums and the bound that the plan holds. Prices follow from the profile
-by formulas of the certificate's own (`autopar.certificate.rates`, `autopar.certificate.intra_op`).
-No solver is run.
+"""`certify_stage`: every claim of one stage's plan, or of a plan without stages, derived anew from
+the traced model, the plan's mesh and the hardware profile.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +20,7 @@ from autopar.certificate.decisions import Decisions, crossing_keys
 from autopar.certificate.facts import Claims, Context, Facts, Tensor
 from autopar.certificate.intra_op import OwnWalk
 from autopar.certificate.kernel_claims import KernelWalk
-from autopar.certificate.marks import as_asked, check_capture, identity, notes
+from autopar.certificate.marks import notes
 from autopar.certificate.memory_and_time import (
     emission,
     memory,
@@ -38,12 +32,11 @@ from autopar.certificate.memory_and_time import (
 from autopar.certificate.multiplier_proof import Stored, check_proof
 from autopar.certificate.redistributions import MoveWalk, steps_per_step
 from autopar.certificate.report import NEAR, Certificate, Finding, list_unverified
-from autopar.core.garbage import collected_seldom
-from autopar.core.hardware import Hardware, HardwareProfile, slowest
+from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout
 from autopar.core.placements import Halo
 from autopar.cost.priced import OPTIMIZERS, Priced
-from autopar.emit import apply_overlap, emit, least_overlap
+from autopar.emit import apply_overlap, emit_stage, least_overlap
 from autopar.emit.context import parameter_key, storage_key
 from autopar.errors import AutoparError
 from autopar.plans import KERNELS_BUFFERS, Entry, Overlap, Plan
@@ -263,54 +256,53 @@ def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> It
         )
 
 
-@collected_seldom()
-def certify(
-    trace: Trace, plan: Plan, hardware: Hardware, context: Context | None = None
+def begin(plan: Plan, findings: Iterable[Finding]) -> Certificate:
+    """Return a certificate with what a plan claims.
+
+    Args:
+        plan: the plan, or the plan of a stage.
+        findings: those of its fingerprint and options, without which nothing else is checked.
+    """
+    num = len(plan.stages)
+    parts = f" in {num} stages" if num > 1 else f" ({plan.mesh.num_devices} devices)"
+    return Certificate(
+        f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh}{parts},"
+        f" {plan.fingerprint.profile}",
+        tuple(findings),
+        tuple(notes(plan)),
+        claimed_step_s=plan.prediction.step_s,
+        claimed_peak_bytes=plan.prediction.peak_bytes,
+        budget_bytes=int(plan.options.get("memory_bytes", 0)),
+        objective_s=plan.proof.objective_s,
+        claimed_bound_s=plan.proof.bound_s,
+        unverified=list_unverified(
+            plan, but=("prediction.timeline",) if all(map(is_simulated, plan.stages)) else ()
+        ),
+    )
+
+
+def certify_stage(
+    report: Certificate,
+    trace: Trace,
+    plan: Plan,
+    profile: HardwareProfile,
+    context: Context,
 ) -> Certificate:
-    """Check every claim of a plan.
+    """Check every claim of the plan of a stage.
 
     The claims that another claim rests on are checked first. If one of them fails, the claim that
     rests on it is left out.
 
     Args:
-        trace: the traced call of the model.
-        plan: the plan to check.
-        hardware: the profile, or profiles of unequal devices; then each claim holds at the pace of
-            the slowest device.
-        context: the surroundings of a pipeline's stage (`autopar.certificate.staged`); by default
-            those of a plan without stages.
-
-    Raises:
-        ConstraintError: if a constraint of the plan cannot be read or cannot hold.
+        report: as `begin` returns it.
+        trace: of the stage.
+        plan: of the stage.
+        profile: of its devices.
+        context: the surroundings of the stage.
     """
-    title = (
-        f"{plan.fingerprint.model_name or 'model'} on mesh {plan.mesh} ({plan.mesh.num_devices}"
-        f" devices), {plan.fingerprint.profile}"
-    )
-    claimed, proof = plan.prediction, plan.proof
-    budget = plan.options.get("memory_bytes")
-    said = (
-        *identity(trace, plan, hardware),
-        *check_capture(trace, plan),
-        *(() if context else as_asked(plan)),
-    )
-    report = Certificate(
-        title,
-        said,
-        tuple(notes(plan)),
-        claimed_step_s=claimed.step_s,
-        claimed_peak_bytes=claimed.peak_bytes,
-        budget_bytes=budget if isinstance(budget, int) else 0,
-        objective_s=proof.objective_s,
-        claimed_bound_s=proof.bound_s,
-        unverified=list_unverified(
-            plan, but=("prediction.timeline",) if is_simulated(plan) else ()
-        ),
-    )
     if not report.ok:
         return report
     try:
-        context, profile = context or Context.of(trace, plan), slowest(hardware)
         priced = context.problem(trace, plan, profile)
     except AutoparError as error:
         return replace(
@@ -404,11 +396,10 @@ class _Job:
         `shared_bytes` is the memory that kernels share with their peers on a device.
         """
         try:
-            serial = emit(
+            serial = emit_stage(
                 self.trace,
                 replace(self.plan, overlap=Overlap()),
                 accumulates=self.context.accumulates,
-                named=False,
             )
             program, held = apply_overlap(serial, self.plan)[0], least_overlap(serial, self.plan)
             found += emission(self.plan, self.claims, program)

@@ -1,0 +1,235 @@
+"""The comparison of the best plan with named plans, by the simulated step.
+
+The search minimizes the objective, which counts the best overlap and the fullest buckets that a
+choice admits. The simulated step of the emitted program is a little longer, and by a different
+share for each plan. So a named plan whose objective is a little above the least one may have the
+shorter simulated step. Users compare plans by that step, so the planner emits named plans whose
+objective is close to the least one, and takes the fastest. No simulated step is shorter than the
+objective. So with ``effort="thorough"``, for which every objective below the simulated step of the
+best plan is close, no named plan is faster.
+
+A named plan excludes strategies of the same problem. So its answer is one of that problem, and the
+proven bound of the problem stays the bound of the plan. What the multipliers of the bound tell of
+the excluded strategies rules out most named plans without solving anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.capture.trace import Trace
+from autopar.constraints import Parallelism, context_parallel, ddp, fsdp, tensor_parallel
+from autopar.core.layout import Strategy
+from autopar.core.mesh import Mesh
+from autopar.core.solution import Solution
+from autopar.cost.priced import Priced
+from autopar.errors import ConstraintError
+from autopar.planner.candidates import Candidate
+from autopar.planner.emitter import Emitter
+from autopar.planner.learned_moments import LayerGroups
+from autopar.planner.solving import Solving
+from autopar.planner.timeline import simulated_s
+from autopar.plans import Plan
+from autopar.sharding import Forced, LabelRow, Named, Walks, resolve_named
+
+Excluded = Mapping[int, frozenset[int]]
+"""Op → the strategies that a named plan does not admit."""
+
+_ROUNDS = 4  # in which a named plan that is over the budget learns the moments at which it is
+# Share of the distance from the objective to the simulated step of the best plan, within which the
+# objective of another plan is close.
+_CLOSE = {"normal": 0.25, "thorough": 1.0}
+
+
+def _plans_on(axis: str) -> tuple[Parallelism, ...]:
+    """The named plans on one axis, those that are most often close to the best first."""
+    return (
+        fsdp(axis),
+        ddp(axis),
+        tensor_parallel("1d", axes=axis, sequence=True),
+        tensor_parallel("1d", axes=axis),
+        context_parallel(axis),
+    )
+
+
+@dataclass(frozen=True)
+class NamedPlans:
+    """The named plans of a trace on a mesh: one of `_plans_on` on each axis."""
+
+    trace: Trace
+    mesh: Mesh
+
+    @cached_property
+    def _walks(self) -> Walks:
+        return Walks(self.trace)
+
+    def search(
+        self, priced: Priced, is_close: Callable[[Excluded], bool]
+    ) -> Iterator[tuple[str, Excluded]]:
+        """Yield the named plans that are close to the best plan.
+
+        A plan on one axis is looked at first, with the other axes free. If it is not close, it is
+        not close beside any plan on the other axes.
+
+        Args:
+            priced: the problem whose strategies they exclude.
+            is_close: whether an answer without these strategies may be close.
+
+        Returns:
+            The plan in words, and the strategies that it excludes.
+        """
+        pairs = zip(self.mesh.names, self.mesh.shape, strict=True)
+        on_axes = [
+            [plan for plan in _plans_on(axis) if self._excluded(priced, (plan,), is_close)]
+            for axis, size in pairs
+            if size > 1
+        ]
+        for plans in itertools.product(*on_axes):
+            excluded = self._excluded(priced, plans, is_close)
+            if excluded:
+                yield " + ".join(map(str, plans)), excluded
+
+    def _excluded(
+        self, priced: Priced, plans: Sequence[Parallelism], is_close: Callable[[Excluded], bool]
+    ) -> Excluded:
+        """Return the strategies that named plans exclude; none if the plans do not hold, are not
+        close, or decide about nodes apart that take one decision in this problem."""
+        try:
+            named = resolve_named(self.trace, plans, self.mesh, self._walks)
+        except ConstraintError:  # a call that asks for them is refused with this error
+            return {}
+        if named.apart:
+            return {}
+        found = excluded_by(priced, named)
+        holds = all(len(out) < len(priced.problem.ops[n].strategies) for n, out in found.items())
+        return found if holds and is_close(found) else {}
+
+
+def excluded_by(priced: Priced, named: Named) -> Excluded:
+    """Return the strategies that named plans do not admit.
+
+    Equal layers share a decision. A strategy is excluded if one of the layers does not admit it.
+
+    Args:
+        priced: the problem, and what its ops stand for.
+        named: the resolved plans.
+    """
+    forced = Forced({}, {}, named)
+    found: dict[int, frozenset[int]] = {}
+    for n, (op, source) in enumerate(zip(priced.problem.ops, priced.sources, strict=True)):
+        if source.cluster is not None:
+            rows = {
+                (i, axis, row)
+                for cluster in source.cluster.instances
+                for i, member in enumerate(cluster.members)
+                for axis, row in named.rows.get(member.node, ())
+            }
+            out = {
+                s
+                for s, strategy in enumerate(source.cluster.strategies)
+                if not all(_admits(row, axis, strategy.members[i]) for i, axis, row in rows)
+            }
+        elif op.kind == "parameter":
+            layouts = [strategy.layouts.outputs[0] for strategy in op.strategies]
+            rests = [forced.filter_storage(name, layouts) for name in source.names]
+            out = {s for s, at in enumerate(layouts) if not all(at in each for each in rests)}
+        else:
+            continue
+        if out:
+            found[n] = frozenset(out)
+    return found
+
+
+def _admits(row: LabelRow, axis: int, strategy: Strategy) -> bool:
+    """Whether a node's strategy has the labels of a row on an axis."""
+    return row.admits(
+        tuple(layout.placements[axis] for layout in strategy.inputs),
+        tuple(layout.placements[axis] for layout in strategy.outputs),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedComparison:
+    """Compares the best plan of a search with named plans.
+
+    Attributes:
+        emitter: emits and measures plans.
+        solving: answers problems.
+        groups: the layers that the best plan decides for, with the bound that it states.
+        best: the best plan, with its communications in order.
+    """
+
+    emitter: Emitter
+    solving: Solving
+    groups: LayerGroups
+    best: Candidate
+
+    def fastest(self, named: NamedPlans) -> Candidate:
+        """Return the plan with the shortest simulated step, of the best and named plans.
+
+        Args:
+            named: the plans to compare with.
+        """
+        fastest, taken, seconds = self.best, "", simulated_s(self.best.program, self.best.plan)
+        objective_s = self.best.time_s
+        limit_s = objective_s + _CLOSE[self.emitter.options.effort] * (seconds - objective_s)
+        with self.emitter.clock.phase("named plans"):
+            close = [
+                *named.search(
+                    self.groups.priced, lambda excluded: self._least_s(excluded) < limit_s
+                )
+            ]
+        for name, excluded in close:
+            candidate = self._emit(excluded, limit_s)
+            if candidate is not None:
+                its_s = simulated_s(candidate.program, candidate.plan)
+                if its_s < seconds:
+                    fastest, taken, seconds = candidate, name, its_s
+        return _note(fastest, taken) if taken else fastest
+
+    def _least_s(self, excluded: Excluded) -> float:
+        """Bound the objectives of the answers without some strategies."""
+        proven = self.groups.multipliers
+        return 0.0 if proven is None else proven.bound_without(excluded)
+
+    def _emit(self, excluded: Excluded, limit_s: float) -> Candidate | None:
+        """Emit the best plan without some strategies.
+
+        Returns:
+            The plan, with its communications in order; None if it is the best plan of all, is too
+            slow, or does not fit.
+        """
+        groups = replace(self.groups, bound_s=self.best.bound_s).forget()
+        for _ in range(_ROUNDS):
+            with self.emitter.clock.phase("solve"):
+                found = self.solving.without(groups.problem, excluded, limit_s)
+            if found is None or _decisions(found) == _decisions(self.best.draft.choices):
+                return None
+            candidate = self.emitter.emit(groups, found)
+            if self.emitter.fits(candidate):
+                return self.emitter.order(replace(candidate, plan=self._with_proof(candidate)))
+            groups = replace(groups, learnt=self.emitter.learn(groups.learnt, candidate))
+        return None
+
+    def _with_proof(self, candidate: Candidate) -> Plan:
+        """Return the plan of a candidate with the proof of the best plan, which holds for all."""
+        own, proof = candidate.plan.proof, self.best.plan.proof
+        gap = max(1.0 - proof.bound_s / own.objective_s, 0.0)
+        proof = replace(proof, objective_s=own.objective_s, gap=gap, covers=own.covers)
+        return replace(candidate.plan, proof=proof)
+
+
+def _decisions(choices: Solution) -> tuple[object, ...]:
+    return choices.strategies, choices.recomputed, choices.kept, choices.regions
+
+
+def _note(fastest: Candidate, name: str) -> Candidate:
+    """Record that a named plan was taken."""
+    line = (
+        f"taken for its simulated step, which is shorter than that of the least objective: {name}"
+    )
+    proof = replace(fastest.plan.proof, covers=(*fastest.plan.proof.covers, line))
+    return replace(fastest, plan=replace(fastest.plan, proof=proof))

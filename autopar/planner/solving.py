@@ -1,0 +1,165 @@
+"""The solver's answers to the problems of one search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.core.problem import Problem
+from autopar.core.solution import FractionalGroups, Solution
+from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
+from autopar.errors import InfeasibleError
+from autopar.planner.pipeline.stage_cache import Alike, Effort
+from autopar.request import PlanOptions
+from autopar.solve import (
+    Cases,
+    Common,
+    Least,
+    SmallerProblem,
+    choices_or_least,
+    within,
+)
+
+_LEAST_WORK = (
+    3e9  # simplex steps by columns, about some seconds: what a search for the bound may do
+)
+# Relative distance of plan and bound from which on a problem is divided into cases. Below it, cases
+# take several times as long as the search before, and may find plans that are slower as emitted.
+_LEAST_GAP = 0.05
+_WORK_SHARE = 0.25  # of what all searches before have done, if that is more
+
+
+@dataclass
+class Solving:
+    """Asks the solver, or reuses its answer for a stage that is alike.
+
+    Attributes:
+        likely: the balance of the last problem whose bound has multipliers. has_plan: whether there
+            is any, so that time may end a search.
+        common: what its searches share.
+        cases: of the last problem that was divided into cases.
+    """
+
+    options: PlanOptions
+    alike: Alike
+    likely: OverlapWeights = COMPUTE_BOUND
+    has_plan: bool = False
+    common: Common = field(default_factory=Common)
+    cases: Cases | None = None
+
+    def answer(
+        self,
+        problem: Problem,
+        effort: Effort,
+        *,
+        learnt: bool,
+        regions: frozenset[int] | None,
+        met: Solution | None = None,
+    ) -> Solution | Least | FractionalGroups:
+        """Solve a problem.
+
+        Args:
+            learnt: whether it has moments that were learnt, which leave a part of the gap to what
+                they do not know.
+            regions: what kernels may share with their peers (`autopar.core.problem.Solution`). met:
+                as in `autopar.solve.choices_or_least`.
+        """
+        spent = self.common.work.spent
+        self.common.work.most = (
+            spent + max(_WORK_SHARE * spent, _LEAST_WORK) if effort is Effort.END else math.inf
+        )
+        found = self._ask_solver(within(problem, regions), effort, met, learnt=learnt)
+        if regions is None or isinstance(found, FractionalGroups):
+            return found
+        if isinstance(found, Solution):
+            return replace(found, regions=regions)
+        return (
+            found
+            if found.choices is None
+            else replace(found, choices=replace(found.choices, regions=regions))
+        )
+
+    def _ask_solver(
+        self, problem: Problem, effort: Effort, met: Solution | None, *, learnt: bool
+    ) -> Solution | Least | FractionalGroups:
+        known = None if learnt else self.alike.known(problem, effort)
+        if known is not None:
+            return known
+        divided = self._from_cases(problem, learnt=learnt)
+        if divided is not None:
+            return divided
+        gap = self.options.gap / 2 if learnt else self.options.gap
+        found = self._choices(problem, gap, effort, met, self.common)
+        self.has_plan = self.has_plan or isinstance(found, Solution)
+        if isinstance(found, Solution) and found.multipliers is not None:
+            self.likely = found.multipliers.balance
+        if not learnt and isinstance(found, Solution):
+            found = self._divide(problem, found)
+        if not isinstance(found, Least) and not learnt:
+            self.alike.learn(problem, found, effort)
+        return found
+
+    def _choices(
+        self, problem: Problem, gap: float, effort: Effort, met: Solution | None, common: Common
+    ) -> Solution | Least | FractionalGroups:
+        return choices_or_least(
+            problem,
+            gap=gap,
+            time_limit_s=self.options.solve_s,
+            solver=self.options.solver,
+            bound_only=True,
+            whole=effort is not Effort.MIXED,
+            likely=COMPUTE_BOUND if problem.conditions else self.likely,
+            only_plan=effort is not Effort.END,
+            waits=not self.has_plan,
+            common=common,
+            met=met,
+        )
+
+    def _divide(self, problem: Problem, found: Solution) -> Solution:
+        """Divide a problem into cases (`autopar.solve.cases`), if its answer asks for that.
+
+        Returns:
+            The answer, with the bound of all cases.
+        """
+        least = max(self.options.gap, _LEAST_GAP)
+        if found.split is None or found.gap <= least or self.options.is_late:
+            return found
+        self.cases = Cases.of(problem, found, self.options.gap, self.common, self._ask_case)
+        return self.cases.answer
+
+    def _from_cases(self, problem: Problem, *, learnt: bool) -> Solution | None:
+        """Solve a problem that was divided into cases before, as other moments were known."""
+        if self.cases is None or not self.cases.are_of(problem):
+            return None
+        return self.cases.solve(problem) if learnt else self.cases.answer
+
+    def without(
+        self, problem: Problem, excluded: Mapping[int, Collection[int]], limit_s: float
+    ) -> Solution | None:
+        """Solve a problem without some strategies, and without dividing it into cases.
+
+        Args:
+            problem: the problem.
+            excluded: op → the strategies that are left out.
+            limit_s: seconds of a step that an answer has to beat.
+
+        Returns:
+            The answer, as one of the whole problem; None if there is none, or it does not beat the
+            limit.
+        """
+        smaller = SmallerProblem.of(problem, excluded)
+        found = self._ask_case(smaller.problem, None, Common())
+        if not isinstance(found, Solution) or found.objective_s >= limit_s:
+            return None
+        return smaller.restore(found)
+
+    def _ask_case(
+        self, problem: Problem, met: Solution | None, common: Common
+    ) -> Solution | Least | FractionalGroups | None:
+        """Solve one case; None if no choice meets its conditions."""
+        try:
+            return self._choices(problem, self.options.gap, Effort.WHOLE, met, common)
+        except InfeasibleError:
+            return None

@@ -1,0 +1,106 @@
+"""A problem without some of its strategies, and its answer as one of the whole problem."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.core.problem import MemoryPoint, Op, OverlapKernel, Problem
+from autopar.core.solution import Solution
+
+_Kept = Mapping[int, tuple[int, ...]]  # op → the strategies that are left, of ops that lose some
+_Live = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SmallerProblem:
+    """A problem without some strategies.
+
+    Attributes:
+        problem: the problem, in which strategies are numbered anew.
+        kept: op → the numbers that its strategies have in the whole problem, of ops that lose some.
+    """
+
+    problem: Problem
+    kept: _Kept
+
+    @staticmethod
+    def of(whole: Problem, excluded: Mapping[int, Collection[int]]) -> SmallerProblem:
+        """Leave strategies out of a problem, also for what backward runs again.
+
+        Args:
+            whole: the problem.
+            excluded: op → the strategies that are left out; each op keeps at least one.
+        """
+        kept = {
+            n: tuple(s for s in range(len(whole.ops[n].strategies)) if s not in out)
+            for n, out in excluded.items()
+        }
+        numbers = {(n, s): new for n, each in kept.items() for new, s in enumerate(each)}
+        problem = replace(
+            whole,
+            ops=tuple(_with_strategies(op, kept.get(n)) for n, op in enumerate(whole.ops)),
+            moments=tuple(_smaller_moment(moment, kept) for moment in whole.moments),
+            kernels={
+                where: tuple(filter(None, (_smaller_kernel(k, kept, numbers) for k in offered)))
+                for where, offered in whole.kernels.items()
+            },
+            routes={
+                (n, numbers[n, s] if n in kept else s): route
+                for (n, s), route in whole.routes.items()
+                if n not in kept or (n, s) in numbers
+            },
+        )
+        return SmallerProblem(problem, kept)
+
+    def restore(self, found: Solution) -> Solution:
+        """Return an answer as one of the whole problem. Its bound and what proves it hold for the
+        smaller problem only."""
+        return replace(
+            found,
+            strategies=tuple(self._number(n, s) for n, s in enumerate(found.strategies)),
+            recomputed={n: self._number(n, s) for n, s in found.recomputed.items()},
+            mixed={},
+            split=None,
+        )
+
+    def _number(self, n: int, s: int) -> int:
+        return self.kept[n][s] if n in self.kept else s
+
+
+def _with_strategies(op: Op, kept: tuple[int, ...] | None) -> Op:
+    return op if kept is None else replace(op, strategies=tuple(op.strategies[s] for s in kept))
+
+
+def _smaller_moment(moment: MemoryPoint, kept: _Kept) -> MemoryPoint:
+    return replace(
+        moment, live=_smaller_live(moment.live, kept), again=_smaller_live(moment.again, kept)
+    )
+
+
+def _smaller_live(live: _Live, kept: _Kept) -> _Live:
+    return tuple((n, tuple(sizes[s] for s in kept[n]) if n in kept else sizes) for n, sizes in live)
+
+
+def _smaller_kernel(
+    kernel: OverlapKernel, kept: _Kept, numbers: Mapping[tuple[int, int], int]
+) -> OverlapKernel | None:
+    """Return the kernel with the strategies that are left; None if it can no longer be used."""
+
+    def renumber(n: int, strategies: Iterable[int]) -> tuple[int, ...]:
+        """Number the strategies that are left of one op."""
+        if n not in kept:
+            return tuple(strategies)
+        return tuple(numbers[n, s] for s in strategies if (n, s) in numbers)
+
+    smaller = replace(
+        kernel,
+        strategies=renumber(kernel.op, kernel.strategies),
+        added=kernel.added and (kernel.added[0], renumber(*kernel.added)),
+        also=tuple((n, renumber(n, strategies)) for n, strategies in kernel.also),
+    )
+    lists = [
+        smaller.strategies,
+        *(each[1] for each in (*smaller.also, *filter(None, [smaller.added]))),
+    ]
+    return smaller if all(lists) else None
