@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_trace import assert_same_trace
 from torch import Tensor, nn
 
 import autopar
@@ -126,3 +127,37 @@ def test_tensors_in_closures_of_the_same_name_are_watched_one_by_one() -> None:
     weights[0].mul_(2.0)
     with pytest.raises(RuntimeStateError, match=r"variable weight around .* was written since"):
         module(X)
+
+
+class Processor:
+    """An object of its own in each layer, as diffusers' attention has one."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * getattr(self, "scale", 2.0)
+
+
+class Slotted:
+    __slots__ = ("__dict__", "scale")
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.scale
+
+
+def test_layers_with_objects_without_attributes_are_folded() -> None:
+    model = Stack(lambda _: Processor())
+    folded = capture(model, (X,))
+    assert "10 layers" in str(folded.folding)
+    assert_same_trace(folded, capture(model, (X,), fold=False))
+
+
+def test_layers_with_objects_that_have_attributes_or_slots_are_not() -> None:
+    def with_scale(position: int) -> Processor:
+        processor = Processor()
+        processor.scale = 1.0 + position  # type: ignore[attr-defined]
+        return processor
+
+    for held in (with_scale, lambda position: Slotted(1.0 + position)):
+        assert "differ in 'held'" in str(capture(Stack(held), (X,)).folding)
