@@ -106,13 +106,9 @@ def test_there_is_no_backward_and_nothing_of_it_in_memory(kind: str) -> None:
     ("kind", "plan"), [("llama", "heads"), ("convolutions", "fsdp"), ("gpt2", "grid")]
 )
 def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
-    program = planned(kind, plan).program
+    program = planned(kind, plan).stage_program()
     peak, _ = measured_peak(program, built(kind)[1], train=False)
-    assert (
-        trace_peak(program.stages[0], train=False).peak_bytes
-        == peak
-        == trace_peak(program.stages[0]).peak_bytes
-    )
+    assert trace_peak(program, train=False).peak_bytes == peak == trace_peak(program).peak_bytes
 
 
 def test_what_fits_no_step_fits_inference() -> None:

@@ -24,7 +24,7 @@ from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.errors import AutoparError, CaptureError, ConstraintError, VerificationError
 from autopar.planner import Planned
-from autopar.program import interpreter
+from autopar.program import lockstep
 from autopar.program.peak_memory import trace_peak
 
 SQUARE, THREE = Mesh({"a": 2, "b": 2}), Mesh({"a": 3})
@@ -117,7 +117,7 @@ def test_a_tangent_whose_rows_lie_elsewhere_is_found_out(monkeypatch: pytest.Mon
     model, batch = built("several")
     plan = planned("several", SQUARE, "fsdp", "dtensor").plan
     monkeypatch.setattr(
-        interpreter, "tangent_of", lambda *border, **how: tangent_of(*border, **how).roll(1, 0)
+        lockstep, "tangent_of", lambda *border, **how: tangent_of(*border, **how).roll(1, 0)
     )
     with pytest.raises(VerificationError):
         autopar.verify(plan, model, batch)

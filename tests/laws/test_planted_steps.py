@@ -40,12 +40,12 @@ aten = torch.ops.aten
 
 
 def without_sums(patch: Patch) -> None:
-    emit = program_builder.emit
+    emit_stage = program_builder.emit_stage
 
-    def emitted(trace: Any, plan: Any, *, accumulates: bool = False, named: bool = True) -> Any:
-        return emit(trace, plan, named=named)
+    def emitted(trace: Any, plan: Any, *, accumulates: bool = False) -> Any:
+        return emit_stage(trace, plan)
 
-    patch.setattr(program_builder, "emit", emitted)
+    patch.setattr(program_builder, "emit_stage", emitted)
 
 
 def crossed_otherwise(patch: Patch) -> None:
