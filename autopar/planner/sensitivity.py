@@ -183,7 +183,7 @@ def all_flips(
             most=most,
             shared=part.shared,
         )
-        found += (replace(flip, stage=number if plan.stage_axis else None) for flip in turning)
+        found += (replace(flip, stage=number if plan.pipeline else None) for flip in turning)
     return Flips(
         sorted(found, key=lambda flip: abs(math.log(flip.factor))),
         NO_FLIP if could_turn else _why_none(plan),

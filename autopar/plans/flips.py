@@ -30,7 +30,7 @@ class Flip:
             on the hardware as it is.
         what: ``compute``, or the name of a link.
         factor: factor of its speed at which both cost the same.
-        stage: the stage of the entry, in a plan with stages along a mesh axis.
+        stage: the stage of the entry, in a plan with a pipeline.
     """
 
     key: str

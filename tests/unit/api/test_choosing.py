@@ -56,17 +56,26 @@ class Found:
     was_interrupted: bool = False
 
 
+def plan_of(num: int, **figures: Any) -> Any:
+    """A plan with these figures, with a pipeline if there are microbatches."""
+    stages, num_microbatches = (SimpleNamespace(**figures),), num or 1
+    one = SimpleNamespace(
+        stages=stages, num_microbatches=num_microbatches, num_chunks=1, num_ranks=1
+    )
+    return SimpleNamespace(
+        **figures,
+        pipeline=one if num else None,
+        as_pipeline=one,
+        stages=stages,
+        num_microbatches=num_microbatches,
+    )
+
+
 def made(step_s: float, compute_s: float = 0.0, num: int = 0) -> Any:
     """A plan, in stages if there are microbatches."""
-    alone = SimpleNamespace(
-        prediction=SimpleNamespace(step_s=step_s),
-        pipeline=None,
-        entries=(),
-        proof=SimpleNamespace(memory_price_s_per_gib=0.0, num_variables=10_000, gap=0.004),
-    )
-    stages = SimpleNamespace(stages=(alone,), num_microbatches=num, num_chunks=1)
-    whole = SimpleNamespace(**{**vars(alone), "pipeline": stages if num else None})
-    return Found(whole, compute_s)
+    proof = SimpleNamespace(memory_price_s_per_gib=0.0, num_variables=10_000, gap=0.004)
+    prediction = SimpleNamespace(step_s=step_s)
+    return Found(plan_of(num, prediction=prediction, entries=(), proof=proof), compute_s)
 
 
 def search(
@@ -452,16 +461,8 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
     def plan(step_s: float, num: int) -> Any:
         entry = SimpleNamespace(again_s=again_s / num, instances=((),))
         prediction = SimpleNamespace(step_s=step_s)
-        alone = SimpleNamespace(prediction=prediction, pipeline=None, entries=(entry,))
-        stages = (
-            SimpleNamespace(stages=(alone,), num_microbatches=num, num_chunks=1)
-            if num > 1
-            else None
-        )
-        return SimpleNamespace(
-            plan=SimpleNamespace(prediction=prediction, pipeline=stages, entries=(entry,)),
-            computing_s=step_s,
-        )
+        found = plan_of(num if num > 1 else 0, prediction=prediction, entries=(entry,))
+        return SimpleNamespace(plan=found, computing_s=step_s)
 
     def staged(self: Chooser, wish: Pipelined, num: int, limit_s: float) -> Any:
         seen.append(num)
