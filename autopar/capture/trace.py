@@ -426,7 +426,8 @@ def op_name(node: fx.Node) -> str:
 
 def _path(dynamo_path: str) -> str:
     """Return the model's own path for Dynamo's: ``model.layers.0`` for ``L['self'].model.layers.0``
-    or ``L['self']._modules['model'].layers.0``."""
-    path = _ROOT.sub("", dynamo_path)
+    or ``L['self']._modules['model'].layers.0``, or ``L['self'].__dict__['_modules']['model']...``
+    of a model with a ``__getattr__`` of its own."""
+    path = re.sub(r"\.?__dict__\['_modules'\]", "._modules", _ROOT.sub("", dynamo_path))
     path = re.sub(r"(?:\._modules)?\['?([^'\]]+)'?\]", r".\1", path)
     return path.lstrip(".")

@@ -161,3 +161,20 @@ def test_layers_with_objects_that_have_attributes_or_slots_are_not() -> None:
 
     for held in (with_scale, lambda position: Slotted(1.0 + position)):
         assert "differ in 'held'" in str(capture(Stack(held), (X,)).folding)
+
+
+class Delegating(Stack):
+    """Has a ``__getattr__`` of its own, as the models of diffusers do."""
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)
+
+
+def test_a_model_with_a_getattr_of_its_own_is_folded() -> None:
+    model = Delegating(lambda _: Processor())
+    folded = capture(model, (X,))
+    assert "10 layers" in str(folded.folding)
+    assert_same_trace(folded, capture(model, (X,), fold=False))
+    modules = {node.meta["module"] for node in folded.graph.nodes if "module" in node.meta}
+    assert "layers.0.linear" in modules
+    assert not any("_modules" in module for module in modules)
