@@ -145,7 +145,7 @@ class ParallelModule(Compiled):
             both_modes=both_modes,
             shared=shared,
         )
-        self.program, self._group, self._scale = program, group, LossScale()
+        self.program, self._stage_group, self._loss_scaling = program, group, LossScale()
         if program.axis:
             self.rank = index
         groups = groups_of(own)
@@ -169,7 +169,7 @@ class ParallelModule(Compiled):
         self._may_train = shared is None or any(
             t.has_gradient for s in program.stages for t in (*s.parameters, *s.inputs)
         )
-        self._calls: Calls = (
+        self._program_calls: Calls = (
             DirectCalls(
                 program.stages[0], executors[0], self._storages, devices, outputs, self._title
             )
@@ -192,7 +192,7 @@ class ParallelModule(Compiled):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Standing:
         """Copy the module, with the same process group."""
-        memo[id(self._group)] = self._group
+        memo[id(self._stage_group)] = self._stage_group
         return super().__deepcopy__(memo)
 
     @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
@@ -206,12 +206,14 @@ class ParallelModule(Compiled):
         inputs = self._program_inputs(args, kwargs, self._world)
         if isinstance(inputs, Misfit):
             return self._elsewhere(inputs, args, kwargs)
-        held = self._calls.held
+        held = self._program_calls.held
         parameters = [self.get_parameter(t.name) for t in held]
-        buffers = {name: self.get_buffer(name) for name in self._calls.buffers}
+        buffers = {name: self.get_buffer(name) for name in self._program_calls.buffers}
         may_train = torch.is_grad_enabled() and self._may_train
         trains = may_train and self._trains(parameters, held)
-        outputs = self._calls.run(inputs, parameters, buffers, self._scale, trains=trains)
+        outputs = self._program_calls.run(
+            inputs, parameters, buffers, self._loss_scaling, trains=trains
+        )
         return self._results.build([None if x is None else refuse_reads(x) for x in outputs])
 
     def _find_unfrozen(self) -> str:
@@ -219,13 +221,13 @@ class ParallelModule(Compiled):
             return ""
         if not self.program.is_single:  # no further program is made for stages and microbatches
             return ""
-        frozen = (t.name for t in self._calls.held if not t.requires_grad)
+        frozen = (t.name for t in self._program_calls.held if not t.requires_grad)
         return next((name for name in frozen if self.get_parameter(name).requires_grad), "")
 
     def _set_up(self, variant: ProgramVariant) -> None:
         super()._set_up(variant)
         if isinstance(variant, ParallelModule):
-            variant._scale = self._scale
+            variant._loss_scaling = self._loss_scaling
 
     @property
     def loss_scale(self) -> float:
@@ -235,12 +237,12 @@ class ParallelModule(Compiled):
         Raises:
             RuntimeStateError: if it is set to a value that is no positive number.
         """
-        return self._scale.user_factor
+        return self._loss_scaling.user_factor
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         """Set the factor; see `LossScale.user_factor`."""
-        self._scale.user_factor = value
+        self._loss_scaling.user_factor = value
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients in place so that their norm over the whole model is at most
@@ -251,7 +253,7 @@ class ParallelModule(Compiled):
         """
         named = [(self._names[name], p) for name, p in self.named_parameters()]
         with announced(f"clips the gradients of {self._title}", self._world):
-            return self._calls.clip_gradients(named, max_norm, norm_type)
+            return self._program_calls.clip_gradients(named, max_norm, norm_type)
 
     @property
     def input_layouts(self) -> Mapping[str, Layout]:

@@ -262,7 +262,7 @@ def test_a_search_that_meets_no_plan_says_which_ops_it_would_have_apart_without_
 
 def meeting_none(plans: Incumbent, *choices: Any) -> list[int]:
     """Rows come in as they do, and no plan is taken."""
-    over = plans.extra.over(evaluate(plans.program.problem, *choices[:3]))
+    over = plans.extra.over(evaluate(plans.extra.program.problem, *choices[:3]))
     return over or []
 
 

@@ -26,7 +26,7 @@ from autopar.capture import Trace, capture, execute
 from autopar.constraints import Constraint, ddp, fsdp, megatron, pipeline, tensor_parallel
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.cost import price
+from autopar.cost import tensor_values
 from autopar.emit import emit_stage
 from autopar.emit.context import CAST
 from autopar.errors import (
@@ -225,7 +225,7 @@ def test_the_certificate_refuses_gradients_that_are_reduced_before_they_are_cast
         ALONE, links=links, launch_overhead_s=0.0, hash="by bytes"
     )  # so that nothing is gained by buckets
     with monkeypatch.context() as patch:
-        patch.setattr(price, "cast_alone", lambda trace: {})
+        patch.setattr(tensor_values, "cast_alone", lambda trace: {})
         plan = autopar.plan(
             model, Mesh({"gpu": 4}), example_inputs=batch, hardware=by_bytes, precision="bf16"
         )
