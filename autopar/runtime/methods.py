@@ -133,6 +133,9 @@ def _bound(standing: nn.Module, function: FunctionType, name: str) -> Callable[.
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         """Run the method on the compiled module, and check its result."""
+        hidden: frozenset[str] = standing.__dict__.get("_hidden", frozenset())
+        for read in sorted(hidden.intersection(function.__code__.co_names)):
+            _refuse(name, f"it reads {read!r}, a name that compiled modules use for themselves")
         with model_code() as own:
             try:
                 result = function(standing, *args, **kwargs)

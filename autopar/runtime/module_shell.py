@@ -31,6 +31,7 @@ from autopar.runtime.methods import (
     reading,
 )
 
+_OF_MODULES = frozenset(vars(nn.Module()))  # names that every module uses
 _KINDS = {"_modules": "module", "_parameters": "parameter", "_buffers": "buffer"}
 
 
@@ -51,7 +52,10 @@ class Standing(nn.Module):
     def stand_for(self, module: nn.Module) -> None:
         """Show the plain attributes of a module and its class that `self` does not have. Values
         that hold tensors or modules and callables are not plain. After this call, new modules and
-        parameters are refused."""
+        parameters are refused.
+
+        Names that `self` uses itself are hidden: methods of the model that read them are refused.
+        """
         own = Part if isinstance(self, Part) else type(self)
         of_classes = {
             name: x for each in reversed(classes_of(type(module))) for name, x in vars(each).items()
@@ -65,6 +69,13 @@ class Standing(nn.Module):
             if n.startswith("_") and n not in self.__dict__ and is_plain(x)
         }
         self.__dict__["_asks"] = _asked_by(module)
+        self.__dict__["_hidden"] = frozenset(
+            n
+            for n, x in vars(module).items()
+            if is_plain(x)
+            and n not in _OF_MODULES
+            and (n in self.__dict__ or (not n.startswith("_") and hasattr(own, n)))
+        )
         found = {
             name: x for name, x in found.items() if not name.startswith("_") and name != "training"
         }

@@ -82,10 +82,10 @@ def test_a_schedule_of_one_stage_and_one_microbatch_computes_what_a_direct_call_
 ) -> None:
     options = {"hardware": "cpu-gloo", "outputs": "full"}
     direct = autopar.compile(Scores(), 1, example_inputs=SAMPLES, **options)
-    assert isinstance(direct._calls, DirectCalls)
+    assert isinstance(direct._program_calls, DirectCalls)
     monkeypatch.setattr(Program, "is_single", property(lambda _: False))
     scheduled = ParallelModule(direct.program, direct.device_mesh, Scores())
-    assert isinstance(scheduled._calls, ScheduledCalls)
+    assert isinstance(scheduled._program_calls, ScheduledCalls)
     ours, theirs = scheduled(**SAMPLES), direct(**SAMPLES)
     for name, output in theirs.items():
         assert torch.equal(ours[name], output)

@@ -21,6 +21,35 @@ from autopar.errors import AutoparError, RuntimeStateError
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
 
+class Named(nn.Module):
+    """A model with attributes whose names compiled modules use for themselves, and with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self._names, self.program, self._factor = 3, 5, 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+    def of_private(self) -> int:
+        return 2 * self._names
+
+    def of_public(self) -> int:
+        return 2 * self.program
+
+    def of_others(self) -> int:
+        return 2 * self._factor
+
+
+def test_methods_that_read_a_name_which_compiled_modules_use_are_refused() -> None:
+    module: Any = autopar.compile(Named(), example_inputs=X, hardware="cpu-gloo")
+    assert module.of_others() == 14
+    for name, method in (("_names", module.of_private), ("program", module.of_public)):
+        with pytest.raises(RuntimeStateError, match=f"it reads '{name}', a name that compiled"):
+            method()
+
+
 class Own(nn.Linear):
     """A class with what a part must not run."""
 
