@@ -363,7 +363,7 @@ NAMES = (
     "_left",
     "_own",
     "_plain",
-    "_calls",
+    "_program_calls",
     "_executor",
     "_container",
     "_world",
