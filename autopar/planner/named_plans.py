@@ -33,7 +33,7 @@ from autopar.planner.learned_moments import LayerGroups
 from autopar.planner.solving import Solving
 from autopar.planner.timeline import simulated_s
 from autopar.plans import Plan
-from autopar.sharding import Forced, LabelRow, Named, Walks, resolve_named
+from autopar.sharding import ClusterClass, Forced, LabelRow, Named, Walks, resolve_named
 
 Excluded = Mapping[int, frozenset[int]]
 """Op → the strategies that a named plan does not admit."""
@@ -121,26 +121,29 @@ def excluded_by(priced: Priced, named: Named) -> Excluded:
     found: dict[int, frozenset[int]] = {}
     for n, (op, source) in enumerate(zip(priced.problem.ops, priced.sources, strict=True)):
         if source.cluster is not None:
-            rows = {
-                (i, axis, row)
-                for cluster in source.cluster.instances
-                for i, member in enumerate(cluster.members)
-                for axis, row in named.rows.get(member.node, ())
-            }
-            out = {
-                s
-                for s, strategy in enumerate(source.cluster.strategies)
-                if not all(_admits(row, axis, strategy.members[i]) for i, axis, row in rows)
-            }
+            found[n] = _excluded_of_cluster(source.cluster, named)
         elif op.kind == "parameter":
             layouts = [strategy.layouts.outputs[0] for strategy in op.strategies]
             rests = [forced.filter_storage(name, layouts) for name in source.names]
-            out = {s for s, at in enumerate(layouts) if not all(at in each for each in rests)}
-        else:
-            continue
-        if out:
-            found[n] = frozenset(out)
-    return found
+            found[n] = frozenset(
+                s for s, at in enumerate(layouts) if not all(at in each for each in rests)
+            )
+    return {n: out for n, out in found.items() if out}
+
+
+def _excluded_of_cluster(cluster_class: ClusterClass, named: Named) -> frozenset[int]:
+    """Return the strategies of equal clusters that the rows of one of them do not admit."""
+    rows = {
+        (i, axis, row)
+        for cluster in cluster_class.instances
+        for i, member in enumerate(cluster.members)
+        for axis, row in named.rows.get(member.node, ())
+    }
+    return frozenset(
+        s
+        for s, strategy in enumerate(cluster_class.strategies)
+        if not all(_admits(row, axis, strategy.members[i]) for i, axis, row in rows)
+    )
 
 
 def _admits(row: LabelRow, axis: int, strategy: Strategy) -> bool:

@@ -69,13 +69,7 @@ class Standing(nn.Module):
             if n.startswith("_") and n not in self.__dict__ and is_plain(x)
         }
         self.__dict__["_asks"] = _asked_by(module)
-        self.__dict__["_hidden"] = frozenset(
-            n
-            for n, x in vars(module).items()
-            if is_plain(x)
-            and n not in _OF_MODULES
-            and (n in self.__dict__ or (not n.startswith("_") and hasattr(own, n)))
-        )
+        self.__dict__["_hidden"] = self._names_in_use(own, vars(module))
         found = {
             name: x for name, x in found.items() if not name.startswith("_") and name != "training"
         }
@@ -84,6 +78,17 @@ class Standing(nn.Module):
             name: x for name, x in plain.items() if name not in self.__dict__
         }
         self.__dict__["_stands_for"], self.__dict__["_own"] = type(module), frozenset(self.__dict__)
+
+    def _names_in_use(self, own: type, attributes: Mapping[str, Any]) -> frozenset[str]:
+        """Return the names of a module's plain attributes that `self` uses for itself.
+
+        Args:
+            own: the class whose attributes take precedence.
+            attributes: of the module, by name.
+        """
+        plain = {n for n, x in attributes.items() if is_plain(x)} - _OF_MODULES
+        public = {n for n in plain if not n.startswith("_") and hasattr(own, n)}
+        return frozenset(public | (plain & self.__dict__.keys()))
 
     @property
     def shown(self) -> Mapping[str, Any]:
