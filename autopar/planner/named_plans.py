@@ -44,23 +44,27 @@ _ROUNDS = 4  # in which a named plan that is over the budget learns the moments 
 _CLOSE = {"normal": 0.25, "thorough": 1.0}
 
 
-def _plans_on(axis: str) -> tuple[Parallelism, ...]:
-    """The named plans on one axis, those that are most often close to the best first."""
-    return (
-        fsdp(axis),
-        ddp(axis),
-        tensor_parallel("1d", axes=axis, sequence=True),
-        tensor_parallel("1d", axes=axis),
-        context_parallel(axis),
-    )
+def _plans_on(axis: str, *, is_thorough: bool) -> tuple[Parallelism, ...]:
+    """The named plans on one axis, those that are most often close to the best first. To apply
+    those that split the sequence takes the longest by far."""
+    plans = fsdp(axis), ddp(axis), tensor_parallel("1d", axes=axis)
+    split_sequence = tensor_parallel("1d", axes=axis, sequence=True), context_parallel(axis)
+    return (*plans, *split_sequence) if is_thorough else plans
 
 
 @dataclass(frozen=True)
 class NamedPlans:
-    """The named plans of a trace on a mesh: one of `_plans_on` on each axis."""
+    """The named plans of a trace on a mesh: one of `_plans_on` on each axis.
+
+    Attributes:
+        trace: the trace.
+        mesh: its mesh.
+        is_thorough: whether plans that split the sequence are among them.
+    """
 
     trace: Trace
     mesh: Mesh
+    is_thorough: bool = False
 
     @cached_property
     def _walks(self) -> Walks:
@@ -83,7 +87,11 @@ class NamedPlans:
         """
         pairs = zip(self.mesh.names, self.mesh.shape, strict=True)
         on_axes = [
-            [plan for plan in _plans_on(axis) if self._excluded(priced, (plan,), is_close)]
+            [
+                plan
+                for plan in _plans_on(axis, is_thorough=self.is_thorough)
+                if self._excluded(priced, (plan,), is_close)
+            ]
             for axis, size in pairs
             if size > 1
         ]

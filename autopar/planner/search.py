@@ -144,7 +144,7 @@ def make_plan(
         limit_s=limit_s,
     )
     if options.effort != "quick" and not options.constraints and mesh.num_devices > 1:
-        search.named = NamedPlans(trace, mesh)
+        search.named = NamedPlans(trace, mesh, is_thorough=options.effort == "thorough")
     return finish_search(search.find_best(), clock, options)
 
 
