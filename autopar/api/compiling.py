@@ -60,8 +60,9 @@ def compile(
         options: as `autopar.request.PlanOptions` declares them; `help` lists them here.
 
     Raises:
-        as `plan`; PlanError where the plan is for another model or mesh and says what differs, or
-        options are passed beside it.
+        PlanError: if the plan is for another model or mesh, with what differs, or options are
+            passed beside it.
+        AutoparError: as `plan`.
     """
     check_model(model)
     refuse_wrapped(model)
