@@ -129,13 +129,29 @@ def check_whole(name: str, result: Any, own: MethodReading) -> None:
         )
 
 
+def check_names(standing: nn.Module, name: str, found: object) -> None:
+    """Refuse a method or property that reads an attribute whose name compiled modules use.
+
+    Args:
+        standing: the compiled module, or a part of it.
+        name: the name of the method or property, for errors.
+        found: the function, `property` or `cached_property`.
+
+    Raises:
+        NoSuchMethod: if it reads one.
+    """
+    function = found.fget if isinstance(found, property) else getattr(found, "func", found)
+    code = getattr(function, "__code__", None)
+    hidden: frozenset[str] = standing.__dict__.get("_hidden", frozenset())
+    for read in sorted(hidden.intersection(code.co_names if code else ())):
+        _refuse(name, f"it reads {read!r}, a name that compiled modules use for themselves")
+
+
 def _bound(standing: nn.Module, function: FunctionType, name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         """Run the method on the compiled module, and check its result."""
-        hidden: frozenset[str] = standing.__dict__.get("_hidden", frozenset())
-        for read in sorted(hidden.intersection(function.__code__.co_names)):
-            _refuse(name, f"it reads {read!r}, a name that compiled modules use for themselves")
+        check_names(standing, name, function)
         with model_code() as own:
             try:
                 result = function(standing, *args, **kwargs)

@@ -25,6 +25,7 @@ from autopar.errors import RuntimeStateError
 from autopar.runtime.methods import (
     ON_A_COPY,
     NoSuchMethod,
+    check_names,
     check_whole,
     method_of,
     model_code,
@@ -52,9 +53,7 @@ class Standing(nn.Module):
     def stand_for(self, module: nn.Module) -> None:
         """Show the plain attributes of a module and its class that `self` does not have. Values
         that hold tensors or modules and callables are not plain. After this call, new modules and
-        parameters are refused.
-
-        Names that `self` uses itself are hidden: methods of the model that read them are refused.
+        parameters are refused, and methods of the model that read names which `self` uses itself.
         """
         own = Part if isinstance(self, Part) else type(self)
         of_classes = {
@@ -126,6 +125,7 @@ class Standing(nn.Module):
         transformers models. A property that computes with tensors is refused, since this rank holds
         only parts of them."""
         try:
+            check_names(self, name, of_class)
             with model_code() as own, _NoComputing():
                 found = (
                     of_class.func(self)

@@ -41,6 +41,14 @@ class Named(nn.Module):
     def of_others(self) -> int:
         return 2 * self._factor
 
+    @property
+    def by_property(self) -> int:
+        return 2 * self._names
+
+    @cached_property
+    def by_cached_property(self) -> int:
+        return 2 * self.program
+
 
 def test_methods_that_read_a_name_which_compiled_modules_use_are_refused() -> None:
     module: Any = autopar.compile(Named(), example_inputs=X, hardware="cpu-gloo")
@@ -48,6 +56,9 @@ def test_methods_that_read_a_name_which_compiled_modules_use_are_refused() -> No
     for name, method in (("_names", module.of_private), ("program", module.of_public)):
         with pytest.raises(RuntimeStateError, match=f"it reads '{name}', a name that compiled"):
             method()
+    for name, property_name in (("_names", "by_property"), ("program", "by_cached_property")):
+        with pytest.raises(RuntimeStateError, match=f"it reads '{name}', a name that compiled"):
+            getattr(module, property_name)
 
 
 class Own(nn.Linear):
