@@ -299,8 +299,8 @@ def join(
         own = _indices(whole.shape, layout, mesh_shape, rank)
         if result[own].shape != part.shape or part.dtype != whole.dtype:
             return (
-                f"a rank has {part.dtype} {tuple(part.shape)} where {whole.dtype}"
-                f" {tuple(result[own].shape)} is due"
+                f"a rank has {part.dtype} {tuple(part.shape)}, expected {whole.dtype}"
+                f" {tuple(result[own].shape)}"
             )
         result[own] = part
     return result
@@ -331,8 +331,8 @@ def _difference(number: int, joined: torch.Tensor, whole: torch.Tensor) -> str:
     apart = (joined.to(torch.complex128) - whole.to(torch.complex128)).abs().nan_to_num(math.inf)
     at = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
     return (
-        f"result {number} is not the whole op's: {joined[at].item():.6g} where"
-        f" {whole[at].item():.6g} is due, at {list(at)}"
+        f"result {number} differs from that of the whole op: {joined[at].item():.6g} at {list(at)},"
+        f" expected {whole[at].item():.6g}"
     )
 
 

@@ -87,7 +87,7 @@ def _check_reduction(traced: Traced, state: State) -> None:
     due = traced.reduced_in(state.ref)
     if torch.promote_types(due, state.dtype) != state.dtype:
         made, due_text = (str(d).removeprefix("torch.") for d in (state.dtype, due))
-        raise MoveError(f"partial sums are reduced in {made}, where {due_text} is due")
+        raise MoveError(f"partial sums are reduced in {made}, expected {due_text}")
 
 
 def _step_of(layout: Layout, kind: Kind, settings: Sequence[Any]) -> tuple[Collective, Layout]:

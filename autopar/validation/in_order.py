@@ -191,6 +191,9 @@ class _Symbol:
     name: str
     microbatch: int = -1
 
+    def __str__(self) -> str:
+        return self.name if self.microbatch < 0 else f"{self.name} of microbatch {self.microbatch}"
+
     def contiguous(self) -> _Symbol:
         """Return the symbol itself."""
         return self
@@ -315,7 +318,7 @@ class _Work(StageWork):
     def _tangent(self, output: ProgramTensor, number: int) -> Any:
         if output.is_loss:
             return super()._tangent(output, number)
-        return _Symbol(f"answer {output.name}", number)
+        return _Symbol(f"the tangent of {output.name}", number)
 
     def forward(self, number: int) -> None:
         """See `StageWork.forward`."""
@@ -331,7 +334,7 @@ class _Work(StageWork):
         try:
             run(number)
         except (StopIteration, KeyError):  # of what it looks for there is nothing
-            raise stage.error(number, f"{kind} runs before what it reads is received") from None
+            raise stage.error(number, f"{kind} runs before its operands were received") from None
 
 
 class _Stage:
@@ -346,7 +349,7 @@ class _Stage:
         self.num, keep = whole.microbatches.num, "backward" in kinds
         self.weight, self.number = whole.microbatches.weight, -1
         self.runs: Counter[tuple[str, int]] = Counter()
-        self.sums = [_Symbol(f"sum of {t.name}") for t in program.sums]
+        self.sums = [_Symbol(f"the sum of {t.name}") for t in program.sums]
         self.ended = False
         self.work = _Work(program, self, _DEVICE)  # type: ignore[arg-type]
         own = [t for t in program.inputs if not t.crosses]
@@ -363,7 +366,8 @@ class _Stage:
         for one, other in zip(found, due, strict=True):
             came = one.came if isinstance(one, _Buffer) else one
             if came != other:
-                raise self.error(self.number, f"{what} gets {came}, where {other} is due")
+                came = "nothing" if came is None else came
+                raise self.error(self.number, f"{what} reads {came} instead of {other}")
 
     def finish(self) -> None:
         """Check, after a step, that each microbatch ran forward and backward once, and that the
@@ -374,13 +378,13 @@ class _Stage:
                     raise self.error(number, f"{kind} runs {self.runs[kind, number]} times")
         self.work.finish()
         if self.sums and "backward" in self.kinds and not self.ended:
-            raise self.error(self.num - 1, "nothing is made of the sums of gradients")
+            raise self.error(self.num - 1, "the sums of gradients are never read")
 
     # The interface of an executor.
 
     def begin(self, parameters: Sequence[Any]) -> list[Any]:
         """Return the symbols of parameters as microbatches read them."""
-        return [_Symbol(f"gathered {p.name}") for p in parameters]
+        return [_Symbol(f"the gathered {p.name}") for p in parameters]
 
     def new_sums(self) -> list[Any]:
         """Return the symbols of the sums of gradients."""
@@ -403,10 +407,10 @@ class _Stage:
         self.runs["forward", number] += 1
         due = [_Symbol(t.name, number) for t in self.program.inputs]
         self._check("forward", inputs, due)
-        gathered = [_Symbol(f"gathered {t.name}") for t in self.program.parameters]
+        gathered = [_Symbol(f"the gathered {t.name}") for t in self.program.parameters]
         self._check("forward", parameters, gathered)
         made = [_Symbol(t.name, number) for t in self.program.outputs]
-        return made, [_Symbol(f"saved by stage {self.stage}", number)]
+        return made, [_Symbol(f"the tensors saved by stage {self.stage}", number)]
 
     def backward(
         self,
@@ -427,7 +431,9 @@ class _Stage:
             sum(n for (kind, _), n in self.runs.items() if kind == "backward"),
         )
         self.runs["backward", number] += 1
-        self._check("backward", saved, [_Symbol(f"saved by stage {self.stage}", number)])
+        self._check(
+            "backward", saved, [_Symbol(f"the tensors saved by stage {self.stage}", number)]
+        )
         self._check("backward", sums, self.sums)
         if first != (before == 0 and bool(self.sums)):
             done = "writes over" if first else "adds to"
@@ -440,17 +446,17 @@ class _Stage:
         returned = [t for t in self.program.inputs if t.has_gradient]
         trained = [t for t in self.program.parameters if t.has_gradient]
         gradients = self.sums or [torch.zeros(1) for _ in trained]
-        return [*gradients, *(_Symbol(f"gradient of {t.name}", number) for t in returned)]
+        return [*gradients, *(_Symbol(f"the gradient of {t.name}", number) for t in returned)]
 
     def _check_tangent(self, output: ProgramTensor, tangent: Any) -> None:
         if output.is_loss:
             weight = float(tangent)
             if weight != float(torch.tensor(self.weight, dtype=output.dtype)):
                 raise self.error(
-                    self.number, f"the loss weighs {weight}, where {self.weight} is due"
+                    self.number, f"the loss is weighted by {weight} instead of {self.weight}"
                 )
             return
-        name = "gradient of" if output.crosses else "answer"
+        name = "the gradient of" if output.crosses else "the tangent of"
         self._check("backward", [tangent], [_Symbol(f"{name} {output.name}", self.number)])
 
     def end(self, sums: Sequence[Any]) -> list[Any]:

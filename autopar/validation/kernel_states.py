@@ -105,13 +105,13 @@ def _state_of_result(
     """Return the state of a traced node's result, after checking its operands' states."""
     refs = walk.traced.reads(origin)
     if len(refs) != len(states):
-        raise MoveError(f"it reads {len(states)} tensors, where {len(refs)} are due")
+        raise MoveError(f"it reads {len(states)} tensors, expected {len(refs)}")
     for number, (ref, layout) in enumerate(zip(refs, strategy.inputs, strict=True)):
         due = State(ref, layout, walk.traced.value(ref).dtype)
         if states[number] != due:
             raise MoveError(
-                f"operand {number} of {origin.meta['key']} is {shown(states[number])}, where"
-                f" {shown(due)} is due"
+                f"operand {number} of {origin.meta['key']} is {shown(states[number])},"
+                f" expected {shown(due)}"
             )
     found = walk.made_by(origin, strategy)
     assert isinstance(found, State), "sums and norms have one result"
@@ -134,11 +134,9 @@ def _product(
     local = expected_call(walk.traced.call(origin), strategy, walk.mesh_shape)
     bias, starts = node.kwargs.get("bias"), node.kwargs.get("starts", ())
     if local.target is not ops.dot or local.args[0] != equation:
-        raise MoveError(f"it computes {equation!r}, where {local.args[0]!r} is due")
+        raise MoveError(f"it computes {equation!r}, expected {local.args[0]!r}")
     if not matches(starts, local.kwargs.get("starts", ()), walk.env, walk.mesh_shape):
-        raise MoveError(
-            f"its parts begin at {starts}, where {local.kwargs.get('starts', ())} is due"
-        )
+        raise MoveError(f"its parts begin at {starts}, expected {local.kwargs.get('starts', ())}")
     states = [instead.get(i, walk.env[factor]) for i, factor in enumerate(factors)]
     return _state_of_result(
         walk, origin, strategy, states if bias is None else [*states, walk.env[bias]]

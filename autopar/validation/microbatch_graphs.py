@@ -316,14 +316,13 @@ class _InTime:
                 " not known well enough",
             )
         seen = (
-            "what it makes of a microbatch is no part, no term and no copy of the batch's"
+            "its value for a microbatch is neither a slice nor a term nor a copy of the batch's"
             if found.kind == "wrong"
             else f"it is {found}"
         )
         raise self._error(
             at,
-            f"{what} does not add up over {self.how.num} microbatches: {seen}, where {due[0]}"
-            " is due",
+            f"{what} does not add up over {self.how.num} microbatches: {seen}, expected {due[0]}",
         )
 
     def _error(self, node: fx.Node, what: str) -> ValidationError:

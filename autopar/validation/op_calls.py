@@ -95,7 +95,7 @@ def differences(
     target, without = functional_form(node.target) or (node.target, "")
     wanted = dispatched.STEPS.get(local.target, local.target)
     if target is not wanted:
-        yield f"it calls {target}, where {wanted} is due"
+        yield f"it calls {target}, expected {wanted}"
         return
     kwargs = {name: value for name, value in node.kwargs.items() if name != without}
     args = (
@@ -104,7 +104,7 @@ def differences(
     due = local.args[:-1] if wanted in dispatched.TOGETHER else local.args
     for where, made, value in _pairs(args, kwargs, due, local.kwargs):
         if not matches(made, value, env, mesh_shape):
-            yield f"its argument {where} is {made}, where {value} is due"
+            yield f"its argument {where} is {made}, expected {value}"
 
 
 class _Missing:

@@ -51,7 +51,7 @@ def check_borders(trace: Trace, plan: Plan, program: StageProgram) -> None:
             for name, value in facts.items():
                 found = getattr(tensor, name)
                 if found != value:
-                    what = f"{kind} {tensor.name!r} has {name} {found!r}, where {value!r} is due"
+                    what = f"{kind} {tensor.name!r} has {name} {found!r}, expected {value!r}"
                     raise invalid(what)
 
 
@@ -194,8 +194,8 @@ class _Program:
             own = self.traced.value(ref).dtype
             if own.is_floating_point and max(own.itemsize, 4) > tensor.dtype.itemsize:
                 what = (
-                    f"gradients of {tensor.name!r} are added up in {tensor.dtype}, and come in"
-                    f" {own}: fp32 is due at least"
+                    f"gradients of {tensor.name!r} are {own} and are accumulated in {tensor.dtype},"
+                    " which is less precise than fp32"
                 )
                 raise invalid(what)
             found.append(Sum(tensor.name, ref, tensor.layout, tensor.dtype))
@@ -276,7 +276,7 @@ class _Program:
 
     def _check(self, what: str, found: object, due: object) -> None:
         if found != due:
-            raise invalid(f"{what} is {shown(found)}, where {shown(due)} is due")
+            raise invalid(f"{what} is {shown(found)}, expected {shown(due)}")
 
     # Borders and memory.
 

@@ -135,7 +135,7 @@ def _check_returns(part: Trace, stages: Sequence[Trace]) -> None:
         if found != due:
             what = (
                 f"the stages' gradients of {p.name!r} are {_list_terms(found)},"
-                f" where {_list_terms(due)} is due"
+                f" expected {_list_terms(due)}"
             )
             raise invalid(what)
 

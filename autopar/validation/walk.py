@@ -222,9 +222,7 @@ class GraphWalk:
             due = State(ref, layout, self.traced.value(ref).dtype)
             found = self.env.get(operands[number]) if number in operands else due
             if found != due:
-                raise MoveError(
-                    f"its operand {number} is {shown(found)}, where {shown(due)} is due"
-                )
+                raise MoveError(f"its operand {number} is {shown(found)}, expected {shown(due)}")
 
     def made_by(self, origin: fx.Node, strategy: Strategy) -> State | Several:
         """Return the state of a traced node's results, after checking its strategy."""

@@ -78,7 +78,7 @@ MEMORY = {
 NUMBERS = {
     "partial sums are reduced in bfloat16": Fault(
         "replicas",
-        "partial sums are reduced in bfloat16, where float32 is due",
+        "partial sums are reduced in bfloat16, expected float32",
         plant=lambda p: (
             p.setattr(program_builder, "apply_buckets", lambda program, plan: program),
             p.setattr(LoweringContext, "dtype", lambda *_: torch.float32),
@@ -86,12 +86,12 @@ NUMBERS = {
     ),
     "a bucket of gradients is in bfloat16": Fault(
         "replicas",
-        "reduced in bfloat16, where float32",
+        "reduced in bfloat16, expected float32",
         changed("into_bucket", "backward", arg_4=torch.bfloat16),
     ),
     "gradients add up in bfloat16": Fault(
         "sums",
-        "are added up in torch.bfloat16",
+        "are accumulated in torch.bfloat16",
         plant=lambda p: p.setattr(step, "sum_dtype", lambda dtype: dtype),
     ),
     "a value is rounded and widened again": Fault(
@@ -107,13 +107,15 @@ NUMBERS = {
         ),
     ),
     "a mean is over what a rank has": Fault(
-        "split", "argument 3 is 32, where 64", changed("mean_part", arg_3=32)
+        "split", "argument 3 is 32, expected 64", changed("mean_part", arg_3=32)
     ),
     "a product sums over another dim": Fault(
-        "split", "argument 0 is ab,bc->ac, where ab,cb->ac", changed("dot", arg_0="ab,bc->ac", at=0)
+        "split",
+        "argument 0 is ab,bc->ac, expected ab,cb->ac",
+        changed("dot", arg_0="ab,bc->ac", at=0),
     ),
     "attention sees what is to come": Fault(
-        "attention", "argument 4 is False, where True", changed("attention", arg_4=False)
+        "attention", "argument 4 is False, expected True", changed("attention", arg_4=False)
     ),
     "attention begins at no query of its rank": Fault(
         "attention", "argument q_start", without("attention", "q_start")
@@ -214,7 +216,7 @@ BUCKETS = {
 KERNELS = {
     "a kernel multiplies otherwise": Fault(
         "kernels",
-        "it computes 'abc,cd->abd', where 'abc,dc->abd' is due",
+        "it computes 'abc,cd->abd', expected 'abc,dc->abd'",
         changed("matmul_reduce_scatter", arg_3="abc,cd->abd"),
     ),
     "a kernel adds its bias on every rank": Fault(

@@ -71,19 +71,19 @@ ORDER = {
     ),
     "every microbatch is the first": Fault(
         "stages",
-        "at microbatch 1 of 2: forward gets",
+        "at microbatch 1 of 2: forward reads",
         plant=lambda p: p.setattr(StageWork, "begin", first_part),
     ),
     "gradients are received in another order": Fault(
         "stages",
-        "backward gets .* where .* is due",
+        "backward reads .* instead of",
         plant=lambda p: p.setattr(
             StageWork, "arriving_gradients", lambda self, number: _arriving(self, number)[::-1]
         ),
     ),
     "a stage sends one tensor twice": Fault(
         "stages",
-        "forward gets .* where .* is due",
+        "forward reads .* instead of",
         plant=lambda p: p.setattr(
             StageWork, "leaving_outputs", lambda self, number: _leaving(self, number)[:1] * 2
         ),
@@ -97,7 +97,7 @@ ORDER = {
     ),
     "a loss weighs nothing": Fault(
         "stages",
-        "the loss weighs 0.0, where 0.5",
+        "the loss is weighted by 0.0 instead of 0.5",
         plant=lambda p: p.setattr(
             stage_work.torch, "full", lambda shape, *_, **how: torch.zeros(shape, **how)
         ),

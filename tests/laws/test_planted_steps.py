@@ -60,7 +60,7 @@ def crossed_otherwise(patch: Patch) -> None:
 
 DRAWS = {
     "two draws are one": Fault(
-        "dropout", "argument draw is 0, where 1", changed("keep_mask", at=1, draw=0)
+        "dropout", "argument draw is 0, expected 1", changed("keep_mask", at=1, draw=0)
     ),
     "every rank draws the first part": Fault(
         "dropout", "argument starts", without("keep_mask", "starts")
@@ -110,7 +110,7 @@ TIME = {
     ),
     "a loss is that of the last microbatch": Fault(
         "counts",
-        "it is term, where whole is due",
+        "it is term, expected whole",
         microbatched(outputs=lambda how: {**how.outputs, how.loss: ("whole", -1)}),
     ),
     "counts are averaged": Fault(
@@ -130,7 +130,7 @@ TIME = {
 STAGES = {
     "two tensors cross in another order": Fault(
         "stages",
-        "stage 1 at microbatch 0 of 2: forward gets .* where .* is due",
+        "stage 1 at microbatch 0 of 2: forward reads .* instead of",
         plant=crossed_otherwise,
     ),
     "a stage hands over another tensor": Fault(

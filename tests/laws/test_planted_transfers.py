@@ -112,35 +112,35 @@ def last_left(self: ForwardsFirst, *how: Any) -> Iterator[Any]:
 INTERLEAVED = {
     "stages send to the stage before": Fault(
         "interleaved",
-        "ranks wait for each other|is due",
+        "ranks wait for each other|instead of",
         plant=peer_of(("send forward",), lambda stage: stage - 1),
     ),
     "stages receive from the stage behind": Fault(
         "interleaved",
-        "ranks wait for each other|is due",
+        "ranks wait for each other|instead of",
         plant=peer_of(("receive forward",), lambda stage: stage + 1),
     ),
     "gradients go to the stage behind": Fault(
         "interleaved",
-        "ranks wait for each other|is due",
+        "ranks wait for each other|instead of",
         plant=peer_of(("send backward",), lambda stage: stage + 1),
     ),
     "a rank's stages change places": Fault(
         "interleaved",
-        "ranks wait for each other|is due|it takes|runs before",
+        "ranks wait for each other|instead of|it takes|before its operands",
         plant=lambda p: p.setattr(Interleaving, "__init__", chunks_exchanged),
     ),
     "two receives change places": Fault(
         "interleaved",
-        "forward gets|forward runs before",
+        "forward reads|forward runs before",
         plant=order_of_rank(1, first_two_of("receive forward")),
     ),
     "two sends are of each other's microbatches": Fault(
-        "interleaved", "it takes|forward gets", plant=order_of_rank(0, other_microbatches)
+        "interleaved", "it takes|forward reads", plant=order_of_rank(0, other_microbatches)
     ),
     "two gradients are received in each other's place": Fault(
         "interleaved",
-        "backward gets|backward runs before",
+        "backward reads|backward runs before",
         plant=order_of_rank(0, first_two_of("receive backward")),
     ),
     "a send is started behind a receive": Fault(
@@ -150,12 +150,12 @@ INTERLEAVED = {
     ),
     "a send is left out": Fault(
         "interleaved",
-        "ranks wait for each other|is due",
+        "ranks wait for each other|instead of",
         plant=order_of_rank(0, lambda actions: actions.pop(places(actions, "send forward")[0])),
     ),
     "a stage computes before what it reads is there": Fault(
         "interleaved",
-        "forward gets None",
+        "forward reads nothing",
         plant=lambda p: p.setattr(_Chunk, "act", without_waiting),
     ),
     "a step ends before what was sent is gone": Fault(
@@ -170,7 +170,7 @@ INTERLEAVED = {
     ),
     "values are sent in another order": Fault(
         "interleaved",
-        "forward gets .* where .* is due",
+        "forward reads .* instead of",
         plant=lambda p: p.setattr(
             StageWork, "leaving_outputs", lambda self, number: _leaving(self, number)[::-1]
         ),
@@ -186,7 +186,7 @@ ONE_STAGE_A_RANK = {
     ),
     "of two halves, a stage runs before its values come": Fault(
         "without loss",
-        "forward gets None",
+        "forward reads nothing",
         plant=lambda p: p.setattr(ForwardsFirst, "_each", runs_at_once),
     ),
     "of two halves, the last send is left": Fault(
@@ -211,13 +211,13 @@ ONE_STAGE_A_RANK = {
 
 EXPERTS = {
     "there are more experts": Fault(
-        "dispatched", "argument 6 is 8, where 4", changed("experts", arg_6=8)
+        "dispatched", "argument 6 is 8, expected 4", changed("experts", arg_6=8)
     ),
     "every rank has the first experts": Fault(
         "dispatched", "argument 7 is", changed("experts", arg_7=(4, ()))
     ),
     "rows have no room": Fault(
-        "dispatched", "argument 8 is 24, where 48", changed("experts", arg_8=24)
+        "dispatched", "argument 8 is 24, expected 48", changed("experts", arg_8=24)
     ),
     "gradients of rows have no room": Fault(
         "dispatched", "argument 8 is", changed("experts_backward", "backward", arg_8=24)
@@ -266,7 +266,7 @@ FP32 = {"dtype": torch.float32}
 HOSTS = {
     "a parameter is read where it rests": Fault("hosted", "host", dropped("fetch")),
     "a gradient stays on the device": Fault(
-        "hosted", "the gradient of .* where .* host", dropped("store", "backward")
+        "hosted", "the gradient of .* expected .* host", dropped("store", "backward")
     ),
     "a parameter is fetched twice": Fault("hosted", "leads nowhere", repeated("fetch")),
     "a gradient is stored twice": Fault("hosted", "leads nowhere", repeated("store", "backward")),
@@ -278,7 +278,7 @@ HOSTS = {
     ),
     "a gradient is stored in float32": Fault(
         "hosted",
-        "the gradient of .* where .* is due",
+        "the gradient of .* expected",
         between("store", "backward", [(aten._to_copy.default, FP32)]),
     ),
     "backward fetches a value of another layer": Fault(

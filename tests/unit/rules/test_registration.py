@@ -98,7 +98,7 @@ def test_the_op_may_be_named_in_three_ways() -> None:
         ("m k, k n -> n m", (), "where|due"),
         ("m k, k n -> m n", [(0, 1)], "P, P -> P"),
         ("m k, _ n -> m n", (), "a rank cannot run it"),
-        ("m _, _ n -> m m", (), "is wrong|is due"),
+        ("m _, _ n -> m m", (), "is wrong|expected"),
     ],
 )
 def test_a_wrong_rule_is_refused_with_the_counterexample(
@@ -115,7 +115,7 @@ def test_a_wrong_rule_is_refused_with_the_counterexample(
 
 
 def test_a_sum_taken_for_an_average_is_refused_with_the_numbers() -> None:
-    with pytest.raises(RuleError, match=r"S\(0\) -> P is wrong on shapes .* where .* is due, at"):
+    with pytest.raises(RuleError, match=r"S\(0\) -> P is wrong on shapes .* at .* expected"):
         register(center, "n _ -> _")
     register(center, "_ _ -> _", linear=[(0,)])
 
