@@ -1,5 +1,4 @@
-"""JSON from untrusted files: limits of depth and size while it is read, and checks that the data
-have the types of their annotations."""
+"""JSON from untrusted files: limits of depth and size while it is read."""
 
 from __future__ import annotations
 
@@ -7,11 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 MOST_LEVELS = 100
 _BITS = 64
@@ -153,97 +148,3 @@ def _refuse_constant(name: str) -> Any:
         ValueError: always.
     """
     raise ValueError(f"{name} is no number of JSON")
-
-
-def unread(said: Any, read: Any, path: str = "") -> str:
-    """Find data that a reader ignored or changed.
-
-    Args:
-        said: the data of a file, as `read_json` returns them.
-        read: the data that would be written for the object that was made from `said`; they may have
-            further keys.
-        path: path of both, for the message.
-
-    Returns:
-        The first difference of `said` and `read` in words; empty if there is none.
-    """
-    if isinstance(said, dict) and isinstance(read, dict):
-        unknown = next((key for key in said if key not in read), None)
-        if unknown is not None:
-            return f"{path or 'it'} has {unknown!r:.80}, which is no known field"
-        parts = ((said[key], read[key], f"{path}.{key}" if path else key) for key in said)
-    elif isinstance(said, list) and isinstance(read, list) and len(said) == len(read):
-        parts = ((a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(said, read, strict=True)))
-    else:
-        return "" if said == read else f"{path} is {said!r:.80}, which reads as {read!r:.80}"
-    return next(filter(None, (unread(*part) for part in parts)), "")
-
-
-# --------------------------------------------------------------------------------------------------
-# Types of untrusted data: whether a value and all its parts have the types of their annotations.
-
-_hints = cache(get_type_hints)
-
-
-def mismatch(value: Any, hint: Any, trusted: tuple[type, ...] = (), path: str = "") -> str:
-    """Find where and how a value differs from its annotation.
-
-    Args:
-        value: the value.
-        hint: the annotation.
-        trusted: classes whose instances are not looked into.
-        path: path of the value, for the message.
-
-    Returns:
-        The first difference in words, as ``entries[3].time_s is 'x', not float``; empty if there is
-        none.
-    """
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        found = [mismatch(value, arg, trusted, path) for arg in args]
-        return "" if "" in found else found[0]
-    kind = {None: hint, Literal: object}.get(origin, origin)
-    if not (value in args if origin is Literal else _is_instance(value, kind)):
-        return f"{path.lstrip('.')} is {value!r:.60}, not {_type_name(kind, origin, args)}"
-    if isinstance(value, float) and math.isnan(value):
-        return f"{path.lstrip('.')} is no number"
-    if kind is Any or isinstance(value, trusted):
-        return ""
-    parts = _parts(value, args)
-    differences = (mismatch(part, inner, trusted, path + step) for part, inner, step in parts)
-    return next(filter(None, differences), "")
-
-
-def _is_instance(value: Any, kind: Any) -> bool:
-    """As `isinstance`. But in Python a bool is an int, and an int is no float; in files it is the
-    other way round."""
-    if kind is Any:
-        return True
-    if isinstance(value, bool) and kind in (int, float):
-        return False
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def _type_name(kind: Any, origin: Any, args: tuple[Any, ...]) -> str:
-    """An annotation in the words of messages."""
-    if kind is NoneType:
-        return "nothing"
-    return " or ".join(map(repr, args)) if origin is Literal else kind.__name__
-
-
-def _parts(value: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, Any, str]]:
-    """(part, its annotation, how to get to it) of a dataclass, mapping or tuple."""
-    if is_dataclass(value) and not isinstance(value, type):
-        hints = _hints(type(value))
-        yield from ((getattr(value, f.name), hints[f.name], f".{f.name}") for f in fields(value))
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield key, args[0], f" key {key!r}"
-            yield part, args[1], f"[{key!r}]"
-    elif isinstance(value, tuple) and args[-1:] == (...,):
-        yield from ((part, args[0], f"[{i}]") for i, part in enumerate(value))
-    elif isinstance(value, tuple):
-        yield len(value), Literal[len(args)], " length"
-        yield from (
-            (part, arg, f"[{i}]") for i, (part, arg) in enumerate(zip(value, args, strict=False))
-        )

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from autopar.core.collective import HOST_KINDS
-from autopar.core.json_text import mismatch
 from autopar.core.schedules import SCHEDULES
 from autopar.plans.parts import Overlap
+from autopar.plans.stored import from_data
 
 if TYPE_CHECKING:
     from autopar.plans.parts import NodeChoice
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 OPTIONS: Mapping[str, Any] = {
     "memory_bytes": int,
     "optimizer": str,
-    "constraints": list,
+    "constraints": tuple[Any, ...],
     "strict": bool,
     "gap": float,
     "num_microbatches": int | Literal["auto"],
@@ -51,9 +51,10 @@ def misfit_of_options(options: Mapping[str, Any]) -> str:
     for name, value in options.items():
         if name not in OPTIONS:
             return f"its option {name!r} is not known"
-        wrong = mismatch(value, OPTIONS[name], path=f"options.{name}")
-        if wrong:
-            return wrong
+        try:
+            from_data(value, OPTIONS[name], f"options.{name}")
+        except ValueError as error:
+            return str(error)
     return ""
 
 

@@ -1,11 +1,10 @@
 """The parts of a plan: decisions, kept values, communications and their buckets, overlap,
-prediction and fingerprint, and functions that read them from JSON."""
+prediction and fingerprint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from autopar.core.collective import Collective
 from autopar.core.layout import Layout, Strategy
@@ -298,60 +297,6 @@ class Crossed:
     returns: bool
 
 
-def _strategy(data: Mapping[str, Any]) -> Strategy:
-    return Strategy(
-        tuple(map(Layout.parse, data["inputs"])), tuple(map(Layout.parse, data["outputs"]))
-    )
-
-
-def _choices(data: list[Mapping[str, Any]]) -> tuple[NodeChoice, ...]:
-    return tuple(NodeChoice(c["node"], _strategy(c["strategy"])) for c in data)
-
-
-def read_instances(data: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    """Make instances from the data of their JSON."""
-    return tuple(tuple(i) for i in data)
-
-
-def read_entry(data: Mapping[str, Any]) -> Entry:
-    """Make an entry from the data of its JSON."""
-    runner_up = RunnerUp(**data["runner_up"]) if data["runner_up"] else None
-    changed = {
-        "instances": read_instances(data["instances"]),
-        "nodes": _choices(data["nodes"]),
-        "recompute": _choices(data["recompute"]),
-    }
-    return Entry(
-        **{
-            **data,
-            **changed,
-            "runner_up": runner_up,
-            "discovered": tuple(data.get("discovered", ())),
-        }
-    )
-
-
-def read_communication(data: Mapping[str, Any]) -> Communication:
-    """Make a communication from the data of its JSON."""
-    changed: dict[str, Any] = {
-        "source": Layout.parse(data["source"]),
-        "target": Layout.parse(data["target"]),
-    }
-    kernel = InKernel(**data["kernel"]) if data.get("kernel") else None
-    changed |= {
-        "instances": read_instances(data["instances"]),
-        "collective": Collective(**data["collective"]),
-        "kernel": kernel,
-    }
-    return Communication(**{**data, **changed})
-
-
-def read_fingerprint(data: Mapping[str, Any]) -> Fingerprint:
-    """Make a fingerprint from the data of its JSON."""
-    pairs = {name: tuple(map(tuple, data.get(name, ()))) for name in ("profiles", "inputs")}
-    return Fingerprint(**{**data, **pairs})
-
-
 # --------------------------------------------------------------------------------------------------
 # Buckets: communications of many small tensors that a plan does as one collective.
 
@@ -386,12 +331,6 @@ class Bucket:
     collective: Collective
     time_s: float
     saved_s: float
-
-
-def read_bucket(data: Mapping[str, Any]) -> Bucket:
-    """Make a bucket from the data of its JSON."""
-    members = tuple(Member(**{**m, "target": Layout.parse(m["target"])}) for m in data["members"])
-    return Bucket(**{**data, "members": members, "collective": Collective(**data["collective"])})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -432,13 +371,3 @@ class Overlap:
             ):
                 return f"its room for early steps is {pieces}"
         return ""
-
-
-def read_overlap(data: Mapping[str, Any]) -> Overlap:
-    """Make an overlap from the data of its JSON."""
-    pieces = {
-        name: tuple(map(tuple, data[name]))
-        for name in ("forward_room", "backward_room")
-        if name in data
-    }
-    return Overlap(**{**data, **pieces})

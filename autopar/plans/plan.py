@@ -14,12 +14,12 @@ import html
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autopar.core.collective import Collective
-from autopar.core.json_text import mismatch, read_json, unread
+from autopar.core.json_text import read_json
 from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh
 from autopar.core.units import microbatches, seconds, size
@@ -34,14 +34,9 @@ from autopar.plans.parts import (
     Kept,
     Overlap,
     Prediction,
-    read_bucket,
-    read_communication,
-    read_entry,
-    read_fingerprint,
-    read_instances,
-    read_overlap,
 )
-from autopar.plans.proof import Proof, read_proof
+from autopar.plans.proof import Proof
+from autopar.plans.stored import from_data, to_data
 
 FORMAT = "autopar-plan"
 VERSION = 4
@@ -298,7 +293,7 @@ class Plan:
         """Return the text of the file: JSON with sorted keys and one value per line."""
         return (
             json.dumps(
-                {"format": FORMAT, "version": VERSION, **_encode(self)}, indent=1, sort_keys=True
+                {"format": FORMAT, "version": VERSION, **to_data(self)}, indent=1, sort_keys=True
             )
             + "\n"
         )
@@ -370,20 +365,14 @@ class Plan:
                 remedy="plan again",
             )
         try:
-            plan = _decode_plan(data)
-            wrong = mismatch(plan, Plan, (Layout, Mesh)) or misfit(plan)
+            fields = {key: data[key] for key in data if key not in ("format", "version")}
+            plan = from_data(fields, Plan)
+            wrong = misfit(plan)
             if not wrong:  # a pattern that its instances do not fill cannot be expanded
                 plan.node_choices(), plan.recomputed_choices(), plan.kept_layouts(), plan.steps()
-            wrong = wrong or unread(data, {"format": FORMAT, "version": VERSION, **_encode(plan)})
-        except KeyError as error:
+        except (IndexError, KeyError, ValueError, AutoparError) as error:
             raise PlanError(
-                f"plan is malformed: it has no {error}", where=where, remedy="plan again"
-            ) from error
-        except (IndexError, TypeError, ValueError, AttributeError, AutoparError) as error:
-            raise PlanError(
-                f"plan is malformed: {type(error).__name__}: {error}",
-                where=where,
-                remedy="plan again",
+                f"plan is malformed: {error}", where=where, remedy="plan again"
             ) from error
         if wrong:
             raise PlanError(f"plan is malformed: {wrong}", where=where, remedy="plan again")
@@ -395,70 +384,3 @@ def _expand(entries: tuple[Entry, ...], which: str) -> Iterator[tuple[str, Strat
         for choice in getattr(entry, which):
             for indices in entry.instances:
                 yield choice.node.format(*indices), choice.strategy
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, Layout):
-        return str(value)
-    if isinstance(value, Mesh):
-        return value.to_json()
-    if hasattr(value, "__dataclass_fields__"):
-        return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(k): _encode(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encode(v) for v in value]
-    return value
-
-
-def _decode_plan(data: Mapping[str, Any]) -> Plan:
-    prediction = {
-        **data["prediction"],
-        "timeline": tuple(tuple(row) for row in data["prediction"]["timeline"]),
-    }
-    kept = tuple(
-        Kept(
-            **{
-                **k,
-                "instances": read_instances(k["instances"]),
-                "layouts": tuple(map(Layout.parse, k["layouts"])),
-            }
-        )
-        for k in data["kept"]
-    )
-    return Plan(
-        mesh=Mesh.from_json(data["mesh"]),
-        fingerprint=read_fingerprint(data["fingerprint"]),
-        options=data["options"],
-        entries=tuple(map(read_entry, data["entries"])),
-        kept=kept,
-        communications=tuple(map(read_communication, data["communications"])),
-        prediction=Prediction(**prediction),
-        proof=read_proof(data["proof"]),
-        capture=str(data.get("capture", "")),
-        pipeline=_decode_pipeline(data.get("pipeline")),
-        overlap=read_overlap(data.get("overlap", {})),
-        loss_rows=data.get("loss_rows", 0),
-        starts={layers: tuple(starts) for layers, starts in data.get("starts", {}).items()},
-        buckets=tuple(map(read_bucket, data.get("buckets", ()))),
-        alone_s=tuple(data.get("alone_s", ())),
-    )
-
-
-def _decode_pipeline(data: Mapping[str, Any] | None) -> Pipeline | None:
-    if data is None:
-        return None
-    lists = {name: tuple(data[name]) for name in ("positions", "modules", "num_in_flight")}
-    lists |= {name: tuple(data.get(name, ())) for name in ("rank_bytes", "budgets", "rank_budgets")}
-    crossings = tuple(
-        tuple(Crossed(**{**c, "layout": Layout.parse(c["layout"])}) for c in cut)
-        for cut in data["crossings"]
-    )
-    return Pipeline(
-        **{
-            **data,
-            **lists,
-            "stages": tuple(map(_decode_plan, data["stages"])),
-            "crossings": crossings,
-        }
-    )

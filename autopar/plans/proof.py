@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 
@@ -153,30 +152,3 @@ class Proof:
             if self.objective_s
             else 0.0
         )
-
-
-def read_proof(data: Mapping[str, Any]) -> Proof:
-    """Make a proof from the data of its JSON."""
-    lists: dict[str, Any] = {
-        "covers": tuple(data["covers"]),
-        "balance": tuple(data["balance"]),
-        **_multipliers(data),
-    }
-    lists["on_profiles"] = tuple(
-        OnProfile(**{**each, **_multipliers(each)}) for each in data.get("on_profiles", ())
-    )
-    lists["cases"] = tuple(map(_read_case, data.get("cases", ())))
-    return Proof(**{**data, **lists})
-
-
-def _read_case(data: Mapping[str, Any]) -> ProofCase:
-    conditions = tuple(ProofCondition(**each) for each in data["conditions"])
-    lists = {"conditions": conditions, "balance": tuple(data["balance"]), **_multipliers(data)}
-    return ProofCase(**{**data, **lists})
-
-
-def _multipliers(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "potentials": tuple(Potential(**p) for p in data.get("potentials", ())),
-        "versions": tuple(Version(**v) for v in data.get("versions", ())),
-    }

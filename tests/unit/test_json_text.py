@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autopar.core.json_text import MOST_LEVELS, read_json, unread
+from autopar.core.json_text import MOST_LEVELS, read_json
 from autopar.errors import CONTROL
 
 
@@ -79,18 +79,3 @@ def test_control_characters_are_refused_in_what_is_shown(text: str) -> None:
     assert str(raised.value).isascii()
     whole = '["\\ud83d\\ude00", "\\\\ud800", "\\n\\t\\u00e9", "é"]'
     assert read_json(whole, without=CONTROL) == json.loads(whole)
-
-
-@pytest.mark.parametrize(
-    ("said", "read", "found"),
-    [
-        ({"a": [1]}, {"a": [1.0], "b": 2}, ""),
-        ({"a": 1, "b": 2}, {"a": 1}, "it has 'b', which is no known field"),
-        ({"a": [{"c": 1}]}, {"a": [{}]}, "a[0] has 'c', which is no known field"),
-        ({"a": "xy"}, {"a": ["x", "y"]}, "a is 'xy', which reads as ['x', 'y']"),
-        ({"a": [1, 2]}, {"a": [1]}, "a is [1, 2], which reads as [1]"),
-        ({"a": {}}, {"a": []}, "a is {}, which reads as []"),
-    ],
-)
-def test_what_a_reader_left_out_or_changed_is_found(said: Any, read: Any, found: str) -> None:
-    assert unread(said, read) == found

@@ -32,7 +32,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a field is not known": (lambda d: d["proof"].update(certainty=1), "certainty"),
     "a name is a number": (
         lambda d: d["entries"][0]["nodes"][0].update(node=7),
-        r"entries\[0\]\.nodes\[0\]\.node is 7, not str",
+        r"entries\[0\]\.nodes\[0\]\.node must be a text, not 7",
     ),
     "a layout is no layout": (
         lambda d: d["entries"][0]["nodes"][0]["strategy"].update(outputs=["S(0) Q"]),
@@ -56,32 +56,32 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "a phase is a list": (
         lambda d: d["communications"][0].update(phase=["forward"]),
-        r"communications\[0\]\.phase is \['forward'\]",
+        r"communications\[0\]\.phase must be a text, not \['forward'\]",
     ),
     "a result is a table": (
         lambda d: d["kept"][0].update(result={}),
-        r"kept\[0\]\.result is \{\}, not int",
+        r"kept\[0\]\.result must be an integer, not \{\}",
     ),
     "a mesh has no axes": (lambda d: d["mesh"].clear(), "axes"),
     "a time is a word": (
         lambda d: d["prediction"].update(step_s="long"),
-        r"prediction\.step_s is 'long', not float",
+        r"prediction\.step_s must be a number, not 'long'",
     ),
     "a size is true": (
         lambda d: d["kept"][0].update(bytes=True),
-        r"kept\[0\]\.bytes is True, not int",
+        r"kept\[0\]\.bytes must be an integer, not True",
     ),
     "a collective is unknown": (
         lambda d: d["communications"][1]["collective"].update(kind="gossip"),
-        r"kind is 'gossip', not 'all_g",
+        r"kind must be one of .*'all_gather'.*, not 'gossip'",
     ),
     "a size by kind is no number": (
         lambda d: d["prediction"]["memory_bytes"].update(inputs="x"),
-        r"memory_bytes\['inputs'\] is 'x'",
+        r"memory_bytes\['inputs'\] must be an integer, not 'x'",
     ),
     "a bar of the time line is short": (
         lambda d: d["prediction"]["timeline"][0].pop(),
-        r"timeline\[0\] length is 4, not 5",
+        r"timeline\[0\] must have 5 values",
     ),
     "an axis is none of the mesh": (
         lambda d: d["communications"][0]["collective"].update(axis=2),
@@ -94,7 +94,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a key is none": (lambda d: d["kept"][0].update(node="up"), "'up' is no key of a node"),
     "a decision is about nothing": (lambda d: d["entries"][2].update(nodes=[]), "decides nothing"),
     "there are no decisions": (lambda d: d.update(entries=[]), "no decisions"),
-    "options are no table": (lambda d: d.update(options=[]), "options is "),
+    "options are no table": (lambda d: d.update(options=[]), "options must be an object"),
     "room is not in order": (
         lambda d: d["overlap"].update(backward_room=[[7, 10], [3, 20]]),
         "its room for early steps is",
@@ -103,7 +103,23 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda d: d["overlap"].update(forward_room=[[0, -1]]),
         "its room for early steps is",
     ),
-    "room is of no place": (lambda d: d["overlap"].update(forward_room=[[1]]), "forward_room"),
+    "room is of no place": (
+        lambda d: d["overlap"].update(forward_room=[[1]]),
+        r"overlap.forward_room\[0\] must have 2 values, not \[1\]",
+    ),
+    "a layout is not as it is written": (
+        lambda d: d["entries"][2]["nodes"][0]["strategy"].update(outputs=["R  R"]),
+        r"nodes\[0\].strategy.outputs\[0\] is 'R  R', which must be written 'R R'",
+    ),
+    "a number is a truth value": (
+        lambda d: d["entries"][2].update(time_s=True),
+        r"entries\[2\].time_s must be a number, not True",
+    ),
+    "a field is missing": (lambda d: d["proof"].pop("gap"), "proof.gap is missing"),
+    "a word is none of several": (
+        lambda d: d["communications"][0].update(slack="some"),
+        r"communications\[0\].slack must be one of 'critical', .*, not 'some'",
+    ),
     "a phase is none": (lambda d: d["communications"][0].update(phase="R"), "is of phase 'R'"),
     "a decision is of no phase": (
         lambda d: d["entries"][2].update(phase="later"),
@@ -111,25 +127,25 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "it has a field more": (
         lambda d: d.update(bucket=d["buckets"]),
-        "it has 'bucket', which is no known field",
+        "it has the unknown field 'bucket'",
     ),
     "a node has a field more": (
         lambda d: d["entries"][2]["nodes"][0].update(x=1),
-        r"entries\[2\].nodes\[0\] has 'x'",
+        r"entries\[2\].nodes\[0\] has the unknown field 'x'",
     ),
-    "a mapping for a list": (lambda d: d.update(starts=[]), "'list' object has no attribute"),
+    "a mapping for a list": (lambda d: d.update(starts=[]), r"starts must be an object, not \[\]"),
     "an object for a list": (
         lambda d: d["proof"].update(versions={}),
-        r"proof.versions is \{\}, which reads as \[\]",
+        r"proof.versions must be a list, not \{\}",
     ),
     "a text for a list": (
         lambda d: d["proof"].update(covers="all"),
-        "proof.covers is 'all', which reads as",
+        "proof.covers must be a list, not 'all'",
     ),
-    "a number for a text": (lambda d: d.update(capture=7), "capture is 7, which reads as '7'"),
+    "a number for a text": (lambda d: d.update(capture=7), "capture must be a text, not 7"),
     "the budget is a word": (
         lambda d: d["options"].update(memory_bytes="80 GiB"),
-        r"options.memory_bytes is '80 GiB'",
+        r"options.memory_bytes must be an integer, not '80 GiB'",
     ),
 }
 
