@@ -30,6 +30,7 @@ def planned(schedule: str) -> Planned:
     )[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(
     schedule: str, monkeypatch: pytest.MonkeyPatch

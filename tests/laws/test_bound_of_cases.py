@@ -223,6 +223,7 @@ def divided_again(priced: Priced, cases: Cases, split: Condition) -> Multipliers
     return Multipliers(bound_s, {}, {}, cases=tuple(itertools.starmap(CaseMultipliers, found)))
 
 
+@pytest.mark.slow
 def test_a_proof_by_cases_is_certified_and_read_back() -> None:
     trace, plan = planned()
     assert len(plan.proof.cases) == 3 and not plan.proof.potentials

@@ -615,6 +615,7 @@ def test_no_bucket_is_larger_than_one_may_be(monkeypatch: pytest.MonkeyPatch) ->
         assert parts * sum(sizes[b.phase, m.node, m.result, m.target] for m in b.members) <= most
 
 
+@pytest.mark.slow
 def test_gathers_over_two_axes_share_buckets_of_either() -> None:
     model, batch, trace, _ = planned("vit", "fsdp")
     made = make_plan(

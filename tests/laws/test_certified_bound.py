@@ -112,6 +112,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @examples(100)
 @given(case=st.sampled_from(CASES), number=st.integers(0, 100), seed=st.integers(0, 2**32), **SIZES)
 def test_whatever_the_multipliers_are_no_plan_is_below_the_bound(
@@ -150,6 +151,7 @@ def test_what_an_op_does_not_read_where_it_runs_again_has_no_multiplier_there() 
 SHARES = st.sampled_from(((1.0, 1.0), (0.5, 0.0), (0.2, 0.9)))
 
 
+@pytest.mark.slow
 @examples(60)
 @given(
     case=st.sampled_from(BESIDE),

@@ -283,6 +283,7 @@ def quicker(strategy: OpStrategy, factor: float) -> OpStrategy:
     return replace(strategy, time_s=(strategy.time_s - moved_s) / factor + moved_s)
 
 
+@pytest.mark.slow
 def test_on_changed_hardware_a_choice_is_priced_as_the_whole_problem_is() -> None:
     """Its own collectives with the links, its products with the speed of compute, whichever way
     is the runner-up."""

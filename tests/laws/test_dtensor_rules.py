@@ -53,6 +53,7 @@ def without_reason(row: Row) -> str:
     return json.dumps({name: value for name, value in row.items() if name != "why"}, sort_keys=True)
 
 
+@pytest.mark.slow
 def test_the_disagreements_are_exactly_those_listed(
     found: list[Row], request: pytest.FixtureRequest
 ) -> None:

@@ -92,6 +92,7 @@ def test_what_an_op_does_not_read_where_it_runs_again_has_no_potential_there() -
         assert any(group.variant == X and group.late for group in groups) != unasked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_of_models_it_comes_within_some_per_cent(name: str) -> None:
     p = modelled(name)
@@ -217,6 +218,7 @@ def test_a_plan_that_dual_ascent_proves_is_certified_and_a_potential_that_is_sca
     assert [finding.claim for finding in found.findings] == ["bound"]
 
 
+@pytest.mark.slow
 def test_what_is_known_before_a_search_is_no_worse_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -201,6 +201,7 @@ def test_a_rank_computes_with_its_own_experts_alone() -> None:
         assert up.placements[1] == Shard(0) and up.placements[0] != Shard(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "asked"),
     [

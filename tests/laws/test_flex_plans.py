@@ -54,6 +54,7 @@ def _assert_equal(kind: str, name: str) -> None:
     assert not [key for key in certificate.validation.open if "flex_attention" in key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), SHORT)
 def test_outputs_and_gradients_are_the_plain_models_and_each_op_is_proven(
     kind: str, name: str

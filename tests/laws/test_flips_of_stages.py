@@ -140,6 +140,7 @@ def step_deltas(made: Built, flip: Flip, parts: Iterable[PlanPart]) -> tuple[flo
     return other_s - loads[flip.stage], step_time(then, num) - step_time(loads, num)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "one stage" else pytest.mark.slow) for n in CASES]
 )

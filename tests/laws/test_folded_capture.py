@@ -181,6 +181,7 @@ def build(name: str, **how: Any) -> tuple[torch.nn.Module, dict[str, torch.Tenso
     return hf.build(f"{kind}:{json.dumps(settings)}", batch=4, seq=8, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],

@@ -73,6 +73,7 @@ def built(num_layers: int) -> tuple[Net, dict[str, Any]]:
     return Net(num_layers), {name: torch.randint(0, 16, (6, 4)) for name in ("ids", "labels")}
 
 
+@pytest.mark.slow
 def test_the_layer_before_which_all_is_frozen_decides_for_itself() -> None:
     model, batch = built(3)
     assert frozen_starts(capture(model, (), batch)) == {
@@ -91,6 +92,7 @@ def test_groups_are_those_in_which_both_are_apart() -> None:
     assert together({}, {"a": (2,)}) == together({"a": (2,)}, {}) == {"a": (2,)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8])
 @pytest.mark.parametrize("num_layers", [2, 3])
 def test_plans_within_any_budget_run_what_they_list(num_layers: int, share: float) -> None:

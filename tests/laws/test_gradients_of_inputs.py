@@ -141,6 +141,7 @@ def test_a_model_of_which_nothing_is_trained_gives_those_of_its_inputs_alone() -
     }
 
 
+@pytest.mark.slow
 def test_in_a_precision_a_gradient_has_the_dtype_of_its_input() -> None:
     model, batch = built("llama")
     plan = autopar.plan(
@@ -207,6 +208,7 @@ def test_stages_and_microbatches_are_refused_naming_the_input(options: dict[str,
         autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", **options)
 
 
+@pytest.mark.slow
 def test_where_only_microbatches_would_fit_the_refusal_says_so() -> None:
     model, batch = built("llama")
     peak = planned("llama", SQUARE, "fsdp").plan.prediction.peak_bytes

@@ -111,6 +111,7 @@ def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
     assert trace_peak(program, train=False).peak_bytes == peak == trace_peak(program).peak_bytes
 
 
+@pytest.mark.slow
 def test_what_fits_no_step_fits_inference() -> None:
     model, batch = built("llama")
     within = 4 * sum(

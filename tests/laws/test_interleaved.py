@@ -353,6 +353,7 @@ def test_interleaving_waits_less_where_stages_are_long(llama: Made) -> None:
     assert busy < llama[0].plan.prediction.step_s < busy + max(times) * 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("microbatches", "chunks"), [(2, 2), pytest.param(8, 1, marks=pytest.mark.slow)]
 )

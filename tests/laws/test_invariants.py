@@ -160,6 +160,7 @@ def test_a_plan_survives_its_file(planned: tuple[Trace, Planned]) -> None:
     assert Plan.loads(text).dumps() == text
 
 
+@pytest.mark.slow
 def test_two_meshes_and_two_profiles_in_one_process_do_not_disturb_each_other() -> None:
     model, batch = zoo_small.gpt2(num_layers=1)
     trace = capture(model, (), batch)

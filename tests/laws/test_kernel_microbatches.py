@@ -47,6 +47,7 @@ def stage_of(plan: Plan) -> Plan:
     return plan.pipeline.stages[0]
 
 
+@pytest.mark.slow
 def test_every_rank_computes_what_the_model_does_and_both_kernels_are_there() -> None:
     plan, stage = made().plan, stage_of(made().plan)
     assert {c.kernel.name for c in kernels(stage) if c.kernel} == set(SLOW.kernels)

@@ -247,6 +247,7 @@ def test_a_signal_that_comes_too_early_or_is_not_awaited_is_a_race(
     assert RACE in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "there", "fault"), cases(MISSING))
 def test_a_signal_that_is_left_out_ends_in_a_time_out(
     planted: Path, name: str, there: str, fault: str

@@ -277,6 +277,7 @@ def known(seed: int, budget: int, in_flight: int) -> Multipliers:
     return found
 
 
+@pytest.mark.slow
 @examples(60)
 @given(
     case=st.sampled_from(((0, 0), (0, 1))),

@@ -95,6 +95,7 @@ def test_a_plan_is_certified_its_bound_over_all_cuts_included(schedule: str) -> 
     )
 
 
+@pytest.mark.slow
 def test_kernels_make_the_step_shorter_than_any_plan_without_them_is() -> None:
     plan, other = made().plan, made(hardware=WITHOUT).plan
     assert plan.prediction.step_s < other.proof.bound_s * (1 - 0.05)
@@ -228,6 +229,7 @@ def test_a_rank_that_claims_less_of_what_kernels_share_is_found_out() -> None:
     assert any(f.claim == "memory" for f in found.findings), str(found)
 
 
+@pytest.mark.slow
 def test_under_a_budget_each_stage_fits_its_kernels_included_and_is_certified() -> None:
     free = made().plan.prediction
     budget = free.peak_bytes - free.memory_bytes[KERNELS_BUFFERS] // 2

@@ -117,6 +117,7 @@ def test_among_these_plans_some_scatter_sums() -> None:
     assert any(sums(c) for case in CASES for c in kernels(made(case)[0]))
 
 
+@pytest.mark.slow
 def test_only_backwards_sums_are_scattered_by_their_products() -> None:
     """Forward's may run again, from a product that would have to be kept: a plan that does so on
     three devices is emitted."""

@@ -70,6 +70,7 @@ def places(trace: Trace, priced: Priced, kernels: Kernels) -> Iterator[tuple[Pla
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_no_stage_has_a_kernel_that_the_bound_over_all_cuts_does_not_count_on(
     trace: Trace, name: str

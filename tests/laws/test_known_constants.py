@@ -131,6 +131,7 @@ def test_other_kinds_of_tensors_are_refused_by_name_with_a_remedy_that_works(nam
     assert autopar.verify(plan, model, (dense,)).ok
 
 
+@pytest.mark.slow
 def test_packed_positions_mean_what_they_mean_to_the_plain_model() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

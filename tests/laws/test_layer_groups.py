@@ -163,6 +163,7 @@ def test_the_bound_of_groups_holds_for_fewer_and_the_relaxation_hardly_knows_the
         assert more.objective_s <= fewer.objective_s * (1 + 1e-4)
 
 
+@pytest.mark.slow
 def test_it_computes_the_model_in_the_predicted_memory() -> None:
     made, (trace, model, batch) = grouped(), traced()
     assert verify_program(trace, made.program, model, (), batch).ok

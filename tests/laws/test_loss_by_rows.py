@@ -56,6 +56,7 @@ def squeezed() -> tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan]:
     )
 
 
+@pytest.mark.slow
 def test_it_is_chosen_where_logits_do_not_fit(
     squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan],
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_plan_of_other_rows_is_rejected() -> None:
         autopar.verify(replace(plan, loss_rows=0), model, batch)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_is_refused() -> None:
     model, batch = zoo_small.llama()
     with pytest.raises(CaptureError, match='outputs="loss"'):

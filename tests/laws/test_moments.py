@@ -140,6 +140,7 @@ def test_what_is_certain_is_never_more_than_what_is_held(name: str, mesh: str) -
     assert (num_widened > 0) == (name == SHOWN)
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_step_is_the_largest_of_its_nodes() -> None:
     made, _ = prepared("llama", "a=2,b=2")
     for seed in range(3):
@@ -168,6 +169,7 @@ def seen_under(
     return plan, seen, max(sight.peak_bytes for sight in seen.values())
 
 
+@pytest.mark.slow
 def test_a_moment_explains_what_was_seen_of_the_plan_that_it_was_learnt_from() -> None:
     made, liveness = prepared("bert", "a=2,b=2")
     choices, evaluation = random_choices(made, 1, recompute_share=0.5)

@@ -111,6 +111,7 @@ def test_under_a_budget_a_plan_with_hosts_is_no_slower_than_the_best_without_is_
         assert hosted.prediction.step_s <= without.prediction.step_s * 1.02, "and it is found"
 
 
+@pytest.mark.slow
 def test_hosts_hold_no_more_than_they_are_asked_to() -> None:
     free = planned("gpt2:1", ONE, hardware=quick_hosts())
     budget = int(0.7 * free.prediction.peak_bytes)

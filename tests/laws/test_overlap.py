@@ -72,6 +72,7 @@ def starts(program: StageProgram) -> list[fx.Node]:
     return [node for graph in graphs(program) for node in graph.nodes if node.target is steps.start]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "seed"), CASES)
 def test_a_random_plan_computes_the_model_whatever_runs_beside_compute(
     model: str, mesh: str, seed: int
@@ -124,6 +125,7 @@ def issued(program: StageProgram, coordinate: tuple[int, ...]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_slack_is_what_the_emitted_graph_shows() -> None:
     """Pricing derives it from choices; here it is derived anew from who reads what in the graph."""
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=2")

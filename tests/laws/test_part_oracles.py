@@ -89,6 +89,7 @@ def test_the_least_is_below_every_choice_and_reaches_what_is_true(
     assert 1 <= fewer <= num
 
 
+@pytest.mark.slow
 def test_most_of_the_parts_can_be_chosen() -> None:
     assert all(optimum(seed) < math.inf for seed in SEEDS)
     assert sum(optimum(seed, SQUARE) < math.inf for seed in SEEDS) >= len(SEEDS) // 2

@@ -94,6 +94,7 @@ def test_outputs_of_all_microbatches_are_in_it(what: str, num: int) -> None:
         assert measured > 2 * 4 * math.prod((BATCH, 64)), "as collected, and as put together"
 
 
+@pytest.mark.slow
 def test_it_is_so_under_a_precision() -> None:
     model, batch = zoo_small.vit()
     predicted, measured = peaks(model, batch, num_microbatches=4, outputs="full", precision="bf16")

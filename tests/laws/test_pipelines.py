@@ -68,6 +68,7 @@ def test_stages_with_data_and_tensor_parallelism_equal_the_plain_model(
         )  # of parameters; of gradients and partial sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
@@ -193,6 +194,7 @@ def test_a_wrong_count_of_the_batch_is_found(
         autopar.verify(made.plan, model, batch)
 
 
+@pytest.mark.slow
 def test_cuts_by_name_and_what_refuses() -> None:
     mesh = autopar.Mesh({"stage": 2})
     made = planned("llama", mesh, pipeline("stage", microbatches=4, cuts=["model.layers.1"]))[0]

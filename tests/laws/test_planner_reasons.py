@@ -194,6 +194,7 @@ def test_with_too_little_memory_for_anything_planning_is_refused() -> None:
 BUDGETS = (170, 200, 230, 260, 290, 320, 360, 400, 450, 500)
 
 
+@pytest.mark.slow
 def test_more_memory_never_makes_a_plan_slower() -> None:
     plans = [
         plan(traced(1024, 4096, 16384, 6), Mesh(8), SLUGGISH, budget * MIB) for budget in BUDGETS
@@ -233,6 +234,7 @@ def test_a_slow_axis_carries_less_than_a_fast_one_and_less_than_if_it_were_fast(
     assert even.prediction.step_s < uneven.prediction.step_s
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     width=st.sampled_from([256, 1024, 4096]),

@@ -66,6 +66,7 @@ def test_every_kind_of_draw_is_the_plain_models_under_random_layouts(mesh: str) 
         assert verify_program(ready.trace, program, model, (), batch).max_error < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

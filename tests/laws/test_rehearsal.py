@@ -82,6 +82,7 @@ def test_steps_of_random_plans(
     assert found == [trace_peak(p, **way) for p in (program.stages[0], early) for way in ways]
 
 
+@pytest.mark.slow
 def test_stages_over_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = zoo_small.gpt2()
     force = (megatron(pp="stage", dp=2, zero=1, microbatches=2),)
@@ -117,6 +118,7 @@ def test_a_loss_by_rows_shows_what_is_there_while_it_runs(monkeypatch: pytest.Mo
     assert found == trace_peak(program)
 
 
+@pytest.mark.slow
 def test_equal_layers_are_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     monkeypatch.setattr(abstract_executor, "_effects", {})

@@ -196,6 +196,7 @@ class Chain(nn.Module):
         return self.down(self.up(x[:, None].expand(-1, 8)).relu()).pow(2).mean()
 
 
+@pytest.mark.slow
 def test_what_gathers_the_sequence_and_what_has_another_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

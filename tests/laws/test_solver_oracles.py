@@ -1001,6 +1001,7 @@ print(tight.dumps())
 """  # noqa: E501
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_the_same_problem_gives_the_same_choices_and_the_same_plan_byte_for_byte_in_every_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

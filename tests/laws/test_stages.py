@@ -155,6 +155,7 @@ def test_a_skip_connection_rides_through_the_stages_between() -> None:
     assert passed, "what the down path hands to the up path goes through the middle stage"
 
 
+@pytest.mark.slow
 def test_backward_is_placed_where_the_fewest_bytes_cross(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken on purpose: without the minimum cut a gradient finds no carrier, or more crosses
     than need to."""

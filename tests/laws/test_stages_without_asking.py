@@ -47,6 +47,7 @@ def planned(times: float, model: type[Mlp] = Mlp, **options: Any) -> autopar.Pla
     return autopar.plan(network, MESH, example_inputs=batch, hardware=slowed(times), **options)
 
 
+@pytest.mark.slow
 def test_on_slow_links_stages_are_chosen_which_are_faster_than_any_plan_without() -> None:
     plan, without = planned(10), planned(10, num_microbatches=1)
     assert (

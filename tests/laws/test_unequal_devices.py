@@ -153,6 +153,7 @@ def test_no_other_cut_is_faster_whatever_the_devices_and_the_number_of_microbatc
     assert found.proof.bound_s <= best * (1 + 1e-9) and found.prediction.step_s <= best * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize("share", [0.5, pytest.param(0.7, marks=pytest.mark.slow), 1.0])
 def test_no_other_cut_that_fits_is_faster_where_one_stage_s_devices_have_little_memory(
@@ -463,6 +464,7 @@ def test_an_old_plan_is_priced_again_on_unequal_devices_and_back(net: Built, mix
     assert wider.best.fingerprint.profiles == mixed.fingerprint.profiles
 
 
+@pytest.mark.slow
 def test_a_stage_that_has_next_to_nothing_to_do_is_certified_too() -> None:
     """Its backward hands on what came: the time of crossing is no compute."""
     model, batch = zoo_small.gpt2(num_layers=4)

@@ -459,6 +459,7 @@ def test_the_certificate_refuses_changes_of_what_is_done_once_a_step() -> None:
         assert not certificate.ok
 
 
+@pytest.mark.slow
 def test_a_pipeline_may_mix_the_stages_of_zero() -> None:
     """Nothing is forced: whatever the planner mixes is right, and less memory changes it."""
     mesh = Mesh({"stage": 2, "data": 2})

@@ -41,6 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, first
 
 
+@pytest.mark.slow
 def test_going_back_on_the_same_processes_is_exact(saved: tuple[Path, dict[str, Any]]) -> None:
     told = saved[1]
     numbers = {
@@ -70,6 +71,7 @@ def test_other_numbers_of_processes_go_on_as_if_nothing_had_happened(
             assert apart(told[f"{start} next"], wanted["after"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_what_stages_hold_comes_back_without_stages(tmp_path: Path) -> None:
     told = run_processes(2, WORKER, "save", str(tmp_path), True, True)[0]
     assert apart(told["back"], told["before"]) == 0 and apart(told["again"], told["after"]) == 0

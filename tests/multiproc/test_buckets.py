@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, tuple[Constraint, str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_two_processes_compute_what_they_do_without_buckets(kind: str) -> None:
     plans = {}

@@ -37,11 +37,13 @@ def test_heads_penalties_and_a_plain_optimizers_state_train_as_with_the_plain_mo
         assert {case: far for case, far in each.items() if not far < 1e-10} == {}
 
 
+@pytest.mark.slow
 def test_optimizers_that_look_at_whole_parameters_step_as_with_the_plain_model() -> None:
     for each in run_processes(2, WORKER, "optimize"):
         assert {case: far for case, far in each.items() if not far < 1e-10} == {}
 
 
+@pytest.mark.slow
 def test_parameters_that_are_unfrozen_after_compile_train_as_the_plain_models() -> None:
     for each in run_processes(2, WORKER, "thaw"):
         assert each["apart"] < 1e-12
@@ -60,6 +62,7 @@ def test_what_cannot_be_is_said_in_words() -> None:
     assert "must match" in first["wrong shape"] and "leaf Variable" in first["leaf"]
 
 
+@pytest.mark.slow
 def test_the_norm_of_one_stage_is_refused_and_the_modules_own_is_the_whole_models() -> None:
     found: list[dict[str, Any]] = run_processes(2, WORKER, "stages")
     for each in found:

@@ -35,6 +35,7 @@ CASES = {  # in float64 the model computes its norms in float32 and casts, which
 }
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_plain_model_in_the_predicted_memory() -> None:
     texts = {}
     for name, (dtype, reached, expected, _) in CASES.items():

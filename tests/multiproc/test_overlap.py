@@ -21,6 +21,7 @@ pytestmark = pytest.mark.multiproc
 SHARDED, REPLICATED = "gpt2 fully sharded", "llama replicated"
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_plain_model_in_the_predicted_memory() -> None:
     plans = {}
     for name, constraint, slowdown in (

@@ -41,6 +41,7 @@ def plan(way: str) -> Plan:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_training_follows_the_model_whose_weights_are_cast(way: str) -> None:
     facts = run_processes(

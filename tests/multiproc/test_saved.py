@@ -48,6 +48,7 @@ def test_a_run_goes_on_on_fewer_and_on_more_processes_as_if_nothing_had_happened
     assert last["rate"] == alone["rate"] == LEARNING_RATE / 4 and last["state"] == alone["state"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_ranks_do_not_share_is_refused_on_all_of_them(tmp_path: Path) -> None:
     told = run_processes(2, WORKER, "blind", str(tmp_path))
     for each in told:

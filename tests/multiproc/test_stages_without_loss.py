@@ -94,6 +94,7 @@ def test_what_has_no_part_in_the_loss_is_not_computed_and_its_infinite_derivativ
     assert all(error < 1e-12 for errors in run_processes(2, WORKER, "unused") for error in errors)
 
 
+@pytest.mark.slow
 def test_several_stages_a_rank_are_evaluated_as_forward_alone() -> None:
     for gradients, evaluated, alone in run_processes(2, WORKER, "interleaved"):
         assert gradients < 1e-12 and evaluated < 1e-12 and alone

@@ -89,6 +89,7 @@ def facts(plans: dict[str, Plan]) -> Facts:
     )
 
 
+@pytest.mark.slow
 def test_the_plans_communicate_in_every_way_and_recompute(plans: dict[str, Plan]) -> None:
     kinds = {c.collective.kind for plan in plans.values() for c in plan.communications}
     assert kinds == {
@@ -147,6 +148,7 @@ def test_three_processes_train_a_model_whose_dims_they_do_not_divide() -> None:
         )
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_on_one_process_and_on_four() -> None:
     model, batch = build("gpt2", dropout=0.2, dtype=torch.float64, n_layer=1)
     plan, program = random_plan(prepare(model, batch, MESH, HardwareProfile.load("cpu-gloo")), 0)

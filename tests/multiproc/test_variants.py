@@ -15,6 +15,7 @@ pytestmark = pytest.mark.multiproc
 WORKER = str(Path(__file__).parent / "worker_variants.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_epoch_of_several_shapes_with_evaluation_follows_the_plain_model(plan: str) -> None:
     plain = model_of(plan)

@@ -151,6 +151,7 @@ def test_names_of_modules_and_models_cannot_write_html() -> None:
     assert "&lt;script&gt;alert(1)&lt;" in shown and "&lt;b&gt;Net&lt;/b&gt; &amp; co" in shown
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_only_loaded_is_shown_so_too(tmp_path: Path) -> None:
     made_plan().save(tmp_path / "plan.json")
     code = "import sys, autopar; print(autopar.Plan.load(sys.argv[1])._repr_html_())"

@@ -151,6 +151,7 @@ def test_another_solver_plans_and_the_integer_program_is_written(
     )
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command: Command) -> None:
     stages = ("--pipeline", "node", "--microbatches", "4")
     code, said, complaint = command(
@@ -444,6 +445,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_run_starts_the_script_in_several_processes_with_its_arguments(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -487,6 +489,7 @@ def test_constraints_are_written_as_in_python(here: Path, command: Command) -> N
     assert code == 1 and "no constraint is named 'fsd'" in complaint
 
 
+@pytest.mark.slow
 def test_inference_is_planned_without_labels_and_read_so_by_all_commands(
     here: Path, command: Command
 ) -> None:

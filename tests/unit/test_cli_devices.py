@@ -68,6 +68,7 @@ def test_devices_of_a_node_divide_all_and_are_said_once(here: Path, command: Com
     assert Plan.load("p.json").mesh.devices_per_node == 2
 
 
+@pytest.mark.slow
 def test_with_a_precision_weights_rest_in_fp32_for_every_command(
     here: Path, command: Command
 ) -> None:
@@ -119,6 +120,7 @@ def test_what_if_names_the_constraints_that_both_plans_obey(here: Path, command:
     )
 
 
+@pytest.mark.slow
 def test_what_if_leaves_out_and_adds_constraints_as_plan_spells_them(
     here: Path, command: Command
 ) -> None:

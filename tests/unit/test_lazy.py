@@ -98,6 +98,7 @@ def test_what_says_nothing_of_tensors_is_there_without_torch() -> None:
     assert said.stdout == "set()\n", said.stderr
 
 
+@pytest.mark.slow
 def test_what_was_there_at_once_is_there_when_asked_for() -> None:
     code = (
         "import autopar\nprint(autopar.constraints.ddp(), autopar.rules.register.__name__)\nfrom"
@@ -167,6 +168,7 @@ for number in range(2):
 """
 
 
+@pytest.mark.slow
 def test_the_plain_model_and_its_weights_are_freed_after_compile_the_first_of_a_process_too() -> (
     None
 ):

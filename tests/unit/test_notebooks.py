@@ -35,6 +35,7 @@ def _text(notebook: Any) -> str:
 
 # The kernel's own libraries warn in this process about how it is reached; that is not for these
 # tests to judge.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "models",

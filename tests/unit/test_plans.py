@@ -115,7 +115,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda d: d["entries"][2].update(time_s=True),
         r"entries\[2\].time_s must be a number, not True",
     ),
-    "a field is missing": (lambda d: d["proof"].pop("gap"), "proof.gap is missing"),
+    "the gap is missing": (lambda d: d["proof"].pop("gap"), "proof.gap is missing"),
     "a word is none of several": (
         lambda d: d["communications"][0].update(slack="some"),
         r"communications\[0\].slack must be one of 'critical', .*, not 'some'",
@@ -164,6 +164,7 @@ def test_a_damaged_file_is_refused_as_a_malformed_plan_and_named_with_what_is_wr
         Plan.loads(json.dumps(data), "some.json")
 
 
+@pytest.mark.slow
 def test_whatever_one_place_of_the_file_is_changed_to_it_is_refused_or_a_plan() -> None:
     data = json.loads(made_plan().dumps())
     num_refused = num_read = 0

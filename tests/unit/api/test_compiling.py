@@ -151,6 +151,7 @@ def test_a_saved_plan_is_used_and_a_plan_for_another_model_says_what_differs(
         compile(model, 1, example_inputs=batch, plan=replace(made, mesh=Mesh({"a": 2})))
 
 
+@pytest.mark.slow
 def test_planning_needs_no_weights_and_leaves_the_model_alone() -> None:
     real, batch = zoo_small.llama()
     state = {n: t.clone() for n, t in real.state_dict().items()}

@@ -149,6 +149,7 @@ def test_a_part_that_was_frozen_in_eval_mode_stays_so_for_batches_of_other_shape
     assert module(**batch(5))[0].item() == pytest.approx(plain(**batch(5))[0].item(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_may_take_larger_batches_than_training_has_memory_for() -> None:
     torch.manual_seed(0)
     plain = Net()

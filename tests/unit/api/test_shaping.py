@@ -199,6 +199,7 @@ def made(mesh: Mesh, step_s: float) -> Planned:
     return Planned(plan, Program(mesh, "", None, (), None, "1f1b", {}), {})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_count_is_the_fastest_of_its_shapes_and_right() -> None:
     model, batch = zoo_small.gpt2()
     found = autopar.plan(model, 4, example_inputs=batch, hardware="h100-sxm")
@@ -210,6 +211,7 @@ def test_the_plan_of_a_count_is_the_fastest_of_its_shapes_and_right() -> None:
     assert autopar.verify(found, model, batch).ok and autopar.check(found, model, batch).ok
 
 
+@pytest.mark.slow
 def test_nodes_and_devices_of_each_are_shaped_for_the_nodes_that_are_there() -> None:
     model, batch = zoo_small.gpt2()
     found = autopar.plan(model, (2, 2), example_inputs=batch, hardware="h100-sxm")
@@ -296,6 +298,7 @@ def of_eight_samples() -> Any:
     return model, {name: tensor.repeat(2, 1) for name, tensor in batch.items()}
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_batch_is_cut_into_microbatches(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

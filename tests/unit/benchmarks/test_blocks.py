@@ -52,6 +52,7 @@ def test_the_relaxation_is_the_bound_of_the_search() -> None:
     assert found["relax_s"] > 0 and found["relax_wall_s"] > 0 and found["num_iterations"] > 0
 
 
+@pytest.mark.slow
 def test_a_row_has_what_planning_rows_have() -> None:
     spec = ModelSpec.known("tiny-llama").to_json()
     made = row(spec, "gpu=2", "float32", 8, 16, "h100-sxm")

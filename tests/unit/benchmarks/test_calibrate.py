@@ -138,6 +138,7 @@ def test_profiles_and_readme_say_what_the_results_give() -> None:
     assert table_of(fits) in tables.README.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_step_at_another_efficiency_is_the_step_that_is_planned_there() -> None:
     """On a device whose memory bounds nothing, and under a plan that leaves no choice."""
     spec = (

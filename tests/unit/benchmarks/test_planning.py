@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from benchmarks.models import ModelSpec
 from benchmarks.planning import row
 
 
+@pytest.mark.slow
 def test_nodes_and_devices_of_a_row_are_shaped_by_the_planner_and_its_row_says_how() -> None:
     spec = ModelSpec.known("tiny-gpt2").to_json()
     how: dict[str, Any] = {
@@ -32,6 +35,7 @@ def test_nodes_and_devices_of_a_row_are_shaped_by_the_planner_and_its_row_says_h
     ]
 
 
+@pytest.mark.slow
 def test_a_row_can_slow_down_the_links_between_nodes() -> None:
     spec = ModelSpec.known("tiny-gpt2").to_json()
     how: dict[str, Any] = {

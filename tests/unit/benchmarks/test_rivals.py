@@ -71,6 +71,7 @@ def test_a_step_is_counted_byte_by_byte_and_flop_by_flop() -> None:
     assert measured.peak_bytes == measured.peak_above_parameters_bytes + parameter + batch
 
 
+@pytest.mark.slow
 def test_attention_is_counted_in_torch_as_in_a_plan(built: Any, planner: Planner) -> None:
     model, batch = built
     plain, gradients = measure(variant(model, batch))

@@ -373,6 +373,7 @@ def test_functions_of_a_library_that_the_user_replaces_are_not_those_of_an_entry
     assert is_hit(model, batch)
 
 
+@pytest.mark.slow
 def test_a_file_of_a_library_that_changed_is_not_that_of_an_entry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -414,6 +415,7 @@ def run(*words: str) -> str:
     return " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_the_command_line_says_where_a_plan_is_from(tmp_path: Path) -> None:
     command = ("plan", "--hf", TINY, "--mesh", "gpu=2", "--batch", "4", "--seq", "16", "--out")
     first, second, third = (str(tmp_path / name) for name in "abc")

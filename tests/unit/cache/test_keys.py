@@ -33,6 +33,7 @@ def key_of_source(folder: Path, source: str = SOURCE) -> str:
     return key(*load(folder, source).make())
 
 
+@pytest.mark.slow
 def test_equal_sources_have_equal_keys_in_every_process(tmp_path: Path) -> None:
     assert key_of_source(tmp_path) == key_of_source(tmp_path)
     program = (

@@ -87,6 +87,7 @@ def test_shapes_and_branches_may_follow_from_rows_of_sizes(does: Callable[..., T
     assert autopar.verify(plan, model, batch()).ok
 
 
+@pytest.mark.slow
 def test_equal_layers_that_read_them_are_captured_a_few_at_a_time() -> None:
     model = net(splits, num_layers=8)
     folded, full = (capture(model, batch(), fold=fold) for fold in (True, False))

@@ -267,6 +267,7 @@ def test_attention_written_out_is_dots_over_heads() -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_llama_without_a_mask_is_causal_and_with_one_reads_it() -> None:
     model, batch, trace = _captured("llama")
     attention = [node for node in trace.graph.nodes if node.target is ops.attention]
@@ -282,6 +283,7 @@ def test_llama_without_a_mask_is_causal_and_with_one_reads_it() -> None:
     assert not torch.allclose(outputs[0], model(**batch).loss.detach(), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["by name", "by position", "inside a module"])
 def test_packed_sequences_are_seen_whichever_way_their_positions_come(how: str) -> None:
     class Outer(nn.Module):
@@ -315,6 +317,7 @@ def test_packed_sequences_are_seen_whichever_way_their_positions_come(how: str) 
     torch.testing.assert_close(outputs[0], inner(**batch, position_ids=positions).loss.detach())
 
 
+@pytest.mark.slow
 def test_a_llama_layer_is_small() -> None:
     _, _, trace = _captured("llama", torch.bfloat16)
     layers = Counter(
@@ -325,6 +328,7 @@ def test_a_llama_layer_is_small() -> None:
     assert layers["model.layers.0"] == layers["model.layers.1"] < 150
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_gives_the_same_graph_and_stays_on_meta() -> None:
     _, batch, trace = _captured("llama")
     real, _ = ZOO.llama()

@@ -177,6 +177,7 @@ def _small(kind: str, **settings: Any) -> Any:
     return hf.build(spec, device="cpu", batch=4, seq=20)
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_with_sizes_of_images_by_numpy_and_binds_signatures_is_captured() -> (
     None
 ):

@@ -65,6 +65,7 @@ def saved(tmp_path: Path) -> tuple[Path, float]:
     return tmp_path / "run", step(module, optimizer)
 
 
+@pytest.mark.slow
 def test_the_newest_whole_checkpoints_stay_and_what_was_broken_off_is_none(
     saved: tuple[Path, float],
 ) -> None:
@@ -85,6 +86,7 @@ def test_the_newest_whole_checkpoints_stay_and_what_was_broken_off_is_none(
     assert again.plan.hash == module.plan.hash, "with what it was saved of"
 
 
+@pytest.mark.slow
 def test_a_step_that_is_saved_again_takes_the_place_of_the_first(saved: tuple[Path, float]) -> None:
     folder, _ = saved
     module, checkpoints = compiled(), autopar.Checkpoints(folder)
@@ -391,6 +393,7 @@ def test_of_several_damaged_checkpoints_the_newest_whole_one_is_named(
         checkpoints.load(module)
 
 
+@pytest.mark.slow
 def test_a_bit_that_is_flipped_anywhere_is_found(saved: tuple[Path, float]) -> None:
     place = saved[0] / "step_000000003"
     assert read_about(place)[1] == ""
@@ -407,6 +410,7 @@ def test_a_bit_that_is_flipped_anywhere_is_found(saved: tuple[Path, float]) -> N
     assert read_about(place)[1] == ""
 
 
+@pytest.mark.slow
 def test_what_was_saved_and_is_not_asked_for_is_told(
     saved: tuple[Path, float], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -428,6 +432,7 @@ class Drawing:
         raise AssertionError("it was not saved")
 
 
+@pytest.mark.slow
 def test_what_could_not_be_read_back_is_not_saved(saved: tuple[Path, float]) -> None:
     folder, _ = saved
     with pytest.raises(
@@ -456,6 +461,7 @@ def test_what_is_no_compiled_model_is_refused(tmp_path: Path) -> None:
     assert autopar.Checkpoints(tmp_path).steps() == ()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_path: Path) -> None:
     module = autopar.compile(Net(), hardware="cpu-gloo")
     with pytest.raises(RuntimeStateError, match="was not called yet"):
@@ -472,6 +478,7 @@ def test_a_model_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_pat
     )
 
 
+@pytest.mark.slow
 def test_a_group_without_parameters_is_no_hindrance(tmp_path: Path) -> None:
     """As where weights decay and biases do not, and a model has no biases."""
     losses = []
@@ -492,6 +499,7 @@ def test_a_group_without_parameters_is_no_hindrance(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_without_weights_the_optimizer_alone_is_saved_and_read(tmp_path: Path) -> None:
     module = compiled()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)

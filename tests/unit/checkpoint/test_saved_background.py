@@ -108,6 +108,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
+@pytest.mark.slow
 def test_what_training_changes_while_it_is_written_is_not_saved(tmp_path: Path, gate: Gate) -> None:
     run = Training(tmp_path)
     for step in (1, 2, 3):  # from the second on, the memory of the copies is used again
@@ -203,6 +204,7 @@ def test_the_next_call_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> N
     run.checkpoints.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["new", "again"]
 )

@@ -325,6 +325,7 @@ def test_a_buffer_without_values_is_noticed_whatever_its_dtype(name: str) -> Non
     assert module(**BATCH).item() == pytest.approx(plain(1)(**BATCH).item(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_without_a_mesh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

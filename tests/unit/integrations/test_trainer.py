@@ -63,6 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_lora_is_trained_as_by_transformers_trainer(runs: dict[str, Any]) -> None:
     (ours, _, mine), (_, _, wanted) = runs["ours"], runs["theirs"]
     assert same(mine, wanted)

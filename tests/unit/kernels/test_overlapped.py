@@ -321,6 +321,7 @@ def test_a_dtype_that_is_not_added_up_takes_the_decomposition(
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_peer_that_never_signals_is_named_by_a_time_out(debug: None) -> None:
     x, w = whole_numbers((2, 3), 1), whole_numbers((3, 4), 2)
     with (

@@ -256,6 +256,7 @@ def test_constraints_are_checked_against_the_mesh_before_anything_is_done() -> N
     assert not told
 
 
+@pytest.mark.slow
 def test_both_solvers_make_plans_of_one_price() -> None:
     ours, theirs = planned(gap=0.0), planned(gap=0.0, solver="cbc")
     assert theirs.plan.proof.solver == "cbc"
@@ -309,6 +310,7 @@ def test_a_profile_without_a_links_figures_is_an_error_of_its_own() -> None:
         )
 
 
+@pytest.mark.slow
 def test_when_the_time_is_over_the_best_plan_so_far_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

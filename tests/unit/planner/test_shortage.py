@@ -37,12 +37,14 @@ def refusal(memory_bytes: int, *constraints: Constraint, **options: Any) -> Infe
     return caught.value
 
 
+@pytest.mark.slow
 def test_the_constraint_that_asks_for_too_much_is_named_and_others_are_not() -> None:
     error = refusal(200 * KIB, SQUARE, ddp(["a", "b"]))
     assert "; ddp(axes=['a', 'b']) asks for more than there is: without it at least " in error.what
     assert "c_fc" not in error.what
 
 
+@pytest.mark.slow
 def test_where_no_plan_at_all_needs_less_no_constraint_is_to_blame_and_what_was_not_tried_is_said() -> (  # noqa: E501
     None
 ):
@@ -68,6 +70,7 @@ KINDS: dict[str, dict[str, Any]] = {
 SLOW = ("microbatches", "stages")  # half a minute each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
 )

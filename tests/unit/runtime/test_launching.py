@@ -57,6 +57,7 @@ def test_by_default_each_gpu_has_a_process_and_of_several_each_has_its_own_from_
     assert sys.argv[3:] == [f"--nproc-per-node={started}", *by_us, str(script), "--steps", "3"]
 
 
+@pytest.mark.slow
 def test_a_script_that_is_started_with_a_gpu_runs_as_python_runs_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'beside'", encoding="utf-8")
     script = tmp_path / "train.py"
@@ -136,6 +137,7 @@ def test_the_mesh_is_by_default_all_that_was_started(
     assert launched_processes() == shape
 
 
+@pytest.mark.slow
 def test_where_the_script_fails_torchruns_own_traceback_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("raise ValueError('as the user wrote it')\n")

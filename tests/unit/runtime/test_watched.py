@@ -100,6 +100,7 @@ def test_a_part_of_what_backward_reads_counts_as_it_does() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_compiled_graphs_are_watched_as_well() -> None:
     module = made(backend="inductor", outputs="full")
     for held in ("input", "output"):

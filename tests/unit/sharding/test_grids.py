@@ -115,6 +115,7 @@ def test_a_norm_over_split_features_works_on_parts_of_the_tokens_and_is_named_in
     assert verify_program(trace, plan.program, model, (), batch).ok
 
 
+@pytest.mark.slow
 def test_keys_of_one_head_are_gathered_where_queries_of_several_are_split() -> None:
     model, batch = zoo_small.llama(num_layers=1, num_key_value_heads=1)
     trace = capture(model, (), batch)

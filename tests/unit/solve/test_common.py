@@ -21,6 +21,7 @@ def answer(problem: Problem, shared: Common) -> Solution:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_large", [False, True])
 def test_a_search_that_begins_with_what_another_has_found_answers_as_it_does_alone(
     is_large: bool, monkeypatch: pytest.MonkeyPatch
