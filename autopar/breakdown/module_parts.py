@@ -146,14 +146,14 @@ def index_of(groups: list[ModuleGroup], node: str, instances: Instances) -> int:
 #
 # Weights that are sharded in their storage layout only are described separately, per axis:
 #
-# ZeRO-3      the weight rests sharded and is gathered for use; the gathered copy is not kept for
-#             backward
-# ZeRO-2      as ZeRO-3, and the gathered copy is kept from forward to backward
-# ZeRO-1      as ZeRO-2, through a step of several microbatches, whose gradients add up as partial
-#             sums
+# ZeRO-3      the weight is stored sharded and gathered for use; the gathered copy is freed after
+#             each use, and gathered again if backward reads it
+# ZeRO-2      the weight is stored sharded; the gathered copy is kept from forward to backward
+# ZeRO-1      as ZeRO-2, for a whole step of several microbatches, whose gradients are accumulated
+#             as partial sums
 #
-# A weight that rests as it is read is none of these: its gradient and optimizer state are as
-# sharded as the weight. "on the hosts" is added if some weight of the part rests there.
+# A weight that is stored as it is read is none of these: its gradient and optimizer state are
+# sharded as the weight is. "on the hosts" is added if a weight of the part is stored there.
 
 PARALLELISMS = ("data", "sequence", "space", "heads", "experts", "tensor", "replicated")
 

@@ -249,10 +249,10 @@ def _legend(figure: Any, kinds: Sequence[str]) -> None:
 
     names = {
         "sharded": "sharded as used",
-        "ZeRO-1": "gathered per step (ZeRO-1)",
-        "ZeRO-2": "gathered once (ZeRO-2)",
+        "ZeRO-1": "copy kept for the step (ZeRO-1)",
+        "ZeRO-2": "copy kept to backward (ZeRO-2)",
+        "ZeRO-3": "copy freed after use (ZeRO-3)",
     }
-    names["ZeRO-3"] = "gathered twice (ZeRO-3)"
     patches = [Patch(facecolor=COLOURS[kind], label=names.get(kind, kind)) for kind in kinds]
     figure.legend(
         handles=patches,

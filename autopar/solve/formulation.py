@@ -56,7 +56,8 @@ a relaxation.
 
 Rows (9) cut off no integer solution, only fractional ones: several readers together, or a layout at
 rest next to one that was gathered, offer more under (4) than one version. They are kept separately
-(`Formulation.tighter`) for searches that branch; certificates use (4) alone.
+(`Formulation.tighter`), for searches that branch. Their duals are among the multipliers of a proof
+(`autopar.certificate.bound`).
 """
 
 from __future__ import annotations
