@@ -125,6 +125,48 @@ def _bucket_row(bucket: Bucket, names: tuple[str, ...]) -> tuple[str, ...]:
     return when, moved, of, *map(seconds, times)
 
 
+# --------------------------------------------------------------------------------------------------
+# ZeRO-3: weights that backward gathers again, and what their copies would cost in memory.
+
+
+def gathered_again(plan: Plan) -> Iterator[RenderableType]:
+    """Yield a table with a row per module whose weights are gathered in forward and again in
+    backward; nothing if there is none. It compares the time of the second gather with the memory of
+    a copy that is kept instead."""
+    weights = {c.node for e in plan.entries if e.kind == "parameter" for c in e.nodes}
+    gathers = [
+        c for c in plan.communications if c.node in weights and c.collective.kind == "all_gather"
+    ]
+    in_forward = {c.node for c in gathers if c.phase == "forward"}
+    found: dict[str, list[Communication]] = {}
+    for c in gathers:
+        if c.phase == "backward" and c.node in in_forward:
+            found.setdefault(c.module.rpartition(".")[0], []).append(c)
+    if found:
+        yield from table(
+            "Weights gathered again in backward (ZeRO-3)",
+            ("<module", ">second gather", ">keeping the copy takes", ">time per GiB"),
+            [_again_row(module, arcs, plan) for module, arcs in found.items()],
+        )
+
+
+def _again_row(module: str, arcs: Sequence[Communication], plan: Plan) -> tuple[str, ...]:
+    """A row of `gathered_again`, from all backward gathers of the weights of a module."""
+    on_the_way = {(c.node, c.source) for c in arcs}  # a chain over several axes leaves one copy
+    copies = [c for c in arcs if (c.node, c.target) not in on_the_way]
+    time_s = sum(c.time_s * len(c.instances) for c in arcs)
+    num_bytes = sum(
+        c.collective.output_bytes(c.collective.size_in(plan.mesh.shape)) * len(c.instances)
+        for c in copies
+    )
+    return (
+        escape(module or "(model)"),
+        seconds(time_s),
+        size(num_bytes),
+        seconds(time_s / num_bytes * 2**30),
+    )
+
+
 _BATCH, _RECEIVED = "the batch", "received from other stages"
 _SHOWN = 5e-4  # of the work: a share that is less would be 0.0 %
 _NO_OTHER = "Why not otherwise: the constraints leave no choice that another strategy could take"
@@ -190,6 +232,7 @@ class StageExplanation:
             yield from (
                 table("Why not otherwise", columns, rows) if rows else (Text(), Text(_NO_OTHER))
             )
+            yield from gathered_again(self.plan)
             yield from kernels_considered(self.plan)
             yield from buckets_of(self.plan)
         else:
