@@ -21,7 +21,7 @@ from autopar.api.arguments import MeshLike, as_mesh, is_shape_of, kind_of, plann
 from autopar.api.cached_captures import captures_cached
 from autopar.api.options import PlanRequest
 from autopar.api.plan_options import check_fits
-from autopar.api.planning import Found, find_told
+from autopar.api.planning import Found, find_plan
 from autopar.api.specialize import (
     Structure,
     asked_of,
@@ -295,11 +295,11 @@ def _check_outputs(plan: Plan, outputs: Outputs) -> None:
 def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Found:
     log.info("planning for mesh %s", as_mesh(order.request.mesh))
     try:
-        return find_told(order.request, args, kwargs)
+        return find_plan(order.request, args, kwargs)
     except ConstraintError as error:
         if order.otherwise is None:
             raise
-        found = find_told(replace(order.request, options=order.otherwise), args, kwargs)
+        found = find_plan(replace(order.request, options=order.otherwise), args, kwargs)
         log.warning(
             "for this call constraints on layouts are left out, since they cannot hold: %s",
             error.what,

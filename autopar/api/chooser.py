@@ -21,7 +21,6 @@ from autopar.api.captured_call import ONE_STAGE, WITHOUT_ASKING, add_coverage
 from autopar.api.pipeline_search import Staging
 from autopar.capture.chunked_loss import heads_of
 from autopar.constraints import Pipelined, check, pipeline_in
-from autopar.core.garbage import collected_seldom
 from autopar.core.hardware import slowest
 from autopar.errors import ConstraintError, CoupledError, InfeasibleError
 from autopar.planner import Planned, TooSlow
@@ -62,7 +61,6 @@ class Chooser(Staging):
             return asked if asked.axis is None and self.number(asked) is None else None
         return WITHOUT_ASKING if self._may_have_stages and self._returns_the_same else None
 
-    @collected_seldom()
     def plan(self, limit_s: float = math.inf) -> Planned:
         """Find the fastest plan without stages or, if they are requested, with these stages.
 
@@ -76,12 +74,12 @@ class Chooser(Staging):
         """
         limit_s = self.options.worth_s(limit_s)
         if self.options.loss_rows != "auto":
-            return replace(self, rows=self.options.loss_rows)._requested(limit_s)
+            return replace(self, rows=self.options.loss_rows)._find_fastest(limit_s)
         heads, refusals = heads_of(self.trace)
         best: Planned | None = None
         refusal: InfeasibleError | None = None
         try:
-            best = self._requested(limit_s)
+            best = self._find_fastest(limit_s)
         except InfeasibleError as error:
             refusal = _with_hint(error, refusals)
         if best is None or (heads and is_bound_by_memory(best.plan)):
@@ -99,7 +97,7 @@ class Chooser(Staging):
                 break
             self.status.begin(f"a loss by {rows} rows", 0)
             try:
-                found = replace(self, rows=rows)._requested(self.limit_to_beat(best, limit_s))
+                found = replace(self, rows=rows)._find_fastest(self.limit_to_beat(best, limit_s))
             except KeyboardInterrupt:
                 if best is None:
                     raise
@@ -137,13 +135,14 @@ class Chooser(Staging):
         ]
         return tuple(dict.fromkeys(n for n in rows if n < local))
 
-    def _requested(self, limit_s: float) -> Planned:
-        """Find the fastest of the requested plans, with stages only if these are requested."""
+    def _find_fastest(self, limit_s: float) -> Planned:
+        """Find the fastest of the requested plans with the rows of the loss, with stages only if
+        these are requested."""
         asked = pipeline_in(self.options.constraints, self.mesh)
         if self.free_stages is not None or (
             asked is None and self.options.num_microbatches in (1, "auto")
         ):
-            return self._whole_or_cut(limit_s)
+            return self._try_microbatches(self.in_one_piece(limit_s), limit_s)
         wish = asked or ONE_STAGE
         if wish.axis:
             check(wish, self.mesh)
@@ -191,11 +190,16 @@ class Chooser(Staging):
         put together."""
         return self.options.outputs in ("loss", "full") or len(self.trace.outputs) == 1
 
-    def _whole_or_cut(self, limit_s: float) -> Planned:
-        """Plan one microbatch, or several one after another if these are faster and the call
-        returns the same: the loss, or outputs that can be put together."""
+    def _try_microbatches(self, whole: Planned, limit_s: float) -> Planned:
+        """Return the plan of the whole batch, or one of several microbatches one after another if
+        it is faster and the call returns the same: the loss, or outputs that can be joined.
+
+        Args:
+            whole: the plan of the whole batch.
+            limit_s: seconds of a step that a plan has to beat.
+        """
         tries = Tries()
-        tries.add(name_of("", 0), self.in_one_piece(limit_s))
+        tries.add(name_of("", 0), whole)
         if self.options.num_microbatches == "auto" and self._may_be_cut(tries):
             self._one_after_another(limit_s, tries)
         assert tries.best is not None, "a search without a plan is refused"

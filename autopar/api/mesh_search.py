@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from autopar.api.alternatives import SearchStatus, WorkBudget, search_work
@@ -114,10 +115,12 @@ def _inner(size: int) -> Iterator[int]:
 
 @dataclass
 class ShapeSearch:
-    """Plans for one mesh shape after another, each faster than the best before it.
+    """The plans of one mesh shape after another, each faster than the best before it.
+
+    For each mesh of `pending`, the caller makes a plan that beats `best_s`, within `attempt`, and
+    passes it to `add`.
 
     Attributes:
-        plan: plans for one shape, or raises `TooSlow` if no plan beats so many seconds.
         budget: work that may be spent once there is a plan.
         status: is told what is searched.
         holds: whether a shape has the axes that constraints speak of.
@@ -125,7 +128,6 @@ class ShapeSearch:
         untried: shapes for which no work was left.
     """
 
-    plan: Callable[[Mesh, float], Planned]
     budget: WorkBudget
     holds: Callable[[Mesh], bool] = lambda _: True
     status: SearchStatus = field(default_factory=SearchStatus)
@@ -134,51 +136,63 @@ class ShapeSearch:
     _refusals: list[tuple[Mesh, AutoparError]] = field(default_factory=list)
     _told: list[str] = field(default_factory=list)
 
-    def add(self, meshes: Sequence[Mesh]) -> None:
-        """Plan for these shapes."""
+    @property
+    def best_s(self) -> float:
+        """Seconds of a step of the fastest plan; infinite without a plan."""
+        return math.inf if self.best is None else self.best.plan.prediction.step_s
+
+    def pending(self, meshes: Sequence[Mesh], further: Sequence[Mesh] = ()) -> Iterator[Mesh]:
+        """Yield the shapes for which there is work left.
+
+        Args:
+            meshes: the shapes to try.
+            further: shapes to try if these have no plan, and not for lack of memory alone.
+        """
         for place, mesh in enumerate(meshes, 1):
             if self.best is not None and not self.budget.take(search_work(len(mesh.axes))):
                 why = "the search was over" if self.budget.is_over else 'effort="thorough" tries it'
                 self._leave_out(mesh, f"not tried: {why}")
                 continue
             self.status.begin(f"mesh {mesh}" if len(meshes) > 1 else "", len(meshes) - place)
-            try:
-                self._add_plan(mesh)
-            except KeyboardInterrupt:
-                if self.best is None:
-                    raise
-                self.budget.interrupt()
-                self._leave_out(mesh, "interrupted")
+            yield mesh
+        lack_memory = all(isinstance(error, InfeasibleError) for _, error in self._refusals)
+        if further and self.best is None and not lack_memory:
+            yield from self.pending(further)
 
     def _leave_out(self, mesh: Mesh, why: str) -> None:
         self._told.append(f"{mesh} ({why})")
         self.untried.append(mesh)
 
-    def _add_plan(self, mesh: Mesh) -> None:
-        """Plan for one shape, and record the plan or why there is none."""
-        best_s = math.inf if self.best is None else self.best.plan.prediction.step_s
+    @contextmanager
+    def attempt(self, mesh: Mesh) -> Iterator[None]:
+        """Record why a shape has no plan, if planning for it raises.
+
+        Raises:
+            KeyboardInterrupt: if there is no plan yet.
+        """
         try:
-            found = self.plan(mesh, best_s)
+            yield
         except TooSlow as error:
             self._told.append(f"{mesh} (at least {seconds(error.args[0])})")
         except (InfeasibleError, ConstraintError, MeshError) as error:
             log.info("no plan for mesh %s: %s", mesh, error.what)
             self._told.append(f"{mesh} (none)")
             self._refusals.append((mesh, error))
-        else:
+        except KeyboardInterrupt:
             if self.best is None:
-                self.budget.measure(len(mesh.axes), found.plan.proof.num_variables)
-            self._told.append(f"{mesh} ({seconds(found.plan.prediction.step_s)})")
-            if found.plan.prediction.step_s < best_s:
-                self.best = found
-                self.status.add(found)
+                raise
+            self.budget.interrupt()
+            self._leave_out(mesh, "interrupted")
 
-    def add_further(self, meshes: Sequence[Mesh]) -> None:
-        """Plan for further shapes if the others have no plan, and not for lack of memory alone."""
-        if self.best is None and not all(
-            isinstance(error, InfeasibleError) for _, error in self._refusals
-        ):
-            self.add(meshes)
+    def add(self, mesh: Mesh, found: Planned) -> None:
+        """Record the plan of a shape."""
+        step_s = found.plan.prediction.step_s
+        if self.best is None:
+            self.budget.measure(len(mesh.axes), found.plan.proof.num_variables)
+        self._told.append(f"{mesh} ({seconds(step_s)})")
+        if step_s < self.best_s:
+            self.best = found
+            self.status.add(found)
 
     @property
     def refusal(self) -> AutoparError:

@@ -64,14 +64,10 @@ class PlanSearch:
             ConstraintError, InfeasibleError, MeshError: if there is none, of the mesh shape that
                 says most (`autopar.api.mesh_search.ShapeSearch`).
         """
-        shapes = ShapeSearch(
-            lambda mesh, limit_s: self.choose(mesh).plan(limit_s),
-            self.budget,
-            self.holds,
-            self.choose(self.meshes[0]).status,
-        )
-        shapes.add(self.meshes)
-        shapes.add_further(self.further)
+        shapes = ShapeSearch(self.budget, self.holds, self.choose(self.meshes[0]).status)
+        for mesh in shapes.pending(self.meshes, self.further):
+            with shapes.attempt(mesh):
+                shapes.add(mesh, self.choose(mesh).plan(shapes.best_s))
         best, refusal = self._with_stages(shapes)
         if best is None and isinstance(refusal, InfeasibleError):
             best, refusal = self._in_parts(refusal)
@@ -128,12 +124,10 @@ class PlanSearch:
 
     def _in_parts(self, refusal: InfeasibleError) -> tuple[Planned | None, AutoparError]:
         """Search microbatches one after another, after all else was refused."""
-        shapes = ShapeSearch(
-            lambda mesh, limit_s: self.choose(mesh).in_parts(refusal, limit_s),
-            self.budget.unlimited(),
-            self.holds,
-        )
-        shapes.add(self.meshes)
+        shapes = ShapeSearch(self.budget.unlimited(), self.holds)
+        for mesh in shapes.pending(self.meshes):
+            with shapes.attempt(mesh):
+                shapes.add(mesh, self.choose(mesh).in_parts(refusal, shapes.best_s))
         return shapes.best, refusal
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ from autopar.cache.walk import Opaque
 from autopar.capture import Trace
 from autopar.certificate import Certificate, certify, named_so
 from autopar.constraints import speak_of
+from autopar.core.garbage import collected_seldom
 from autopar.core.hardware import Hardware, Mixed, slowest
 from autopar.core.keywords import named
 from autopar.core.mesh import HardwareLike, Mesh, is_unshaped
@@ -58,6 +60,7 @@ from autopar.core.terminal import PHASES, progress_of_long
 from autopar.core.units import share
 from autopar.errors import InfeasibleError, VerificationError
 from autopar.planner import Planned
+from autopar.planner.clock import Progress
 from autopar.planner.reprice import reprice_plan
 from autopar.plans import Plan
 from autopar.report import card as card  # with it, notebooks show plans
@@ -65,13 +68,15 @@ from autopar.request import OPTIONS, PlanKeywords, PlanOptions
 from autopar.solve import check_solver
 from autopar.verification import Verification, verify_program
 
+log = logging.getLogger("autopar")
+
 # --------------------------------------------------------------------------------------------------
 # A warning if the gap of a plan is wider than requested.
 
 _SAME = 1e-6  # a gap that is this much wider is not
 
 
-def told_of_gap(found: Planned, *, is_late: bool) -> Planned:
+def warn_of_gap(found: Planned, *, is_late: bool) -> Planned:
     """Return the plan as it is, and warn if the gap to its bound is wider than requested.
 
     Args:
@@ -140,9 +145,6 @@ def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]
     return replace(found, plan=plan, program=replace(found.program, plan_hash=plan.hash))
 
 
-log = logging.getLogger("autopar")
-
-
 def settle_request(
     request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Hardware, PlanOptions]:
@@ -174,7 +176,7 @@ def plan_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> tuple[Trace, Planned]:
     """Capture ``model(*args, **kwargs)`` and plan it.
 
@@ -231,9 +233,10 @@ def plan_call(
     meshes, further = (
         (shapes(mesh), shapes_in_three(mesh)) if is_unshaped(mesh) else ((as_mesh(mesh),), ())
     )
+    holds = partial(speak_of, chosen.constraints)
     try:
-        holds = partial(speak_of, chosen.constraints)
-        found = PlanSearch(chooser, chosen, meshes, further, holds, budget).run()
+        with collected_seldom():
+            found = PlanSearch(chooser, chosen, meshes, further, holds, budget).run()
     except InfeasibleError as error:
         if wanted == "auto" and chosen.outputs == "full" and has_loss:
             log.warning(
@@ -247,21 +250,15 @@ def plan_call(
             raise
         found = instead(error, chooser(meshes[0]))
     found = found.closer_proven(in_time=not chosen.is_late)
-    return trace, with_waits(told_of_gap(found, is_late=chosen.is_late), devices, part_of)
+    return trace, with_waits(warn_of_gap(found, is_late=chosen.is_late), devices, part_of)
 
 
-def plan_told(
-    request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Trace, Planned]:
-    """Run `plan_call`; on a terminal, show the progress of what takes long.
-
-    Args:
-        request, args, kwargs: as for `plan_call`.
-    """
+@contextmanager
+def shown_progress() -> Iterator[Progress]:
+    """Yield the function that shows the phases of planning that take long: on a terminal, or else
+    in the log."""
     with progress_of_long("capturing the model") as tell:
-        return plan_call(
-            request, args, kwargs, progress=lambda phase: tell(PHASES.get(phase, phase))
-        )
+        yield lambda phase: tell(PHASES.get(phase, phase))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -290,12 +287,14 @@ def find_plan(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress | None = None,
 ) -> Found:
     """Return the plan of a request from the cache, or plan it and put it there.
 
     Args:
-        request, args, kwargs, progress: as for `plan_call`.
+        request, args, kwargs: as for `plan_call`.
+        progress: called with the name of each phase that begins; by default the phases are shown
+            (`shown_progress`).
 
     Raises:
         as `plan_call`.
@@ -307,8 +306,9 @@ def find_plan(
         log.info("the plan is from the cache: %s", key.text)
         return Found(plan, key=key.text)
     cached = captures_cached(use=chosen.cache)
-    with cached, recorded_captures() as traces, recorded_warnings() as messages:
-        trace, planned = plan_call(request, args, kwargs, progress=progress)
+    shown = shown_progress() if progress is None else nullcontext(progress)
+    with cached, shown as tell, recorded_captures() as traces, recorded_warnings() as messages:
+        trace, planned = plan_call(request, args, kwargs, progress=tell)
     is_final = not (chosen.is_late or planned.was_interrupted)  # with more time it may be another
     if key is not None and is_final:
         save_plan(key, planned.plan, traces, messages)
@@ -335,18 +335,6 @@ def _key_of(
         return None
 
 
-def find_told(request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Found:
-    """Run `find_plan`; on a terminal, show the progress of what takes long.
-
-    Args:
-        request, args, kwargs: as for `plan_call`.
-    """
-    with progress_of_long("capturing the model") as tell:
-        return find_plan(
-            request, args, kwargs, progress=lambda phase: tell(PHASES.get(phase, phase))
-        )
-
-
 def plan_model(
     model: nn.Module,
     mesh: MeshLike,
@@ -359,7 +347,8 @@ def plan_model(
     """As `plan`, but without the cache; also returns the trace, the program and the phase times."""
     asked = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
     request = PlanRequest(model, mesh, hardware, asked)
-    trace, planned = plan_told(request, *as_call(example_inputs))
+    with shown_progress() as progress:
+        trace, planned = plan_call(request, *as_call(example_inputs), progress=progress)
     if write_lp is not None:
         planned.write_lp(write_lp)
     return trace, planned
@@ -411,7 +400,7 @@ def plan(
         )[1].plan
     asked = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
     request = PlanRequest(model, mesh, hardware, asked)
-    return find_told(request, *as_call(example_inputs)).plan
+    return find_plan(request, *as_call(example_inputs)).plan
 
 
 def verify(

@@ -22,7 +22,7 @@ from autopar.api.arguments import (
 )
 from autopar.api.options import PlanRequest
 from autopar.api.plan_options import check_fits, options_of, recorded_options
-from autopar.api.planning import plan_told
+from autopar.api.planning import plan_call, shown_progress
 from autopar.api.tracing import planned_part, traced_for
 from autopar.capture import Trace
 from autopar.constraints import Constraint
@@ -283,7 +283,9 @@ def what_if(
         change.options if there.axes == plan.mesh.axes else _elsewhere(plan, there, change.options)
     )
     options = replace(options, constraints=(*options.constraints, *change.more))
-    best = plan_told(PlanRequest(model, there, devices, options), args, kwargs)[1].plan
+    request = PlanRequest(model, there, devices, options)
+    with shown_progress() as progress:
+        best = plan_call(request, args, kwargs, progress=progress)[1].plan
     turning = Flips()
     if num_flips:
         turning = all_flips(

@@ -21,7 +21,7 @@ to the next one, and decides from the state, the options and the time that is le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property, partial
@@ -126,20 +126,15 @@ class PlannerLoop:
         )
         state = self._next_round(state)
         while state.phase is not SearchPhase.DONE:
-            state = self.step(state)
+            state = self.phases[state.phase](state)
         assert state.best is not None, "a search without a plan raises"
         return state.best
 
-    def step(self, state: SearchState) -> SearchState:
-        """Run the phase of a state.
-
-        Returns:
-            The next state; the one given is not changed.
-
-        Raises:
-            As `find_best`.
-        """
-        steps = {
+    @property
+    def phases(self) -> Mapping[SearchPhase, Callable[[SearchState], SearchState]]:
+        """The function that runs each phase. It returns the next state; the one that it is given is
+        not changed."""
+        return {
             SearchPhase.ASK: self._ask,
             SearchPhase.GROUP: self._group,
             SearchPhase.SOLVE: self._solve,
@@ -150,7 +145,6 @@ class PlannerLoop:
             SearchPhase.COMPARE: self._compare,
             SearchPhase.SHRINK: self._shrink,
         }
-        return steps[state.phase](state)
 
     @cached_property
     def ungrouped_layers(self) -> LayerGroups:

@@ -97,9 +97,10 @@ def best_shape(
     holds: Callable[[Mesh], bool] = lambda _: True,
     work: float = math.inf,
 ) -> Planned:
-    search = ShapeSearch(plan, WorkBudget(work), holds)
-    search.add(meshes)
-    search.add_further(further)
+    search = ShapeSearch(WorkBudget(work), holds)
+    for mesh in search.pending(meshes, further):
+        with search.attempt(mesh):
+            search.add(mesh, plan(mesh, search.best_s))
     if search.best is None:
         raise search.refusal
     return search.note(search.best)

@@ -7,7 +7,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from autopar.api.options import PlanRequest
 from autopar.cache import origin, store
 from autopar.cli import app
 from autopar.core.private_folder import warn_once
+from autopar.planner import Planned
 from autopar.request import PlanOptions
 
 MESH = autopar.Mesh({"gpu": 2})
@@ -204,8 +205,8 @@ def test_a_plan_that_a_time_limit_ended_is_not_cached() -> None:
 def test_the_best_plan_so_far_of_an_interrupted_search_is_not_cached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def end(search: ShapeSearch, meshes: Sequence[autopar.Mesh]) -> None:
-        add(search, meshes)
+    def end(search: ShapeSearch, mesh: autopar.Mesh, found: Planned) -> None:
+        add(search, mesh, found)
         search.budget.unlimited().interrupt()
 
     add = ShapeSearch.add

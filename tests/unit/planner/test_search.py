@@ -175,13 +175,17 @@ def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_
 def test_a_search_is_a_chain_of_states_that_ends_with_a_plan_or_a_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    phases, step = list[SearchPhase](), PlannerLoop.step
+    phases, functions = list[SearchPhase](), PlannerLoop.phases.fget
+    assert functions is not None
 
-    def watched(search: PlannerLoop, state: SearchState) -> SearchState:
-        phases.append(state.phase)
-        return step(search, state)
+    def watched(search: PlannerLoop) -> Any:
+        def run(state: SearchState) -> SearchState:
+            phases.append(state.phase)
+            return functions(search)[state.phase](state)
 
-    monkeypatch.setattr(PlannerLoop, "step", watched)
+        return dict.fromkeys(SearchPhase, run)
+
+    monkeypatch.setattr(PlannerLoop, "phases", property(watched))
     planned()
     assert phases == [
         SearchPhase.ASK,
@@ -219,7 +223,7 @@ def test_a_search_whose_plans_with_kernels_do_not_fit_begins_again_without_them(
         bound_s=1e-9,
     )
     state = SearchState(SearchPhase.SHRINK, groups, None, 1.0, smallest=2**60, decided=(1,))
-    again = search.step(state)
+    again = search.phases[state.phase](state)
     assert (again.phase, again.regions, again.effort) == (
         SearchPhase.SOLVE,
         frozenset(),
