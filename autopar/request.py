@@ -1,17 +1,18 @@
-"""The options of planning: each is declared once, with its default, its check, its texts and its
-flag of the command line.
+"""The options of planning. Each is declared once, with its default, its check, its texts and its
+command line flag.
 
-A field of `PlanOptions` is an option. Its `Option` says all else. Derived from these are the
+Each field of `PlanOptions` is an option, and its `Option` holds everything else about it. The
 signatures and docstrings of the functions that take options (`autopar.api.options`), the flags of
-``autopar plan`` (`autopar.cli.shared_options`), and what a plan records. The table of options in
-`docs/planning.md` is tested against them. A new option is a field here, and in `PlanKeywords`.
+``autopar plan`` (`autopar.cli.shared_options`) and the options that a plan records are derived from
+these declarations. The table of options in `docs/planning.md` is tested against them. To add an
+option, add a field here and in `PlanKeywords`.
 
-The functions take ``**options: Unpack[PlanKeywords]``, and not a list of parameters each: type
-checkers and editors read the names and types from `PlanKeywords`, `help` and `inspect.signature`
-show them with their defaults, and the function still knows which were passed, as `compile` has to,
-which refuses options beside a plan.
+The functions take ``**options: Unpack[PlanKeywords]`` instead of a list of parameters each. Type
+checkers and editors read the names and types from `PlanKeywords`, and `help` and
+`inspect.signature` show the defaults. A function can still tell which options were passed:
+`compile` refuses options together with a plan.
 
-Nothing here needs torch, so that help and mistyped options of the command line do not wait for it.
+This module does not import torch, so that help texts and mistyped options are shown at once.
 """
 
 from __future__ import annotations
@@ -40,10 +41,9 @@ Call = Literal["plan", "compile"]
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "none")
 UNLIMITED = 2**60
 """Bytes of a budget that limits nothing."""
-# of the device's memory, left to the allocator, kernels' workspaces and communication buffers
 RESERVED_SHARE = 0.1
-# share of a time limit that is left to emission, memory and the order of communications
-_BEHIND = 0.25
+"""Share of the device memory for the allocator, workspaces of kernels and communication buffers."""
+_BEHIND = 0.25  # share of a time limit that is reserved for what follows the last solve
 
 Check: TypeAlias = Callable[[str, Any], None]
 """Raises AutoparError if the option of this name cannot have this value."""
@@ -56,11 +56,11 @@ class Flag:
     Attributes:
         name: its name, with dashes.
         help: its help text.
-        kind: type of the value as typer reads it.
+        kind: type of the value that typer returns.
         default: the value if the flag is not given.
         metavar: placeholder of the value in the help text.
         least: least number that typer accepts.
-        read: converts the value of typer to that of the option.
+        read: converts the value that typer returns to the value of the option.
     """
 
     name: str
@@ -78,13 +78,13 @@ class Option:
 
     Attributes:
         help: its text in docstrings.
-        check: the check of a value.
+        check: raises an error if a value is not allowed.
         brief: its text in the table of `docs/planning.md`; empty if it is not in the table.
         default_in_words: the default in the table, if it is not written as a value.
         unit: unit of the value.
         calls: the functions that take it.
         is_recorded: whether plans record it.
-        flag: its flag of ``autopar plan``, if it has one.
+        flag: its command line flag, if it has one.
     """
 
     help: str
@@ -109,7 +109,7 @@ def check_choice(
     form: str = "{name}={value!r}",
     otherwise: str = "",
 ) -> None:
-    """Raise AutoparError if a value is none of the choices.
+    """Raise AutoparError if a value is not one of the choices.
 
     Args:
         name: name of the option.
@@ -128,9 +128,10 @@ def _among(choices: Sequence[str], **how: str) -> Check:
 
 
 def _check_budget(name: str, value: Any) -> None:
-    if value is not None and not (isinstance(value, int | float) and value > 0):
+    if value is not None and not (_is_number(value) and 0 < value < math.inf):
         raise AutoparError(
-            f"{name}={value!r} is no budget", remedy="pass bytes per device, for example 80 * 2**30"
+            f"{name}={value!r} is not a memory budget",
+            remedy="pass bytes per device, for example 80 * 2**30",
         )
 
 
@@ -140,46 +141,42 @@ def _check_precision(name: str, value: Any) -> None:
 
 
 def _at_least(least: int, what: str) -> Check:
-    """The check of an option that is ``"auto"`` or a number of `what` from `least`."""
+    """Return the check of an option that is ``"auto"`` or a number of `what`, at least `least`."""
 
     def check(name: str, value: Any) -> None:
-        """Raise AutoparError if the value is none of these."""
-        _check_count(name, value, least, what)
+        """Raise AutoparError if the value is neither."""
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if value != "auto" and not (is_integer and value >= least):
+            raise AutoparError(
+                f"{name}={value!r} is not a number of {what}",
+                remedy=f'pass an integer that is at least {least}, or "auto"',
+            )
 
     return check
 
 
-def _check_count(name: str, value: Any, least: int, what: str) -> None:
-    if value != "auto" and not (isinstance(value, int) and value >= least):
-        raise AutoparError(
-            f"{name}={value!r} is no number of {what}",
-            remedy=f'pass a number from {least}, or "auto"',
-        )
-
-
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_gap(name: str, value: Any) -> None:
     if not (_is_number(value) and 0 <= value < 1):
         raise AutoparError(
-            f"{name}={value} is no relative gap",
-            remedy="pass a number from 0 to below 1, for example 0.01",
+            f"{name}={value} is not a relative gap",
+            remedy="pass a number that is at least 0 and below 1, for example 0.01",
         )
 
 
 def _check_limit(name: str, value: Any) -> None:
     if not (_is_number(value) and value > 0.0):
         raise AutoparError(
-            f"{name}={value} is no limit",
-            remedy="pass seconds of planning, for example 60, or leave it out",
+            f"{name}={value} is not a time limit",
+            remedy="pass a positive number of seconds, for example 60, or leave it out",
         )
 
 
 def _check_name(name: str, value: Any) -> None:
-    """The check of the type alone: `autopar.solve.check_solver` checks whether a solver of that
-    name is installed, which needs PuLP."""
+    """Check the type only. `autopar.solve.check_solver` checks whether the solver is installed."""
     if not isinstance(value, str):
         raise AutoparError(
             f"{name}={value!r} is not the name of a solver",
@@ -188,22 +185,18 @@ def _check_name(name: str, value: Any) -> None:
 
 
 def _check_switch(name: str, value: Any) -> None:
-    if value not in (False, True):
+    if not isinstance(value, bool):
         raise AutoparError(
             f"{name}={value!r} is neither True nor False", remedy="pass True or False"
         )
 
 
 def as_constraints(constraints: Any) -> tuple[Constraint, ...]:
-    """What `constraints` was given, as a tuple.
-
-    Raises:
-        ConstraintError: where it is no sequence, as one constraint alone.
-    """
+    """Return constraints as a tuple; raise ConstraintError if they are not a sequence."""
     if not isinstance(constraints, Iterable) or isinstance(constraints, str):
         raise ConstraintError(
-            f"constraints={constraints} is no sequence",
-            remedy="put constraints into a list: constraints=[...]",
+            f"constraints={constraints} is not a sequence",
+            remedy="pass a list of constraints: constraints=[...]",
         )
     return tuple(constraints)
 
@@ -216,8 +209,8 @@ def _check_constraints(_: str, value: Any) -> None:
     for constraint in value:
         if not isinstance(constraint, Constraint):
             raise ConstraintError(
-                f"{constraint!r} is no constraint",
-                remedy="make constraints with autopar.constraints",
+                f"{constraint!r} is not a constraint",
+                remedy="use the functions of autopar.constraints, for example fsdp()",
             )
 
 
@@ -230,7 +223,7 @@ def _read_constraints(texts: Sequence[str] | None) -> tuple[Constraint, ...]:
 
 
 class SearchKeywords(TypedDict, total=False):
-    """The options of how long `autopar.plan` searches, and by what."""
+    """The options that control the search of `autopar.plan`."""
 
     gap: float
     time_limit_s: float
@@ -260,24 +253,25 @@ class CompileKeywords(PlanKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How the planner is asked to plan; each field's `Option` says what it is.
+    """The options of planning. The `Option` of each field describes it.
 
     Attributes:
-        ends: when, on the monotonic clock, the time of a planning that has begun is over (`begun`).
-            It is no option.
+        ends: the time on the monotonic clock, in seconds, at which the time limit of a planning
+            that has begun is over (`begun`). It is not an option.
     """
 
     memory_bytes: int | None = field(
         default=None,
         metadata=_option(
-            "budget per device; by default the profile's memory less 10 %.",
+            "memory budget per device; by default 90 % of the device memory in the hardware"
+            " profile.",
             _check_budget,
             brief="memory budget per device; every plan fits it",
-            default_in_words="device memory less 10 %",
+            default_in_words="90 % of the device memory",
             unit="bytes",
             flag=Flag(
                 "--memory",
-                "Budget per device, as 72GiB; by default the device's less 10 %.",
+                "Memory per device, for example 72GiB; by default 90 % of the device memory.",
                 str | None,
                 metavar="SIZE",
                 read=parse_size,
@@ -287,16 +281,16 @@ class PlanOptions:
     optimizer: str = field(
         default="adamw",
         metadata=_option(
-            "whose state rests beside the parameters: ``adamw``, ``adam``, ``sgd``, ``momentum`` or"
-            " ``none``.",
+            "the optimizer whose state is stored next to the parameters: ``adamw``, ``adam``,"
+            " ``sgd``, ``momentum`` or ``none``.",
             _among(OPTIMIZERS, form="{name} {value!r}"),
             brief=(
-                'whose state is stored next to the parameters: `"adamw"`, `"adam"`, `"sgd"`,'
-                ' `"momentum"` or `"none"`'
+                'optimizer whose state is stored next to the parameters: `"adamw"`, `"adam"`,'
+                ' `"sgd"`, `"momentum"` or `"none"`'
             ),
             flag=Flag(
                 "--optimizer",
-                "Whose state rests: adamw, adam, sgd, momentum or none.",
+                "Optimizer whose state is stored: adamw, adam, sgd, momentum or none.",
                 str,
                 "adamw",
             ),
@@ -305,13 +299,13 @@ class PlanOptions:
     constraints: tuple[Constraint, ...] = field(
         default=(),
         metadata=_option(
-            "what is forced (`autopar.constraints`).",
+            "decisions that the plan must follow (`autopar.constraints`).",
             _check_constraints,
             brief="[what you decide yourself](constraints.md)",
             flag=Flag(
                 "--constraint",
-                "What is forced, as in Python: 'megatron(tp=8, zero=3)', fsdp; several are given"
-                " one by one.",
+                "A decision that the plan must follow, written as in Python: 'megatron(tp=8,"
+                " zero=3)' or fsdp. Can be repeated.",
                 list[str] | None,
                 metavar="CALL",
                 read=_read_constraints,
@@ -321,12 +315,12 @@ class PlanOptions:
     strict: bool = field(
         default=False,
         metadata=_option(
-            "refuse ops that run replicated for want of a rule.",
+            "refuse the model if an op would run replicated because it has no sharding rule.",
             _check_switch,
             brief="refuse a model if an op would run replicated because it has no rule",
             flag=Flag(
                 "--strict/--no-strict",
-                "Refuse ops that run replicated for want of a rule.",
+                "Refuse the model if an op would run replicated because it has no sharding rule.",
                 bool,
                 False,
             ),
@@ -335,7 +329,7 @@ class PlanOptions:
     gap: float = field(
         default=0.01,
         metadata=_option(
-            "relative distance between plan and proven bound at which the search stops.",
+            "relative distance between the plan and the proven bound at which the search stops.",
             _check_gap,
             brief="relative distance to the proven bound at which the search stops",
             flag=Flag(
@@ -349,19 +343,20 @@ class PlanOptions:
     time_limit_s: float = field(
         default=math.inf,
         metadata=_option(
-            "of all planning. When it is nearly over, the best plan so far is the answer, with its"
-            " gap; only a first plan that fits may take longer. By default none: all other limits"
-            " count work, not seconds, so that the same input gives the same plan, byte for byte."
-            " Where a limit ends a solve, a warning says that the plan may be another in the next"
-            " run.",
+            "time limit for all of planning. Shortly before it is reached, the best plan so far is"
+            " returned with its gap; only finding the first plan that fits may take longer. There"
+            " is no limit by default. All other limits count work instead of seconds, so the same"
+            " input gives the same plan, byte for byte. If the time limit ends a solve, a warning"
+            " says that the next run may give another plan.",
             _check_limit,
-            brief="limit for all of planning; the best plan so far is returned with its gap",
+            brief="time limit for all of planning; the best plan so far is returned with its gap",
             default_in_words="none",
             unit="seconds",
             is_recorded=False,
             flag=Flag(
                 "--time-limit",
-                "Of planning; then the best plan so far is taken, with its gap. By default none.",
+                "Time limit of planning, after which the best plan so far is taken, with its gap."
+                " By default none.",
                 float | None,
                 metavar="SECONDS",
                 read=lambda limit_s: math.inf if limit_s is None else limit_s,
@@ -371,15 +366,16 @@ class PlanOptions:
     solver: str = field(
         default="highs",
         metadata=_option(
-            '``"highs"``, or a solver that PuLP finds on this machine, by its name or its'
-            ' family\'s, in any case: ``"cbc"``, ``"scip"``, ``"gurobi"``; ``"pulp:highs"`` is'
-            " HiGHS through PuLP. These are slower.",
+            '``"highs"``, or a solver that PuLP finds on this machine: ``"cbc"``, ``"scip"``,'
+            ' ``"gurobi"``, or its full name in PuLP, in upper or lower case. ``"pulp:highs"`` is'
+            " HiGHS through PuLP. Solvers through PuLP are slower.",
             _check_name,
             brief="which [solver](#solvers) solves the integer program",
             is_recorded=False,
             flag=Flag(
                 "--solver",
-                "highs, or a solver that PuLP finds here, such as cbc, scip or gurobi; slower.",
+                "highs, or a solver that PuLP finds on this machine, such as cbc, scip or gurobi,"
+                " which is slower.",
                 str,
                 "highs",
                 metavar="NAME",
@@ -389,11 +385,11 @@ class PlanOptions:
     effort: Effort = field(
         default="normal",
         metadata=_option(
-            "how much work alternatives to the first plan may take: further mesh shapes, named"
-            ' plans, and stages that nobody asked for. ``"quick"``: none, but those that the first'
-            ' plan needs if nothing fits; ``"normal"``: about as much as one search on a mesh of'
-            ' three axes; ``"thorough"``: whatever bounds do not exclude. What was not tried is in'
-            " the plan's proof, with its bound.",
+            "how much work is spent on alternatives to the first plan: other mesh shapes, named"
+            ' plans, and pipeline stages that no constraint asks for. ``"quick"``: none, unless no'
+            ' plan fits without them; ``"normal"``: about as much as one search on a mesh of three'
+            ' axes; ``"thorough"``: all alternatives that bounds do not exclude. Alternatives that'
+            " were not tried are listed in the plan's proof, with their bounds.",
             _among(get_args(Effort)),
             brief="how much work [alternatives to the first plan](#alternatives) may take",
             is_recorded=False,
@@ -409,11 +405,11 @@ class PlanOptions:
     num_microbatches: int | Auto = field(
         default="auto",
         metadata=_option(
-            'into how many microbatches the batch is cut, one after another; ``"auto"``: one, or,'
-            " where nothing fits the memory, as few as do; in a pipeline"
-            " (`autopar.constraints.pipeline`) the planner's choice, one where samples depend on"
-            " each other. Stages that nobody asked for are tried on GPUs, of the loss alone, where"
-            " nothing is forced, unless this is 1.",
+            'the number of microbatches, which run one after another. With ``"auto"`` it is 1, or'
+            " the smallest number that fits into memory; in a pipeline"
+            " (`autopar.constraints.pipeline`) the planner chooses it, and it is 1 if samples"
+            " depend on each other. Stages that no constraint asks for are tried on GPUs if there"
+            " are no constraints and the step returns the loss only, unless the number is 1.",
             _at_least(1, "microbatches"),
             brief=(
                 "number of parts that the batch is cut into; 1 also rules out stages that no"
@@ -421,7 +417,7 @@ class PlanOptions:
             ),
             flag=Flag(
                 "--microbatches",
-                "Into how many the batch is cut.",
+                "Number of microbatches that the batch is cut into.",
                 int | None,
                 least=1,
                 read=lambda number: number or "auto",
@@ -431,10 +427,11 @@ class PlanOptions:
     loss_rows: int | Auto = field(
         default="auto",
         metadata=_option(
-            "how many rows of logits of a cross entropy there are at a time on a device, 0 for all;"
-            ' ``"auto"``: the planner\'s choice, where the model does not return the logits (see'
-            ' ``outputs="loss"``). Under `tensor_parallel` and `megatron` what makes these logits,'
-            " and a table that is tied to it, is not split by its vocabulary then.",
+            "the number of rows of logits that a cross entropy computes at a time on a device; 0"
+            ' for all. With ``"auto"`` the planner chooses it if the model does not return the'
+            ' logits (see ``outputs="loss"``). With a number above 0, `tensor_parallel` and'
+            " `megatron` do not split the output layer, and an embedding tied to it, by the"
+            " vocabulary.",
             _at_least(0, "rows"),
             brief="number of rows of logits that exist at a time",
         ),
@@ -442,18 +439,18 @@ class PlanOptions:
     precision: Precision | None = field(
         default=None,
         metadata=_option(
-            '``"bf16"`` or ``"fp16"``: parameters rest as they are, with their gradients and'
-            " optimizer state, and are gathered and computed with in that dtype, as the model's"
-            " floating inputs are; buffers stay. Gradients are summed in the parameters' dtype."
-            " Training in fp16 needs a `torch.amp.GradScaler`. None: the model's dtypes, or those"
-            " of an active `torch.autocast`.",
+            '``"bf16"`` or ``"fp16"``: parameters are stored in the model\'s dtypes, as are their'
+            " gradients and optimizer state, and gathered and used in this dtype. Floating inputs"
+            " are cast to it; buffers keep theirs. Gradients are summed in the dtype of the"
+            " parameters. Training in fp16 needs a `torch.amp.GradScaler`. None: the dtypes of the"
+            " model, or of an active `torch.autocast`.",
             _check_precision,
             brief='`"bf16"` or `"fp16"`: parameters are stored in fp32 and used in this dtype',
             default_in_words="the model's",
             flag=Flag(
                 "--precision",
-                "bf16 or fp16: what wider parameters, which rest as they are, are gathered and"
-                " computed with in.",
+                "bf16 or fp16: the dtype in which parameters are gathered and used; they are stored"
+                " in the model's dtype.",
                 str | None,
             ),
         ),
@@ -461,13 +458,13 @@ class PlanOptions:
     inference: bool = field(
         default=False,
         metadata=_option(
-            "forward alone is planned, without gradients and optimizer state. So it is where no"
+            "plan forward only, without gradients and optimizer state. This is implied if no"
             " parameter requires a gradient.",
             _check_switch,
             brief="plan forward only",
             flag=Flag(
                 "--inference",
-                "Forward alone, no labels: no gradients, no optimizer state.",
+                "Plan forward only: no labels, no gradients, no optimizer state.",
                 bool,
                 False,
             ),
@@ -476,25 +473,24 @@ class PlanOptions:
     batch: Batch = field(
         default="global",
         metadata=_option(
-            '``"global"``: every rank passes the same batch and takes its part; ``"local"``: each'
-            " passes its part.",
+            '``"global"``: every rank passes the whole batch, and computes its part of it;'
+            ' ``"local"``: every rank passes its part of the batch.',
             _among(get_args(Batch)),
         ),
     )
     outputs: Outputs = field(
         default="auto",
         metadata=_option(
-            'what is not the loss comes as ``"dtensor"`` (``.full_tensor()`` gathers one; what'
-            ' would read this rank\'s part alone is refused), ``"full"`` (whole on every rank),'
-            ' ``"local"`` (this rank\'s part), or, with ``"loss"``, not at all (None): then the'
-            " logits of a language model need not be there at once, and the planner may compute its"
-            ' loss some rows at a time. ``"auto"``: ``"dtensor"`` in training beside a loss, else'
-            ' ``"full"`` (evaluation and inference, models without a loss). In several'
-            ' microbatches, or stages, only ``"full"`` gives them: parts of these have no place in'
-            " a whole tensor. Of a model that returns a loss, backward goes through that alone;"
-            " else through whatever the user computes of the outputs, on every rank the same: with"
-            ' ``"local"`` the gradient that comes back is taken for this rank\'s part of the whole'
-            " loss' gradient.",
+            'how outputs other than the loss are returned. ``"dtensor"``: as DTensors;'
+            " ``.full_tensor()`` gathers one, and operations that would read only this rank's part"
+            ' are refused. ``"full"``: whole on every rank. ``"local"``: this rank\'s part.'
+            ' ``"loss"``: not at all (None), so that the logits of a language model need not exist'
+            ' at once and the planner may compute the loss by rows. ``"auto"``: ``"dtensor"`` in'
+            ' training with a loss, else ``"full"``. With several microbatches or stages, outputs'
+            ' are returned with ``"full"`` only, because parts of microbatches have no place in a'
+            " whole tensor. If the model returns a loss, backward starts at the loss only. Without"
+            " a loss, backward starts at what every rank computes from the outputs; with"
+            ' ``"local"``, the gradient of an output is this rank\'s part of the gradient.',
             _among(get_args(Outputs)),
             brief=(
                 'how outputs other than the loss are returned: `"dtensor"`, `"full"`, `"local"`, or'
@@ -502,8 +498,8 @@ class PlanOptions:
             ),
             flag=Flag(
                 "--outputs",
-                "loss, if a step needs no other: a language model's logits need never be there at"
-                " once. Or full, dtensor.",
+                "How outputs other than the loss are returned: loss (not at all, so that the logits"
+                " of a language model need not exist at once), full or dtensor.",
                 str,
                 "auto",
             ),
@@ -512,14 +508,14 @@ class PlanOptions:
     cache: bool = field(
         default=True,
         metadata=_option(
-            "take the plan, or else the capture, from the cache on disk if all that it depends on"
-            " is the same, and put new ones there.",
+            "read the plan, or else the capture, from the cache on disk if nothing that it depends"
+            " on has changed, and write new ones to the cache.",
             _check_switch,
             brief="use the [cache of plans](#the-cache-of-plans) and captures",
             is_recorded=False,
             flag=Flag(
                 "--cache/--no-cache",
-                "Take the plan, or the capture, from the cache if it is there; put new ones there.",
+                "Read the plan, or the capture, from the cache on disk, and write new ones to it.",
                 bool,
                 True,
             ),
@@ -537,8 +533,7 @@ class PlanOptions:
             check_number(self.constraints, self.num_microbatches)
 
     def begun(self) -> PlanOptions:
-        """Return the options with the end of planning set by the time limit from now on, unless it
-        is set already."""
+        """Return the options with the end of the time limit set, if it is not set yet."""
         return (
             self
             if math.isfinite(self.ends)
@@ -546,18 +541,20 @@ class PlanOptions:
         )
 
     def of_a_trace(self) -> PlanOptions:
-        """Return the options for a trace: ``"auto"`` outputs become ``"dtensor"``, because outputs
-        that are to be whole are whole in the trace already."""
+        """Return the options for a trace, in which outputs that are returned whole are whole."""
         return replace(self, outputs="dtensor") if self.outputs == "auto" else self
 
     def worth_s(self, step_s: float) -> float:
-        """Return the most seconds that another plan may take to be worth a search, if there is one
-        of `step_s`: a smaller saving is within the gap."""
+        """Return the seconds that another plan may take at most to be worth a search.
+
+        Args:
+            step_s: seconds of a known plan. Smaller savings are within the gap.
+        """
         return step_s * (1.0 - self.gap)
 
     @property
     def solve_s(self) -> float:
-        """Seconds that a solve which begins now may take."""
+        """Seconds that a solve may take that starts now."""
         return (
             max(self.ends - _BEHIND * self.time_limit_s - time.monotonic(), 0.0)
             if math.isfinite(self.ends)
@@ -566,7 +563,7 @@ class PlanOptions:
 
     @property
     def is_late(self) -> bool:
-        """Whether no further solve may begin if there is a plan already."""
+        """Whether no further solve may start if a plan is known."""
         return self.solve_s <= 0.0
 
     @property
@@ -579,7 +576,7 @@ class PlanOptions:
         return self.memory_bytes or int(profile.device_memory_bytes * (1 - RESERVED_SHARE))
 
     def to_json(self, profile: HardwareProfile) -> Mapping[str, Any]:
-        """Return the options that a plan records, as data of JSON."""
+        """Return the options that a plan records, as JSON data."""
         found = {
             name: getattr(self, name) for name, option in OPTIONS.items() if option.is_recorded
         }

@@ -154,7 +154,7 @@ def test_what_cannot_be_had_is_refused() -> None:
     model, batch = zoo_small.llama()
     with pytest.raises(CaptureError, match='outputs="loss"'):
         autopar.plan(model, 2, example_inputs=batch, loss_rows=5, hardware="cpu-gloo")
-    with pytest.raises(AutoparError, match="no number of rows"):
+    with pytest.raises(AutoparError, match="not a number of rows"):
         autopar.plan(model, 2, example_inputs=batch, loss_rows=-1, **HOW)
     with pytest.raises(AutoparError, match="outputs='losses' is not known"):
         autopar.plan(model, 2, example_inputs=batch, outputs="losses", hardware="cpu-gloo")  # type: ignore[arg-type]

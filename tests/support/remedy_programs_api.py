@@ -140,7 +140,7 @@ MESHES: dict[str, Program] = {
         "the batch is example_inputs=",
         lambda: autopar.compile(MODEL, 1, example_inputs=BATCH, hardware="cpu-gloo"),
     ),
-    "api/chooser.py Chooser._requested 0": Program(
+    "api/chooser.py Chooser._find_fastest 0": Program(
         lambda: _alone(constraints=(pipeline(microbatches=2),)),
         "leave the pipeline out; num_microbatches= cuts the batch without stages",
         lambda: _alone(num_microbatches=2),
@@ -229,10 +229,7 @@ PLANS: dict[str, Program] = {
         lambda: Plan.loads(_without(_plan(), "mesh")), "plan again", lambda: Plan.loads(_plan())
     ),
     "plans/plan.py Plan.loads 4": Program(
-        lambda: Plan.loads(_plan(mesh=7)), "plan again", lambda: Plan.loads(_plan())
-    ),
-    "plans/plan.py Plan.loads 5": Program(
-        lambda: Plan.loads(_plan(loss_rows="all")), "plan again", lambda: Plan.loads(_plan())
+        lambda: Plan.loads(_plan(loss_rows=-1)), "plan again", lambda: Plan.loads(_plan())
     ),
     "checkpoint/manager.py Checkpoints.__init__ 0": Program(
         lambda: Checkpoints(tempfile.gettempdir(), keep=0),
@@ -249,8 +246,8 @@ OPTIONS: dict[str, Program] = {
         ("check_choice 0 | outputs", {"outputs": "none"}, "loss", {"outputs": "loss"}),
         ("check_choice 0 | precision", {"precision": "bfloat16"}, "bf16", {"precision": "bf16"}),
         ("_check_budget 0", {"memory_bytes": "80 GB"}, "80 * 2**30", {"memory_bytes": 80 * 2**30}),
-        ("_check_count 0", {"num_microbatches": 0}, '"auto"', {"num_microbatches": "auto"}),
-        ("_check_count 0 | rows", {"loss_rows": -1}, "a number from 0", {"loss_rows": 0}),
+        ("_at_least.check 0", {"num_microbatches": 0}, '"auto"', {"num_microbatches": "auto"}),
+        ("_at_least.check 0 | rows", {"loss_rows": -1}, "at least 0", {"loss_rows": 0}),
         ("_check_gap 0", {"gap": 1.0}, "0.01", {"gap": 0.01}),
         ("_check_limit 0", {"time_limit_s": 0}, "60", {"time_limit_s": 60}),
         ("_check_switch 0", {"strict": "no"}, "True or False", {"strict": False}),

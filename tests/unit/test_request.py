@@ -65,13 +65,18 @@ def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
     ("option", "complaint"),
     [
         ({"optimizer": "adamW"}, r"optimizer 'adamW' is not known(.|\n)*adamw, adam, sgd"),
-        ({"memory_bytes": 0}, r"memory_bytes=0 is no budget(.|\n)*bytes per device"),
+        ({"memory_bytes": 0}, r"memory_bytes=0 is not a memory budget(.|\n)*bytes per device"),
         ({"memory_bytes": -5}, "memory_bytes=-5"),
-        ({"gap": 1.0}, r"gap=1\.0 is no relative gap(.|\n)*from 0 to below 1"),
+        ({"gap": 1.0}, r"gap=1\.0 is not a relative gap(.|\n)*at least 0 and below 1"),
         ({"gap": -0.1}, r"gap=-0\.1"),
         ({"gap": float("nan")}, "gap=nan"),
-        ({"gap": "1 %"}, "gap=1 % is no relative gap"),
-        ({"time_limit_s": "60"}, "time_limit_s=60 is no limit"),
+        ({"gap": False}, "gap=False is not a relative gap"),
+        ({"memory_bytes": True}, "memory_bytes=True is not a memory budget"),
+        ({"memory_bytes": math.inf}, "memory_bytes=inf is not a memory budget"),
+        ({"num_microbatches": True}, "num_microbatches=True is not a number of microbatches"),
+        ({"strict": 1}, "strict=1 is neither True nor False"),
+        ({"gap": "1 %"}, "gap=1 % is not a relative gap"),
+        ({"time_limit_s": "60"}, "time_limit_s=60 is not a time limit"),
         ({"strict": "no"}, r"strict='no' is neither True nor False(.|\n)*pass True or False"),
         ({"inference": None}, "inference=None is neither True nor False"),
         ({"optimizer": ["sgd"]}, r"optimizer \['sgd'\] is not known"),
@@ -79,9 +84,9 @@ def test_the_plan_records_what_bears_on_it_and_no_limit_in_seconds() -> None:
             {"precision": torch.bfloat16},
             r"precision=torch\.bfloat16 is not known(.|\n)*bf16, fp16, or None",
         ),
-        ({"constraints": layout("up", weight="R")}, "is no sequence"),
+        ({"constraints": layout("up", weight="R")}, "is not a sequence"),
         ({"solver": 3}, r"solver=3 is not the name of a solver(.|\n)*pass a name"),
-        ({"constraints": ("up",)}, r"'up' is no constraint(.|\n)*autopar\.constraints"),
+        ({"constraints": ("up",)}, r"'up' is not a constraint(.|\n)*autopar\.constraints"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_with_what_to_pass(
@@ -118,5 +123,5 @@ def test_a_time_limit_is_of_a_whole_planning_which_begins_once() -> None:
     late = replace(begun, ends=time.monotonic() + 100.0)
     assert late.is_late and late.solve_s == 0.0 and not late.is_over
     assert replace(late, ends=time.monotonic() - 1.0).is_over
-    with pytest.raises(AutoparError, match="time_limit_s=0 is no limit"):
+    with pytest.raises(AutoparError, match="time_limit_s=0 is not a time limit"):
         PlanOptions(time_limit_s=0)

@@ -283,7 +283,7 @@ def test_bad_options_say_what_to_pass() -> None:
         with pytest.raises(AutoparError, match="bytes per device"):
             plan(model, 1, example_inputs=batch, memory_bytes=size)  # type: ignore[arg-type]
     for constraints in (ddp(), "ddp"):
-        with pytest.raises(ConstraintError, match="put constraints into a list"):
+        with pytest.raises(ConstraintError, match="pass a list of constraints"):
             plan(model, 1, example_inputs=batch, constraints=constraints)  # type: ignore[arg-type]
     with pytest.raises(AutoparError, match="pass one of global, local"):
         compile(model, 1, example_inputs=batch, batch="both")  # type: ignore[arg-type]

@@ -101,9 +101,9 @@ def test_an_option_of_one_function_is_refused_by_the_other() -> None:
 
 
 def test_options_of_a_compilation_are_checked_at_once_though_it_plans_at_the_first_call() -> None:
-    with pytest.raises(AutoparError, match=r"gap=2 is no relative gap"):
+    with pytest.raises(AutoparError, match=r"gap=2 is not a relative gap"):
         autopar.compile(nn.Linear(2, 2), 1, gap=2)
-    with pytest.raises(AutoparError, match="is no sequence"):
+    with pytest.raises(AutoparError, match="is not a sequence"):
         autopar.compile(nn.Linear(2, 2), 1, constraints=cast(Any, ddp()))
 
 
