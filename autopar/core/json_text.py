@@ -65,7 +65,7 @@ def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, num in Counter(key for key, _ in pairs).items() if num > 1)
-        raise ValueError(f"the key {twice!r:.80} stands twice in one object")
+        raise ValueError(f"the key {twice!r:.80} occurs twice in one object")
     return found
 
 
@@ -87,7 +87,7 @@ def _check_texts(data: Any, without: re.Pattern[str]) -> None:
         for value in data:
             _check_texts(value, without)
     elif isinstance(data, str) and (found := without.search(data)):
-        raise ValueError(f"the text {data!a:.80} has the control character {found[0]!a}")
+        raise ValueError(f"the text {data!a:.80} contains the control character {found[0]!a}")
 
 
 def _check_depth(text: str) -> None:
@@ -121,7 +121,9 @@ def _read_integer(digits: str) -> int:
     """
     num_digits = len(digits.lstrip("-"))
     if num_digits > _MOST_DIGITS or abs(int(digits)) >= 2**_BITS:
-        raise ValueError(f"the integer {digits[:12]}… of {num_digits} digits has over {_BITS} bits")
+        raise ValueError(
+            f"the integer {digits[:12]}… with {num_digits} digits has more than {_BITS} bits"
+        )
     return int(digits)
 
 
@@ -152,7 +154,7 @@ def _refuse_constant(name: str) -> Any:
     Raises:
         ValueError: always.
     """
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def unread(said: Any, read: Any, path: str = "") -> str:
@@ -170,12 +172,12 @@ def unread(said: Any, read: Any, path: str = "") -> str:
     if isinstance(said, dict) and isinstance(read, dict):
         unknown = next((key for key in said if key not in read), None)
         if unknown is not None:
-            return f"{path or 'it'} has {unknown!r:.80}, which is no known field"
+            return f"{path or 'it'} has the unknown field {unknown!r:.80}"
         parts = ((said[key], read[key], f"{path}.{key}" if path else key) for key in said)
     elif isinstance(said, list) and isinstance(read, list) and len(said) == len(read):
         parts = ((a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(said, read, strict=True)))
     else:
-        return "" if said == read else f"{path} is {said!r:.80}, which reads as {read!r:.80}"
+        return "" if said == read else f"{path} is {said!r:.80}, but is read as {read!r:.80}"
     return next(filter(None, (unread(*part) for part in parts)), "")
 
 
@@ -206,7 +208,7 @@ def mismatch(value: Any, hint: Any, trusted: tuple[type, ...] = (), path: str = 
     if not (value in args if origin is Literal else _is_instance(value, kind)):
         return f"{path.lstrip('.')} is {value!r:.60}, not {_type_name(kind, origin, args)}"
     if isinstance(value, float) and math.isnan(value):
-        return f"{path.lstrip('.')} is no number"
+        return f"{path.lstrip('.')} is not a number"
     if kind is Any or isinstance(value, trusted):
         return ""
     parts = _parts(value, args)
