@@ -1,4 +1,4 @@
-"""The public surface: one line turns a model into a distributed one."""
+"""The public functions of autopar."""
 
 from autopar.api.arguments import Example, MeshLike, as_call, as_mesh, default_hardware
 from autopar.api.compiling import Deferred, compile

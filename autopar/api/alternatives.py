@@ -2,22 +2,23 @@
 
 An alternative is a pipeline along one axis of one mesh shape, with one number of microbatches. Its
 bound needs no capture: it is the compute of the trace, divided perfectly, plus the waiting of the
-schedule (`autopar.cost.op_times`). Alternatives are searched in the order of their bounds. One
-whose bound is not below the step that has to be beaten is not searched. What a search finds raises
-bounds, or excludes others:
+schedule (`autopar.cost.op_times`). Alternatives are searched in the order of their bounds. An
+alternative whose bound is not below the step to beat is not searched. The result of a search raises
+the bounds of other alternatives, or excludes them:
 
 - Let t(M) be the time that one of M microbatches takes through all stages. Launches and latencies
-  do not shrink with a microbatch, so M · t(M) does not fall as M grows. A bound of M microbatches
-  therefore bounds more microbatches as well. Before the first capture, the program of the whole
-  batch on the mesh of a stage bounds all numbers (`autopar.planner.pipeline.pipeline_bound`).
+  do not shrink with a microbatch, so M · t(M) does not fall as M grows. A bound for M microbatches
+  is therefore also a bound for more microbatches. Before the first capture, the program of the
+  whole batch on the mesh of a stage bounds all numbers of microbatches
+  (`autopar.planner.pipeline.pipeline_bound`).
 - A larger microbatch takes at least as long, if its tensors can be split over no more devices. So
   t(M) also bounds fewer microbatches that can be split over the same devices.
-- The step falls with M, since stages wait less, and then rises. So numbers beyond a slower one are
-  excluded.
+- The step falls with M, since stages wait less, and then rises. So larger numbers than one that is
+  slower are excluded.
 - Fewer microbatches are larger ones. If M microbatches do not fit, fewer do not.
 
 The work of a search is estimated before it begins, in variables of the integer program. Estimates
-count work, not seconds, so that equal input gives an equal plan.
+count work, not seconds, so that planning is deterministic.
 """
 
 from __future__ import annotations
@@ -38,34 +39,34 @@ from autopar.request import PlanOptions
 
 log = logging.getLogger("autopar")
 
-# Variables that the program of a published model of equal layers has on a mesh without axes, and
-# how many times as many each axis makes (measured: 9,578 on one axis, 45,078 and 82,226 on two).
+# Variables of the program of a published model with equal layers on a mesh without axes, and the
+# factor per axis (measured: 9,578 on one axis, 45,078 and 82,226 on two).
 _VARIABLES, _PER_AXIS = 2_000, 5
 # Variables whose search takes as long as the capture of a microbatch (about 5 s on one core).
 CAPTURE_WORK = 40_000.0
 EFFORTS = {"quick": 0.0, "normal": 100_000.0, "thorough": math.inf}
-"""Work that alternatives to the first plan may take, by the option `effort`."""
+"""Work that alternatives to the first plan may take, by value of the option `effort`."""
 
 
 def search_work(num_axes: int) -> float:
     """Estimate the work of a search, in variables.
 
     Args:
-        num_axes: axes of the mesh on which ops are divided.
+        num_axes: number of mesh axes over which ops are divided.
     """
     return float(_VARIABLES * _PER_AXIS**num_axes)
 
 
 @dataclass
 class WorkBudget:
-    """The work that alternatives to the first plan may take.
+    """Budget of work for alternatives to the first plan.
 
     Attributes:
-        left: variables.
+        left: remaining work, in variables.
         is_late: whether the time limit of planning is over.
         size: variables of the first plan's program, as a multiple of the estimate.
         was_interrupted: whether the user ended the search with Ctrl-C.
-        parent: the budget that this one is a part of; it is interrupted together with this one.
+        parent: the budget that contains this one; both are interrupted together.
     """
 
     left: float = math.inf
@@ -76,37 +77,38 @@ class WorkBudget:
 
     @staticmethod
     def of(options: PlanOptions) -> WorkBudget:
-        """Make the budget that options ask for."""
+        """Return the budget that the options request."""
         return WorkBudget(EFFORTS[options.effort], lambda: options.is_late)
 
     def unlimited(self) -> WorkBudget:
-        """Return the budget of what is requested, which the time limit or Ctrl-C alone ends."""
+        """Return the budget for requested searches, which only the time limit or Ctrl-C ends."""
         return WorkBudget(is_late=lambda: self.is_over, parent=self)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is searched once there is a plan, however much work is left."""
+        """Whether the search ends as soon as there is a plan, regardless of the work left."""
         return self.was_interrupted or self.is_late()
 
     def interrupt(self) -> None:
-        """End the search, since there is a plan and the user pressed Ctrl-C."""
-        log.warning("interrupted: the best plan so far is taken, and the rest is not tried")
+        """End the search after Ctrl-C; a plan exists."""
+        log.warning(
+            "interrupted: using the best plan so far; the remaining alternatives are not tried"
+        )
         self.was_interrupted = True
         if self.parent is not None:
             self.parent.was_interrupted = True
 
     def measure(self, num_axes: int, num_variables: int) -> None:
-        """Correct the estimates by the variables of the first plan's program.
+        """Correct the estimates using the number of variables of the first plan's program.
 
         Args:
-            num_axes: axes of its mesh.
-            num_variables: of the program.
+            num_axes: number of axes of the mesh of the program.
+            num_variables: number of variables of the program.
         """
         self.size = num_variables / search_work(num_axes)
 
     def take(self, work: float) -> bool:
-        """Take estimated work from the budget; returns whether there was enough, and there is time
-        left."""
+        """Take estimated work from the budget. Return whether enough work and time were left."""
         if work * self.size > self.left or self.is_over:
             return False
         self.left -= work * self.size
@@ -115,12 +117,12 @@ class WorkBudget:
 
 @dataclass
 class SearchStatus:
-    """What a search does, for people: the phase, what is searched, and the best plan so far.
+    """Progress of a search: the phase, the alternative being searched, and the best plan so far.
 
     Attributes:
-        tell: shows a text.
-        searched: what is searched, and how much is waiting.
-        best: the best plan so far, in words.
+        tell: function that shows a text.
+        searched: the alternative being searched, and the number of waiting ones.
+        best: description of the best plan so far.
     """
 
     tell: Progress = lambda _: None
@@ -128,25 +130,24 @@ class SearchStatus:
     best: str = ""
 
     def __call__(self, phase: str) -> None:
-        """Tell that a phase of planning begins."""
+        """Report the start of a phase of planning."""
         parts = (PHASES.get(phase, phase), self.searched, self.best)
         self.tell(", ".join(filter(None, parts)))
 
     def begin(self, name: str, num_waiting: int) -> None:
-        """Tell what is searched next.
+        """Report the next search.
 
         Args:
-            name: what is searched.
-            num_waiting: how many searches may follow.
+            name: name of the alternative.
+            num_waiting: number of searches that may follow.
         """
         self.searched = f"{name} ({num_waiting} more)" if num_waiting else name
 
     def add(self, found: Planned) -> None:
-        """Take note of the best plan so far."""
+        """Record the best plan so far."""
         proof = found.plan.proof
         self.best = (
-            f"best so far {seconds(found.plan.prediction.step_s)} a step, {share(proof.gap)} from"
-            " its bound"
+            f"best so far: {seconds(found.plan.prediction.step_s)} per step, gap {share(proof.gap)}"
         )
 
 
@@ -160,7 +161,7 @@ class Alternative:
 
     Attributes:
         mesh: the whole mesh.
-        axis: along which stages lie.
+        axis: mesh axis of the stages.
         num: number of microbatches, M.
         waiting: the step, as a multiple of the time that the batch takes through all stages, one
             after another: (M + (P − 1) / v) / (P · M) for P devices along the axis with v stages
@@ -168,9 +169,9 @@ class Alternative:
         bound_s: lower bound of the step.
         splits: how the tensors of a microbatch can be split over the devices of a stage; equal
             for two numbers of microbatches if the same splits are possible.
-        least_batch_s: bounds the time that the batch takes through all stages, for all numbers of
-            microbatches; takes less work than `search`.
-        search: searches for a plan that is faster than so many seconds.
+        least_batch_s: returns a lower bound of the time of the batch through all stages, for all
+            numbers of microbatches; takes less work than `search`.
+        search: searches for a plan whose step takes less than a given number of seconds.
     """
 
     mesh: Mesh
@@ -197,15 +198,15 @@ class Alternative:
         return (self.mesh, self.axis) == (other.mesh, other.axis)
 
     def raised(self, batch_s: float) -> Alternative:
-        """Raise the bound, given the least time of the batch through all stages."""
+        """Raise the bound, given a lower bound of the time of the batch through all stages."""
         return replace(self, bound_s=max(self.bound_s, batch_s * self.waiting))
 
     def raised_by(self, other: Alternative, batch_s: float) -> Alternative:
-        """Raise the bound, given that of another alternative.
+        """Raise the bound, given the bound of another alternative.
 
         Args:
             other: the alternative whose bound is known.
-            batch_s: the least time of the batch through all stages that it has.
+            batch_s: lower bound of its time of the batch through all stages, in seconds.
         """
         if not self.is_beside(other):
             return self
@@ -216,11 +217,12 @@ class Alternative:
 
 @dataclass
 class Tries:
-    """What was tried, as text, and the fastest plan.
+    """The fastest plan, and a description of what was tried.
 
     Attributes:
-        best: the fastest plan that is taken.
-        told: per plan that was tried, or group of plans that were not, what is known of its step.
+        best: the fastest accepted plan.
+        told: one text per plan that was tried, or per group of plans that were not, with what is
+            known about the step time.
     """
 
     best: Planned | None = None
@@ -228,11 +230,11 @@ class Tries:
 
     @property
     def best_s(self) -> float:
-        """The step of the fastest plan (seconds); infinite if there is none."""
+        """Step time of the fastest plan in seconds; infinite if there is none."""
         return math.inf if self.best is None else self.best.plan.prediction.step_s
 
     def add(self, name: str, found: Planned) -> float:
-        """Record a plan and return the seconds of its step."""
+        """Record a plan and return its step time in seconds."""
         step_s = found.plan.prediction.step_s
         self.told.append(f"{name} ({seconds(step_s)})")
         if step_s < self.best_s:
@@ -240,7 +242,7 @@ class Tries:
         return step_s
 
     def add_bound(self, name: str, bound_s: float) -> None:
-        """Record that no plan of a kind is faster than what was found, since a bound says so."""
+        """Record that the bound shows that no plan of a kind is faster than the best."""
         self.told.append(f"{name} (at least {seconds(bound_s)})")
 
     def add_refused(self, name: str) -> None:
@@ -253,10 +255,10 @@ class Tries:
 
 
 def name_of(axis: str, num: int, per_device: int = 1) -> str:
-    """Name a kind of plan.
+    """Return the name of a kind of plan.
 
     Args:
-        axis: of the stages; empty for microbatches one after another.
+        axis: mesh axis of the stages; empty for sequential microbatches.
         num: number of microbatches; 0 for no microbatches.
         per_device: stages per device.
     """
@@ -267,14 +269,16 @@ def name_of(axis: str, num: int, per_device: int = 1) -> str:
 
 
 def _order(alternative: Alternative) -> tuple[bool, float]:
-    """By their bounds; with one microbatch, for which all stages but one wait, last: it is for
-    samples that depend on each other."""
+    """Sort key by bound. One microbatch comes last because all stages but one wait: it is for
+    models whose samples depend on each other.
+    """
     return alternative.num == 1, alternative.bound_s
 
 
 class _Step(Enum):
-    """What is done with an alternative: it cannot be faster, no work is left for it, its bound is
-    raised, or it is searched."""
+    """Next action for an alternative: exclude it by its bound, stop for lack of work, raise its
+    bound, or search it.
+    """
 
     EXCLUDE = auto()
     LEAVE_OUT = auto()
@@ -284,14 +288,15 @@ class _Step(Enum):
 
 @dataclass
 class AlternativeSearch:
-    """Searches alternatives, the one with the lowest bound first.
+    """Search of alternatives in the order of their bounds.
 
     Attributes:
         budget: work that all searches may take.
-        limit: seconds that a plan has to beat, given those of the fastest one so far.
-        several: whether alternatives are of several mesh shapes, so that names tell theirs.
-        status: is told what is searched.
-        coupled: set to the error that says why samples depend on each other, once that is known.
+        limit: returns the step time that a plan has to beat, given that of the fastest plan so far
+            (seconds).
+        several: whether the alternatives have several mesh shapes, so that names include the shape.
+        status: receives progress reports.
+        coupled: the error that says why samples depend on each other, once known.
     """
 
     budget: WorkBudget
@@ -305,14 +310,15 @@ class AlternativeSearch:
     def run(
         self, alternatives: Iterable[Alternative], tries: Tries
     ) -> AutoparError | TooSlow | None:
-        """Search the alternatives: within the budget once there is a plan, else until there is one.
+        """Search the alternatives: within the budget once there is a plan, otherwise until there is
+        one.
 
         Args:
             alternatives: those that may be searched.
             tries: records them.
 
         Returns:
-            Why an alternative has no plan that is faster than what was found; None if each has.
+            The reason why an alternative has no faster plan; None if each alternative has one.
         """
         refusal: AutoparError | TooSlow | None = None
         waiting = sorted(alternatives, key=_order)
@@ -340,7 +346,7 @@ class AlternativeSearch:
         return refusal or (TooSlow(excluded[0].bound_s) if excluded else None)
 
     def _next_step(self, first: Alternative, limit_s: float, tries: Tries) -> _Step:
-        """Return what is done with an alternative; work on it is taken from the budget."""
+        """Return the next action for an alternative, and take its work from the budget."""
         if first.bound_s >= limit_s:
             return _Step.EXCLUDE
         if first.num == 1 and tries.best is not None and self.coupled is None:
@@ -353,7 +359,7 @@ class AlternativeSearch:
         return _Step.SEARCH if is_bounded else _Step.BOUND
 
     def _bound_axis(self, first: Alternative, waiting: list[Alternative]) -> list[Alternative]:
-        """Raise the bounds of all alternatives along an axis, without a capture."""
+        """Raise the bounds of all alternatives along an axis without a capture."""
         self._bounded.add((first.mesh, first.axis))
         batch_s = first.least_batch_s()
         raised = [each.raised(batch_s) if each.is_beside(first) else each for each in waiting]
@@ -365,7 +371,8 @@ class AlternativeSearch:
         """Search one alternative.
 
         Returns:
-            The others that remain, in the order of their bounds, and why there is no plan.
+            The remaining alternatives in the order of their bounds, and the reason if there is no
+            plan.
         """
         error: AutoparError | TooSlow | None = None
         name = self._name(first, first.num)
@@ -393,7 +400,7 @@ class AlternativeSearch:
     def _without_refused(
         self, first: Alternative, error: AutoparError, others: list[Alternative]
     ) -> list[Alternative]:
-        """Exclude what has no plan because this one has none."""
+        """Exclude the alternatives that have no plan because this one has none."""
         if isinstance(error, CoupledError):
             self.coupled = error
             return [other for other in others if other.num == 1]
@@ -404,7 +411,7 @@ class AlternativeSearch:
     def _without_slower(
         self, first: Alternative, step_s: float, others: list[Alternative]
     ) -> Iterator[Alternative]:
-        """Exclude numbers of microbatches that lie beyond a slower one."""
+        """Exclude numbers of microbatches larger than a slower one."""
         found_s = self._found_s.setdefault((first.mesh, first.axis), {})
         found_s[first.num] = step_s
         best = min(found_s, key=lambda num: found_s[num])
@@ -419,7 +426,7 @@ class AlternativeSearch:
     def _tell(
         self, alternatives: Iterable[Alternative], record: Callable[[str, float], None]
     ) -> None:
-        """Record alternatives that are not searched, those of one axis together."""
+        """Record the alternatives that are not searched, grouped by axis."""
         groups: dict[tuple[Mesh, str], list[Alternative]] = {}
         for each in alternatives:
             groups.setdefault((each.mesh, each.axis), []).append(each)

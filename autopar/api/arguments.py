@@ -31,11 +31,11 @@ Example: TypeAlias = Mapping[str, Any] | Sequence[Any] | Tensor
 
 
 def as_mesh(mesh: MeshLike) -> Mesh:
-    """Read what users pass as a mesh: a `Mesh`, a torch DeviceMesh, axis sizes by name, (nodes,
-    devices per node), or a device count.
+    """Read the mesh argument: a `Mesh`, a torch DeviceMesh, axis sizes by name, (nodes, devices per
+    node), or a device count.
 
     Raises:
-        MeshError: where it is none of these.
+        MeshError: if the argument is none of these.
     """
     if isinstance(mesh, Mesh):
         return mesh
@@ -47,11 +47,11 @@ def as_mesh(mesh: MeshLike) -> Mesh:
     if isinstance(mesh, Mapping) and not is_batch:
         return Mesh(mesh)
     remedy = (
-        'pass autopar.Mesh({"node": 4, "gpu": 8}), a torch DeviceMesh, nodes and devices per node'
-        " as (4, 8), or a device count"
+        'pass autopar.Mesh({"node": 4, "gpu": 8}), a torch DeviceMesh, (nodes, devices per node) '
+        "as (4, 8), or a device count"
     )
-    remedy += "; the batch is example_inputs=" if is_batch else ""
-    raise MeshError(f"{tree_map_only(Tensor, _in_short, mesh)!r} is no mesh", remedy=remedy)
+    remedy += "; pass the batch as example_inputs=" if is_batch else ""
+    raise MeshError(f"{tree_map_only(Tensor, _in_short, mesh)!r} is not a mesh", remedy=remedy)
 
 
 def _in_short(x: Tensor) -> str:
@@ -59,7 +59,7 @@ def _in_short(x: Tensor) -> str:
 
 
 def launched_processes() -> Unshaped:
-    """Return the processes of this job, whose mesh is still to be shaped.
+    """Return the processes of this job, from which the planner chooses a mesh.
 
     Returns:
         (nodes, processes per node) as torchrun sets them; the number of processes if nodes differ;
@@ -71,16 +71,15 @@ def launched_processes() -> Unshaped:
 
 
 def is_shape_of(mesh: Mesh, asked: Unshaped) -> bool:
-    """Return whether a mesh has the requested number of devices, and of devices per node if that is
-    given."""
+    """Return whether a mesh has the requested number of devices and of devices per node."""
     if isinstance(asked, int):
         return mesh.num_devices == asked
     return (mesh.num_devices // mesh.devices_per_node, mesh.devices_per_node) == asked
 
 
 def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (args, kwargs) of a call: a mapping is keywords, a list or tuple is positions, a
-    tensor is the only argument.
+    """Return (args, kwargs) of a call. A mapping holds keyword arguments, a list or tuple
+    positional arguments; a tensor is the only argument.
 
     Raises:
         AutoparError: if `example_inputs` is none of these.
@@ -90,12 +89,12 @@ def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
     if not isinstance(example_inputs, Sequence) or isinstance(example_inputs, str):
-        what = f"example_inputs are {type(example_inputs).__name__}"
+        what = f"example_inputs is a {type(example_inputs).__name__}"
         raise AutoparError(
             what,
             remedy=(
-                "pass the batch as forward takes it: a mapping of keywords, a sequence of"
-                " positions, or one tensor"
+                "pass the batch as forward takes it: a mapping of keyword arguments, a sequence "
+                "of positional arguments, or a tensor"
             ),
         )
     return tuple(example_inputs), {}
@@ -105,37 +104,40 @@ def check_model(model: nn.Module) -> None:
     """Check that a model is an `nn.Module`.
 
     Raises:
-        AutoparError: if it is not.
+        AutoparError: if it is not an `nn.Module`.
     """
     if isinstance(model, type):
         raise AutoparError(
-            f"{model.__name__} is a class and no model",
+            f"{model.__name__} is a class, not a model",
             remedy=f"pass a torch.nn.Module: {model.__name__}(...)",
         )
     if not isinstance(model, nn.Module):
-        raise AutoparError(f"{type(model).__name__} is no model", remedy="pass a torch.nn.Module")
+        raise AutoparError(
+            f"{type(model).__name__} is not a model", remedy="pass a torch.nn.Module"
+        )
 
 
 def runs_on(model: nn.Module, mesh: MeshLike, batch: object) -> str | None:
-    """Return the kind of device that a model will run on.
+    """Return the type of device that a model will run on.
 
     Args:
         model: the plain model.
-        mesh: if it is a torch DeviceMesh, its kind of device is returned.
+        mesh: if it is a torch DeviceMesh, its device type is returned.
         batch: the call's inputs; see `kind_of`.
 
     Raises:
-        AutoparError: if `model` is no `nn.Module`.
+        AutoparError: if `model` is not an `nn.Module`.
     """
     check_model(model)
     return str(mesh.device_type) if isinstance(mesh, DeviceMesh) else kind_of(model, batch)
 
 
 def kind_of(model: nn.Module, batch: object) -> str | None:
-    """Return the kind of device that a model and its batch are on.
+    """Return the type of device that a model and its batch are on.
 
-    This is the parameters' kind, unless they are on a CPU, to be split from there, and the batch is
-    not. It is None if the parameters are on several kinds, or all are on meta.
+    This is the device type of the parameters. If they are on a CPU and the batch is not, it is that
+    of the batch: the parameters are sharded from the CPU. It is None if the parameters are on
+    several types of devices, or all on meta.
     """
     types = {p.device.type for p in model.parameters()} - {"meta"}
     given = {x.device.type for x in tree_leaves(batch) if isinstance(x, Tensor)} - {"meta"}
@@ -149,27 +151,26 @@ def kind_of(model: nn.Module, batch: object) -> str | None:
 
 
 def as_hardware(hardware: HardwareLike, mesh: MeshLike) -> Hardware:
-    """Read what users pass as hardware for a mesh, as `autopar.core.mesh.hardware_of`.
+    """Read the hardware argument for a mesh; see `autopar.core.mesh.hardware_of`.
 
     Raises:
-        HardwareError: where a profile is not there, or the mesh has no such axis, or not so many
-            devices along it.
+        HardwareError: if a profile does not exist, the mesh has no such axis, or the number of
+            profiles differs from the size of the axis.
     """
     return hardware_of(hardware, mesh if is_unshaped(mesh) else as_mesh(mesh))
 
 
 def of_plan(plan: Plan, hardware: HardwareLike | None = None) -> Hardware:
-    """Hardware for a plan's mesh; by default what the plan was made for.
+    """Return the hardware for a plan's mesh; by default that of the plan.
 
     Raises:
-        HardwareError: where a profile is not here under the name that the plan has: pass its path,
-            or a profile.
+        HardwareError: if the profile named in the plan is not found. Pass its path, or a profile.
     """
     return as_hardware(planned_for(plan) if hardware is None else hardware, plan.mesh)
 
 
 def planned_for(plan: Plan) -> HardwareLike:
-    """Return the hardware that a plan was made for, by name."""
+    """Return the name of the hardware that a plan was made for."""
     mark = plan.fingerprint
     return {mark.axis: [name for name, _ in mark.profiles]} if mark.axis else mark.profile
 
@@ -182,12 +183,12 @@ _told: set[str] = set()
 
 
 def default_hardware(device_type: str | None = None) -> str:
-    """``local`` where this machine was measured for that kind of device, else the GPU that is
-    there, else ``cpu-gloo``.
+    """Return ``local`` if this machine was measured for that type of device, otherwise the profile
+    of its GPU, otherwise ``cpu-gloo``.
 
-    Without `device_type` a machine that has a GPU is that GPU, and any other whatever was measured.
-    A ``local`` that does not say what it is of was put there by hand, and is taken. Where no
-    profile is of the GPU that is there, the log says whose figures are taken.
+    Without `device_type`, a machine with a GPU counts as that GPU, and any other machine uses its
+    measured profile, if any. A ``local`` profile without a device type was installed by hand and is
+    always used. If no profile describes the GPU, a log message names the profile used instead.
     """
     wanted = device_type or ("cuda" if torch.cuda.is_available() else None)
     if _is_own(HardwareProfile.local_path()):
@@ -200,32 +201,34 @@ def default_hardware(device_type: str | None = None) -> str:
     profile, is_its_own = HardwareProfile.of_gpu(device_name)
     if not is_its_own:
         what = (
-            "there is no profile of %s: planned with the times of %s; `autopar profile --device"
-            " cuda` measures it in half a minute"
+            "no profile for %s; using the times of %s. Run `autopar profile --device cuda` to "
+            "measure this machine (about half a minute)"
         )
         _tell_once(what, device_name, profile)
     return profile
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a profile exists that nobody but this user can have written. A warning is
-    logged if another user can have written it."""
+    """Return whether a profile exists that only this user can have written. Log a warning if
+    another user can have written it.
+    """
     if not path.exists():
         return False
     path = path.resolve()
     if reason := find_sharing(path.parent) or find_foreign(path):
         _tell_once(
-            "the profile of this machine is not taken by default: %s; pass hardware='local' to take"
-            " it anyway",
+            "the profile of this machine is not used by default: %s; pass hardware='local' to "
+            "use it anyway",
             reason,
         )
     return not reason
 
 
 def within_this_gpu(options: PlanOptions, profile: HardwareProfile) -> PlanOptions:
-    """Return the options with a budget that the GPU of this machine has.
+    """Return the options with the memory budget limited to that of the GPU of this machine.
 
-    They are unchanged if a budget was asked for, or the profile has no more memory than the GPU.
+    The options are unchanged if a budget was requested, or the GPU has at least the memory of the
+    profile.
     """
     if (
         options.memory_bytes is not None
@@ -238,7 +241,9 @@ def within_this_gpu(options: PlanOptions, profile: HardwareProfile) -> PlanOptio
         return options
     budget = int(here * (1 - RESERVED_SHARE))
     sizes = (size(num_bytes) for num_bytes in (profile.device_memory_bytes, here, budget))
-    _tell_once("%s has %s of memory, this GPU %s: planned within %s", profile.name, *sizes)
+    _tell_once(
+        "%s has %s of memory, this GPU has %s: planning with a budget of %s", profile.name, *sizes
+    )
     return replace(options, memory_bytes=budget)
 
 

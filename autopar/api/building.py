@@ -1,5 +1,6 @@
-"""Build a `ParallelModule`: let all ranks agree on a plan, emit its program, and shard the
-parameters."""
+"""Build a `ParallelModule`: agree on a plan on all ranks, emit its program, and shard the
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +67,8 @@ class Order:
     """The arguments of `autopar.compile`.
 
     Attributes:
-        request: the arguments of the planner, which are used if there is no plan.
-        otherwise: options to plan with if a constraint of the request cannot hold; for further
-            programs.
+        request: arguments of the planner, used if no plan is passed.
+        otherwise: options for further programs if a constraint of the request cannot hold.
     """
 
     request: PlanRequest
@@ -86,16 +86,16 @@ class Order:
         }
 
 
-@torch.inference_mode(mode=False)  # parameters that are made in it could never be trained
+@torch.inference_mode(mode=False)  # parameters created in inference mode could never be trained
 def parallel_module(
     order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any], shared: Compiled | None = None
 ) -> ParallelModule:
-    """Plan a model for a call, unless there is a plan, and build the distributed module.
+    """Plan a model for a call, unless a plan is passed, and build the distributed module.
 
     Args:
         order: the arguments of `autopar.compile`.
         args, kwargs: the call that is captured.
-        shared: a module of the same model, whose parameters and buffers are used.
+        shared: another module of the same model whose parameters and buffers are shared.
 
     Raises:
         as `autopar.compile`.
@@ -106,9 +106,12 @@ def parallel_module(
         _tell_of_gpus(kind, mesh)
     devices = mesh if isinstance(mesh, DeviceMesh) else device_mesh(as_mesh(mesh), kind)
     plan, program = _plan_together(order, args, kwargs)
-    if is_unshaped(mesh):  # its shape is the plan's
+    if is_unshaped(mesh):  # the mesh then has the shape of the plan
         devices = device_mesh(plan.mesh, kind)
-    as_planned = options.outputs in ("auto", "loss")  # a call without labels has no loss alone
+    as_planned = options.outputs in (
+        "auto",
+        "loss",
+    )  # a call without labels returns no loss, so "loss" is not possible
     wanted = plan.options.get("outputs", "dtensor") if as_planned else options.outputs
     module = ParallelModule(
         program, devices, model, **{**order.build, "outputs": wanted}, shared=shared
@@ -128,7 +131,7 @@ def parallel_module(
         made_for = (
             order.request.hardware,
             order.backend,
-        )  # the order itself would keep the plain model alive
+        )  # a reference to the order would keep the plain model alive
         module.variants = Variants(
             partial(_variant, further, *made_for, Structure.of(model), devices)
         )
@@ -152,13 +155,14 @@ def _variant(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> ParallelModule:
-    """A program for another mode or a batch of other shapes, over the module's parameters.
+    """Build a program for another mode or other batch shapes that shares the parameters of the
+    module.
 
     Args:
-        first: the options of the module, with outputs as further calls have them. asked: the
-            hardware that it was compiled for.
+        first: options of the module, with `outputs` as further calls use it. asked: the hardware
+            that the module was compiled for.
     """
-    # stages hold other parameters on other ranks
+    # each rank holds the parameters of its stages only
     alike = torch.is_grad_enabled() and module.program.is_single
     trained = {name: p.requires_grad for name, p in module.named_parameters()} if alike else {}
     agree(
@@ -199,11 +203,11 @@ def _variant(
 
 
 def _tell_of_gpus(kind: str, mesh: MeshLike) -> None:
-    """Warn of GPUs of this machine that have nothing to do, which may not be intended."""
+    """Warn if GPUs of this machine are unused, which may not be intended."""
     if kind == "cpu" and torch.cuda.is_available():
         log.warning(
-            "model and batch are on the CPU, and so is what was compiled; with example_inputs on"
-            ' "cuda" it would run on GPUs'
+            "the model and the batch are on the CPU, so the compiled model runs on the CPU; pass "
+            'example_inputs on "cuda" to run on GPUs'
         )
     elif (
         kind == "cuda"
@@ -212,22 +216,23 @@ def _tell_of_gpus(kind: str, mesh: MeshLike) -> None:
     ):
         num = torch.cuda.device_count()
         log.warning(
-            "one process was started, so that one of %d GPUs works: `autopar run SCRIPT` starts one"
-            " for each",
+            "only one process was started, so one of %d GPUs is used: `autopar run SCRIPT` "
+            "starts one process per GPU",
             num,
         )
 
 
 def _device_type(model: nn.Module, batch: object) -> str:
-    """Return the kind of device that a model runs on if no torch mesh tells it: that of its batch
-    or, if the batch is on the CPU, that of its parameters."""
+    """Return the type of device that a model runs on without a torch mesh: that of the batch or, if
+    the batch is on the CPU, that of the parameters.
+    """
     if (kind := kind_of(model, batch)) is not None:
         return kind
     types = {p.device.type for p in model.parameters()} - {"meta"}
     if len(types) > 1:
         raise RuntimeStateError(
             f"the model's parameters are on {sorted(types)}",
-            remedy="move the model to one kind of device",
+            remedy="move the model to one type of device",
         )
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -235,9 +240,10 @@ def _device_type(model: nn.Module, batch: object) -> str:
 def _plan_together(
     order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Plan, Program]:
-    """Rank 0 plans, or finds the plan in its cache, and broadcasts the plan's text (or its error);
-    every rank emits from it. No rank captures the call twice: rank 0 emits from the trace that it
-    planned, and the others capture while it plans."""
+    """Plan on rank 0, or load the plan from its cache, and broadcast the text of the plan or of the
+    error. Every rank emits the program from it. No rank captures the call twice: rank 0 emits from
+    the trace of planning, and the others capture while rank 0 plans.
+    """
     request, captured, key = order.request, None, ""
     plan = Plan.load(order.plan) if isinstance(order.plan, str | Path) else order.plan
     if plan is not None:
@@ -265,11 +271,11 @@ def _progress_on_rank_zero(what: str) -> AbstractContextManager[Any]:
 
 
 def _check_found(request: PlanRequest, plan: Plan, trace: Trace, key: str) -> None:
-    """Check that a plan is for the captured call and the mesh. One from the cache always is, unless
-    autopar has an error; it is then removed.
+    """Check that a plan fits the captured call and the mesh. A plan from the cache that does not
+    fit indicates an error in autopar and is removed.
 
     Args:
-        key: of its entry in the cache; empty if it is not from there.
+        key: key of the cache entry; empty if the plan is not from the cache.
 
     Raises:
         PlanError: with one line per difference.
@@ -281,14 +287,16 @@ def _check_found(request: PlanRequest, plan: Plan, trace: Trace, key: str) -> No
     except PlanError:
         if key:
             remove_entry(key)
-            log.warning("this plan was from the cache, where it was removed: start again")
+            log.warning(
+                "the plan came from the cache and was removed from it: run the script again"
+            )
         raise
 
 
 def _check_outputs(plan: Plan, outputs: Outputs) -> None:
     made_for = plan.options.get("outputs", "dtensor")
     if outputs not in (made_for, "auto") and "loss" in (outputs, made_for):
-        what = f"the plan was made for outputs={made_for!r}, this is outputs={outputs!r}"
+        what = f"the plan was made for outputs={made_for!r}, but outputs={outputs!r} was passed"
         raise PlanError(what, remedy=f"pass outputs={made_for!r}, or plan again")
 
 
@@ -301,7 +309,7 @@ def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             raise
         found = find_plan(replace(order.request, options=order.otherwise), args, kwargs)
         log.warning(
-            "for this call constraints on layouts are left out, since they cannot hold: %s",
+            "dropping constraints on layouts that cannot hold for this call: %s",
             error.what,
         )
         return found
@@ -310,9 +318,9 @@ def _plan_here(order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 def _from_rank_zero(
     order: Order, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Plan, Trace | None, str]:
-    """Return the plan of rank 0, which alone reads and writes the cache of plans; the trace of the
-    call if this rank has captured it as the plan is for it; and on rank 0 the plan's key in the
-    cache."""
+    """Return the plan of rank 0, the trace of the call if this rank has captured it, and on rank 0
+    the cache key of the plan. Only rank 0 reads and writes the cache of plans.
+    """
     box: list[Any] = [None]
     trace: Trace | None = None
     refusal: Exception | None = None
@@ -321,7 +329,7 @@ def _from_rank_zero(
         try:
             found = _plan_here(order, args, kwargs)
             box, trace, key = [("plan", found.plan.dumps())], found.trace, found.key
-        # the others wait in the broadcast: they must learn of it, then every rank raises
+        # The other ranks wait in the broadcast. They receive the error, then every rank raises.
         except Exception as error:
             dist.broadcast_object_list([("error", f"{type(error).__name__}: {error}")], src=0)
             raise
@@ -329,12 +337,14 @@ def _from_rank_zero(
         try:
             with captures_cached(use=order.request.options.cache):
                 trace = trace_unplanned(order.request.model, args, kwargs, order.request.options)
-        except Exception as error:  # raised below, since rank 0 would wait in the broadcast
+        except (
+            Exception
+        ) as error:  # raised below: raising here would leave rank 0 waiting in the broadcast
             refusal = error
     dist.broadcast_object_list(box, src=0)
     kind, text = box[0]
     if kind == "error":
-        raise PlanError(f"rank 0 could not plan: {text}")  # which says what to do
+        raise PlanError(f"rank 0 could not plan: {text}")  # the text includes what to do
     if refusal is not None:
         raise refusal
     plan = Plan.loads(text, "broadcast from rank 0")

@@ -29,13 +29,13 @@ def capture_or_load(
     *,
     inference: bool,
 ) -> Trace:
-    """Capture a call, or take its capture from the cache if `captures_cached` allows it.
+    """Capture a call, or load its capture from the cache if `captures_cached` allows it.
 
     Args:
         model: the plain model.
         args, kwargs: the call; values are not read.
-        precision: dtype that wider parameters are used in; None for their own.
-        inference: whether to capture forward alone.
+        precision: dtype to which wider parameters are cast for use; None to keep their dtypes.
+        inference: whether to capture forward only.
 
     Raises:
         CaptureError: if the call cannot be captured.
@@ -57,20 +57,21 @@ def capture_or_load(
 def _key_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: tuple[Any, ...]
 ) -> Key | None:
-    """Return the key of a capture; None if it cannot be in the cache, which the log says."""
+    """Return the cache key of a capture; None if it cannot be cached, which is logged."""
     try:
         return Key.of("capture", model, args, kwargs, options)
     except Opaque as reason:
-        log.debug("the cache of captures is not used: %s", reason)
+        log.debug("cache of captures not used: %s", reason)
         return None
 
 
 @contextlib.contextmanager
 def captures_cached(*, use: bool) -> Iterator[None]:
-    """Let `trace_call` take captures from the cache on disk, and put new ones there.
+    """Let `trace_call` load captures from the cache on disk, and store new ones.
 
     Args:
-        use: the option; nothing is cached if it is False, or the environment turns the cache off.
+        use: value of the option; nothing is cached if it is False, or if the environment turns the
+            cache off.
     """
     token = _USES_CACHE.set(use and is_cache_on("plans"))
     try:

@@ -26,7 +26,7 @@ from autopar.stages.placing import cut_points
 
 
 def add_coverage(found: Planned, line: str) -> Planned:
-    """Return the plan with an additional line on what its proof covers."""
+    """Return the plan with an additional line on the scope of its proof."""
     plan = replace(
         found.plan, proof=replace(found.plan.proof, covers=(*found.plan.proof.covers, line))
     )
@@ -35,16 +35,16 @@ def add_coverage(found: Planned, line: str) -> Planned:
 
 ONE_STAGE = Pipelined("", None, "1f1b", None, independent=False)
 WITHOUT_ASKING = Pipelined(None, None, AUTO, None, independent=False)
-"""Stages that nobody asked for."""
+"""A pipeline that was not requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedCall:
-    """A captured call, and the settings that it is planned with.
+    """A captured call, and the settings of its planning.
 
     Attributes:
-        captured: traces of the same call on other numbers of samples, added when they are needed.
-        rows: rows of logits that the loss processes at a time; 0 for all.
+        captured: traces of the same call for other numbers of samples, added as needed.
+        rows: number of logits rows that the loss processes at a time; 0 for all.
     """
 
     model: nn.Module
@@ -59,7 +59,7 @@ class CapturedCall:
     rows: int = 0
 
     def parts(self) -> tuple[int, ...]:
-        """Return the numbers of microbatches that the batch may be cut into if it does not fit."""
+        """Return the numbers of microbatches to try if the batch does not fit."""
         samples = batch_size(self.args, self.kwargs) if self.options.batch == "global" else 1
         return tuple(n for n in range(2, samples + 1) if samples % n == 0)
 
@@ -67,7 +67,7 @@ class CapturedCall:
         """Plan the whole batch at once, without stages.
 
         Args:
-            limit_s: seconds of a step that the plan has to beat.
+            limit_s: step time that the plan has to beat, in seconds.
 
         Raises:
             InfeasibleError, ConstraintError: if there is no plan.
@@ -103,12 +103,12 @@ class CapturedCall:
         found = replace(found, plan=replace(found.plan, loss_rows=self.rows))
         return add_coverage(
             found,
-            f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is"
-            " slower",
+            f"a loss of {self.rows} rows of logits at a time; all at once it fits no memory or is "
+            "slower",
         )
 
     def num_ranks(self, wish: Pipelined) -> int:
-        """Return the number of devices along the axis of stages; 1 if there is none."""
+        """Return the size of the axis of the stages; 1 if there is none."""
         return self.mesh.shape[self.mesh.names.index(wish.axis)] if wish.axis else 1
 
     def in_stages(self, here: Pipelined, num: int, limit_s: float) -> Planned:
@@ -117,7 +117,7 @@ class CapturedCall:
         Args:
             here: the pipeline, with its axis.
             num: number of microbatches.
-            limit_s: seconds of a step that the plan has to beat.
+            limit_s: step time that the plan has to beat, in seconds.
         """
         if here.axis:
             num_stages = here.chunks * self.num_ranks(here)

@@ -1,5 +1,6 @@
-"""A captured call on one mesh shape, and its plans: without stages, or with requested ones; with
-losses that process the logits in parts, and microbatches one after another, if memory binds."""
+"""Plans of a captured call on one mesh shape: without stages or with requested stages and, if
+memory is the bottleneck, with losses by rows of the logits and sequential microbatches.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +28,25 @@ from autopar.planner import Planned, TooSlow
 from autopar.plans import Plan
 
 log = logging.getLogger("autopar")
-_PARTS = (4, 16)  # into which a device's rows of logits are cut
-_LEAST_ROWS = 64  # below, a product no longer fills a device
-# Share of a step that is spent on recomputation: from there on, microbatches without stages may be
-# faster.
+_PARTS = (4, 16)  # number of parts that a device's rows of logits are cut into
+_LEAST_ROWS = 64  # with fewer rows, a matrix product does not use the whole device
+# Share of recomputation in the step time above which microbatches without stages may be faster.
 _AGAIN = 0.05
-# Share of a step beyond its least compute, below which stages save nothing.
+# Share of the step time beyond the minimum compute time, below which stages save nothing.
 _IDLE = 0.1
 _NO_STAGES = (
-    "no stages: of these a call returns the loss alone, and other outputs are asked for; with"
-    ' outputs="loss" they are tried'
+    "no stages: of these a call returns the loss alone, and other outputs are asked for; with "
+    'outputs="loss" they are tried'
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Chooser(Staging):
-    """A captured call on one mesh shape, and its plans without stages, or with requested ones.
+    """Plans of a captured call on one mesh shape, without stages or with requested stages.
 
     Attributes:
-        budget: the work that alternatives to the first plan may take, on all mesh shapes together.
-        status: is told what is searched; `progress` is told the phases.
+        budget: work for alternatives to the first plan, shared by all mesh shapes.
+        status: receives progress reports of searches; `progress` receives the phases.
     """
 
     budget: WorkBudget = field(default_factory=WorkBudget)
@@ -54,22 +54,24 @@ class Chooser(Staging):
 
     @property
     def free_stages(self) -> Pipelined | None:
-        """The pipeline whose axis and number of microbatches are the planner's choice; None if
-        stages are not tried, or are requested more precisely."""
+        """Pipeline whose axis and number of microbatches the planner chooses; None if stages are
+        not tried, or are requested in more detail.
+        """
         asked = pipeline_in(self.options.constraints, self.mesh)
         if asked is not None:
             return asked if asked.axis is None and self.number(asked) is None else None
         return WITHOUT_ASKING if self._may_have_stages and self._returns_the_same else None
 
     def plan(self, limit_s: float = math.inf) -> Planned:
-        """Find the fastest plan without stages or, if they are requested, with these stages.
+        """Find the fastest plan without stages or, if requested, with these stages.
 
         Args:
-            limit_s: seconds of a step; a plan that is no faster, by the gap, is not wanted.
+            limit_s: step time in seconds; a plan that is not faster, up to the gap, is not
+                returned.
 
         Raises:
             CaptureError: if a loss by rows is requested and impossible.
-            ConstraintError, InfeasibleError: of the last plan tried, if there is none.
+            ConstraintError, InfeasibleError: of the last plan tried, if there is no plan.
             TooSlow: if bounds show that no plan beats the limit.
         """
         limit_s = self.options.worth_s(limit_s)
@@ -90,8 +92,9 @@ class Chooser(Staging):
         return best
 
     def _by_fewer_rows(self, best: Planned | None, limit_s: float) -> Planned | None:
-        """Try losses that process fewer and fewer rows of logits at a time, as long as memory
-        binds; returns the best plan of all."""
+        """Try losses that process fewer and fewer rows of logits at a time, as long as memory is
+        the bottleneck. Return the best plan.
+        """
         for rows in self.row_choices(best):
             if best is not None and self.budget.is_over:
                 break
@@ -104,7 +107,7 @@ class Chooser(Staging):
                 self.budget.interrupt()
                 break
             except TooSlow as error:
-                log.info("no better plan with a loss by %d rows, or fewer: %s", rows, error)
+                log.info("no better plan with a loss by %d or fewer rows: %s", rows, error)
                 break
             except (InfeasibleError, ConstraintError) as error:
                 log.info("no better plan with a loss by %d rows: %s", rows, error)
@@ -116,11 +119,11 @@ class Chooser(Staging):
         return best
 
     def row_choices(self, found: Planned | None) -> tuple[int, ...]:
-        """Return the numbers of a device's rows of logits that the loss may process at a time,
-        besides all; none if they are requested, or the loss cannot be computed by rows.
+        """Return the numbers of a device's logits rows that the loss may process at a time, other
+        than all; empty if the number is requested, or the loss cannot be computed by rows.
 
         Args:
-            found: a plan, whose stages and microbatches tell how many rows a device has.
+            found: a plan; its stages and microbatches determine the rows per device.
         """
         if self.options.loss_rows != "auto":
             return ()
@@ -155,9 +158,9 @@ class Chooser(Staging):
         alternatives = list(self.alternatives(wish))
         if not alternatives:
             raise ConstraintError(
-                f"{wish}: no axis of mesh {self.mesh} has several devices, along which stages could"
-                " lie",
-                remedy="leave the pipeline out; num_microbatches= cuts the batch without stages",
+                f"{wish}: mesh {self.mesh} has no axis with several devices for the stages",
+                remedy="remove the pipeline constraint; num_microbatches= splits the batch without "
+                "stages",
             )
         refusal = search.run(alternatives, tries)
         if tries.best is None:
@@ -167,9 +170,10 @@ class Chooser(Staging):
 
     @property
     def _may_have_stages(self) -> bool:
-        """Whether stages may be tried that nobody asked for: in training on GPUs, of a model that
-        returns its loss, where nothing is forced. On CPUs whose processes share cores a stage that
-        waits leaves its core to another, which no price counts."""
+        """Whether to try stages that were not requested: in training on GPUs, if the model returns
+        its loss and nothing is forced. On CPUs, processes share cores, and a waiting stage frees
+        its core for others, which the cost model does not represent.
+        """
         options, trace = self.options, self.trace
         free = (
             not options.constraints
@@ -186,8 +190,9 @@ class Chooser(Staging):
 
     @property
     def _returns_the_same(self) -> bool:
-        """Whether a call returns the same in stages and microbatches: the loss, or what can be
-        put together."""
+        """Whether a call returns the same with stages and microbatches: the loss, or outputs that
+        can be concatenated.
+        """
         return self.options.outputs in ("loss", "full") or len(self.trace.outputs) == 1
 
     def _try_microbatches(self, whole: Planned, limit_s: float) -> Planned:
@@ -210,7 +215,7 @@ class Chooser(Staging):
         return add_coverage(found, _NO_STAGES)
 
     def _may_be_cut(self, tries: Tries) -> bool:
-        """Whether microbatches that nobody asked for may be tried."""
+        """Whether microbatches that were not requested may be tried."""
         asked = pipeline_in(self.options.constraints, self.mesh)
         return (
             tries.best is not None
@@ -219,8 +224,9 @@ class Chooser(Staging):
         )
 
     def _one_after_another(self, limit_s: float, tries: Tries) -> None:
-        """Try microbatches without stages, as long as many ops run again for lack of memory, and
-        more microbatches make the step faster."""
+        """Try microbatches without stages as long as many ops are recomputed for lack of memory,
+        and more microbatches shorten the step.
+        """
         for num in self.parts():
             best, name = tries.best, name_of("", num)
             if best is not None and _run_again(best.plan) < _AGAIN:
@@ -239,24 +245,23 @@ class Chooser(Staging):
             except TooSlow as error:
                 tries.add_bound(name, error.args[0])
             except InfeasibleError as error:
-                log.info("no plan of %d microbatches, one after another: %s", num, error.what)
+                log.info("no plan with %d sequential microbatches: %s", num, error.what)
                 tries.add_refused(name)
             except ConstraintError as error:
-                log.info("the batch is not cut into microbatches: %s", error.what)
+                log.info("the batch is not split into microbatches: %s", error.what)
                 return
             if best is not None and tries.best is best:
                 return
 
     def in_parts(self, refusal: InfeasibleError, limit_s: float) -> Planned:
-        """Find the smallest number of microbatches, one after another, that fits, if the batch may
-        be cut.
+        """Find the smallest number of sequential microbatches that fits, if the batch may be split.
 
         Args:
-            refusal: of the plans that were tried before.
-            limit_s: seconds of a step that the plan has to beat.
+            refusal: error of the plans that were tried before.
+            limit_s: step time that the plan has to beat, in seconds.
 
         Raises:
-            InfeasibleError: the given refusal, if no number of microbatches helps.
+            InfeasibleError: the given error, if no number of microbatches fits.
         """
         free = (
             self.options.num_microbatches == "auto"
@@ -268,13 +273,13 @@ class Chooser(Staging):
             try:
                 found = here.in_stages(replace(ONE_STAGE, microbatches=num), num, limit_s)
             except InfeasibleError as error:
-                log.info("no plan of %d microbatches: %s", num, error.what)
+                log.info("no plan with %d microbatches: %s", num, error.what)
             except ConstraintError as error:
-                log.info("the batch is not cut into microbatches: %s", error.what)
+                log.info("the batch is not split into microbatches: %s", error.what)
                 break
             else:
                 log.warning(
-                    "planned in %d microbatches, one after another, since all at once %s",
+                    "planned %d sequential microbatches, because all at once %s",
                     num,
                     refusal.what,
                 )
@@ -282,8 +287,7 @@ class Chooser(Staging):
         raise refusal
 
     def limit_to_beat(self, best: Planned | None, limit_s: float) -> float:
-        """Return the seconds of a step that a further plan may take at most to be worth more than
-        the best."""
+        """Return the step time in seconds below which a further plan replaces the best one."""
         return (
             limit_s
             if best is None
@@ -292,30 +296,32 @@ class Chooser(Staging):
 
 
 def note_tries(found: Planned, told: Sequence[str], coupled: CoupledError | None = None) -> Planned:
-    """Record in a plan what it was chosen from.
+    """Record in a plan the alternatives that it was chosen from.
 
     Args:
         found: the plan.
-        told: what was tried, with the step of each.
-        coupled: why samples depend on each other, if they do; then stages work on one microbatch.
+        told: the alternatives, with the step time of each.
+        coupled: the reason why samples depend on each other, if they do; the stages then process
+            one microbatch.
     """
     if len(told) > 1:
         line = (
-            "this number of microbatches and these stages alone; tried, with the step found for"
-            f" each: {'; '.join(told)}"
+            "this number of microbatches and these stages alone; tried, with the step found for "
+            f"each: {'; '.join(told)}"
         )
         found = add_coverage(found, line)
     if coupled is None or found.plan.pipeline is None:
         return found
-    log.warning("one microbatch, on which one stage works after another: %s", coupled.what)
+    log.warning("one microbatch, which the stages process one after another: %s", coupled.what)
     return add_coverage(
         found, f"one microbatch alone, since samples depend on each other: {coupled.what}"
     )
 
 
 def is_bound_by_memory(plan: Plan) -> bool:
-    """Return whether more memory would make a plan faster, judged by its duals and its
-    recomputation."""
+    """Return whether more memory would make a plan faster, according to its dual values and its
+    recomputation.
+    """
     return any(
         stage.proof.memory_price_s_per_gib > 0 or any(e.recompute for e in stage.entries)
         for stage in plan.stages
@@ -323,20 +329,20 @@ def is_bound_by_memory(plan: Plan) -> bool:
 
 
 def _run_again(plan: Plan) -> float:
-    """Return the share of a step that is spent on ops that backward runs again."""
+    """Return the share of recomputed ops in the step time."""
     entries = (entry for stage in plan.stages for entry in stage.entries)
     again_s = sum(entry.again_s * len(entry.instances) for entry in entries)
     return plan.num_microbatches * again_s / plan.prediction.step_s
 
 
 def leaves_room(found: Planned) -> bool:
-    """Return whether stages, which wait for each other, could shorten the step of a plan."""
+    """Return whether stages could shorten the step of a plan despite their waiting time."""
     step_s = found.plan.prediction.step_s
     return step_s - found.computing_s >= _IDLE * step_s
 
 
 def _with_hint(error: InfeasibleError, refusals: Sequence[str]) -> InfeasibleError:
-    """Return the error with what the user may change so that the loss can be computed by rows."""
+    """Return the error with advice on how to make the loss computable by rows."""
     hints = [refusal for refusal in refusals if "outputs=" in refusal]
     return (
         InfeasibleError(

@@ -1,4 +1,4 @@
-"""Compiling: a model becomes a `ParallelModule`, at once or at its first call."""
+"""Compile a model into a `ParallelModule`, at once or at its first call."""
 
 from __future__ import annotations
 
@@ -41,28 +41,29 @@ def compile(
     hardware: HardwareLike | None = None,
     **options: Unpack[CompileKeywords],
 ) -> ParallelModule | Deferred:
-    """Turn a model into a distributed one: plan (or take a plan), emit, and shard the parameters.
+    """Turn a model into a distributed module: plan (or use a plan), emit the program, and shard the
+    parameters.
 
-    Call it on every rank. Rank 0 plans, the others take its plan. With one device no launcher is
-    needed. The model runs where a torch mesh says, else where its batch is: its weights may lie on
-    the CPU, and each GPU gets its part of them alone. With weights on meta it runs on GPUs where
-    there is one.
+    Call it on every rank. Rank 0 plans; the others use its plan. With one device, no launcher is
+    needed. The model runs on the device type of a torch mesh, otherwise on that of its batch. Its
+    weights may be on the CPU; each GPU receives only its shards. With weights on meta, the model
+    runs on GPUs if there are any.
 
     Args:
-        mesh: by default all processes of the job, nodes × processes of each, which the planner
-            shapes.
+        mesh: by default all processes of the job (nodes × processes per node), from which the
+            planner chooses the axes.
         example_inputs: the global batch. Without it, planning happens at the first call, and the
-            parameters exist from then on.
-        plan: a plan or its file, made by `plan` for this model and mesh. `hardware` beside it is
-            what further calls are planned for.
-        backend: ``"eager"`` or ``"inductor"``, which may need more memory than the plan says.
+            distributed parameters do not exist before.
+        plan: a plan or its file, made by `plan` for this model and mesh. `hardware` then applies to
+            further programs.
+        backend: ``"eager"`` or ``"inductor"``, which may need more memory than planned.
         hardware: as in `plan`.
-        options: as `autopar.request.PlanOptions` declares them; `help` lists them here.
+        options: the options that `autopar.request.PlanOptions` declares; `help` lists them.
 
     Raises:
-        PlanError: if the plan is for another model or mesh, with what differs, or options are
-            passed beside it.
-        AutoparError: as `plan`.
+        PlanError: if the plan is for another model or mesh (the text lists the differences), or
+            options are passed together with a plan.
+        AutoparError: see `plan`.
     """
     check_model(model)
     refuse_wrapped(model)
@@ -75,7 +76,7 @@ def compile(
             remedy="pass the global batch; its values are not read",
         )
     if mesh is not None and not is_unshaped(mesh):
-        as_mesh(mesh)  # what is none is refused at once
+        as_mesh(mesh)  # rejects anything that is not a batch at once
     order = Order(
         PlanRequest(model, launched_processes() if mesh is None else mesh, hardware, chosen),
         plan,
@@ -89,17 +90,17 @@ def compile(
 
 
 def _check_beside(plan: object, options: Mapping[str, Any]) -> None:
-    """Refuse options that the plan already determines.
+    """Reject options that the plan already determines.
 
     Raises:
         PlanError: if an option other than `batch` and `outputs` is passed together with a plan.
     """
     passed = [
         name for name in options if name not in ("batch", "outputs")
-    ]  # which bear on how the plan is run, too
+    ]  # these also affect how the plan is run
     if plan is not None and passed:
-        what = f"{' and '.join(passed)} beside plan=: the plan was made with options of its own"
-        raise PlanError(what, remedy="leave them out, or leave out the plan")
+        what = f"{' and '.join(passed)} passed together with plan=, which already has its options"
+        raise PlanError(what, remedy="omit these options, or omit the plan")
 
 
 _OF_THE_MODULE = (
@@ -118,17 +119,17 @@ _OF_THE_MODULE = (
 
 
 class NotPlannedYet(RuntimeStateError, AttributeError):
-    """An attribute was read that a compiled module has from its first call on."""
+    """A compiled module has this attribute only after its first call."""
 
 
 class Deferred(nn.Module):
-    """A compiled model before its first call; from then on it stands for the distributed one."""
+    """A compiled model before its first call; afterwards it forwards to the distributed module."""
 
     def __init__(self, order: Order) -> None:
         super().__init__()
         object.__setattr__(
             self, "_waiting", order
-        )  # not through nn.Module: the plain model is no child
+        )  # bypasses nn.Module, so that the plain model is not a child
         self.training, self._mode_is_set = order.request.model.training, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +137,7 @@ class Deferred(nn.Module):
         refuse_tracing(args)
         if self._waiting is not None:
             refuse_transforms()
-            if not self._mode_is_set:  # nothing was captured in the mode that the model had
+            if not self._mode_is_set:  # nothing was captured, so the mode does not matter
                 self.training = self._waiting.request.model.training
             elif self.training != self._waiting.request.model.training:
                 self._waiting.request.model.train(self.training)
@@ -145,7 +146,7 @@ class Deferred(nn.Module):
         return self.module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The distributed parameters, under the model's names.
+        """Return the distributed parameters under the names of the model.
 
         Raises:
             RuntimeStateError: before the first call.
@@ -153,27 +154,29 @@ class Deferred(nn.Module):
         return self._ready("parameters").named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The buffers, under the model's names; as `named_parameters`."""
+        """Return the buffers under the names of the model; see `named_parameters`."""
         return self._ready("buffers").named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The distributed state, under the model's names; as `named_parameters`."""
+        """Return the distributed state under the names of the model; see `named_parameters`."""
         return self._ready("state_dict").state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the distributed parameters; as `named_parameters`."""
+        """Load into the distributed parameters; see `named_parameters`."""
         return self._ready("load_state_dict").load_state_dict(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The distributed module and its parts, under the model's names; as `named_parameters`."""
+        """Return the distributed module and its submodules under the names of the model; see
+        `named_parameters`.
+        """
         return self._ready("modules").named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the direct parts of the distributed module; as `named_modules`."""
+        """Yield the direct children of the distributed module; see `named_modules`."""
         return self._ready("modules").named_children()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Deferred:
-        """Apply a function to the distributed module and its parts; as `named_parameters`."""
+        """Apply a function to the distributed module and its submodules; see `named_parameters`."""
         self._ready("apply").apply(fn)
         return self
 
@@ -183,7 +186,7 @@ class Deferred(nn.Module):
         return self
 
     def train(self, mode: bool = True) -> Deferred:
-        """Set the mode, also of the distributed module once it is there."""
+        """Set the mode, also of the distributed module if it exists."""
         self.training, self._mode_is_set = mode, True
         if self._waiting is None:
             self.module.train(mode)
@@ -202,7 +205,7 @@ class Deferred(nn.Module):
                 raise
             if is_plain(
                 value := getattr(order.request.model, name)
-            ):  # `config`, `device`: the plain model's, which it is made of
+            ):  # `config`, `device`: attributes of the plain model
                 return value
             return self._ready(name)
 
@@ -220,10 +223,10 @@ class Deferred(nn.Module):
     def _ready(self, wish: str) -> ParallelModule:
         if self._waiting is not None:
             raise NotPlannedYet(
-                f"{wish} asked for before the first call: the model is not planned yet",
+                f"{wish} is not available before the first call: the model is not planned yet",
                 remedy=(
-                    "call the model once first, or pass example_inputs=batch to autopar.compile and"
-                    " it is planned at once"
+                    "call the model once first, or pass example_inputs=batch to autopar.compile "
+                    "to plan at once"
                 ),
             )
         module = self.module

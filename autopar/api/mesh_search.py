@@ -1,14 +1,14 @@
-"""A device count, or nodes × devices per node, and the mesh shapes that these may have.
+"""Mesh shapes for a device count, or for nodes × devices per node.
 
-Devices are numbered node by node, where only their count is given eight to a node (fewer are one
-node). Shapes have an axis over the nodes and one over a node's devices, or one of these is cut in
-two: more axes let ops, parameters and stages lie in more ways, fewer let one collective do what
-takes two along two axes. Which is best is found by planning for each; the first plan's time prunes
-the others by their bounds.
+Devices are numbered node by node. A device count stands for nodes of eight devices (one node if
+there are fewer). A shape has an axis over the nodes and one over the devices of a node, or one of
+these is split into two axes. More axes allow more layouts of ops, parameters and stages. Fewer axes
+allow one collective instead of two. The best shape is found by planning for each; the step time of
+the first plan prunes the others by their bounds.
 
-Where there are devices of one node alone, or one of each node, they have two axes at most so. Cut
-in three they are tried only where constraints hold on none of those: three axes let nothing move
-faster, and take longer to plan for than all that are plainer.
+For devices of a single node, or with one device per node, these shapes have at most two axes.
+Shapes with three axes are tried only if constraints hold on none of these: a third axis speeds up
+no collective, and planning takes longer.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ DEVICES_PER_NODE = 8
 
 
 def shapes(devices: Unshaped) -> tuple[Mesh, ...]:
-    """Shapes of which at most one axis is cut in two, the plainest first.
+    """Return the shapes in which at most one axis is split into two, the simplest first.
 
     Args:
-        devices: their count, or the nodes and the devices of each.
+        devices: the device count, or (nodes, devices per node).
 
     Raises:
-        MeshError: where there are fewer than one device, or whole nodes do not make up the number.
+        MeshError: if there is less than one device, or the count is not a multiple of the node
+            size.
     """
     here, whole = _whole(devices)
     cut = [
@@ -55,10 +56,9 @@ def shapes(devices: Unshaped) -> tuple[Mesh, ...]:
 
 
 def shapes_in_three(devices: Unshaped) -> tuple[Mesh, ...]:
-    """Return the shapes with three axes, for devices that have a single axis if none is cut; else
-    none.
+    """Return the shapes with three axes, for devices that otherwise have a single axis; else none.
 
-    Arguments and errors are those of `shapes`.
+    Arguments and errors are as in `shapes`.
     """
     here, whole = _whole(devices)
     if len(whole) > 1:
@@ -76,12 +76,12 @@ def shapes_in_three(devices: Unshaped) -> tuple[Mesh, ...]:
 
 
 def _whole(devices: Unshaped) -> tuple[int, dict[str, int]]:
-    """Return the devices per node, and the axes if none is cut."""
+    """Return the devices per node, and the axes without a split."""
     nodes, here = _in_nodes(devices) if isinstance(devices, int) else devices
     if min(nodes, here) < 1:
         raise MeshError(
-            f"a mesh of {nodes} nodes of {here} devices",
-            remedy="pass numbers from 1, or autopar.Mesh({...})",
+            f"a mesh with {nodes} nodes of {here} devices",
+            remedy="pass positive numbers, or autopar.Mesh({...})",
         )
     return here, {name: size for name, size in (("node", nodes), ("gpu", here)) if size > 1} or {
         "gpu": 1
@@ -89,43 +89,43 @@ def _whole(devices: Unshaped) -> tuple[int, dict[str, int]]:
 
 
 def _in_nodes(num_devices: int) -> tuple[int, int]:
-    """Return the number of nodes, and of devices per node, that a device count stands for."""
+    """Return the number of nodes and of devices per node for a device count."""
     if num_devices < 1:
         raise MeshError(
-            f"a mesh of {num_devices} devices",
-            remedy="pass a number from 1, or autopar.Mesh({...})",
+            f"a mesh with {num_devices} devices",
+            remedy="pass a positive number, or autopar.Mesh({...})",
         )
     here = min(num_devices, DEVICES_PER_NODE)
     if num_devices % here:
-        what = f"{num_devices} devices are not nodes of {DEVICES_PER_NODE} each"
+        what = f"{num_devices} devices is not a multiple of {DEVICES_PER_NODE} devices per node"
         raise MeshError(
             what,
             remedy=(
-                "pass nodes and devices per node, as (3, 4), or autopar.Mesh with the axes that the"
-                " machine has"
+                "pass (nodes, devices per node), as (3, 4), or an autopar.Mesh with the axes of "
+                "the machine"
             ),
         )
     return num_devices // here, here
 
 
 def _inner(size: int) -> Iterator[int]:
-    """Yield the sizes that the inner one of two axes may have, the smallest last."""
+    """Yield the possible sizes of the inner one of two axes, in descending order."""
     return (n for n in range(size // 2, 1, -1) if size % n == 0)
 
 
 @dataclass
 class ShapeSearch:
-    """The plans of one mesh shape after another, each faster than the best before it.
+    """Plans for the mesh shapes in turn, each faster than the best before it.
 
     For each mesh of `pending`, the caller makes a plan that beats `best_s`, within `attempt`, and
     passes it to `add`.
 
     Attributes:
-        budget: work that may be spent once there is a plan.
-        status: is told what is searched.
-        holds: whether a shape has the axes that constraints speak of.
+        budget: work for further shapes once there is a plan.
+        status: receives progress reports.
+        holds: whether a shape has the axes that the constraints name.
         best: the fastest plan.
-        untried: shapes for which no work was left.
+        untried: shapes that were not tried because the budget was spent.
     """
 
     budget: WorkBudget
@@ -150,7 +150,9 @@ class ShapeSearch:
         """
         for place, mesh in enumerate(meshes, 1):
             if self.best is not None and not self.budget.take(search_work(len(mesh.axes))):
-                why = "the search was over" if self.budget.is_over else 'effort="thorough" tries it'
+                why = (
+                    "the search had ended" if self.budget.is_over else 'effort="thorough" tries it'
+                )
                 self._leave_out(mesh, f"not tried: {why}")
                 continue
             self.status.begin(f"mesh {mesh}" if len(meshes) > 1 else "", len(meshes) - place)
@@ -196,10 +198,11 @@ class ShapeSearch:
 
     @property
     def refusal(self) -> AutoparError:
-        """Why no shape has a plan: the refusal of the shape that says most.
+        """Return the most informative error if no shape has a plan.
 
-        Of the shapes that lack memory alone, it is the one that lacks least; else the plainest
-        that has the axes that constraints speak of; else one of the most axes.
+        If all shapes only lack memory, it is the error of the shape that lacks least. Otherwise it
+        is that of the simplest shape with the axes that the constraints name, or else of a shape
+        with the most axes.
         """
 
         def rank(refusal: tuple[Mesh, AutoparError]) -> tuple[int, float]:
@@ -212,8 +215,9 @@ class ShapeSearch:
         return min(self._refusals, key=rank)[1]
 
     def note(self, best: Planned) -> Planned:
-        """Return a plan with a note on what its bound covers: its own shape. The note lists the
-        other shapes that were tried."""
+        """Return a plan with a note that its bound covers its own shape only. The note lists the
+        other shapes that were tried.
+        """
         if len(self._told) < 2:
             return best
         tried = (

@@ -1,5 +1,6 @@
-"""Show the options of `plan` and `compile` in `help` and notebooks, each with its type, default and
-text; and the request that they are read into."""
+"""Show the options of `plan` and `compile` in `help` and notebooks with type, default and text, and
+hold the request that they form.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ _WIDTH = 140  # columns of a docstring
 
 
 def takes_options(call: Call) -> Callable[[F], F]:
-    """Decorate a function that takes ``**options``: its signature lists each option, and its
-    docstring has their texts in place of the paragraph ``options:``."""
+    """Decorate a function that takes ``**options``: its signature lists each option, and the
+    paragraph ``options:`` of its docstring is replaced by their texts.
+    """
 
     def decorate(function: F) -> F:
         here = inspect.signature(function)
@@ -81,15 +83,15 @@ def _with_texts(docstring: str | None, call: Call) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The arguments of the planner, except the call of the model that is captured.
+    """Arguments of the planner, except the call to capture.
 
     Attributes:
-        mesh: a mesh, or devices whose mesh the planner chooses.
-        hardware: None for that of this machine.
-        is_further: whether it is a further call of a compiled module; a call without a loss then
+        mesh: a mesh, or devices from which the planner chooses a mesh.
+        hardware: the hardware; None for that of this machine.
+        is_further: whether this is a further call of a compiled module. A call without a loss then
             returns its outputs.
-        captured: traces of the call on other numbers of samples, which are captured when a search
-            or a program needs them, and once.
+        captured: traces of the call for other numbers of samples. Each is captured once, when a
+            search or a program needs it.
     """
 
     model: nn.Module

@@ -1,5 +1,6 @@
-"""Pipelines of a captured call: the numbers of microbatches that may be tried along an axis, their
-bounds, and the plan for one of them with the requested schedule, or the fastest."""
+"""Pipelines of a captured call: the numbers of microbatches to try along an axis, their bounds, and
+the plan for one of them with the requested or the fastest schedule.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +29,17 @@ from autopar.program.schedule import num_rounds
 from autopar.stages.placing import most_parts
 
 log = logging.getLogger("autopar")
-_NEEDY = 3  # numbers of microbatches per axis of which the memory is looked at if nothing fits
-_WORTH = 0.01  # share of a step: a further stage per device is to save as much
+_NEEDY = 3  # numbers of microbatches per axis whose memory is examined if nothing fits
+_WORTH = 0.01  # share of the step time that a further stage per device has to save
 
 
-# Microbatches per stage: beyond, the pipeline waits for less than an eighth of its time.
+# Microbatches per stage above which the pipeline waits for less than an eighth of its time.
 MOST_ROUNDS = 8
 
 
 def numbers_of(divisors: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Return the numbers of microbatches that may be tried, rising: one, and those that fill the
-    stages several times.
+    """Return the numbers of microbatches to try, ascending: one, and those that fill the stages
+    several times.
 
     Args:
         divisors: the numbers that divide the batch.
@@ -51,8 +52,9 @@ def numbers_of(divisors: Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def _dims_of_batch(trace: Trace, num_samples: int) -> list[int]:
-    """Return the sizes of dims that may hold samples: multiples of their number that are no dims of
-    parameters, and products of the first dims of inputs."""
+    """Return the sizes of dims that may hold samples: multiples of the number of samples that are
+    not dims of parameters, and products of the first dims of inputs.
+    """
     values = (leaf for node in trace.graph.nodes for leaf in tree_leaves(node.meta.get("val")))
     sizes = {int(size) for x in values if isinstance(x, Tensor) for size in x.shape}
     sizes -= {size for p in trace.parameters for size in p.view}
@@ -61,10 +63,10 @@ def _dims_of_batch(trace: Trace, num_samples: int) -> list[int]:
 
 
 def _splits(sizes: Sequence[int], mesh: Mesh) -> Splits:
-    """Return over which numbers of devices dims of these sizes can be split.
+    """Return the numbers of devices over which dims of these sizes can be split.
 
-    Args:
-        sizes: of the dims.
+    sizes: sizes of the dims.
+        mesh: mesh of a stage.
         mesh: of a stage.
     """
     shape = mesh.shape
@@ -83,11 +85,10 @@ class Staging(CapturedCall):
     """A captured call, and its pipelines."""
 
     def alternatives(self, wish: Pipelined) -> Iterator[Alternative]:
-        """Yield the pipelines that may be tried.
+        """Yield the pipelines to try.
 
         Args:
-            wish: the requested pipeline; it may leave its axis, the number of microbatches and the
-                schedule open.
+            wish: the requested pipeline; axis, number of microbatches and schedule may be open.
         """
         total, num_parts = TotalWork.of(self.trace, self.hardware), most_parts(self.trace)
         sizes = _dims_of_batch(self.trace, batch_size(self.args, self.kwargs))
@@ -110,14 +111,14 @@ class Staging(CapturedCall):
                 )
 
     def _bound_s(self, wish: Pipelined, num: int, chunks: int, total: TotalWork) -> float:
-        """Bound the step of a pipeline whose stages take equally long, by its compute."""
+        """Return a lower bound of the step of a pipeline with equal stages, from its compute."""
         ranks = self.num_ranks(wish)
         return total.least_staged_s(
             self.hardware, self.mesh.num_devices // ranks, ranks, num, chunks
         )
 
     def _least_batch_s(self, axis: str) -> float:
-        """Bound the seconds that the batch takes through all stages, one after another."""
+        """Return a lower bound of the seconds of the batch through all stages in sequence."""
         trace, mesh = by_rows(self.trace, self.rows), self._stage_mesh(axis)
         return least_batch_s(trace, mesh, self.hardware, self.options.of_a_trace())
 
@@ -126,12 +127,12 @@ class Staging(CapturedCall):
         return self.mesh.without(axis)
 
     def _most_chunks(self, wish: Pipelined, num: int, num_parts: int) -> int:
-        """Return the most stages per device that `_plan_schedules` may try.
+        """Return the maximum number of stages per device that `_plan_schedules` may try.
 
         Args:
             wish: the pipeline, with its axis.
             num: number of microbatches.
-            num_parts: parts that the model can be cut into at most.
+            num_parts: maximum number of parts that the model can be cut into.
         """
         if wish.schedule != AUTO:
             return wish.chunks
@@ -142,12 +143,13 @@ class Staging(CapturedCall):
         return chunks
 
     def _plan_schedules(self, wish: Pipelined, num: int, limit_s: float) -> Planned:
-        """Plan the requested schedule or, if none is requested, the fastest: 1F1B, then more and
-        more stages per device.
+        """Plan the requested schedule or, if none is requested, the fastest: 1F1B, then increasing
+        numbers of stages per device.
 
-        A step of 1F1B takes M microbatches on each of P devices, and P − 1 for which these wait.
-        With v stages per device they wait for 1/v of that. So interleaving is tried if 1F1B, or its
-        bound, would be fast enough with so much less waiting.
+        With 1F1B, a step takes the time of M microbatches on each of P devices, and each device
+        waits for the time of P − 1 microbatches. With v stages per device it waits 1/v of that.
+        Interleaving is therefore tried if 1F1B, or its bound, would be fast enough with that much
+        less waiting.
         """
         if wish.schedule != AUTO:
             return self.in_stages(wish, num, limit_s)
@@ -173,19 +175,20 @@ class Staging(CapturedCall):
                     replace(wish, schedule=INTERLEAVED, chunks=chunks), num, fast_enough
                 )
             except (TooSlow, InfeasibleError, ConstraintError) as error:
-                log.info("no plan of %d stages a device along %r: %s", chunks, wish.axis, error)
+                log.info("no plan with %d stages per device along %r: %s", chunks, wish.axis, error)
                 break
             if found.plan.prediction.step_s >= fast_enough:
                 break
             best, chunks = found, chunks * 2
         if best is None:
-            assert refusal is not None, "1F1B was found, or is too slow"
+            assert refusal is not None, "1F1B has a plan, or is too slow"
             raise refusal
         return best
 
     def candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
-        """Yield (axis, number of microbatches) of what needs least memory; 0 microbatches stand for
-        no pipeline. More microbatches are smaller ones, so these are the largest numbers."""
+        """Yield the (axis, number of microbatches) that need least memory; 0 microbatches stand for
+        no pipeline. These are the largest numbers, which have the smallest microbatches.
+        """
         if wish.axis is None and self.number(wish) is None:
             yield "", 0
         for axis in self.axes(wish):
@@ -193,14 +196,13 @@ class Staging(CapturedCall):
                 yield axis, num
 
     def numbers(self, wish: Pipelined) -> tuple[int, ...]:
-        """Return the numbers of microbatches that may be tried along an axis, rising."""
+        """Return the numbers of microbatches to try along an axis, ascending."""
         if (asked := self.number(wish)) is not None:
             return (asked,)
         return self._free_numbers(wish, batch_size(self.args, self.kwargs))
 
     def _free_numbers(self, wish: Pipelined, samples: int) -> tuple[int, ...]:
-        """Return the numbers of microbatches that may be tried along an axis if none is requested,
-        rising."""
+        """Return the numbers of microbatches to try if none is requested, ascending."""
         if not wish.axis:
             return (1,)
         stages = self.num_ranks(wish)

@@ -20,14 +20,14 @@ from autopar.request import OPTIONS, PlanOptions
 
 
 def options_of(plan: Plan, hardware: Hardware, memory_bytes: int | None) -> PlanOptions:
-    """The options that a plan was made with, on some hardware.
+    """Return the options that a plan was made with, for some hardware.
 
     Args:
-        memory_bytes: another budget. By default the plan's, where its user set one or the hardware
-            is the same, else the hardware's.
+        memory_bytes: another budget in bytes. By default the plan's if the user set it or the
+            hardware is the same, otherwise the hardware's.
 
     Raises:
-        ConstraintError: where a constraint cannot be read.
+        ConstraintError: if a constraint cannot be read.
     """
     options = recorded_options(plan)
     return replace(
@@ -39,7 +39,7 @@ def options_of(plan: Plan, hardware: Hardware, memory_bytes: int | None) -> Plan
 def recorded_options(plan: Plan) -> PlanOptions:
     """Return the options of a plan on the hardware that it was made for, with its budget.
 
-    If the devices of stages have budgets of their own, the options have none.
+    If the devices of the stages have separate budgets, the options have none.
     """
     known: Mapping[str, Any] = {"outputs": "dtensor", **plan.options}
     asked = {
@@ -56,7 +56,8 @@ def recorded_options(plan: Plan) -> PlanOptions:
 
 def _is_asked(plan: Plan, hardware: Hardware) -> bool:
     """Return whether the plan's budget applies: the hardware is the same, or the budget is not the
-    one that the plan's hardware has by default."""
+    default of the plan's hardware.
+    """
     mark = plan.fingerprint
     if mark.profile_hash == hardware.hash:
         return True
@@ -75,15 +76,15 @@ def _is_asked(plan: Plan, hardware: Hardware) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Check that a plan is for a model, batch and mesh, and list what differs.
+# Check that a plan fits a model, batch and mesh, and list the differences.
 
 log = logging.getLogger("autopar")
-_SHOWN = 3  # of what is in one of both alone
-_INDEX = re.compile(r"(?<![^.])\d+(?=[./]|$)")  # of a repeated module, in a path
+_SHOWN = 3  # names that only the plan or only the model has
+_INDEX = re.compile(r"(?<![^.])\d+(?=[./]|$)")  # index of a repeated module in a path
 
 
 def check_fits(plan: Plan, trace: Trace, mesh: Mesh, name: str = "") -> None:
-    """Check that a plan is for this model and mesh.
+    """Check that a plan fits this model and mesh.
 
     Args:
         plan: the plan to check.
@@ -97,35 +98,37 @@ def check_fits(plan: Plan, trace: Trace, mesh: Mesh, name: str = "") -> None:
     differs = list(_differences(plan, trace, mesh, name))
     if plan.fingerprint.torch != torch.__version__.split("+")[0]:
         log.warning(
-            "plan made with torch %s, this is %s: entries are matched by key",
+            "the plan was made with torch %s, this is torch %s: entries are matched by key",
             plan.fingerprint.torch,
             torch.__version__,
         )
     if differs:
         alone = mesh.num_devices == 1 < plan.mesh.num_devices
         start = (
-            f"start the script with: autopar run -n {plan.mesh.num_devices} SCRIPT; or "
+            f"start the script with `autopar run -n {plan.mesh.num_devices} SCRIPT`, or "
             if alone
             else ""
         )
-        what = "\n    ".join(("the plan was made for something else:", *differs))
+        what = "\n    ".join(("the plan does not fit this call:", *differs))
         raise PlanError(what, remedy=f"{start}plan again, or pass the plan of this model and mesh")
 
 
 def _differences(plan: Plan, trace: Trace, mesh: Mesh, name: str) -> Iterator[str]:
     """Yield one line per difference."""
     if plan.mesh.shape != mesh.shape or plan.mesh.names != mesh.names:
-        yield f"mesh: the plan is for {plan.mesh}, this is {mesh}"
+        yield f"mesh: the plan is for {plan.mesh}, but the mesh is {mesh}"
     if plan.fingerprint.model != trace.fingerprint:
         if name and plan.fingerprint.model_name not in ("", name):
-            yield f"model: the plan is for a {plan.fingerprint.model_name}, this is a {name}"
+            yield f"model: the plan is for {plan.fingerprint.model_name}, but the model is {name}"
         other = plan.fingerprint.other_batch(trace.batch_in_words)
         named = [
             *([other] if other else []),
             *_gradient_differences(plan, trace),
             *_of_model(plan, trace),
         ]
-        yield from named or ["model: names agree, but shapes, dtypes or arguments of ops differ"]
+        yield from named or [
+            "model: the names agree, but shapes, dtypes or arguments of ops differ"
+        ]
 
 
 def _of_model(plan: Plan, trace: Trace) -> Iterator[str]:
@@ -156,14 +159,15 @@ def _of_model(plan: Plan, trace: Trace) -> Iterator[str]:
 
 
 def _first(names: Collection[str]) -> str:
-    """Return some of the names, equal ones of repeated modules as one, and the number of the
-    others."""
+    """Return some of the names, with equal names of repeated modules merged, and the number of the
+    others.
+    """
     alike: dict[str, list[str]] = {}
     for name in sorted(names):
         path, slash, rest = name.partition("/")
         alike.setdefault(f"{_INDEX.sub('*', path)}{slash}{rest}", []).append(name)
     told = [
-        f"{pattern} ({len(found)} of them)" if len(found) > 1 else found[0]
+        f"{pattern} ({len(found)} times)" if len(found) > 1 else found[0]
         for pattern, found in list(alike.items())[:_SHOWN]
     ]
     num_more = sum(len(found) for found in list(alike.values())[_SHOWN:])
@@ -171,16 +175,17 @@ def _first(names: Collection[str]) -> str:
 
 
 def _gradient_differences(plan: Plan, trace: Trace) -> Iterator[str]:
-    """Yield the inputs that have a gradient in only one of plan and call. In stages and
-    microbatches no input has one."""
+    """Yield the inputs that have a gradient in only one of plan and call. With stages or
+    microbatches, no input has a gradient.
+    """
     chosen = (c for e in plan.entries if e.kind == "input" for c in e.nodes)
     planned = {c.node.removesuffix("/input") for c in chosen if c.strategy.inputs}
     here = {i.path for i in trace.given_back}
     yield from (
-        f"input {path} has a gradient in the plan, and requires none"
+        f"input {path} has a gradient in the plan, but does not require one"
         for path in sorted(planned - here)
     )
     yield from (
-        f"input {path} requires a gradient, which the plan does not give"
+        f"input {path} requires a gradient, but has none in the plan"
         for path in sorted(here - planned)
     )

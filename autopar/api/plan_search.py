@@ -1,13 +1,13 @@
-"""The search for a call's plan: mesh shapes, stages, microbatches, and losses by rows.
+"""Search for a plan of a call over mesh shapes, stages, microbatches and losses by rows.
 
-1. Plans without stages, for one mesh shape after another (`autopar.api.mesh_search`). The first
-   one is ready after one search. If memory binds, losses that process the logits in parts are
-   tried, and microbatches one after another.
+1. Plans without stages, for each mesh shape (`autopar.api.mesh_search`). The first plan is ready
+   after one search. If memory is the bottleneck, losses by rows of the logits and sequential
+   microbatches are tried.
 2. Alternatives with stages, along every axis of every shape, in the order of their bounds
-   (`autopar.api.alternatives`), within the budget of work that `effort` gives.
-3. If nothing fits, microbatches one after another until they fit.
+   (`autopar.api.alternatives`), within the budget of work set by `effort`.
+3. If nothing fits, increasing numbers of sequential microbatches until the call fits.
 
-A pipeline whose axis or number of microbatches is requested is searched in place of step 1.
+A pipeline whose axis or number of microbatches is requested replaces step 1.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from autopar.errors import AutoparError, CoupledError, InfeasibleError
 from autopar.planner import Planned, TooSlow
 from autopar.request import PlanOptions
 
-# Share of a step that stages which nobody asked for have to save: a pipeline is harder to run and
-# to debug.
+# Share of the step time that stages which were not requested have to save: a pipeline is harder to
+# run and to debug.
 _SAVED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSearch:
-    """Searches for the plan of a call over mesh shapes and stages.
+    """Search for the plan of a call over mesh shapes and stages.
 
     Attributes:
         choose: returns the call on a mesh shape.
-        options: of the call.
-        meshes: the shapes, the plainest first.
-        further: shapes that are tried if none of `meshes` has a plan, and not for lack of memory
-            alone.
-        holds: whether a shape has the axes that constraints speak of.
-        budget: the work that alternatives to the first plan may take.
+        options: options of the call.
+        meshes: the shapes, the simplest first.
+        further: shapes to try if none of `meshes` has a plan for another reason than lack of
+            memory.
+        holds: whether a shape has the axes that the constraints name.
+        budget: work for alternatives to the first plan.
     """
 
     choose: Callable[[Mesh], Chooser]
@@ -58,11 +58,11 @@ class PlanSearch:
     budget: WorkBudget = field(default_factory=WorkBudget)
 
     def run(self) -> Planned:
-        """Find the fastest plan among those tried.
+        """Find the fastest plan.
 
         Raises:
-            ConstraintError, InfeasibleError, MeshError: if there is none, of the mesh shape that
-                says most (`autopar.api.mesh_search.ShapeSearch`).
+            ConstraintError, InfeasibleError, MeshError: if there is no plan; the error of the most
+                informative mesh shape (`autopar.api.mesh_search.ShapeSearch`).
         """
         shapes = ShapeSearch(self.budget, self.holds, self.choose(self.meshes[0]).status)
         for mesh in shapes.pending(self.meshes, self.further):
@@ -77,10 +77,10 @@ class PlanSearch:
         return replace(shapes.note(best), was_interrupted=self.budget.was_interrupted)
 
     def _with_stages(self, shapes: ShapeSearch) -> tuple[Planned | None, AutoparError | None]:
-        """Search the alternatives with stages to what was found for mesh shapes.
+        """Search for stages that improve on the plans of the mesh shapes.
 
         Returns:
-            The best plan of all, and why there is none.
+            The best plan, and the reason if there is none.
         """
         alone = shapes.best
         refusal = shapes.refusal if alone is None else None
@@ -107,12 +107,12 @@ class PlanSearch:
         return _better(alone, tries, saved, search.coupled), refusal
 
     def _limit(self, alone: Planned | None, saved: float) -> Callable[[float], float]:
-        """Return the function from the step of the fastest plan with stages to the seconds that
-        another one has to beat.
+        """Return a function that maps the step time of the fastest plan with stages to the step
+        time that another plan has to beat.
 
         Args:
             alone: the best plan without stages.
-            saved: share of its step that stages have to save.
+            saved: share of the step time that stages have to save.
         """
         alone_s = math.inf if alone is None else alone.plan.prediction.step_s
 
@@ -123,7 +123,7 @@ class PlanSearch:
         return limit
 
     def _in_parts(self, refusal: InfeasibleError) -> tuple[Planned | None, AutoparError]:
-        """Search microbatches one after another, after all else was refused."""
+        """Search for sequential microbatches after everything else failed."""
         shapes = ShapeSearch(self.budget.unlimited(), self.holds)
         for mesh in shapes.pending(self.meshes):
             with shapes.attempt(mesh):
@@ -132,8 +132,9 @@ class PlanSearch:
 
 
 def _by_fewer_rows(choosers: Sequence[Chooser], search: AlternativeSearch, tries: Tries) -> None:
-    """Search losses by fewer and fewer rows, with the best stages, or with all if no plan fits, as
-    long as memory binds."""
+    """Search for losses by fewer and fewer rows, with the best stages, or with all if no plan fits,
+    as long as memory is the bottleneck.
+    """
     for rows in choosers[0].row_choices(tries.best):
         if tries.best is not None and not is_bound_by_memory(tries.best.plan):
             return
@@ -148,11 +149,11 @@ def _alternatives(
 
     Args:
         choosers: the call on each shape.
-        like: a plan; if given, only the alternative with its mesh, axis and microbatches.
+        like: a plan; if given, only the alternative with its mesh, axis and number of microbatches.
     """
     for chooser in choosers:
         wish = chooser.free_stages
-        assert wish is not None, "only calls whose stages are free have alternatives"
+        assert wish is not None, "only calls without requested stages have alternatives"
         for each in chooser.alternatives(wish):
             asked = like.plan if like is not None else None
             if asked is None or (each.mesh, each.axis, each.num) == (
@@ -166,13 +167,14 @@ def _alternatives(
 def _better(
     alone: Planned | None, tries: Tries, saved: float, coupled: CoupledError | None
 ) -> Planned | None:
-    """Return the plan with stages if it saves enough, else the one without; with a note on both.
+    """Return the plan with stages if it saves enough, otherwise the plan without stages; with a
+    note on both.
 
     Args:
         alone: the best plan without stages.
         tries: the plans with stages.
-        saved: share of a step that stages have to save.
-        coupled: why samples depend on each other, if they do.
+        saved: share of the step time that stages have to save.
+        coupled: the reason why samples depend on each other, if they do.
     """
     told, best = list(tries.told), tries.best
     if alone is not None:
@@ -181,8 +183,8 @@ def _better(
         if best is None or best.plan.prediction.step_s > (1.0 - saved) * alone_s:
             if best is not None and best.plan.prediction.step_s < alone_s:
                 told.append(
-                    f"stages that save less than {100 * saved:g} % are not taken where none are"
-                    " asked for"
+                    f"stages that save less than {100 * saved:g} % are not taken where none are "
+                    "asked for"
                 )
             best = alone
     return None if best is None else note_tries(best, told, coupled)

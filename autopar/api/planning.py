@@ -1,4 +1,4 @@
-"""Planning and verifying: no process group, no GPU."""
+"""Plan and verify without a process group and without a GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from autopar.planner import Planned
 from autopar.planner.clock import Progress
 from autopar.planner.reprice import reprice_plan
 from autopar.plans import Plan
-from autopar.report import card as card  # with it, notebooks show plans
+from autopar.report import card as card  # lets notebooks display plans
 from autopar.request import OPTIONS, PlanKeywords, PlanOptions
 from autopar.solve import check_solver
 from autopar.verification import Verification, verify_program
@@ -71,31 +71,32 @@ from autopar.verification import Verification, verify_program
 log = logging.getLogger("autopar")
 
 # --------------------------------------------------------------------------------------------------
-# A warning if the gap of a plan is wider than requested.
+# Warn if the gap of a plan is larger than requested.
 
-_SAME = 1e-6  # a gap that is this much wider is not
+_SAME = 1e-6  # an excess of the gap up to this value is ignored
 
 
 def warn_of_gap(found: Planned, *, is_late: bool) -> Planned:
-    """Return the plan as it is, and warn if the gap to its bound is wider than requested.
+    """Return the plan unchanged, and warn if its gap is larger than requested.
 
     Args:
         found: the plan.
-        is_late: whether planning ended because its time was over.
+        is_late: whether planning ended because the time limit was reached.
     """
     plan, asked = found.plan, found.plan.options["gap"]
     if plan.proof.gap <= asked + _SAME:
         return found
     if is_late:
-        why, remedy = "the time was over", "pass a larger time_limit_s"
+        why, remedy = "the time limit was reached", "pass a larger time_limit_s"
     else:
         what = "cuts and stages" if plan.stage_axis else "layouts"
-        why = f"the bound over all {what} proves no more"
+        why = f"the bound over all {what} is not tighter"
         remedy = (
-            f"autopar.explain(plan) says what it covers, and gap={plan.proof.gap:.2g} accepts it"
+            f"autopar.explain(plan) shows what the bound covers; gap={plan.proof.gap:.2g} accepts "
+            "this plan"
         )
     log.warning(
-        "a plan that is %s faster is not excluded, where gap=%s is asked for: %s; %s",
+        "a plan that is %s faster is not excluded, but gap=%s was requested: %s; %s",
         share(plan.proof.gap),
         asked,
         why,
@@ -105,17 +106,17 @@ def warn_of_gap(found: Planned, *, is_late: bool) -> Planned:
 
 
 # --------------------------------------------------------------------------------------------------
-# The seconds that unequal devices, which run one program in lockstep, wait for the slowest.
+# Time that unequal devices, which run one program in lockstep, wait for the slowest.
 
 
 def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]) -> Planned:
-    """Return the plan with the seconds of its step on each kind of device alone, if devices are
-    unequal and stages do not separate them; else unchanged.
+    """Return the plan with its step time on each type of device alone, if devices are unequal and
+    not separated by stages; otherwise unchanged.
 
     Args:
         found: the plan.
         hardware: the profile, or one per index along an axis.
-        part: returns the trace that a plan is for: of the batch, or of one microbatch.
+        part: returns the trace that a plan is for: that of the batch, or of one microbatch.
     """
     plan = found.plan
     if (
@@ -131,13 +132,12 @@ def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]
     }
     steps = trace.loss is not None and bool(trace.differentiable)
     way = (
-        f"; constraints=[autopar.constraints.pipeline({hardware.axis!r})] gives each a stage of"
-        " its own"
+        f"; constraints=[autopar.constraints.pipeline({hardware.axis!r})] gives each its own stage"
         if steps and not plan.stage_axis
         else ""
     )
     log.warning(
-        "devices along %s are not alike and run in lockstep, at the pace of the slowest%s",
+        "the devices along %s are unequal and run in lockstep at the pace of the slowest%s",
         hardware.axis,
         way,
     )
@@ -148,18 +148,19 @@ def with_waits(found: Planned, hardware: Hardware, part: Callable[[Plan], Trace]
 def settle_request(
     request: PlanRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Hardware, PlanOptions]:
-    """Return the hardware of a request, the default one if none is named, and the options, with the
-    time of planning begun.
+    """Return the hardware of a request (the default if none is named), and the options, with the
+    clock of planning started.
 
     Args:
-        request: as for `plan_call`.
+        request: see `plan_call`.
         args, kwargs: the call.
 
     Raises:
-        CaptureError, HardwareError, MeshError, AutoparError: if a part of it cannot be used.
+        CaptureError, HardwareError, MeshError, AutoparError: if the model, the batch, the mesh or
+            the hardware cannot be used.
     """
     model, mesh, hardware, chosen = request.model, request.mesh, request.hardware, request.options
-    if isinstance(model, nn.Module):  # what is none is refused below
+    if isinstance(model, nn.Module):  # an invalid mesh is rejected below
         refuse_wrapped(model)
     check_solver(chosen.solver)
     devices = as_hardware(
@@ -183,7 +184,7 @@ def plan_call(
     Args:
         request: the model, the mesh, the hardware and the options.
         args, kwargs: the call; values are not read.
-        progress: called with the name of each phase that begins.
+        progress: called with the name of each phase that starts.
 
     Returns:
         The trace, and the plan with its program and phase times.
@@ -196,8 +197,8 @@ def plan_call(
     trace = trace_unplanned(model, args, kwargs, chosen)
     if not trace.differentiable and not chosen.inference:
         log.warning(
-            "nothing that the model returns has a gradient: planned for inference, without"
-            " gradients and optimizer state"
+            "no output of the model has a gradient: planning inference, without gradients and "
+            "optimizer state"
         )
     refuse_parts(trace, chosen.batch)
     wanted = (
@@ -240,8 +241,8 @@ def plan_call(
     except InfeasibleError as error:
         if wanted == "auto" and chosen.outputs == "full" and has_loss:
             log.warning(
-                "whole outputs beside the loss do not fit into memory, so that each rank keeps its"
-                " part of them: %s",
+                "full outputs do not fit into memory together with the loss, so each rank keeps "
+                "its shard: %s",
                 error.what,
             )
             parts = replace(chosen, outputs="dtensor")
@@ -255,25 +256,24 @@ def plan_call(
 
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Yield the function that shows the phases of planning that take long: on a terminal, or else
-    in the log."""
+    """Yield the function that shows slow phases of planning: on a terminal, or else in the log."""
     with progress_of_long("capturing the model") as tell:
         yield lambda phase: tell(PHASES.get(phase, phase))
 
 
 # --------------------------------------------------------------------------------------------------
-# The cache of plans. Its key covers all that planning reads; what a capture reads beyond that is
-# compared when an entry is used (`autopar.cache`).
+# The cache of plans. Its key covers everything that planning reads. What a capture reads beyond
+# that is compared when an entry is used (`autopar.cache`).
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan, and whether it was planned now.
+    """A plan, and whether it was planned in this call.
 
     Attributes:
-        planned: the plan with its program and phase times; None if it comes from the cache.
+        planned: the plan with its program and phase times; None if the plan comes from the cache.
         trace: the capture; None if the plan comes from the cache.
-        key: of the entry in the cache; empty if the cache is not used.
+        key: key of the cache entry; empty if the cache is not used.
     """
 
     plan: Plan
@@ -289,7 +289,7 @@ def find_plan(
     *,
     progress: Progress | None = None,
 ) -> Found:
-    """Return the plan of a request from the cache, or plan it and put it there.
+    """Return the plan of a request from the cache, or plan and store it.
 
     Args:
         request, args, kwargs: as for `plan_call`.
@@ -297,19 +297,19 @@ def find_plan(
             (`shown_progress`).
 
     Raises:
-        as `plan_call`.
+        see `plan_call`.
     """
     devices, chosen = settle_request(request, args, kwargs)
     request = replace(request, hardware=devices, options=chosen)
     key = _key_of(request, devices, args, kwargs)
     if key is not None and (plan := load_plan(key)) is not None:
-        log.info("the plan is from the cache: %s", key.text)
+        log.info("plan loaded from the cache: %s", key.text)
         return Found(plan, key=key.text)
     cached = captures_cached(use=chosen.cache)
     shown = shown_progress() if progress is None else nullcontext(progress)
     with cached, shown as tell, recorded_captures() as traces, recorded_warnings() as messages:
         trace, planned = plan_call(request, args, kwargs, progress=tell)
-    is_final = not (chosen.is_late or planned.was_interrupted)  # with more time it may be another
+    is_final = not (chosen.is_late or planned.was_interrupted)  # more time may give another plan
     if key is not None and is_final:
         save_plan(key, planned.plan, traces, messages)
     return Found(planned.plan, planned, trace, "" if key is None else key.text)
@@ -318,7 +318,7 @@ def find_plan(
 def _key_of(
     request: PlanRequest, devices: Hardware, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Key | None:
-    """Return the key of a request; None if its plan cannot be in the cache, which the log says."""
+    """Return the cache key of a request; None if its plan cannot be cached, which is logged."""
     options = request.options
     if not (options.cache and is_cache_on("plans")):
         return None
@@ -326,12 +326,12 @@ def _key_of(
     asked = {name: getattr(options, name) for name in OPTIONS if name != "cache"}
     try:
         if options.solver != "highs":
-            raise Opaque(f"the version of the solver {options.solver} is not known")
+            raise Opaque(f"the version of the solver {options.solver} is unknown")
         return Key.of(
             "plan", request.model, args, kwargs, (mesh, devices, asked, request.is_further)
         )
     except Opaque as reason:
-        log.debug("the cache of plans is not used: %s", reason)
+        log.debug("cache of plans not used: %s", reason)
         return None
 
 
@@ -344,7 +344,7 @@ def plan_model(
     write_lp: str | Path | None = None,
     **options: Unpack[PlanKeywords],
 ) -> tuple[Trace, Planned]:
-    """As `plan`, but without the cache; also returns the trace, the program and the phase times."""
+    """Plan without the cache. Also return the trace, the program and the phase times."""
     asked = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
     request = PlanRequest(model, mesh, hardware, asked)
     with shown_progress() as progress:
@@ -365,31 +365,32 @@ def plan(
     write_lp: str | Path | None = None,
     **options: Unpack[PlanKeywords],
 ) -> Plan:
-    """Plan a model for a mesh. Needs no GPU and no process group; the weights may be on meta.
+    """Plan a model for a mesh. Needs no GPU and no process group. The weights may be on meta.
 
     Args:
         mesh: an `autopar.Mesh`, a torch DeviceMesh, sizes of axes by name; or nodes and devices per
             node, ``(4, 8)``, or a device count (eight to a node), whose shape is then the planner's
             choice: at most three axes, of one node two, unless constraints hold on none of those;
             `Plan.proof.covers` says which were tried.
-        example_inputs: the global batch: a mapping of keywords, a sequence of positions, or one
-            tensor. Values are not read.
-        hardware: name of a profile (`HardwareProfile.names`), path of one, ``"local"``, or a
-            profile; by default ``local`` where this machine was measured for the kind of device
-            that the weights are on, else the GPU that is there (unless they are on a CPU), else
-            ``cpu-gloo``. Of unequal devices a mapping from an axis to one profile per index along
-            it, ``{"stage": ["h100-sxm", "a100-sxm-80gb"]}``: stages along it
-            (`autopar.constraints.pipeline`) are each planned for their own, k on those k mod n. All
-            else is in lockstep, at the pace of the slowest, in the memory of the smallest;
-            `explain` says how long the others wait: none is given more samples than another.
-        write_lp: where to write the integer program that the plan answers, in LP format. Not of
-            plans with stages.
-        options: as `autopar.request.PlanOptions` declares them; `help` lists them here.
+        example_inputs: the global batch: a mapping of keyword arguments, a sequence of positional
+            arguments, or one tensor. Values are not read.
+        hardware: a profile, the name of one (`HardwareProfile.names`), its path, or ``"local"``.
+            Default: ``local`` if this machine was measured for the device type of the weights,
+            otherwise its GPU (unless the weights are on a CPU), otherwise ``cpu-gloo``. For unequal
+            devices, a mapping from an axis to one profile per index along it, ``{"stage":
+            ["h100-sxm", "a100-sxm-80gb"]}``. Pipeline stages along that axis
+            (`autopar.constraints.pipeline`) are each planned for their own profile; stage k runs on
+            index k mod n. Without stages, all devices run in lockstep at the pace of the slowest
+            and in the memory of the smallest; `explain` shows how long the others wait. All devices
+            process the same number of samples.
+        write_lp: file to write the integer program to, in LP format. Not available for plans with
+            stages.
+        options: the options that `autopar.request.PlanOptions` declares; `help` lists them.
 
     Raises:
-        CaptureError, ConstraintError, InfeasibleError, HardwareError, MeshError: see each.
+        CaptureError, ConstraintError, InfeasibleError, HardwareError, MeshError: see each class.
     """
-    if write_lp is not None:  # a plan has no integer program
+    if write_lp is not None:  # a cached plan has no integer program
         return plan_model(
             model,
             mesh,
@@ -411,26 +412,25 @@ def verify(
     dtype: torch.dtype | None = torch.float64,
     tolerance: float | None = None,
 ) -> Verification:
-    """Run all ranks of a plan in one process, in lockstep, and compare outputs and every gradient
-    with the plain model.
+    """Run all ranks of a plan in one process, in lockstep. Compare outputs and every gradient with
+    the plain model.
 
     Args:
-        plan: or its file.
-        dtype: all floating tensors are promoted to it, float64 or float32, on both sides; None
-            computes in the model's own.
-        tolerance: largest relative error allowed; by default 1e-9 in fp64 (2e-6 where the model
-            itself computes a part in fp32), 1e-4 in fp32, 5e-2 below.
+        plan: a plan or its file.
+        dtype: float64 or float32; all floating-point tensors are promoted to it on both sides. None
+            computes in the dtypes of the model.
+        tolerance: largest relative error allowed. Default: 1e-9 in float64 (2e-6 if the model
+            itself computes a part in float32), 1e-4 in float32, 5e-2 below.
 
     Raises:
-        VerificationError: naming the first node that diverges, with its module path; or where the
-            dtype is no such one.
-        PlanError: where the plan is for another model.
+        VerificationError: with the first node that diverges and its module path; or if the dtype is
+            not supported.
+        PlanError: if the plan is for another model.
     """
     if dtype not in (None, torch.float32, torch.float64):
-        remedy = "pass torch.float64, torch.float32, or None, which is the model's own"
+        remedy = "pass torch.float64, torch.float32, or None for the dtypes of the model"
         raise VerificationError(
-            f"nothing can be verified in {dtype}: sums that ops keep in float32 would be in"
-            " it, too",
+            f"cannot verify in {dtype}: sums that ops keep in float32 would be in it, too",
             remedy=remedy,
         )
     plan, (args, kwargs) = Plan.of(plan), as_call(batch)
@@ -455,21 +455,19 @@ def check(
     *,
     hardware: HardwareLike | None = None,
 ) -> Certificate:
-    """Certify a plan without a solver: that it is legal, costs and holds what it says, and is as
-    close to the best as it says.
+    """Certify a plan without a solver: that it is legal, that its time and memory are as stated,
+    and that it is as close to the optimum as stated.
 
-    Everything is derived anew from the model, whose weights may be on meta, and the profile. The
-    program that the plan is emitted into is validated node by node against the captured model;
-    `verify` is what runs it.
+    All claims are derived again from the profile and the model, whose weights may be on meta. The
+    program of the plan is validated node by node against the captured model; `verify` runs it.
 
     Args:
-        plan: or its file. hardware: as in `plan`; by default the profile that the plan names.
+        plan: a plan or its file. hardware: see `plan`; by default the profile that the plan names.
 
     Raises:
-        CaptureError: where the model cannot be captured.
-        HardwareError: where the profile is not here under the name that the plan has: pass its
-            path.
-        ConstraintError, EmissionError: where the model cannot be cut as the plan says.
+        CaptureError: if the model cannot be captured.
+        HardwareError: if the profile that the plan names is not found. Pass its path.
+        ConstraintError, EmissionError: if the model cannot be cut into the stages of the plan.
     """
     plan, (args, kwargs) = Plan.of(plan), as_call(batch)
     devices = of_plan(plan, hardware)

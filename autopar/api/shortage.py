@@ -1,5 +1,6 @@
-"""Explain why no plan fits: how much memory would suffice, and which constraints ask for more than
-there is."""
+"""Explain why no plan fits: how much memory would suffice, and which constraints need more than the
+budget.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from autopar.planner.search import finish_search, need_of, needs, prepare_search
 from autopar.request import PlanOptions
 
 # --------------------------------------------------------------------------------------------------
-# The memory that plans of one kind need at least: in one piece, in microbatches, or in stages.
+# Lower bounds of the memory of one kind of plan: the whole batch at once, in microbatches, or in
+# stages.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,9 @@ class PlanKind:
     """Plans of one kind under some constraints.
 
     Attributes:
-        proven: the memory that every plan of this kind needs at least.
-        lightest: finds plans of little memory, and returns the fastest that fits, else the one that
-            needs least; None if none is found.
+        proven: lower bound of the memory of every plan of this kind.
+        lightest: searches for plans with little memory. Returns the fastest that fits, otherwise
+            the smallest; None if none is found.
     """
 
     proven: Need
@@ -53,10 +55,10 @@ def in_one_piece(
     model_name: str,
     clock: Clock,
 ) -> PlanKind:
-    """Describe plans of the whole batch at once, on the whole mesh.
+    """Describe the plans of the whole batch at once, on the whole mesh.
 
     Args:
-        trace: of the batch.
+        trace: trace of the batch.
         mesh, hardware, options, model_name: of the plans.
         clock: measures the phases.
 
@@ -84,11 +86,11 @@ def in_stages(
     model_name: str,
     clock: Clock,
 ) -> PlanKind:
-    """Describe plans of a pipeline, or of one stage that processes microbatches one after another.
+    """Describe the plans of a pipeline, or of one stage that processes microbatches sequentially.
 
     Args:
         whole, part: the traces of the batch and of one microbatch.
-        how: how microbatches make the batch.
+        how: how microbatches form the batch.
         mesh, hardware, options, model_name: of the plans.
         wish: the pipeline.
         clock: measures the phases.
@@ -103,22 +105,22 @@ def in_stages(
 
 
 log = logging.getLogger("autopar")
-_MOST = 2  # kinds of plans, those with the least bounds, of which small ones are looked for
+_MOST = 2  # number of kinds of plans with the lowest bounds for which small plans are searched
 
 
 def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
-    """Find a plan of little memory that fits after all; raise an informed refusal if there is none.
+    """Find a plan with little memory that fits; if there is none, raise an error with the details.
 
-    All plans that were tried are considered: in one piece, in stages and microbatches, with a loss
-    by rows.
+    All plans that were tried are considered: without microbatches, with stages and microbatches,
+    and with a loss by rows.
 
     Args:
-        error: the refusal of the search.
+        error: error of the search.
         chooser: the call, and the search over its plans.
 
     Raises:
         InfeasibleError: with the memory that a plan needs, and a smallest set of constraints that
-            the budget cannot hold.
+            do not fit the budget.
     """
     shortage, clock = _Shortage(chooser), Clock(chooser.progress)
     with clock.phase("least"):
@@ -126,7 +128,7 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
     smallest = None if found is None else need_of(found.plan)
     if found is not None and smallest is not None and smallest.fits:
         log.warning(
-            "%s; a plan of little memory does, which is not searched for speed: %s",
+            "%s; using a plan with little memory that was not optimized for speed: %s",
             error.what,
             found.plan,
         )
@@ -136,7 +138,7 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
         stages = pipeline_in(chooser.options.constraints, chooser.mesh)
         tried = (
             f"; {error.what}" if stages is not None and stages.axis else ""
-        )  # says which stage needs most
+        )  # names the stage that needs most
         what = between + shortage.describe_conflict(proven) + tried if between else error.what
     remedy = error.remedy + ("" if stages is not None else _advise_stages(chooser))
     needed = error.needed_bytes if smallest is None else smallest.num_bytes
@@ -144,60 +146,62 @@ def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
 
 
 def _advise_stages(chooser: Chooser) -> str:
-    """Return how stages may be tried that were not, as text; empty if the call can have none."""
+    """Return text on how to try stages that were not tried; empty if they are not possible."""
     if chooser.mesh.num_devices == 1 or not chooser.trace.differentiable:
         return ""
     if chooser.trace.loss is None:
-        return "; let forward return the loss: then microbatches and stages may help"
+        return "; return the loss from forward to allow microbatches and stages"
     return "; stages were not tried: pass constraints=(autopar.constraints.pipeline(),)"
 
 
 def _describe_need(proven: Need | None, smallest: Need | None) -> str:
-    """Return what is known of the least memory that would suffice, as an error text; empty if
-    nothing is."""
+    """Return an error text with what is known of the minimum memory; empty if nothing is known."""
     if proven is None:
         return ""
     fits = "was found that fits" if proven.fits else "fits"
-    of = f" of {proven.where}" if proven.where else ""  # which of unequal devices are short
+    of = (
+        f" of {proven.where}" if proven.where else ""
+    )  # names the type of unequal device that lacks memory
     what = f"no plan {fits} into {size_text(proven.budget_bytes)} per device{of}"
     least = (
-        f"{size_text(proven.num_bytes)} ({proven.num_bytes} bytes, proven for all that is tried)"
+        f"{size_text(proven.num_bytes)} ({proven.num_bytes} bytes, proven for all alternatives "
+        "tried)"
     )
     if smallest is not None:
         small = (
-            f"{size_text(smallest.num_bytes)} ({smallest.num_bytes} bytes, a plan that was found)"
+            f"{size_text(smallest.num_bytes)} ({smallest.num_bytes} bytes, the smallest plan found)"
         )
         if smallest.where:
             return (
-                f"{what}: at least {least} is needed; what was found needs {small} on"
-                f" {smallest.where}"
+                f"{what}: at least {least} is needed; the smallest plan found needs {small} on "
+                f"{smallest.where}"
             )
-        return f"{what}: the least that would do is between {least} and {small}"
+        return f"{what}: the minimum that would suffice is between {least} and {small}"
     return "" if proven.fits else f"{what}: at least {least} is needed"
 
 
 @dataclass
 class _Shortage:
-    """A call that does not fit, and the memory that its plans need under subsets of the
-    constraints."""
+    """A call that does not fit, and the memory of its plans under subsets of the constraints."""
 
     chooser: Chooser
     _proven: dict[tuple[Constraint, ...], Need | None] = field(default_factory=dict)
 
     @property
     def requests(self) -> tuple[Constraint, ...]:
-        """The constraints, and the requested number of microbatches as one more."""
+        """The constraints, followed by the requested number of microbatches, if any."""
         num, constraints = self.chooser.options.num_microbatches, self.chooser.options.constraints
         return (
             constraints if num == "auto" else (replace(ONE_STAGE, microbatches=num), *constraints)
         )
 
     def sizes(self) -> tuple[Need | None, Planned | None]:
-        """Return the memory that is proven necessary for all requested plans, None if nothing is
-        known, and a plan that needs little."""
+        """Return the proven minimum memory of all requested plans (None if unknown), and a plan
+        with little memory.
+        """
         kinds = sorted(
             self._kinds(self.requests), key=lambda kind: kind.proven.share
-        )  # ties as they were tried
+        )  # ties in the order of trying
         if not kinds:
             return None, None
         proven = kinds[0].proven
@@ -210,7 +214,7 @@ class _Shortage:
         return proven, prefer_fastest(found, needs)
 
     def describe_conflict(self, proven: Need | None) -> str:
-        """Return which requests ask for more memory than there is, as text.
+        """Return text on which requests need more memory than the budget.
 
         It is empty if `proven` fits, or if no plan needs less without the requests.
         """
@@ -220,7 +224,7 @@ class _Shortage:
 
         def hold(chosen: Sequence[Constraint]) -> None:
             if not self._fits(chosen):
-                raise ConstraintError("it asks for more than there is")
+                raise ConstraintError("it needs more than the budget")
 
         found = find_conflict(asked, hold)
         rest = [c for c in asked if c not in found]
@@ -229,7 +233,8 @@ class _Shortage:
         least = size_text(need.num_bytes) if need else "nothing"
         ask = "asks" if len(found) == 1 else "together ask"
         return (
-            f"; {names} {ask} for more than there is: without {without} at least {least} is needed"
+            f"; {names} {ask} for more than the budget: without {without} at least {least} is "
+            "needed"
         )
 
     def _least(self, constraints: Sequence[Constraint]) -> Need | None:
@@ -250,8 +255,9 @@ class _Shortage:
         return need is not None and need.fits
 
     def _kinds(self, constraints: Sequence[Constraint]) -> Iterator[PlanKind]:
-        """Yield the kinds of plans that `Chooser.plan` tries under these constraints, except those
-        that the constraints rule out."""
+        """Yield the kinds of plans that `Chooser.plan` tries under these constraints, without those
+        that the constraints exclude.
+        """
         rest = tuple(c for c in constraints if not _is_number(c))
         num = "auto" if len(rest) == len(constraints) else self.chooser.options.num_microbatches
         options = replace(self.chooser.options, constraints=rest)
@@ -284,8 +290,9 @@ def _of_pipelines(chooser: Chooser) -> Iterator[PlanKind]:
 def _known(
     chooser: Chooser, ways: Iterator[tuple[str, int]] | Sequence[tuple[str, int]], wish: Pipelined
 ) -> Iterator[PlanKind]:
-    """Yield a kind per axis and number of microbatches (0 for one piece), except those that are
-    impossible."""
+    """Yield one kind per axis and number of microbatches (0 for the whole batch), without
+    impossible ones.
+    """
     for axis, num in ways:
         try:
             kind = (
@@ -294,7 +301,7 @@ def _known(
                 else _of_one_piece(chooser)
             )
         except ConstraintError as error:
-            log.info("no plan of %d microbatches along %r: %s", num, axis, error.what)
+            log.info("no plan with %d microbatches along %r: %s", num, axis, error.what)
             continue
         yield replace(kind, lightest=partial(_plan_with_marks, chooser, kind))
 

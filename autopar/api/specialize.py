@@ -1,5 +1,6 @@
 """Prepare further programs of a compiled module: keep the structure of its model, the request of
-its plan, and the layouts in which its parameters rest."""
+its plan, and the layouts in which its parameters are stored.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +29,13 @@ from autopar.plans import Plan
 from autopar.request import PlanOptions
 from autopar.runtime.module import ParallelModule
 
-_KEPT = (
-    1 << 16
-)  # elements of a buffer whose values are kept for further programs: a mask for 256 positions
+# Maximum number of elements of a buffer that keeps its values, such as a mask for 256 positions.
+_KEPT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A copy of a model without values, which can be put into either mode.
+    """A copy of a model without values, which can be set to training or eval mode.
 
     Attributes:
         modes: module path → whether the module was in training mode when the model was compiled.
@@ -48,8 +48,9 @@ class Structure:
 
     @staticmethod
     def of(model: nn.Module) -> Structure:
-        """Copy a model with parameters and large buffers on meta. Small buffers keep their values,
-        which a capture may have to read."""
+        """Copy a model, with parameters and large buffers on meta. Small buffers keep their values,
+        which a capture may have to read.
+        """
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
             memo[id(parameter)] = nn.Parameter(
@@ -63,31 +64,30 @@ class Structure:
         modes = {path: module.training for path, module in model.named_modules()}
         try:
             return Structure(copy.deepcopy(model, memo), modes)
-        except (
-            Exception
-        ) as error:  # whatever a module's attributes raise: it is said where a copy would be needed
+        except Exception as error:  # modules may raise anything; reported when a copy is needed
             return Structure(None, modes, f"{type(error).__name__}: {error}")
 
     def as_called(self, training: bool, trained: Mapping[str, bool]) -> nn.Module:
-        """Return the model in a mode. In the mode in which it was compiled, every module is as it
-        was then.
+        """Return the model in a mode. In the mode in which it was compiled, every module has its
+        original mode.
 
         Args:
             training: the mode.
-            trained: name → whether a parameter is now trained; others stay as they were.
+            trained: name → whether a parameter is now trained; other parameters are unchanged.
 
         Raises:
             RuntimeStateError: if there is no copy.
         """
         if self.model is None:
             what = (
-                f"the model cannot be copied ({self.refusal}), so that another mode, or a batch of"
-                " other shapes, is not planned for"
+                "cannot plan for another mode or other batch shapes, because the model cannot be "
+                f"copied: {self.refusal}"
             )
             raise RuntimeStateError(
                 what,
                 remedy=(
-                    "compile the model for that call, and load_state_dict into it; or pad the batch"
+                    "compile the model for that call and load its state with load_state_dict, or "
+                    "pad the batch"
                 ),
             )
         for name, parameter in self.model.named_parameters():
@@ -102,12 +102,12 @@ class Structure:
 def asked_of(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, PlanOptions]:
     """Return the options of a further plan.
 
-    The first are those of the first plan. The second lack the constraints that name layouts, for
-    calls in which one of them cannot hold.
+    The first options are those of the first plan. The second ones omit the constraints that name
+    layouts, for calls in which one of them cannot hold.
 
     Args:
         plan: the first plan.
-        storage: the layout in which every parameter rests.
+        storage: the layout in which each parameter is stored.
     """
     options = recorded_options(plan)
     kept = [c for c in options.constraints if not isinstance(c, Pipelined | Resting)]
@@ -128,8 +128,9 @@ def asked_of(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, Pl
 
 
 def storage_of(module: ParallelModule) -> dict[str, Layout]:
-    """Return the layout in which each parameter of all stages rests; whole if no program reads
-    it."""
+    """Return the layout in which each parameter of all stages is stored; replicated if no program
+    reads it.
+    """
     stages = module.program.stages
     held = {name: module.resting(name) for name, _ in module.named_parameters()}
     return held | {t.name: t.layout for stage in stages for t in stage.parameters}
@@ -155,12 +156,13 @@ def _stages(plan: Plan) -> tuple[Pipelined, ...]:
 
 
 def beside_the_optimizer(plan: Plan, options: PlanOptions) -> PlanOptions:
-    """Return the options of a plan for forward alone, in the memory that the optimizer's state
-    leaves."""
+    """Return the options of a plan for forward only, with the memory that the optimizer state
+    leaves.
+    """
     assert options.memory_bytes is not None, "a plan records its budget"
     state = plan.as_pipeline.num_chunks * max(
         stage.prediction.memory_bytes.get("optimizer", 0) for stage in plan.stages
-    )  # of any rank's stages
+    )  # the maximum over the stages of all ranks
     return replace(
         options,
         inference=True,
@@ -170,13 +172,13 @@ def beside_the_optimizer(plan: Plan, options: PlanOptions) -> PlanOptions:
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return a call as text that all ranks have to agree on."""
+    """Describe a call in a text on which all ranks have to agree."""
     leaves, spec = tree_flatten(tree_map(_shape, (args, dict(kwargs))))
     return f"{leaves} {spec}"
 
 
 def told_trained(trained: Mapping[str, bool]) -> str:
-    """Return as short text which parameters are trained; all ranks have to agree on it."""
+    """Describe in a short text which parameters are trained; all ranks have to agree on it."""
     names = sorted(name for name, trains in trained.items() if trains)
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
     return f", {len(names)} parameters trained ({digest})" if trained else ""
@@ -189,4 +191,4 @@ def _shape(leaf: Any) -> str:
         repr(leaf)
         if isinstance(leaf, int | float | complex | str | bytes | None)
         else type(leaf).__name__
-    )  # others differ by address
+    )  # the repr of other objects contains an address

@@ -1,5 +1,6 @@
-"""Trace the call that a plan is for: the batch, one microbatch of it, and how microbatches make the
-batch. Validate programs against these traces."""
+"""Trace the call of a plan: the batch, one microbatch of it, and how microbatches form the batch.
+Validate programs against these traces.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +46,20 @@ from autopar.stages.placing import CutError
 from autopar.validation import Validation, validate, validate_microbatches
 
 # --------------------------------------------------------------------------------------------------
-# Validation of emitted programs: before they run, and as a part of a certificate.
+# Validate emitted programs before they run, and for certificates.
 
 log = logging.getLogger("autopar")
 
 
 def validate_before_run(reference: Trace, plan: Plan, program: Program) -> None:
-    """Show that a program computes the traced model, and warn of what only the user's promise says.
+    """Show that a program computes the traced model. Warn about values that only a promise of the
+    user covers.
 
     Args:
-        reference: the trace of the call, as the plan is for it.
+        reference: the trace of the call that the plan is for.
 
     Raises:
-        ValidationError: naming the first value that does not follow from the trace.
+        ValidationError: with the first value that does not follow from the trace.
     """
     found = validate(reference, plan, program)
     log.info("validated: %s", found)
@@ -66,18 +68,19 @@ def validate_before_run(reference: Trace, plan: Plan, program: Program) -> None:
 
 
 def refuse_unproven(whole: Trace, part: Trace, how: Microbatches, *, promised: bool) -> None:
-    """Refuse microbatches that validation cannot show to make the batch, while there is a choice.
+    """Reject microbatches for which validation cannot show that they form the batch, before
+    planning.
 
     Args:
-        whole, part, how, promised: as of `validate_microbatches`.
+        whole, part, how, promised: see `validate_microbatches`.
 
     Raises:
-        CoupledError: naming the first value of a microbatch that does not follow.
+        CoupledError: with the first value of a microbatch that does not follow.
     """
     try:
         validate_microbatches(whole, part, how, promised=promised)
     except ValidationError as error:
-        remedy = "pass num_microbatches=1, or fewer microbatches of more samples each"
+        remedy = "pass num_microbatches=1, or fewer microbatches with more samples each"
         raise CoupledError(error.what, where=error.where, remedy=remedy) from error
 
 
@@ -90,8 +93,8 @@ def with_validation(
     """Return a certificate with the findings of validating the emitted program.
 
     Args:
-        certificate: of the plan.
-        reference: the trace of the call, as the plan is for it.
+        certificate: certificate of the plan.
+        reference: the trace of the call that the plan is for.
         plan: the certified plan.
         emitting: emits the program; an error that it or validation raises becomes a finding.
     """
@@ -121,11 +124,11 @@ def trace_call(
     Args:
         model: the plain model.
         args, kwargs: the call; values are not read.
-        precision: of the plan; see `PlanOptions`.
-        inference: whether to capture forward alone.
+        precision: precision of the plan; see `PlanOptions`.
+        inference: whether to capture forward only.
 
     Raises:
-        CaptureError: if the call cannot be captured, or the model is parallel or compiled already.
+        CaptureError: if the call cannot be captured, or the model is already parallel or compiled.
     """
     refuse_wrapped(model)
     dtype = _PRECISIONS.get(precision or "")
@@ -135,7 +138,7 @@ def trace_call(
 def traced_for(
     plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Trace:
-    """Capture a call in the precision and for the use that a plan was made for.
+    """Capture a call in the precision and mode of a plan.
 
     Args:
         plan: its options are read.
@@ -143,7 +146,7 @@ def traced_for(
         args, kwargs: the call.
 
     Raises:
-        CaptureError: as `trace_call`.
+        CaptureError: see `trace_call`.
     """
     return trace_call(
         model,
@@ -157,16 +160,16 @@ def traced_for(
 def trace_unplanned(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: PlanOptions
 ) -> Trace:
-    """Capture a call as the plan that these options lead to will be for it: forward alone if
-    nothing has a gradient.
+    """Capture a call as planning with these options needs it: forward only if nothing has a
+    gradient.
 
     Args:
         model: the plain model.
         args, kwargs: the call.
-        options: of the plan.
+        options: options of the plan.
 
     Raises:
-        CaptureError: as `trace_call`.
+        CaptureError: see `trace_call`.
     """
     trace = trace_call(model, args, kwargs, options.precision, inference=options.inference)
     if trace.differentiable or options.inference:
@@ -175,8 +178,9 @@ def trace_unplanned(
 
 
 def is_trace_for(plan: Plan, trace: Trace) -> bool:
-    """Return whether a call was captured in the precision and for the use that a plan was made
-    for; if it was, `traced_for` would capture it again."""
+    """Return whether a call was captured in the precision and mode of a plan; if so, `traced_for`
+    would return an equal trace.
+    """
     precision = plan.options.get("precision")
     return trace.precision == (None if precision is None else _PRECISIONS[precision]) and bool(
         trace.differentiable
@@ -184,42 +188,42 @@ def is_trace_for(plan: Plan, trace: Trace) -> bool:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Check that a model is plain.
+    """Check that a model is neither parallel nor compiled.
 
     Raises:
-        CaptureError: if it was made parallel or compiled before.
+        CaptureError: if it is already parallel or compiled.
     """
     if hasattr(model, "_orig_mod"):
         raise _wrapper_error(
             model,
             "",
             "the result of torch.compile",
-            "pass the plain module, which torch.compile was given (`model._orig_mod`)",
+            "pass the plain module that was given to torch.compile (`model._orig_mod`)",
         )
     modules = (
         [("", model)] if _is_compiled(model) else model.named_modules()
-    )  # which one that waits for its first call does not tell
+    )  # before its first call, the class does not show that it is compiled
     for name, module in modules:
         if _is_compiled(module):
             raise _wrapper_error(
                 module,
                 name,
-                "compiled by autopar already",
-                "pass the plain module, which autopar.compile was given",
+                "already compiled by autopar",
+                "pass the plain module that was given to autopar.compile",
             )
         if isinstance(module, _WRAPPERS):
             raise _wrapper_error(
                 module,
                 name,
-                "made parallel by torch already",
-                "pass the plain module, which was wrapped (`model.module`)",
+                "already wrapped by torch for parallelism",
+                "pass the plain module that was wrapped (`model.module`)",
             )
         if isinstance(module, FSDPModule):
             raise _wrapper_error(
                 module,
                 name,
-                "sharded by torch already",
-                "pass the plain module, without fully_shard",
+                "already sharded by torch",
+                "pass the plain module without fully_shard",
             )
 
 
@@ -234,14 +238,15 @@ def _wrapper_error(module: nn.Module, name: str, what: str, remedy: str) -> Capt
 
 
 def settle_outputs(outputs: Outputs, has_loss: bool, inference: bool) -> Outputs:
-    """Return how outputs come if that is left to the planner.
+    """Return the value of `outputs` for "auto".
 
-    They stay as they lie in training with a loss, and come whole if they are what the call is for.
+    Outputs stay sharded in training with a loss. They are returned in full if they are the purpose
+    of the call.
 
     Args:
         outputs: the option; only ``"auto"`` is replaced.
         has_loss: whether the call returns a loss.
-        inference: whether no backward follows.
+        inference: whether there is no backward.
     """
     return ("dtensor" if has_loss and not inference else "full") if outputs == "auto" else outputs
 
@@ -250,22 +255,22 @@ def refuse_parts(trace: Trace, batch: str) -> None:
     """Check that ranks may pass parts of the batch.
 
     Raises:
-        ConstraintError: if each rank would compute a loss of its own part, or forward reads values
-            of the whole batch.
+        ConstraintError: if each rank would compute the loss of its own part, or forward reads
+            values of the whole batch.
     """
     if batch == "local" and (known := _known_inputs(trace)):
         what = (
-            f'batch="local", and forward reads the values of {" and ".join(map(repr, known))}, of'
-            " which each rank would have a part"
+            'batch="local" is not possible: forward reads the values of '
+            f"{' and '.join(map(repr, known))}, of which each rank has only a part"
         )
         raise ConstraintError(what, remedy='pass batch="global"')
     if batch == "local" and trace.loss is None and trace.differentiable:
         what = (
-            'batch="local", and the model returns no loss: of each rank\'s own loss nothing says'
-            " what part of the whole it is"
+            'batch="local" is not possible: the model returns no loss, so the weight of each '
+            "rank's loss in the total is unknown"
         )
         raise ConstraintError(
-            what, remedy='pass batch="global", or let forward compute and return the loss'
+            what, remedy='pass batch="global", or compute and return the loss in forward'
         )
 
 
@@ -281,8 +286,9 @@ def _known_inputs(trace: Trace) -> list[str]:
 
 
 def as_wanted(trace: Trace, outputs: Outputs) -> Trace:
-    """Return the captured call with the requested outputs: the loss alone, or all of them, whole or
-    as they lie."""
+    """Return the captured call with the requested outputs: only the loss, or all outputs, full or
+    sharded.
+    """
     return (
         loss_alone(trace)
         if outputs == "loss"
@@ -293,19 +299,20 @@ def as_wanted(trace: Trace, outputs: Outputs) -> Trace:
 
 
 def as_planned(trace: Trace, plan: Plan) -> Trace:
-    """Return the captured call as a plan is for it: with the requested outputs, and with the loss
-    by rows if the plan says so."""
+    """Return the captured call with the requested outputs, and with the loss by rows if the plan
+    has one.
+    """
     return by_rows(as_wanted(trace, plan.options.get("outputs", "dtensor")), plan.loss_rows)
 
 
 def by_rows(trace: Trace, rows: int) -> Trace:
-    """Return the trace with its loss computed by a number of rows at a time; 0 for all at once."""
+    """Return the trace with its loss computed for a number of rows at a time; 0 for all at once."""
     return loss_by_rows(trace, rows) if rows else trace
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the number of samples in a call's batch: the first dim that most tensors have; if
-    several sizes are equally frequent, that of the first tensor.
+    """Return the number of samples in the batch of a call: the most frequent first dim of its
+    tensors; on a tie, that of the first tensor.
 
     Raises:
         ConstraintError: if no tensor has a dim.
@@ -317,9 +324,9 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     )
     if not sizes:
         raise ConstraintError(
-            "no input has a batch dim to cut into microbatches", remedy="pass num_microbatches=1"
+            "no input has a batch dim to split into microbatches", remedy="pass num_microbatches=1"
         )
-    return max(sizes, key=lambda size: sizes[size])  # of equals the one that was counted first
+    return max(sizes, key=lambda size: sizes[size])  # on a tie, the one counted first
 
 
 def microbatch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) -> Call:
@@ -330,13 +337,13 @@ def microbatch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int) ->
         num: number of microbatches.
 
     Raises:
-        ConstraintError: if the batch does not divide.
+        ConstraintError: if the number of samples is not divisible by `num`.
     """
     size = batch_size(args, kwargs)
     if size % num:
         raise ConstraintError(
-            f"a batch of {size} samples is not {num} equal microbatches",
-            remedy=f"pass a number that divides {size}, or another batch",
+            f"a batch of {size} samples cannot be split into {num} equal microbatches",
+            remedy=f"pass a divisor of {size}, or another batch",
         )
 
     def first(leaf: Any) -> Any:
@@ -361,31 +368,35 @@ def trace_part(
     independent: bool = False,
     known: dict[int, Trace] | None = None,
 ) -> tuple[Trace, Microbatching]:
-    """Return the trace of one microbatch, and how `num` of them make the batch.
+    """Return the trace of one microbatch, and how `num` microbatches form the batch.
 
     Args:
         model: the plain model.
-        whole: the trace of the batch, with the requested outputs; the microbatch gets the same.
+        whole: the trace of the batch, with the requested outputs, which apply to the microbatch as
+            well.
         args, kwargs: the call on the whole batch.
         num: number of microbatches.
-        precision, inference: of the plan.
+        precision, inference: see `trace_call`.
         independent: whether the user promises that samples are independent.
         known: traces by number of samples; new ones are added.
 
     Raises:
-        ConstraintError: if the batch does not divide, or an input has a gradient.
+        ConstraintError: if the batch cannot be split, or an input has a gradient.
         CoupledError: if samples depend on each other.
     """
     for i in whole.given_back:
-        what = f"input {i.path!r} has a gradient, which neither stages nor microbatches give"
+        what = (
+            f"input {i.path!r} requires a gradient, which is not supported with stages or "
+            "microbatches"
+        )
         raise ConstraintError(
             what,
-            remedy="pass it without requires_grad, or ask for no pipeline and num_microbatches=1",
+            remedy="pass it without requires_grad, or use no pipeline and num_microbatches=1",
         )
     if num > 1 and (read := _known_inputs(whole)):
         what = (
-            f"forward reads the values of {' and '.join(map(repr, read))}, which are of the whole"
-            " batch"
+            f"forward reads the values of {' and '.join(map(repr, read))}, which belong to the "
+            "whole batch"
         )
         raise CoupledError(what, remedy="pass num_microbatches=1")
     known = {} if known is None else known
@@ -405,7 +416,7 @@ def trace_part(
         four, two = (capture_part(_of_samples(args, kwargs, samples)) for samples in (4, 2))
         like = find_microbatching(
             four, two, 2, independent=independent
-        )  # before one sample is captured: coupled ones may need others
+        )  # before one sample is captured: coupled samples may need others
         part = capture_part(microbatch_of(args, kwargs, num))
         part, how = ready(part, for_single_samples(like, two, part, num))
     else:
@@ -422,18 +433,18 @@ def _of_parts(
     precision: str | None,
     inference: bool,
 ) -> Trace:
-    """Capture a part of a batch that was captured as a whole before."""
+    """Capture a part of a batch that was captured before as a whole."""
     try:
         return trace_call(model, args, kwargs, precision, inference=inference)
     except CaptureError as error:
         what = (
-            f"the model takes the whole batch, and no part of {batch_size(args, kwargs)} samples:"
-            f" {error.what}"
+            f"the model accepts the whole batch, but not a part with {batch_size(args, kwargs)} "
+            f"samples: {error.what}"
         )
         raise CoupledError(
             what,
             where=error.where,
-            remedy="let forward take any number of samples, or pass num_microbatches=1",
+            remedy="make forward accept any number of samples, or pass num_microbatches=1",
         ) from error
 
 
@@ -478,7 +489,7 @@ def program_of(
 
 
 def emit_traced(plan: Plan, staged: StagedTrace) -> Program:
-    """Emit a plan from the captured call as the plan is for it.
+    """Emit a plan from the captured call.
 
     Raises:
         PlanError, EmissionError: if the plan does not fit the model.
@@ -495,7 +506,7 @@ def staged_trace(
     kwargs: Mapping[str, Any],
     known: dict[int, Trace] | None = None,
 ) -> StagedTrace:
-    """Return the captured call as a plan is for it: in microbatches and stages.
+    """Return the captured call in the microbatches and stages of a plan.
 
     Args:
         plan: the plan.
@@ -505,14 +516,14 @@ def staged_trace(
         known: traces by number of samples, as for `trace_part`.
 
     Raises:
-        ConstraintError, EmissionError: if the model cannot be cut as the plan says.
+        ConstraintError, EmissionError: if the model cannot be cut into the stages of the plan.
     """
     part, how = planned_part(plan, model, whole, args, kwargs, known)
     try:
         return StagedTrace(part, how, cut_trace(part, plan.as_pipeline.positions))
     except CutError as error:
         raise ChangedPlanError(
-            f"the model cannot be cut as the plan says: {error.what}", where=error.where
+            f"the model cannot be cut into the stages of the plan: {error.what}", where=error.where
         ) from error
 
 
@@ -524,17 +535,17 @@ def planned_part(
     kwargs: Mapping[str, Any],
     known: dict[int, Trace] | None = None,
 ) -> tuple[Trace, Microbatching]:
-    """Return the trace of one microbatch as a plan is for it, and how microbatches make the batch.
+    """Return the trace of one microbatch of a plan, and how microbatches form the batch.
 
     Args:
-        plan: the plan. Without a pipeline it has one microbatch, which is the batch.
+        plan: the plan. Without a pipeline, its only microbatch is the batch.
         model: the plain model.
         whole: the trace of the batch.
         args, kwargs: the call on the whole batch.
         known: traces by number of samples, as for `trace_part`.
     """
     pipeline = plan.pipeline
-    if pipeline is None:  # other than for stages, inputs may have gradients
+    if pipeline is None:  # without stages, inputs may have gradients
         batch = as_planned(whole, plan)
         return batch, find_microbatching(batch, batch, 1)
     alone = as_wanted(whole, plan.options.get("outputs", "dtensor"))

@@ -1,6 +1,7 @@
-"""`what_if`: an old plan on other hardware, beside the plan made there, or under other constraints.
+"""`what_if`: evaluate a plan on other hardware or under other constraints, and compare it with a
+new plan.
 
-`flips`: which hardware would turn a plan's choices.
+`flips`: find the hardware changes that would change a plan's choices.
 """
 
 from __future__ import annotations
@@ -42,22 +43,23 @@ from autopar.plans import Flips, Plan
 from autopar.request import PlanOptions, as_constraints
 
 # --------------------------------------------------------------------------------------------------
-# The constraints of a plan, with some left out and others added.
+# The constraints of a plan, with some removed and others added.
 
 _NUMBER = "num_microbatches"
 
 
 @dataclass(frozen=True, slots=True)
 class ConstraintChange:
-    """The options without the constraints that are left out, and the constraints that are added;
-    both also as their user writes them."""
+    """The options without the removed constraints, and the added constraints; both also as the user
+    writes them.
+    """
 
     options: PlanOptions
     more: tuple[Constraint, ...]
     left_out: tuple[str, ...]
 
     def __str__(self) -> str:
-        """``without fsdp(), with ddp(axes=['gpu'])``; nothing where nothing changes."""
+        """Return ``without fsdp(), with ddp(axes=['gpu'])``; empty if nothing changes."""
         parts = (("without", self.left_out), ("with", tuple(map(in_words, self.more))))
         return ", ".join(f"{word} {' and '.join(said)}" for word, said in parts if said)
 
@@ -65,17 +67,17 @@ class ConstraintChange:
 def change_options(
     options: PlanOptions, without: Iterable[str | Constraint], more: Iterable[Constraint]
 ) -> ConstraintChange:
-    """Leave out some constraints of a plan and add others.
+    """Remove some constraints of a plan and add others.
 
     Args:
-        options: a plan's.
-        without: constraints that it obeys, or texts: the name of all of one kind (``fsdp``,
-            ``num_microbatches``), or one as a call (``layout("*.up", weight="R S(0)")``).
+        options: options of a plan.
+        without: constraints to remove, or texts: the name of all constraints of a kind (``fsdp``,
+            ``num_microbatches``), or a constraint as a call (``layout("*.up", weight="R S(0)")``).
         more: constraints to add.
 
     Raises:
-        ConstraintError: if the plan does not obey a constraint to leave out, or already obeys one
-            to add, or a text cannot be read.
+        ConstraintError: if the plan does not have a constraint to remove, or already has one to
+            add, or a text cannot be read.
     """
     left_out: list[str] = []
     for what in without:
@@ -85,14 +87,14 @@ def change_options(
     for constraint in more:
         if in_words(constraint) in obeyed:
             raise ConstraintError(
-                f"the plan obeys {in_words(constraint)} already",
-                remedy="ask for another constraint, or for none",
+                f"the plan already has the constraint {in_words(constraint)}",
+                remedy="pass another constraint, or none",
             )
     return ConstraintChange(options, more, tuple(left_out))
 
 
 def obeyed_by(options: PlanOptions) -> tuple[str, ...]:
-    """Return all that is forced, as its user writes it."""
+    """Return all constraints as the user writes them."""
     number = (
         () if options.num_microbatches == "auto" else (f"{_NUMBER}={options.num_microbatches}",)
     )
@@ -100,7 +102,7 @@ def obeyed_by(options: PlanOptions) -> tuple[str, ...]:
 
 
 def _without(options: PlanOptions, what: str | Constraint) -> tuple[PlanOptions, Sequence[str]]:
-    """Return the options without a constraint, and what is left out, as its user writes it."""
+    """Return the options without a constraint, and the removed constraint as the user writes it."""
     is_name = isinstance(what, str) and "(" not in what
     said = (
         in_words(what if isinstance(what, Constraint) else parse_constraint(what))
@@ -111,11 +113,11 @@ def _without(options: PlanOptions, what: str | Constraint) -> tuple[PlanOptions,
     if not gone:
         there = obeyed_by(options)
         remedy = (
-            f"name one of those that it obeys: {', '.join(there)}"
+            f"name one of its constraints: {', '.join(there)}"
             if there
-            else "the plan obeys none: leave out nothing"
+            else "the plan has no constraints: omit without="
         )
-        raise ConstraintError(f"the plan obeys no constraint {said}", remedy=remedy)
+        raise ConstraintError(f"the plan has no constraint {said}", remedy=remedy)
     kept = tuple(c for c in options.constraints if in_words(c) not in gone)
     free = any(_name(each) == _NUMBER for each in gone)
     return (
@@ -135,16 +137,16 @@ class WhatIf:
     """A plan on other hardware.
 
     Attributes:
-        plan: the plan. hardware: name of the other profile. step_s, peak_bytes: of the plan's
-            decisions there.
-        best: the plan made there, with the same options and constraints. budget_bytes: per device
-            there; where stages' devices have other budgets, peak and budget are those of the device
-            that has least left.
-        flips: the choices of `best` that the least change of the hardware would turn, where they
-            were asked for, or why there are none.
-        notes: what is to be known of axes that only one of the meshes has.
-        change: which of the plan's constraints `best` need not obey, and which it obeys beside the
-            others.
+        plan: the plan. hardware: name of the other profile. step_s, peak_bytes: step time and peak
+            memory of the plan's decisions there.
+        best: the plan made there, with the same options and constraints. budget_bytes: budget per
+            device there. If the devices of stages have different budgets, peak and budget are those
+            of the device with the least memory left.
+        flips: if requested, the choices of `best` that the smallest hardware changes would change,
+            or the reason why there are none.
+        notes: remarks on axes that only one of the meshes has.
+        change: the constraints of the plan that `best` does not have, and those that it has in
+            addition.
     """
 
     plan: Plan
@@ -159,18 +161,21 @@ class WhatIf:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan's peak, which does not depend on times, is within the budget there."""
+        """Whether the plan's peak memory, which does not depend on times, is within the budget
+        there.
+        """
         return self.peak_bytes <= self.budget_bytes
 
     @property
     def regret(self) -> float:
-        """By which share the plan is slower than the one made there. Below 0 by the gap at most,
-        unless the plan does not fit."""
+        """Relative slowdown of the plan against the one made there. Negative by at most the gap,
+        unless the plan does not fit.
+        """
         return self.step_s / self.best.prediction.step_s - 1
 
     @property
     def most_regret(self) -> float:
-        """By which share the plan is slower than any plan there can be; from the proven bound."""
+        """Upper bound of the relative slowdown against any plan there, from the proven bound."""
         return self.step_s / self.best.proof.bound_s - 1
 
     def __str__(self) -> str:
@@ -192,22 +197,22 @@ class WhatIf:
         return "\n".join(
             (
                 (
-                    f"{self.plan.fingerprint.model_name or 'model'} on mesh {self.plan.mesh}:"
-                    f" planned for {self.plan.fingerprint.profile}, asked about"
-                    f" {' '.join(filter(None, (where, self.change)))}"
+                    f"{self.plan.fingerprint.model_name or 'model'} on mesh {self.plan.mesh}: "
+                    f"planned for {self.plan.fingerprint.profile}, evaluated on "
+                    f"{' '.join(filter(None, (where, self.change)))}"
                 ),
                 (
-                    f"the plan takes {seconds(self.step_s)} a step there ({seconds(before)} on"
-                    f" {self.plan.fingerprint.profile}) and"
-                    f" {'fits' if self.fits else 'does not fit'}: {peak} of {budget} per device"
+                    f"the plan takes {seconds(self.step_s)} per step there ({seconds(before)} on "
+                    f"{self.plan.fingerprint.profile}) and "
+                    f"{'fits' if self.fits else 'does not fit'}: {peak} of {budget} per device"
                 ),
                 (
                     f"the plan made for {where}{under} takes {seconds(made.step_s)} with a peak of"
                     f" {size(made.peak_bytes)}"
                 ),
                 (
-                    f"regret {share(self.regret, signed=True)}; against the proven bound at most"
-                    f" {share(self.most_regret, signed=True)}"
+                    f"regret {share(self.regret, signed=True)}; at most "
+                    f"{share(self.most_regret, signed=True)} against the proven bound"
                 ),
                 *self.notes,
                 *filter(None, (str(self.flips),)),
@@ -228,36 +233,36 @@ def what_if(
     without: Sequence[str | Constraint] = (),
     num_flips: int = 0,
 ) -> WhatIf:
-    """What a plan would take on other hardware, and how much a plan made there, or under other
-    constraints, would gain.
+    """Return the step time of a plan on other hardware, and the gain of a plan made there or under
+    other constraints.
 
-    The plan's decisions are priced again there, its layouts, recomputation and collectives as they
-    are. Then the model is planned there anew with the options that the plan records, but for the
-    constraints that are left out or added.
+    The plan's layouts, recomputation and collectives are priced again on that hardware. Then the
+    model is planned there with the options that the plan records, with the given constraints
+    removed or added.
 
     Args:
         batch: the example inputs that the plan was made with.
-        hardware: as in `plan`; by default the plan's.
-        mesh: where links, axes or their sizes are others; by default the plan's. An axis is the
-            plan's of the same name. One that is new repeats the same work; one that is not there
-            has size 1, and so what the plan splits over it is whole. Stages stay as they are, so
-            their axis keeps its size. What moves between the plan's layouts is the cheapest there.
-        memory_bytes: budget per device; by default the plan's, where its user set one or the
-            hardware is the same, else the device's memory less 10 %.
-        constraints: what the plan made there obeys beside the plan's, as in `plan`; over the axes
-            of the mesh there.
-        without: which of the plan's it need not obey: constraints, or texts: ``fsdp`` for all of
-            that name, ``num_microbatches``, or one as it was written, ``pipeline("node")``.
-        num_flips: for so many choices of the plan made there, or of each of its stages, those with
-            the closest runner-ups, also say at which change of the hardware they turn.
+        hardware: see `plan`; by default that of the plan.
+        mesh: a mesh with other links, axes or axis sizes; by default that of the plan. Axes are
+            matched by name. A new axis repeats the same work. A missing axis counts as size 1, so
+            tensors split over it are whole. Stages are unchanged, so their axis keeps its size.
+            Collectives between the plan's layouts are the cheapest there.
+        memory_bytes: budget per device in bytes; by default the plan's if the user set it or the
+            hardware is the same, otherwise the memory of the device less 10 %.
+        constraints: constraints of the new plan in addition to those of the plan, as in `plan`;
+            over the axes of the mesh there.
+        without: constraints of the plan to remove: constraints, or texts: ``fsdp`` for all of that
+            name, ``num_microbatches``, or one constraint as written, ``pipeline("node")``.
+        num_flips: number of choices of the new plan (of each of its stages) with the closest
+            runner-ups, for which to find the hardware change that would change them.
 
     Raises:
-        PlanError: where the plan is for another model, or its decisions cannot be taken on that
-            mesh: no axis has a name of the plan's, the stages' has another size, or a microbatch
-            cannot be split as the plan splits it.
-        ConstraintError: where a constraint cannot hold there, or the plan obeys none of those that
-            are to be left out.
-        InfeasibleError: where no plan fits the other hardware.
+        PlanError: if the plan is for another model, or does not apply to that
+            mesh: no axis name matches, the axis of the stages has another size, or a microbatch
+            cannot be split as in the plan.
+        ConstraintError: if a constraint cannot hold there, or the plan has none of the constraints
+            to remove.
+        InfeasibleError: if no plan fits the other hardware.
     """
     args, kwargs = as_call(batch)
     there = plan.mesh if mesh is None else as_mesh(mesh)
@@ -318,32 +323,32 @@ def flips(
     most: int = 5,
     hardware: HardwareLike | None = None,
 ) -> Flips:
-    """At which change of the hardware close choices of a plan turn, the least change first;
-    `autopar.explain` shows them. A tuple, which where it is empty says why, as `why` and when it is
-    printed.
+    """Return the hardware changes that would change close choices of a plan, the smallest change
+    first. `autopar.explain` shows them. The result is a tuple; if it is empty, `why` and its text
+    give the reason.
 
-    The chosen strategy of an op and its runner-up are priced again where a link, or compute, is
-    faster or slower, all else as in the plan. A plan made for that hardware may change other
+    The chosen strategy of an op and its runner-up are priced again with faster or slower links or
+    compute; everything else is as in the plan. A plan made for that hardware may change other
     choices sooner.
 
     Args:
         batch: the example inputs that the plan was made with.
-        most: so many choices, those with the closest runner-ups, are looked at; in a plan with
-            stages, of each stage.
-        hardware: the profile that the plan was made for, where it is not found under its name.
+        most: number of choices to examine, those with the closest runner-ups; per stage if the plan
+            has stages.
+        hardware: the profile that the plan was made for, if it is not found by name.
 
     Raises:
-        PlanError: where the plan is for another model or profile.
+        PlanError: if the plan is for another model or profile.
     """
     args, kwargs = as_call(batch)
     devices = of_plan(plan, hardware)
     if devices.hash != plan.fingerprint.profile_hash:
-        what = f"the plan was made for another profile than this {devices.name}"
+        what = f"the plan was not made for this profile {devices.name}"
         raise PlanError(
             what,
             remedy=(
-                "pass the one that it was made for as hardware=, or ask autopar.what_if about"
-                " this one"
+                "pass the profile that it was made for as hardware=, or call autopar.what_if "
+                "with this one"
             ),
         )
     trace = traced_for(plan, model, args, kwargs)
@@ -369,7 +374,7 @@ def _bytes_of(trace: Trace) -> int:
 
 
 def _elsewhere(plan: Plan, mesh: Mesh, options: PlanOptions) -> PlanOptions:
-    """The options for another mesh, as a user would write them there."""
+    """Return the options for another mesh, as the user would write them there."""
     axis = plan.stage_axis
     constraints = elsewhere(options.constraints, plan.mesh.without(axis), mesh.without(axis), axis)
     return replace(options, constraints=constraints)

@@ -1,4 +1,4 @@
-"""What a plan says about each module."""
+"""Describe each module of a plan."""
 
 from autopar.breakdown.module_parts import (
     CROSSING,

@@ -1,10 +1,10 @@
-"""What a plan says about each module: layouts, the parallelism they amount to, time, communication
+"""Describe each module of a plan: layouts and the parallelism that they form, time, communication
 and memory.
 
 Terms. A *part* is one module pattern (``model.layers.*.mlp.up_proj``) with all the copies that took
-the same decisions; copies that took others are a part of their own. The *main op* of a part is the
-forward op that decides what it computes: a matmul, convolution, attention or embedding where it has
-one, else the one that takes longest.
+the same decisions; copies with other decisions form another part. The *main op* of a part is the
+forward op that characterizes it: a matmul, convolution, attention or embedding if there is one,
+otherwise the slowest op.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autopar.core.layout import Layout, Strategy
 from autopar.plans import Communication, Entry, Kept, NodeChoice, Plan, RunnerUp
 
 # --------------------------------------------------------------------------------------------------
-# The module, and the copies of it, that each decision of a plan belongs to.
+# The module and the copies that each decision of a plan belongs to.
 
-INPUTS = "(inputs)"  # the part that stands for the batch
+INPUTS = "(inputs)"  # name of the part for the batch
 BEFORE, BEHIND = (
-    "(from the stage before)",
-    "(from the stage behind)",
-)  # the parts that stand for what crosses between stages
+    "(from the previous stage)",
+    "(from the next stage)",
+)  # names of the parts for tensors that cross between stages
 CROSSING = (BEFORE, BEHIND)
 Instances = tuple[tuple[int, ...], ...]
 _FIELD = re.compile(r"\{\d+\}")
@@ -38,7 +38,7 @@ _CROSSES = re.compile(r"/(forward|backward)/\d+(/.+)?/(input|output)$")
 
 @dataclass(slots=True)
 class ModuleGroup:
-    """The decisions and forward nodes of one part, while they are collected."""
+    """The decisions and forward nodes of one part while they are collected."""
 
     module: str
     instances: Instances
@@ -52,10 +52,11 @@ def star_indices(path: str) -> str:
 
 
 def crosses(node: str) -> bool:
-    """Tell whether a node pattern stands for what comes from another stage, or goes there.
+    """Return whether a node pattern stands for a tensor that comes from, or goes to, another stage.
 
-    Such are named by the node that makes them. A tensor of the batch may have slashes in its name,
-    too, and what each microbatch is given of the batch is named by a node and the words for that.
+    Such patterns are named after the node that produces the tensor. Names of batch tensors may
+    contain slashes, too; the part of the batch that each microbatch receives has the name of a node
+    with a suffix.
     """
     return _CROSSES.search(node) is not None
 
@@ -77,8 +78,9 @@ def owner(node: str) -> str:
 
 
 def group_by_module(plan: Plan) -> list[ModuleGroup]:
-    """Group the decisions of a plan by module and set of copies, computing modules in forward order
-    first."""
+    """Group the decisions of a plan by module and set of copies. Modules with compute come first,
+    in forward order.
+    """
     groups: list[ModuleGroup] = []
     for entry in sorted(plan.entries, key=lambda e: (e.kind != "compute", e.phase != "forward")):
         _group_of(groups, owner(entry.nodes[0].node), entry.instances).entries.append(entry)
@@ -101,24 +103,24 @@ def _group_of(groups: list[ModuleGroup], module: str, instances: Instances) -> M
 
 
 def _decides(group: ModuleGroup, node: str) -> bool:
-    """Return whether one of a group's decisions is about the node of this pattern."""
+    """Return whether one of a group's decisions is about a node of this pattern."""
     return any(choice.node == node for entry in group.entries for choice in entry.nodes)
 
 
 def index_of(groups: list[ModuleGroup], node: str, instances: Instances) -> int:
-    """Find the group that a node's communication or kept value is counted with.
+    """Find the group that includes a node's communication or kept value.
 
-    A module that decides nothing by itself has no group: one that only reshapes, say, whose nodes
-    follow another module's decision. What its nodes move is counted with that decision.
+    A module without decisions has no group: for example, one that only reshapes, whose nodes follow
+    the decision of another module. Tensors that its nodes move are counted with that decision.
 
     Args:
-        groups: of the plan, as `group_by_module` returns them; a module that the plan decides
-            nothing for is added.
+        groups: groups of the plan, as returned by `group_by_module`; a module without decisions is
+            added.
         node: pattern of the node.
-        instances: copies of it.
+        instances: its copies.
 
     Returns:
-        The index of the group that has the copies, or most of them.
+        The index of the group that has all copies, or most of them.
     """
     module = owner(node)
     mine = [i for i, group in enumerate(groups) if group.module == module]
@@ -189,7 +191,7 @@ def parallelism_of(op: str, strategy: Strategy, axis: int) -> str:
 
 
 def _split_by_activation(op: str, dim: int | None) -> str:
-    """Return the parallelism of an op whose activation is sharded on `dim`, None for no dim."""
+    """Return the parallelism of an op whose activation is sharded on `dim`; None for no dim."""
     if op in ("attention", "flex_attention"):
         return {None: "replicated", 0: "data", 1: "heads", 2: "sequence"}.get(dim, "tensor")
     if op == "convolution" and dim is not None and dim >= 2:
@@ -214,12 +216,12 @@ def label(part: ModulePart, names: Sequence[str]) -> str:
 
 
 def over(words: Sequence[str], names: Sequence[str], known: Iterable[str]) -> str:
-    """Return which word holds over which axes, as text: ``data over node, tensor over gpu``.
+    """Return which word applies to which axes, as text: ``data over node, tensor over gpu``.
 
     Args:
         words: one per axis.
         names: the name of each axis.
-        known: the words that are listed, in order.
+        known: the words to list, in order.
     """
     by_word = {
         word: [name for name, w in zip(names, words, strict=True) if w == word] for word in known
@@ -235,13 +237,13 @@ _DIMS: Mapping[str, tuple[str, ...]] = {
 
 
 def in_words(layout: Layout, names: Sequence[str], role: str) -> str:
-    """Return a layout as text: ``rows over gpu, then node``. Axes that split one dim come outermost
-    first.
+    """Return a layout as text: ``rows over gpu, then node``. Of axes that split the same dim, the
+    outermost comes first.
 
     Args:
-        layout: of the tensor.
+        layout: layout of the tensor.
         names: the name of each axis.
-        role: ``weight``, ``activation`` or ``image``, which determine how dims are called.
+        role: ``weight``, ``activation`` or ``image``, which determines the names of dims.
     """
     said = ", ".join(_words(layout, names, _DIMS[role])) or "whole"
     return f"{said}, on the hosts" if layout.host else said
@@ -266,9 +268,7 @@ def _words(layout: Layout, names: Sequence[str], dims: Sequence[str]) -> Iterato
         yield f"partial over {' and '.join(sums)}"
 
 
-_LAYOUT_FREE = (
-    "getitem",
-)  # picks one of several results: says nothing about what a module takes or gives
+_LAYOUT_FREE = ("getitem",)  # picks one of several results; not an input or output of the module
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,9 +278,9 @@ class Weight:
 
     Attributes:
         kept: whether a gathered copy is kept from forward to backward.
-        working: the layout in which it is held through a step: that of storage, or of a gathered
-            copy.
-        sums: the layout in which its gradients add up.
+        working: the layout in which it is held during a step: the storage layout, or that of a
+            gathered copy.
+        sums: the layout in which its gradients are accumulated.
     """
 
     name: str
@@ -293,10 +293,10 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The collectives of one kind on one axis in one phase: how many run on a device, the bytes
-    that it puts in, and their seconds.
+    """The collectives of one kind on one axis in one phase: their number per device, the bytes sent
+    per device, and their seconds.
 
-    Values received from another stage have kind ``receive`` and axis -1, and put nothing in.
+    Values received from another stage have kind ``receive`` and axis -1, and send nothing.
     """
 
     phase: str
@@ -309,24 +309,24 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class ModulePart:
-    """One module pattern with the copies that took the same decisions. Times and bytes are per
-    device, of all copies.
+    """A module pattern with the copies that have the same decisions. Times and bytes are per
+    device, for all copies.
 
     Attributes:
         module: the path, ``*`` for indices that go through repeated modules; ``""`` is the model
             itself.
-        pattern: the path with ``*`` for every index.
+        pattern: the path with ``*`` for each index.
         instances: the indices of its copies.
-        copies: the same as text, if the module has other parts too.
+        copies: the indices as text, if the module has other parts too.
         parallelism: one of `PARALLELISMS` per mesh axis.
         sharded: ``ZeRO-1`` to ``ZeRO-3`` or ``""`` per mesh axis.
         enters, leaves: layouts of the activation that the first forward op reads, and of the one
-            that the last makes.
-        kept_bytes: kept for backward, gathered weights included.
-        recomputed: ops that backward runs again.
-        recompute_s: their time, as in forward; it is part of `compute_s`.
+            that the last op returns.
+        kept_bytes: bytes kept for backward, including gathered weights.
+        recomputed: ops that backward recomputes.
+        recompute_s: their time, as in forward; included in `compute_s`.
         entries: all decisions of the part.
-        main: the decision that the main op belongs to.
+        main: the decision of the main op.
     """
 
     module: str
@@ -349,7 +349,7 @@ class ModulePart:
 
     @property
     def has_offloaded_weight(self) -> bool:
-        """Whether a weight rests on the hosts."""
+        """Whether a weight is stored in host memory."""
         return any(weight.storage.host for weight in self.weights)
 
     @property
@@ -381,10 +381,10 @@ class ModulePart:
 
 
 def breakdown(plan: Plan) -> tuple[ModulePart, ...]:
-    """Split a plan into parts, in the order in which forward reaches them.
+    """Split a plan into parts, in forward order.
 
-    The parts' compute and communication times add up to the prediction's, their kept bytes to its
-    activations.
+    The compute and communication times of the parts add up to those of the prediction, and their
+    kept bytes to its activations.
     """
     groups = group_by_module(plan)
     transfers: dict[int, list[Communication]] = {}
@@ -423,8 +423,9 @@ def _indices(part: ModulePart) -> Iterator[tuple[str, set[int]]]:
 
 
 def _path(part: ModulePart, repeated: Container[str]) -> str:
-    """Return the path with those indices that go through no repeated modules, such as a place in a
-    Sequential within each layer."""
+    """Return the path with those indices that do not belong to repeated modules, such as a position
+    in a Sequential within each layer.
+    """
     shown = [
         "*" if prefix in repeated or len(indices) != 1 else str(*indices)
         for prefix, indices in _indices(part)
@@ -494,8 +495,9 @@ def _part(
 
 
 def _part_of_crossing(part: ModulePart, num_axes: int) -> ModulePart:
-    """Return the part of values that cross between stages. Its decisions are the layouts in which
-    they cross; its time is that of waiting for them."""
+    """Return the part of values that cross between stages. Its decisions are their layouts; its
+    time is that of waiting for them.
+    """
     phase = "forward" if part.module == BEFORE else "backward"
     received = Transfer(phase, "receive", -1, len(part.entries), 0, part.compute_s)
     strategies = [entry.nodes[0].strategy for entry in part.entries]
@@ -541,8 +543,9 @@ def _weight(entry: Entry, communications: Iterable[Communication], kept: Iterabl
 
 
 def _describe_sharding(weights: Iterable[Weight], axis: int) -> str:
-    """Return how weights that rest sharded on `axis` are gathered; if they differ, the word for the
-    most sharded ones."""
+    """Return how weights that are stored sharded on `axis` are gathered; if they differ, the word
+    for the most sharded ones.
+    """
     words = set()
     for weight in weights:
         gathered = any(isinstance(layout.placements[axis], Replicate) for layout in weight.compute)
@@ -562,7 +565,7 @@ def _transfers(communications: Iterable[Communication]) -> tuple[Transfer, ...]:
         n = len(c.instances)
         size = {"halo": collective.halo_bytes, "swap": collective.bytes // 2}.get(
             collective.kind, collective.bytes
-        )  # what is sent
+        )  # bytes sent
         found[key] = replace(
             before,
             num=before.num + n,
@@ -573,8 +576,9 @@ def _transfers(communications: Iterable[Communication]) -> tuple[Transfer, ...]:
 
 
 def _kept_bytes(kept: Kept, entries: Iterable[Entry], mesh_shape: Sequence[int]) -> int:
-    """Return the bytes that a kept value adds. Values that rest anyway (parameters, buffers and the
-    batch as they are stored) add none."""
+    """Return the bytes that a kept value adds. Tensors that are stored anyway (parameters, buffers
+    and the batch in their storage layouts) add none.
+    """
     there = (e for e in entries if e.kind != "compute" and not crosses(kept.node))
     resting = [
         e.nodes[0].strategy.outputs[0] for e in there if any(c.node == kept.node for c in e.nodes)

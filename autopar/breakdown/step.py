@@ -1,11 +1,10 @@
-"""Split the seconds of a step into what devices do in it. The parts add up to
-`Prediction.simulated_s`.
+"""Split the step time by activity of the devices. The parts add up to `Prediction.simulated_s`.
 
-In a plan with stages they are those of the rank that is busy longest, for M microbatches with all
-its stages; the rest of the step is waiting. For a microbatch, let C be the seconds of compute, of
-which backward runs R again, and h of which run beside communication that makes them s · h longer.
-Let E be the seconds of communication beside which nothing runs, V of them for receiving from
-neighbours. The microbatch takes C + s · h + E.
+For a plan with stages, the parts are those of the busiest rank, for M microbatches with all its
+stages; the rest of the step is waiting. For a microbatch, let C be the seconds of compute, of which
+R are recomputation in backward, and of which h overlap with communication, which makes them s · h
+longer. Let E be the seconds of exposed communication, V of them for receiving from neighbours. The
+microbatch takes C + s · h + E.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ WAITING = "waiting (the bubble)"
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Seconds of a step; they add up to `total_s`.
+    """Seconds of a step by activity; they add up to `total_s`.
 
     Attributes:
-        rank: the index along the pipeline's axis whose devices are busy longest; None if there is
-            one stage on the whole mesh.
-        compute_s: compute, except what is run again.
-        again_s: compute that backward runs again.
-        slowed_s: the time by which communication beside it slows compute down.
-        exposed_s: collectives beside which nothing runs.
+        rank: index of the busiest devices along the axis of the pipeline; None if there is one
+            stage on the whole mesh.
+        compute_s: compute without recomputation.
+        again_s: recomputation in backward.
+        slowed_s: slowdown of compute by overlapped communication.
+        exposed_s: communication that does not overlap with compute.
         receiving_s: receiving from other stages.
         handing_s: sending outputs to all stages.
-        waiting_s: nothing to do.
+        waiting_s: idle time.
     """
 
     rank: int | None
@@ -53,10 +52,10 @@ class StepParts:
         """Yield the parts as (name, seconds)."""
         yield "compute", self.compute_s
         yield "run again", self.again_s
-        yield "slowdown by communication beside it", self.slowed_s
+        yield "slowdown by overlapped communication", self.slowed_s
         yield "exposed communication", self.exposed_s
         yield "receiving from other stages", self.receiving_s
-        yield "handing outputs to all stages", self.handing_s
+        yield "sending outputs to all stages", self.handing_s
         yield WAITING, self.waiting_s
 
 
@@ -90,8 +89,9 @@ def receiving_s(stage: Plan) -> float:
 
 
 def _busy(plan: Plan) -> tuple[float, float, float, float, float]:
-    """Return the seconds of a step, or of a stage's microbatch: compute, run again, slowed, exposed
-    collectives, receiving."""
+    """Return the seconds of a step, or of a stage's microbatch: compute, recomputation, slowdown,
+    exposed collectives, receiving.
+    """
     p, arriving_s = plan.prediction, receiving_s(plan)
     again_s = sum(entry.again_s * len(entry.instances) for entry in plan.entries)
     return (
@@ -106,13 +106,14 @@ def _busy(plan: Plan) -> tuple[float, float, float, float, float]:
 # --------------------------------------------------------------------------------------------------
 # The memory of a device at the peak, by kind.
 
-_EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
+_EITHER = ("activations", "gradients")  # activations are freed when the last gradient exists
 _KINDS = (*RESTING, *_EITHER, "transient")
 
 
 def rank_memory(pipeline: Pipeline, rank: int) -> tuple[int, Mapping[str, int]]:
-    """Return a rank's peak in bytes, and the bytes by kind. If the rank has several stages, all
-    that rests in each counts."""
+    """Return a rank's peak in bytes, and the bytes by kind. If the rank has several stages, the
+    resident tensors of all are counted.
+    """
     chunks = [stage.prediction for stage in pipeline.ranks[rank]]
     if not pipeline.rank_bytes:
         return chunks[0].peak_bytes, chunks[0].memory_bytes
@@ -125,7 +126,8 @@ def rank_memory(pipeline: Pipeline, rank: int) -> tuple[int, Mapping[str, int]]:
 
 
 def peak_kinds(kinds: Mapping[str, int]) -> dict[str, int]:
-    """Select the kinds of memory that make up the peak, in the order in which they are stacked:
-    what always rests, the larger one of activations and gradients, and transient memory."""
+    """Select the kinds of memory that make up the peak, in stacking order: resident tensors, the
+    larger one of activations and gradients, and transient memory.
+    """
     either = max(_EITHER, key=lambda kind: kinds.get(kind, 0))
     return {kind: kinds[kind] for kind in (*RESTING, either, "transient") if kinds.get(kind)}

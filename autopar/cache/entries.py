@@ -57,12 +57,12 @@ def add_ambient(walk: Walk) -> None:
         Opaque: if it depends on something that cannot be hashed.
     """
     if changed_package():
-        raise Opaque("autopar's own code was written after this process began")
+        raise Opaque("the code of autopar was modified after this process started")
     for name, held in vars(hooks).items():
         if name.startswith("_global_") and name.endswith("hooks") and held:
-            raise Opaque("hooks of all modules are registered")
+            raise Opaque("hooks for all modules are registered")
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        raise Opaque("a mode of torch functions is active")
+        raise Opaque("a torch function mode is active")
     walk.add("versions", tuple(_versions()))
     walk.add("settings of torch", tuple(_settings()))
     walk.add("settings of captures", changed_settings())
@@ -226,14 +226,14 @@ def _load(key: Key, read: Callable[[str], T]) -> T | None:
         head, lines, body = text.split("\n", 2)
         data = read_json(head)
         if (data["format"], data["version"], data["kind"]) != (_FORMAT, _VERSION, key.kind):
-            raise ValueError(f"it is no cached {key.kind} of this version")
+            raise ValueError(f"it is not a cached {key.kind} of this version")
         data = read_json(lines)
         manifest = Manifest.from_json(data["manifest"])
         messages = [(int(level), str(message)) for level, message in data["messages"]]
         reason = manifest.difference()
         found = None if reason else read(body)
     except _MALFORMED as error:
-        store.report_damaged(key.text, f"the entry {key.text} cannot be read: {error}")
+        store.report_damaged(key.text, f"cannot read the entry {key.text}: {error}")
         return None
     if reason:
         log.debug("the cached %s %s is not used: %s", key.kind, key.text, reason)

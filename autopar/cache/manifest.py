@@ -95,7 +95,7 @@ class Manifest:
                 if file_digest(file) != digest:
                     yield f"{file} has changed"
             except OSError as error:
-                yield f"{file} cannot be read: {error}"
+                yield f"cannot read {file}: {error}"
             if file in modules and (name := user_code_in(modules[file])):
                 yield f"{name} is the user's"
 
@@ -177,17 +177,17 @@ def _library_file(name: CodeName, walk: Walk) -> str:
     if origin == "user" and name not in walk.followed.code:
         if file == "<string>" and qualified.startswith(_OF_DATACLASSES):
             return ""
-        raise Opaque(f"forward calls {qualified} of {file}, which was not found before")
+        raise Opaque(f"forward calls {qualified} in {file}, which was not found before")
     return file if origin == "library" else ""
 
 
 def _digest_of_loaded(file: str) -> str:
     try:
         if changed_since_start(file):
-            raise Opaque(f"{file} was written after this process began")
+            raise Opaque(f"{file} was modified after this process started")
         return file_digest(file)
     except OSError as error:
-        raise Opaque(f"{file} cannot be read: {error}") from error
+        raise Opaque(f"cannot read {file}: {error}") from error
 
 
 def _outside(each: OutsideValue, walk: Walk) -> Any:

@@ -31,7 +31,7 @@ from autopar.core.private_folder import (
 MAX_BYTES = 512 * 2**20
 _SUFFIX, _PART = ".json", ".part"
 _PART_AGE_S = 3600.0  # after which a file that was never renamed is left over from a killed process
-_NAME_ANOTHER = "name a folder of your own: AUTOPAR_CACHE_DIR=FOLDER"
+_NAME_ANOTHER = "set AUTOPAR_CACHE_DIR=FOLDER to use another folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def _own_folder() -> Path | None:
     try:
         return private_folder(entry_folder(), "cached plans and captures", _NAME_ANOTHER)
     except OSError as error:
-        warn_once(f"the cache is not used: {error}; {_NAME_ANOTHER}")
+        warn_once(f"cache not used: {error}; {_NAME_ANOTHER}")
         return None
 
 
@@ -99,7 +99,7 @@ def report_damaged(key: str, reason: str) -> None:
         key: of the entry.
         reason: what is wrong with it.
     """
-    warn_once(f"an entry of the cache is not used and made again: {reason}")
+    warn_once(f"a cache entry is not used and will be replaced: {reason}")
     remove_entry(key)
 
 
@@ -126,7 +126,7 @@ def write_entry(key: str, text: str) -> bool:
             part.write(body + b"\n" + _digest(body).encode())
         os.replace(part.name, folder / f"{key}{_SUFFIX}")
     except OSError as error:
-        warn_once(f"an entry of the cache cannot be written: {error}; {_NAME_ANOTHER}")
+        warn_once(f"cannot write a cache entry: {error}; {_NAME_ANOTHER}")
         return False
     _evict(folder)
     return True

@@ -90,7 +90,7 @@ class _Writer:
             return ["list" if isinstance(value, list) else "tuple", *map(self.value, value)]
         if isinstance(value, dict):
             return ["dict", *([self.value(key), self.value(v)] for key, v in value.items())]
-        raise Opaque(f"a graph that holds a {type(value).__name__} cannot be written")
+        raise Opaque(f"a graph that contains a {type(value).__name__} cannot be stored")
 
     def _fake(self, fake: torch.Tensor) -> int:
         if id(fake) in self._fake_numbers:
@@ -103,7 +103,7 @@ class _Writer:
             or fake.is_neg()
             or getattr(fake, "constant", None) is not None
         ):
-            raise Opaque("a graph that holds a tensor with values cannot be written")
+            raise Opaque("a graph that contains a tensor with values cannot be stored")
         storage = fake.untyped_storage()
         number = self._storage_numbers.setdefault(storage._cdata, len(self.storages))
         if number == len(self.storages):
@@ -135,7 +135,7 @@ def _target(target: Any) -> Any:
     except (AttributeError, ValueError, ImportError):
         found = None
     if found is not target:
-        raise Opaque(f"a graph that calls {target} cannot be written")
+        raise Opaque(f"a graph that calls {target} cannot be stored")
     return name
 
 
@@ -178,7 +178,7 @@ def trace_to_json(trace: Trace, followed: Followed) -> dict[str, Any]:
         for node in trace.graph.nodes
     ]
     if any(node.type is not None for node in trace.graph.nodes):
-        raise Opaque("a graph with annotated nodes cannot be written")
+        raise Opaque("a graph with annotated nodes cannot be stored")
     groups = {
         name: [
             [writer.value(getattr(entry, f.name)) for f in fields(kind)]
@@ -210,9 +210,9 @@ def _spec(spec: Any) -> str:
         text = treespec_dumps(spec)
         is_same = treespec_loads(text) == spec
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise Opaque(f"a structure of inputs or outputs cannot be written: {error}") from error
+        raise Opaque(f"a structure of inputs or outputs cannot be stored: {error}") from error
     if not is_same:
-        raise Opaque("a structure of inputs or outputs cannot be written")
+        raise Opaque("a structure of inputs or outputs cannot be stored")
     return text
 
 
@@ -221,7 +221,7 @@ def _attribute(each: Any, followed: Followed, writer: _Writer) -> Any:
     if isinstance(each, ModuleAttribute):  # a stamp is made of the model's own tensor again
         return ["module", each.path, each.name, None if is_stamp else writer.value(each.value)]
     if not isinstance(each, OutsideValue):
-        raise Opaque(f"a capture that watches a {type(each).__name__} cannot be written")
+        raise Opaque(f"a capture that depends on a {type(each).__name__} cannot be stored")
     if isinstance(each.holder, str):
         holder: Any = each.holder
     elif id(each.holder) in followed.cells:

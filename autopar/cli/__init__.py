@@ -13,7 +13,7 @@ __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """Run the command line; errors of autopar are told without a traceback."""
+    """Run the command line. Print autopar errors without a traceback."""
     try:
         app()
     except AutoparError as error:

@@ -1,9 +1,9 @@
 """The command line: ``autopar
 plan|explain|diff|check|verify|what-if|profile|report|export|run|cache``.
 
-`plan`, `explain`, `diff`, `check` and `report` need no process group and no GPU. What autopar
-refuses is printed without a traceback, and the command exits with 1. What needs torch is imported
-inside of a command: help, and what is mistyped, do not wait for it.
+`plan`, `explain`, `diff`, `check` and `report` need no process group and no GPU. Autopar errors are
+printed without a traceback, and the command exits with status 1. Commands import torch lazily, so
+that help texts and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from autopar.version import VERSION
 LpFile = Annotated[
     Path | None,
     typer.Option(
-        "--write-lp", metavar="FILE", help="Where the integer program is written, in LP format."
+        "--write-lp", metavar="FILE", help="File to write the integer program to, in LP format."
     ),
 ]
 
@@ -58,8 +58,8 @@ def plan_command(
         str,
         typer.Option(
             help=(
-                "Axes from the slowest to the fastest, node=4,gpu=8; or, to be shaped, nodes ×"
-                " devices, 4x8, or a count."
+                "Mesh axes from slowest to fastest, as node=4,gpu=8; or nodes × devices per "
+                "node, as 4x8, or a device count; the planner then chooses the axes."
             )
         ),
     ],
@@ -69,8 +69,8 @@ def plan_command(
         str,
         typer.Option(
             help=(
-                "Name or path of a hardware profile; of unequal devices, along an axis:"
-                " stage=h100-sxm,a100-sxm-80gb."
+                "Name or path of a hardware profile. For unequal devices, one profile per index "
+                "of an axis: stage=h100-sxm,a100-sxm-80gb."
             )
         ),
     ] = "h100-sxm",
@@ -80,27 +80,28 @@ def plan_command(
         typer.Option(
             metavar="AXIS",
             help=(
-                "Cut the model into stages along this axis; auto: any, or none, the default on GPUs"
-                " of a loss."
+                "Mesh axis of the pipeline stages. auto: the planner chooses the axis and "
+                "whether to use stages (default on GPUs if the model returns a loss)."
             ),
         ),
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help=f"Of the stages: {', '.join(SCHEDULES)} or {AUTO}.")
+        str | None, typer.Option(help=f"Pipeline schedule: {', '.join(SCHEDULES)} or {AUTO}.")
     ] = None,
     chunks: Annotated[
-        int | None, typer.Option(min=1, help=f"Stages per device of {INTERLEAVED}, 2 by default.")
+        int | None,
+        typer.Option(min=1, help=f"Stages per device of the {INTERLEAVED} schedule, 2 by default."),
     ] = None,
     offload: Annotated[
-        bool, typer.Option("--offload", help="Let what is worth it lie in the hosts' memory.")
+        bool, typer.Option("--offload", help="Allow offloading to host memory where it pays off.")
     ] = False,
     lp_file: LpFile = None,
     out_file: Annotated[
-        Path | None, typer.Option("--out", help="Where the plan is written.")
+        Path | None, typer.Option("--out", help="File to write the plan to.")
     ] = None,
     **options: Any,
 ) -> None:
-    """Plan a model for a mesh: no GPU, no process group, weights on meta."""
+    """Plan a model for a mesh. Needs no GPU and no process group; weights are on meta."""
     check_writable(out_file)
     check_writable(lp_file)
     named.check()
@@ -108,23 +109,23 @@ def plan_command(
     axes = read_mesh(mesh, devices_per_node)
     devices = hardware_of(hardware, axes)
     chosen = PlanOptions(**read_options(options))
-    from autopar.cli import planning  # with torch, for which nothing above waits
+    from autopar.cli import planning  # imported here because it loads torch
 
     chosen = planning.with_stages(chosen, pipeline, schedule, chunks, offload=offload)
     planning.plan_named(named, axes, devices, chosen, out_file, lp_file)
 
 
 def _check_stages(axis: str | None, schedule: str | None, chunks: int | None) -> None:
-    """Check that stages are requested if an option applies to stages only.
+    """Check that a pipeline is requested if an option applies to pipelines only.
 
     Raises:
-        AutoparError: if they are not.
+        AutoparError: if no pipeline is requested.
     """
     for option, value in (("--schedule", schedule), ("--chunks", chunks)):
         if axis is None and value is not None:
-            what = f"{option} {value} is of stages, and none are asked for"
+            what = f"{option} {value} applies to pipelines only, and no pipeline is requested"
             raise AutoparError(
-                what, remedy=f"pass --pipeline AXIS or --pipeline {AUTO} too, or leave {option} out"
+                what, remedy=f"pass --pipeline AXIS or --pipeline {AUTO} too, or omit {option}"
             )
 
 
@@ -134,29 +135,29 @@ def _check_stages(axis: str | None, schedule: str | None, chunks: int | None) ->
 cache_app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="The cache of plans and captures on this machine.",
+    help="Manage the cache of plans and captures on this machine.",
 )
 _UNITS = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
 
 
 @cache_app.command("info")
 def info_command() -> None:
-    """Where the cache is, how many entries it has, and whether it is used."""
+    """Print the folder of the cache, its number of entries, and whether it is in use."""
     folder, found = store.entry_folder(), store.entries()
     say(f"folder: {folder}")
     say(f"entries: {len(found)}, {size(sum(e.num_bytes for e in found))}")
-    say(f"limit: {size(store.MAX_BYTES)}; the entries that were not used for longest go first")
+    say(f"limit: {size(store.MAX_BYTES)}; the least recently used entries are removed first")
     if found:
-        say(f"last used: {_ago(found[0].used_s)}; longest not used: {_ago(found[-1].used_s)}")
+        say(f"last used: {_ago(found[0].used_s)}; least recently used: {_ago(found[-1].used_s)}")
     if not is_cache_on("plans"):
-        say("the cache is off: AUTOPAR_CACHE in the environment does not list plans")
+        say("the cache is off: the environment variable AUTOPAR_CACHE does not include plans")
     elif folder.is_dir() and (reason := find_sharing(folder.resolve())):
         say(f"the folder is not used: {reason}")
 
 
 @cache_app.command("list")
 def list_command() -> None:
-    """The cached plans and captures, those that were used last first."""
+    """List the cached plans and captures, the most recently used first."""
     for entry in store.entries():
         say(f"{entry.path.stem[:16]}  {size(entry.num_bytes)}  {_ago(entry.used_s)}  {_of(entry)}")
 
@@ -168,14 +169,14 @@ def clear_command() -> None:
         num, num_bytes = store.clear()
     except OSError as error:
         raise AutoparError(
-            f"an entry of the cache cannot be removed: {error}",
+            f"cannot remove a cache entry: {error}",
             remedy=f"remove the folder: {store.entry_folder()}",
         ) from error
     say(f"removed {num} {'entry' if num == 1 else 'entries'}, {size(num_bytes)}")
 
 
 def _of(entry: store.EntryFile) -> str:
-    """Return what an entry is, in words; "damaged" if it cannot be read."""
+    """Describe an entry of the cache; "damaged" if it cannot be read."""
     try:
         with entry.path.open(encoding="utf-8") as lines:
             head = json.loads(next(lines))
@@ -200,7 +201,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Plan how a PyTorch model runs on many devices, and run it so.",
+    help="Plan the parallel execution of a PyTorch model, and run it.",
 )
 
 
@@ -215,11 +216,11 @@ def app_options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_say_version, is_eager=True, help="Say which version this is."
+            "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:
-    """What comes before a command."""
+    """Handle the options that precede a command."""
 
 
 app.command("plan")(plan_command)
@@ -233,21 +234,22 @@ def explain_command(
     only: Annotated[
         str | None,
         typer.Option(
-            metavar="PATTERN", help="Only these modules of the model, with every decision."
+            metavar="PATTERN", help="Show only these modules of the model, with every decision."
         ),
     ] = None,
     flips: Flips = 0,
     named: NamedModel = NO_MODEL,
     function: Annotated[
         str | None, typer.Option(hidden=True)
-    ] = None,  # as --module; so it was named here
+    ] = None,  # the former name of --module
 ) -> None:
-    """What a plan does and costs, module by module, and why not otherwise; with --flips and the
-    model also what would turn choices."""
+    """Show what each module of a plan does and costs, and why. With --flips and a model, also show
+    which hardware changes would change the plan.
+    """
     check_there(plan)
     module = named.module
     if module is not None and ":" not in module:
-        # a pattern, which --module of this command took once, and no file's function
+        # a module pattern (the former meaning of --module), not a function in a file
         only, module = only or module, None
     from autopar.cli.models import say_if_none, turning_of
     from autopar.explanation import explain
@@ -260,14 +262,14 @@ def explain_command(
     say_if_none(turning)
     if turning and not found.flips:
         say(
-            f"of the {len(turning)} choices that would turn none is in {only!r}: leave --only out"
-            " to see them"
+            f"none of the {len(turning)} choices that would change is in {only!r}: omit --only to "
+            "see them"
         )
 
 
 @app.command("diff")
 def diff_command(first: PlanFile, second: PlanFile) -> None:
-    """What changed from one plan to another, module by module."""
+    """Show the differences between two plans, module by module."""
     check_there(first)
     check_there(second)
     from autopar.explanation import diff
@@ -283,14 +285,13 @@ def check_command(
     named: NamedModel = NO_MODEL,
     hardware: Annotated[
         str | None,
-        typer.Option(help="Name or path of a profile; by default the one that the plan names."),
+        typer.Option(help="Name or path of a profile; by default the profile that the plan names."),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the certificate there, as JSON.")
+        Path | None, typer.Option("--json", help="File to write the certificate to, as JSON.")
     ] = None,
 ) -> None:
-    """Certify a plan without a solver: legality, every collective, memory, time, and the bound
-    by arithmetic alone."""
+    """Certify a plan without a solver: legality, collectives, memory, time and the lower bound."""
     check_writable(json_file)
     check_there(plan, hardware)
     from autopar.api import check
@@ -300,7 +301,7 @@ def check_command(
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
         network, example = built(named, "meta", **options_asked(loaded))
-        tell("deriving every claim anew")
+        tell("deriving every claim again")
         found = check(loaded, network, example, hardware=hardware)
     if json_file is not None:
         json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -315,8 +316,9 @@ def verify_command(
     plan: PlanFile,
     named: NamedModel = NO_MODEL,
 ) -> None:
-    """Run all ranks of a plan in this process, in float64, and compare loss, outputs and every
-    gradient with the plain model."""
+    """Run all ranks of a plan in this process in float64. Compare loss, outputs and gradients with
+    the plain model.
+    """
     check_there(plan)
     from autopar.api import verify
     from autopar.cli.models import built, options_asked
@@ -338,18 +340,23 @@ def what_if_command(
     plan: PlanFile,
     hardware: Annotated[
         str | None,
-        typer.Option(help="Name or path of the other hardware profile; by default the plan's."),
+        typer.Option(
+            help="Name or path of the other hardware profile; by default that of the plan."
+        ),
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(help="Another mesh, node=4,gpu=8; an axis is the plan's of its name."),
+        typer.Option(
+            help="Another mesh, as node=4,gpu=8. Axes are matched with those of the plan by name."
+        ),
     ] = None,
     devices_per_node: DevicesPerNode = None,
     memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Budget per device, as 72GiB; by default the plan's, or the device's less 10 %.",
+            help="Memory budget per device, as 72GiB; by default that of the plan, or the memory "
+            "of the device less 10 %.",
         ),
     ] = None,
     constraint: Constraints = None,
@@ -358,16 +365,17 @@ def what_if_command(
         typer.Option(
             metavar="NAME",
             help=(
-                "Which of the plan's constraints need not hold: fsdp, or a whole call; several one"
-                " by one."
+                "Constraint of the plan to leave out: a name (fsdp) or a whole call. May be "
+                "repeated."
             ),
         ),
     ] = None,
     named: NamedModel = NO_MODEL,
     flips: Flips = 0,
 ) -> None:
-    """What a plan would take on other hardware, and how much a plan made there, or under other
-    constraints, would gain."""
+    """Show the step time of a plan on other hardware, and the gain of planning again there or under
+    other constraints.
+    """
     check_there(plan, hardware)
     there, budget = None if mesh is None else read_mesh(mesh, devices_per_node), parse_size(memory)
     from autopar.api import what_if
@@ -397,22 +405,30 @@ def what_if_command(
 @app.command("profile")
 def profile_command(
     device: Annotated[
-        str, typer.Option(help="cpu or cuda: one GPU, whose links come from another profile.")
+        str,
+        typer.Option(
+            help="cpu or cuda. cuda measures one GPU; the links come from another profile."
+        ),
     ] = "cpu",
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes that a run on CPUs will have, 4 by default."),
+        typer.Option(min=1, help="Number of processes of a run on CPUs, 4 by default."),
     ] = None,
     links: Annotated[
         str | None,
-        typer.Option(help="Of a GPU: the profile whose links are taken, by default its chip's."),
+        typer.Option(
+            help="With cuda: the profile to take the links from; by default that of the GPU model."
+        ),
     ] = None,
     out_file: Annotated[
         Path | None,
-        typer.Option("--out", help="Where to write; by default what --hardware local loads."),
+        typer.Option(
+            "--out",
+            help="File to write the profile to; by default the one that --hardware local loads.",
+        ),
     ] = None,
 ) -> None:
-    """Measure this machine, half a minute; plans then take --hardware local."""
+    """Measure this machine in about half a minute. Use the result with --hardware local."""
     from autopar.core.hardware import HardwareProfile
     from autopar.profiler.measure import measure
 
@@ -426,13 +442,15 @@ def profile_command(
 def report_command(
     plan: PlanFile,
     out_file: Annotated[
-        Path, typer.Option("--out", help="A .png, .svg or .pdf picture, or an .html page.")
+        Path,
+        typer.Option("--out", help="Output file: a .png, .svg or .pdf picture, or an .html page."),
     ] = Path("plan.png"),
     flips: Flips = 0,
     named: NamedModel = NO_MODEL,
 ) -> None:
-    """Draw a plan: layouts per module, memory by kind, time line; of a pipeline its schedule and
-    its stages' memory too."""
+    """Draw a plan: layouts per module, memory by kind, and the timeline; for pipelines also the
+    schedule and the memory of each stage.
+    """
     check_writable(out_file)
     check_there(plan)
     from autopar.cli.models import say_if_none, turning_of
@@ -448,35 +466,41 @@ def report_command(
 @app.command("export")
 def export_command(
     checkpoints: Annotated[
-        Path, typer.Argument(help="A folder that autopar.Checkpoints saved into.")
+        Path, typer.Argument(help="Folder that autopar.Checkpoints saved into.")
     ],
-    folder: Annotated[Path, typer.Argument(help="Where the weights are written.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write the weights to.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="Of which checkpoint; by default the newest.")
+        int | None, typer.Option(min=0, help="Step of the checkpoint; by default the newest.")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help=f"Of what is written: {', '.join(DTYPES)}; by default its own."),
+        typer.Option(
+            help=f"Dtype of the written weights: {', '.join(DTYPES)}; by default that of the "
+            "checkpoint."
+        ),
     ] = None,
     max_file: Annotated[
         str,
         typer.Option(
-            metavar="SIZE", help="Of a file; where there is more, there are several with an index."
+            metavar="SIZE",
+            help="Maximum size of a file; larger models are split into several files with an "
+            "index.",
         ),
     ] = "5GB",
 ) -> None:
-    """Write the weights of a checkpoint as safetensors, which from_pretrained reads: no mesh, no
-    GPU."""
+    """Write the weights of a checkpoint as safetensors for from_pretrained. Needs no mesh and no
+    GPU.
+    """
     check_dtype(dtype)
     max_file_bytes = parse_size(max_file) or 1
     from autopar.checkpoint.manager import Checkpoints
     from autopar.cli.models import read_dtype
 
-    with progress("putting the parts together"):
+    with progress("assembling the weights"):
         done = Checkpoints(checkpoints).export(
             folder, step=step, dtype=read_dtype(dtype), max_file_bytes=max_file_bytes
         )
-    say(f"the weights after step {done} are in {folder}")
+    say(f"weights of step {done} written to {folder}")
 
 
 @app.command("run", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
@@ -489,27 +513,30 @@ def run_command(
             "-n",
             "--num-processes",
             min=1,
-            help="Processes on this machine; by default one for each GPU, or one.",
+            help="Processes on this machine; by default one per GPU, or one.",
         ),
     ] = None,
     nodes: Annotated[
         str,
         typer.Option(
-            help="Machines that each run this: a number, or the fewest and the most, as 2:4."
+            help="Number of machines that run this command, or the minimum and maximum, as 2:4."
         ),
     ] = "1",
     meet: Annotated[
-        str | None, typer.Option(help="HOST:PORT of one of several machines, where they meet.")
+        str | None, typer.Option(help="HOST:PORT of the machine that the others connect to.")
     ] = None,
     restarts: Annotated[
         int | None,
         typer.Option(
-            min=0, help="How often all start again where one fails; 0, of 2:4 machines 10."
+            min=0,
+            help="How often to restart all processes after a failure; 0 by default, 10 with a "
+            "range of machines.",
         ),
     ] = None,
 ) -> None:
-    """Start SCRIPT with its arguments in several processes, by torchrun. Where machines come or
-    go those that are there start it again."""
+    """Start SCRIPT with its arguments in several processes, using torchrun. If machines join or
+    leave, the remaining ones restart it.
+    """
     from autopar.runtime.launching import launch
 
     launch(

@@ -1,4 +1,4 @@
-"""Build the models that commands name."""
+"""Build the models that the options of a command name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.plans import Flips, Plan
 
 
 class ModelOptions(TypedDict):
-    """The options of a plan that `built` takes."""
+    """Options of a plan that `built` reads."""
 
     inference: bool
     precision: str | None
@@ -31,31 +31,30 @@ def read_dtype(name: str | None) -> torch.dtype | None: ...
 
 
 def read_dtype(name: str | None) -> torch.dtype | None:
-    """Return torch's dtype of a name; None stays None.
+    """Return the torch dtype with a name; None for None.
 
     Raises:
-        AutoparError: if the name is none of `options.DTYPES`.
+        AutoparError: if the name is not one of `options.DTYPES`.
     """
     check_dtype(name)
     return None if name is None else getattr(torch, name)
 
 
 def turning_of(plan: Plan, num: int, named: NamedModel) -> Flips:
-    """Return the changes of the hardware that would turn close choices of a plan; empty if `num` is
-    0.
+    """Return the hardware changes that would change close choices of a plan; empty if `num` is 0.
 
     Args:
         plan: the plan.
-        num: number of choices to look at.
+        num: number of choices to examine.
         named: the model.
 
     Raises:
-        AutoparError: if no model is named, or it cannot be built.
+        AutoparError: if no model is named, or the model cannot be built.
     """
     if not num:
         return Flips()
     if (named.hf, named.model, named.module) == (None, None, None):
-        what = "what would turn choices cannot be told without the model"
+        what = "--flips needs the model of the plan"
         raise AutoparError(what, remedy="pass one of --hf, --model and --module")
     with progress("building the model") as tell:
         network, example = built(named, "meta", **options_asked(plan))
@@ -64,8 +63,9 @@ def turning_of(plan: Plan, num: int, named: NamedModel) -> Flips:
 
 
 def options_asked(plan: Plan) -> ModelOptions:
-    """Return the options of a plan that affect how its model is built: whether it has no backward,
-    and the precision in which parameters are read."""
+    """Return the plan options that affect how the model is built: whether there is no backward, and
+    the precision in which parameters are read.
+    """
     return {
         "inference": bool(plan.options.get("inference")),
         "precision": plan.options.get("precision"),
@@ -73,7 +73,7 @@ def options_asked(plan: Plan) -> ModelOptions:
 
 
 def say_if_none(found: Flips) -> None:
-    """Print why nothing turns the choices that were asked about, if so."""
+    """Print why no hardware change changes the requested choices, if so."""
     if found.why:
         say(found.why)
 
@@ -89,9 +89,9 @@ def built(
 
     Args:
         named: the model and its batch.
-        device: on which the weights are made; "meta" for none.
-        inference: whether to set eval mode, and leave labels out of the batch.
-        precision: of the plan; with one, parameters have a wider dtype by default.
+        device: device of the weights; "meta" for no storage.
+        inference: whether to set eval mode and omit labels from the batch.
+        precision: precision of the plan; if set, parameters have a wider dtype by default.
 
     Raises:
         AutoparError: if none or several are named, or the model cannot be built.
@@ -102,11 +102,12 @@ def built(
         ignored = [option for option, value in sizes.items() if value is not None]
         if ignored:
             remedy = (
-                f"leave {' and '.join(ignored)} out, and let the function return such a model and"
-                " batch"
+                f"omit {' and '.join(ignored)}; the function of --module returns the model and "
+                "the batch"
             )
             raise AutoparError(
-                f"{' and '.join(ignored)} with --module: its function makes the batch",
+                f"{' and '.join(ignored)} cannot be combined with --module, whose function makes "
+                "the batch",
                 remedy=remedy,
             )
         return hf.load_function(named.module)
@@ -121,7 +122,7 @@ def built(
         )
         logging.getLogger("transformers").setLevel(
             logging.ERROR
-        )  # it warns of configurations that it made itself
+        )  # transformers warns about configurations that it made itself
         return (
             (network.eval(), hf.unlabelled(network, example)) if inference else (network, example)
         )

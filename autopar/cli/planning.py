@@ -25,7 +25,7 @@ from autopar.explanation import explain
 from autopar.plans import Plan
 from autopar.request import PlanOptions
 
-_TOLD = 0.01  # share of all seconds, from which on those of plans that were not taken are told
+_TOLD = 0.01  # share of the total time from which the time of rejected plans is printed
 
 
 def with_stages(
@@ -36,13 +36,13 @@ def with_stages(
     *,
     offload: bool,
 ) -> PlanOptions:
-    """Return the options with the pipeline and the offloading that flags request.
+    """Return the options with the pipeline and the offloading that the flags request.
 
     Args:
-        options: with the constraints of other flags.
+        options: options with the constraints of other flags.
         axis: --pipeline; None for no stages, "auto" for an axis of the planner's choice.
         schedule, chunks: --schedule and --chunks.
-        offload: whether parameters and kept values may rest on the hosts.
+        offload: whether parameters and saved activations may be offloaded to host memory.
 
     Raises:
         ConstraintError: if constraints contradict each other.
@@ -68,15 +68,15 @@ def plan_named(
     out_file: Path | None,
     lp_file: Path | None = None,
 ) -> None:
-    """Build a model on meta, plan it, print the plan's summary and write the requested files.
+    """Build a model on meta, plan it, print the summary of the plan and write the requested files.
 
     Args:
         named: the model.
-        mesh: a mesh, or devices whose mesh the planner chooses.
+        mesh: a mesh, or devices from which the planner chooses a mesh.
         devices: the hardware.
-        options: of planning.
-        out_file: where the plan is written; None for nowhere.
-        lp_file: where the integer program is written; None for nowhere.
+        options: options of planning.
+        out_file: file to write the plan to; None to write no plan.
+        lp_file: file to write the integer program to; None to write none.
 
     Raises:
         AutoparError: if the model cannot be built or planned, or a file cannot be written.
@@ -103,12 +103,12 @@ def plan_named(
 
 
 def _tell(found: Found, clock: _Clock, out_file: Path | None) -> None:
-    """Print the plan's summary and the time of planning, and write the plan."""
+    """Print the summary of the plan and the planning time, and write the plan."""
     plan = found.plan
     for line in explain(plan).summary():
         say(as_flags(line))
     if found.planned is None:
-        say("the plan is from the cache; --no-cache plans again")
+        say("plan loaded from the cache; pass --no-cache to plan again")
     else:
         phases = clock.phases(found.planned.seconds)
         say(
@@ -117,7 +117,7 @@ def _tell(found: Found, clock: _Clock, out_file: Path | None) -> None:
         )
     if out_file is not None:
         _save(plan, out_file)
-        say(f"written to {out_file}: `autopar explain {out_file}` tells more")
+        say(f"written to {out_file}; `autopar explain {out_file}` shows the details")
 
 
 class _Clock:
@@ -128,20 +128,19 @@ class _Clock:
         self._captured = math.inf
 
     def at(self, phase: str) -> str:
-        """Note that a phase begins, and return it as text."""
+        """Record the start of a phase, and return its name."""
         self._captured = min(self._captured, time.perf_counter() - self._start)
         return PHASES.get(phase, phase)
 
     def phases(self, of_plan: Mapping[str, float]) -> dict[str, float]:
-        """Return seconds by phase. The time spent on plans that were not taken is a phase of its
-        own."""
+        """Return the seconds of each phase. Time spent on rejected plans is a separate phase."""
         total_s = time.perf_counter() - self._start
         captured_s = min(self._captured, total_s)
         others_s = max(total_s - captured_s - sum(of_plan.values()), 0.0)
         return {
             "capture": captured_s,
             **of_plan,
-            **({"plans not taken": others_s} if others_s > _TOLD * total_s else {}),
+            **({"rejected plans": others_s} if others_s > _TOLD * total_s else {}),
         }
 
 

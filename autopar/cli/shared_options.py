@@ -1,8 +1,6 @@
-"""The options that several commands share: those that name a model, with the checks that are
-possible before anything is built.
+"""Options that several commands share: those that name a model, and the checks that need no model.
 
-Nothing here needs torch, which takes seconds to import: help and refusals of mistyped options come
-before it.
+This module does not import torch, which takes seconds: help texts and usage errors appear first.
 """
 
 from __future__ import annotations
@@ -26,33 +24,36 @@ from autopar.request import OPTIONS
 F = TypeVar("F", bound=Callable[..., None])
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 BATCH, DTYPE, RESTING = 8, "bfloat16", "float32"
-"""What is built unless it is given: samples in the global batch, and the parameters' dtype; with
---precision that in which they rest."""
+"""Defaults of the built model: samples in the global batch, and dtype of the parameters. With
+--precision, the latter is the dtype in which they are stored.
+"""
 
 
 def _as_typer_has_it(option: str) -> Any:
-    """Return the annotation by which typer reads the flag of an option of planning."""
+    """Return the typer annotation of the flag of a planning option."""
     flag = OPTIONS[option].flag
     assert flag is not None, f"{option} has no flag"
     return typer.Option(flag.name, metavar=flag.metavar, min=flag.least, help=flag.help)
 
 
-PlanFile = Annotated[Path, typer.Argument(help="A plan, as `autopar plan --out` writes it.")]
+PlanFile = Annotated[Path, typer.Argument(help="Plan file, as written by `autopar plan --out`.")]
 Hf = Annotated[
     str | None,
     typer.Option(
         "--hf",
         metavar="TYPE[/AutoClass]:JSON",
-        help="A Hugging Face configuration, built and not downloaded.",
+        help="Name of a Hugging Face configuration. The model is built from it; no weights are "
+        "downloaded.",
     ),
 ]
 ModelName = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help=f"A known size: {', '.join(KNOWN)}.")
+    str | None,
+    typer.Option("--model", metavar="NAME", help=f"Size of the model: {', '.join(KNOWN)}."),
 ]
 Module = Annotated[
     str | None,
     typer.Option(
-        "--module", metavar="FILE.py:FUNCTION", help="A function that returns (model, batch)."
+        "--module", metavar="FILE.py:FUNCTION", help="Function that returns (model, batch)."
     ),
 ]
 Flips = Annotated[
@@ -60,15 +61,15 @@ Flips = Annotated[
     typer.Option(
         min=0,
         help=(
-            "Of so many close choices, in each stage, say at which change of the hardware they"
-            " turn."
+            "Number of close choices, per stage, for which to show the hardware change that "
+            "would change them."
         ),
     ),
 ]
 Batch = Annotated[
     int | None,
     typer.Option(
-        min=1, help=f"Global batch in samples; {BATCH} unless given. Of --module the function says."
+        min=1, help=f"Global batch size in samples, {BATCH} by default. Not used with --module."
     ),
 ]
 DevicesPerNode = Annotated[
@@ -76,19 +77,18 @@ DevicesPerNode = Annotated[
     typer.Option(
         min=1,
         help=(
-            "Of axes: how many ranks in a row share a node; by default as many as the last axis"
-            " has."
+            "With axes: number of consecutive ranks per node; by default the size of the last axis."
         ),
     ),
 ]
 Constraints = Annotated[list[str] | None, _as_typer_has_it("constraints")]
-Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")]
+Seq = Annotated[int | None, typer.Option(min=1, help="Sequence length in tokens.")]
 Dtype = Annotated[
     str | None,
     typer.Option(
         help=(
-            f"Of parameters, one of {', '.join(DTYPES)}; unless given {DTYPE}, with --precision"
-            f" {RESTING}. Of --module the function says."
+            f"Dtype of the parameters, one of {', '.join(DTYPES)}; by default {DTYPE}, with "
+            f"--precision {RESTING}. Not used with --module."
         )
     ),
 ]
@@ -96,8 +96,9 @@ Dtype = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """The model that a command names, and its batch: the values of --hf, --model and --module, of
-    which exactly one is given, and of --batch, --seq and --dtype, None for their defaults."""
+    """The model and batch that a command names: the values of --hf, --model and --module (exactly
+    one is given) and of --batch, --seq and --dtype (None for the defaults).
+    """
 
     hf: Hf = None
     model: ModelName = None
@@ -107,7 +108,7 @@ class NamedModel:
     dtype: Dtype = None
 
     def check(self) -> None:
-        """Check how the model is named, before any library is imported that builds it.
+        """Check the options that name the model, before any library that builds it is imported.
 
         Raises:
             AutoparError: if none or several are named, or a name cannot be read.
@@ -126,7 +127,7 @@ _NAMING = get_type_hints(NamedModel, include_extras=True)
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the flags of a `NamedModel` in place of its parameter ``named``."""
+    """Replace the parameter ``named`` of a command by the flags of a `NamedModel`."""
     here = inspect.signature(command, eval_str=True)
 
     @functools.wraps(command)
@@ -147,8 +148,9 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def takes_options(command: F) -> F:
-    """Give a command with ``**options`` a flag for each option of planning that declares one, ahead
-    of its keyword-only parameters."""
+    """Add a flag to a command for each planning option that declares one, before its keyword-only
+    parameters.
+    """
     here, kinds = inspect.signature(command, eval_str=True), inspect.Parameter
     first = [p for p in here.parameters.values() if p.kind is kinds.POSITIONAL_OR_KEYWORD]
     last = [p for p in here.parameters.values() if p.kind is kinds.KEYWORD_ONLY]
@@ -168,7 +170,7 @@ def takes_options(command: F) -> F:
 
 
 def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the options of planning from the values of their flags.
+    """Read the planning options from the values of their flags.
 
     Raises:
         AutoparError: if a value cannot be read.
@@ -184,7 +186,7 @@ def check_dtype(name: str | None) -> None:
     """Check that a name is one of `DTYPES`, or None.
 
     Raises:
-        AutoparError: if it is not.
+        AutoparError: if the name is unknown.
     """
     if name is not None and name not in DTYPES:
         raise AutoparError(
@@ -193,24 +195,24 @@ def check_dtype(name: str | None) -> None:
 
 
 def check_there(plan: Path, hardware: str | None = None) -> None:
-    """Check that a plan's file, and a hardware profile, exist.
+    """Check that a plan file and a hardware profile exist.
 
     Raises:
-        PlanError: if there is no such file.
-        HardwareError: if there is no such profile.
+        PlanError: if the plan file does not exist.
+        HardwareError: if the profile does not exist.
     """
     if not plan.is_file():
-        why = "it is a folder" if plan.is_dir() else "there is no such file"
+        why = "it is a folder" if plan.is_dir() else "the file does not exist"
         raise PlanError(
             f"cannot read plan '{plan}': {why}",
-            remedy="check the path; `autopar plan --out` writes one",
+            remedy="check the path; `autopar plan --out FILE` writes a plan",
         )
     if hardware is not None:
         read_hardware(hardware)
 
 
 # --------------------------------------------------------------------------------------------------
-# Translate the Python advice of errors and plans into flags of the command line.
+# Translate advice in errors and plans from Python to flags of the command line.
 
 _CONSTRAINT = re.compile(r"constraints=[\[(]+autopar\.constraints\.(\w+\([^()]*\)),?[\])]+")
 _FLAGS = (
@@ -223,7 +225,7 @@ _FLAGS = (
 
 
 def as_flags(text: str) -> str:
-    """Return a text with options of `autopar.plan` replaced by flags."""
+    """Return a text in which options of `autopar.plan` are replaced by flags."""
     text = _CONSTRAINT.sub(_constraint, text)
     for python, flag in _FLAGS:
         text = re.sub(python, flag, text)
@@ -231,5 +233,5 @@ def as_flags(text: str) -> str:
 
 
 def _constraint(found: re.Match[str]) -> str:
-    call = found[1].replace("'", '"')  # so that one pair of quotes holds it in a shell
+    call = found[1].replace("'", '"')  # one pair of quotes then encloses it in a shell
     return f"--constraint {shlex.quote(call)}"

@@ -81,7 +81,7 @@ def layout(
     given = {"weight": weight, "bias": bias, "storage": storage, "input": input, "output": output}
     if all(value is None for value in given.values()):
         raise ConstraintError(
-            f"the constraint on {pattern!r} forces nothing",
+            f"the constraint on {pattern!r} has no layout",
             remedy="pass weight=, bias=, storage=, input= or output=",
         )
     return LayoutConstraint(
@@ -99,8 +99,8 @@ def check_layouts(constraint: LayoutConstraint, mesh: Mesh) -> None:
         value = getattr(constraint, name)
         if value is not None and len(value.placements) != len(mesh.axes):
             raise ConstraintError(
-                f"{name}={str(value)!r} on {constraint.pattern!r} has {len(value.placements)}"
-                f" placements, mesh {mesh} has {len(mesh.axes)} axes",
+                f"{name}={str(value)!r} on {constraint.pattern!r} has {len(value.placements)} "
+                f"placements, but mesh {mesh} has {len(mesh.axes)} axes",
                 remedy="write one placement per mesh axis",
             )
 

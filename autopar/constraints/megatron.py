@@ -132,22 +132,24 @@ def megatron(
     """
     if zero not in (0, 1, 2, 3):
         raise ConstraintError(
-            f"megatron(zero={zero}) is not there",
-            remedy="pass 0, or one of ZeRO's stages 1, 2 and 3",
+            f"zero must be 0, 1, 2 or 3 in megatron, got {zero}",
+            remedy="pass 0, or one of the ZeRO stages 1, 2 and 3",
         )
     if recompute not in (None, "none", "full", "selective"):
         raise ConstraintError(
-            f"megatron(recompute={recompute!r}) is not there",
+            f'recompute must be "none", "full" or "selective" in megatron, got {recompute!r}',
             remedy='pass "none", "full" or "selective"',
         )
     if not isinstance(pp, str) and pp < 1:
         raise ConstraintError(
-            f"megatron(pp={pp}) is no number of stages",
-            remedy="pass a number from 1, or the name of an axis",
+            f"pp must be a positive number of stages in megatron, got {pp}",
+            remedy="pass a positive number, or the name of an axis",
         )
     if chunks < 1 or (chunks > 1 and pp == 1):
-        what = f"megatron(pp={pp!r}, chunks={chunks}) has no pipeline of so many stages"
-        raise ConstraintError(what, remedy="pass pp too, and chunks from 1")
+        what = (
+            f"megatron(pp={pp!r}, chunks={chunks}) does not define a pipeline with that many stages"
+        )
+        raise ConstraintError(what, remedy="pass pp too, and a positive number of chunks")
     degrees = _degree(tp), None if dp is None else _degree(dp)
     return Megatron(
         *degrees,
@@ -174,9 +176,9 @@ def stage_axis(constraint: Megatron, mesh: Mesh) -> str:
     for axis in mesh.axes:
         if axis.size == constraint.pp:
             return axis.name
-    what = f"{constraint}: no axis of mesh {mesh} has {constraint.pp} devices"
+    what = f"{constraint}: mesh {mesh} has no axis with {constraint.pp} devices"
     raise ConstraintError(
-        what, remedy="plan for a mesh with an axis of that size, or name the axis: pp='node'"
+        what, remedy="use a mesh with an axis of that size, or name the axis: pp='node'"
     )
 
 
@@ -221,11 +223,11 @@ def _expert_axes(constraint: Megatron, left: tuple[str, ...], mesh: Mesh) -> tup
     if set(experts) <= {*left, *_trivial_axes(mesh)}:
         return experts
     what = (
-        f"{constraint}: experts are split over axes of data parallelism, and"
-        f" {', '.join(experts)} are not all such"
+        f"{constraint}: experts are split over axes of data parallelism, which "
+        f"{', '.join(experts)} are not"
     )
     names = f": {', '.join(left)}" if left else ""
-    raise ConstraintError(what, remedy=f"name axes that neither tp, cp nor pp have{names}")
+    raise ConstraintError(what, remedy=f"name axes that are not used by tp, cp or pp{names}")
 
 
 def _data_axes(
@@ -248,8 +250,8 @@ def _data_axes(
     if has_devices and set(left) <= {*data, *_trivial_axes(mesh)}:
         return data
     size = _num_devices(left, mesh)
-    what = f"{constraint} does not fill mesh {mesh}: beside the tensor axes it has {size} devices"
-    raise ConstraintError(what, remedy=f"pass dp={size}, or leave it out")
+    what = f"{constraint} does not fill mesh {mesh}: {size} devices remain besides the tensor axes"
+    raise ConstraintError(what, remedy=f"pass dp={size}, or omit it")
 
 
 def _num_devices(names: Collection[str], mesh: Mesh) -> int:
@@ -274,9 +276,9 @@ def _last_axes(
         for axes in itertools.combinations(wide, count):
             if math.prod(axis.size for axis in axes) == degree:
                 return tuple(axis.name for axis in axes)
-    what = f"{constraint}: no axes of mesh {mesh} make {degree} devices together"
+    what = f"{constraint}: no combination of axes of mesh {mesh} has {degree} devices"
     raise ConstraintError(
-        what, remedy=f"plan for a mesh with an axis of that size, or name the axes: {word}='gpu'"
+        what, remedy=f"use a mesh with an axis of that size, or name the axes: {word}='gpu'"
     )
 
 
@@ -284,7 +286,8 @@ def _degree(value: int | Axes) -> int | tuple[str, ...]:
     if isinstance(value, int):
         if value < 1:
             raise ConstraintError(
-                f"{value} is no number of devices", remedy="pass a number from 1, or names of axes"
+                f"the number of devices must be positive, got {value}",
+                remedy="pass a positive number, or names of axes",
             )
         return value
     return names_of(value) or ()

@@ -108,9 +108,12 @@ def check_grid(plan: str, kind: str, axes: Sequence[str], mesh: Mesh) -> None:
     sides = sizes[:2] if kind == "2.5d" else sizes
     if len(set(sides)) > 1:
         words = ", ".join(f"{name}={size}" for name, size in zip(axes, sides, strict=False))
-        what = f"{plan}: the sides of its grid are to be equal, in mesh {mesh} they are {words}"
-        remedy = "name axes of one size" + (
-            ", and the depth as the third" if kind == "2.5d" else ""
+        what = (
+            f"{plan}: the sides of the grid must have equal sizes, but in mesh {mesh} they are "
+            f"{words}"
+        )
+        remedy = "name axes of equal size" + (
+            ", and the depth as the third axis" if kind == "2.5d" else ""
         )
         raise ConstraintError(what, remedy=remedy)
 
@@ -327,8 +330,11 @@ def expert_parallel(axes: Axes, tokens: Literal["", "dispatched", "gathered"] = 
             tokens are to be dispatched over several axes.
     """
     if tokens not in (*_EXPERTS,):
-        remedy = 'pass "dispatched" or "gathered", or leave it to the planner'
-        raise ConstraintError(f"expert_parallel(tokens={tokens!r}) is not there", remedy=remedy)
+        remedy = 'pass "dispatched" or "gathered", or omit tokens to let the planner choose'
+        raise ConstraintError(
+            f'tokens must be "dispatched" or "gathered" in expert_parallel, got {tokens!r}',
+            remedy=remedy,
+        )
     return Parallelism(_EXPERTS[tokens], names_of(axes))
 
 
@@ -387,18 +393,19 @@ def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> 
     names = names_of(axes) or ()
     if kind not in (*_TENSORS,):
         raise ConstraintError(
-            f"tensor_parallel({kind!r}) is not there", remedy='pass "1d", "2d", "2.5d" or "3d"'
+            f'kind must be "1d", "2d", "2.5d" or "3d" in tensor_parallel, got {kind!r}',
+            remedy='pass "1d", "2d", "2.5d" or "3d"',
         )
     if sequence and kind != "1d":
         what = (
-            f"tensor_parallel({kind!r}, sequence=True) is not there: grids split what lies between"
-            " linears already"
+            f"tensor_parallel({kind!r}, sequence=True) is not supported: grids already shard the "
+            "tensors between linear layers"
         )
-        raise ConstraintError(what, remedy='pass "1d", or leave sequence out')
+        raise ConstraintError(what, remedy='pass "1d", or omit sequence')
     if kind in GRIDS and len(set(names)) != GRIDS[kind]:
         what = (
-            f"tensor_parallel({kind!r}) is for {GRIDS[kind]} mesh axes, axes={list(names)} names"
-            f" {len(set(names))}"
+            f"tensor_parallel({kind!r}) needs {GRIDS[kind]} mesh axes, but axes={list(names)} "
+            f"names {len(set(names))}"
         )
         raise ConstraintError(
             what,
@@ -433,6 +440,7 @@ def names_of(axes: Axes | None) -> tuple[str, ...] | None:
     names = (axes,) if isinstance(axes, str) else None if axes is None else tuple(axes)
     if names is not None and (not names or not all(isinstance(name, str) for name in names)):
         raise ConstraintError(
-            f"axes={axes!r} are no names of mesh axes", remedy='pass names, as in axes=("gpu",)'
+            f"axes must be names of mesh axes, got {axes!r}",
+            remedy='pass names, as in axes=("gpu",)',
         )
     return names

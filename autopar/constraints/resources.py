@@ -101,23 +101,25 @@ def pipeline(
     schedule = schedule or _schedule(axis, cuts)
     if schedule not in (*SCHEDULES, AUTO):
         raise ConstraintError(
-            f"schedule {schedule!r} is not known",
+            f"schedule {schedule!r} is unknown",
             remedy=f"pass one of {', '.join((*SCHEDULES, AUTO))}",
         )
     if microbatches is not None and microbatches < 1:
         raise ConstraintError(
-            f"microbatches={microbatches} is no number of microbatches",
-            remedy="pass a number from 1",
+            f"microbatches must be a positive number, got {microbatches}",
+            remedy="pass a positive number",
         )
     chunks = (2 if schedule == INTERLEAVED else 1) if chunks is None else chunks
     if (chunks < 2) if schedule == INTERLEAVED else (chunks != 1):
-        what = f"schedule {schedule!r} has no {chunks} stages per device"
+        what = f"schedule {schedule!r} does not support {chunks} stages per device"
         raise ConstraintError(
-            what, remedy=f"pass chunks=2 or more with schedule={INTERLEAVED!r}, none with others"
+            what,
+            remedy=f"pass chunks=2 or more with schedule={INTERLEAVED!r}, no chunks with other "
+            "schedules",
         )
     if schedule == AUTO and cuts is not None:
         raise ConstraintError(
-            "cuts fix how many stages a device has, and the planner is to choose it",
+            "cuts determine the number of stages per device, which the planner was asked to choose",
             remedy='pass schedule="1f1b"',
         )
     return Pipelined(
@@ -181,12 +183,12 @@ def offload(
     """
     if not (parameters or activations):
         raise ConstraintError(
-            "offload(parameters=False, activations=False) lets nothing be offloaded",
-            remedy="leave it out",
+            "offload(parameters=False, activations=False) offloads nothing",
+            remedy="omit the constraint",
         )
     if host_bytes is not None and (not isinstance(host_bytes, int) or host_bytes <= 0):
         raise ConstraintError(
-            f"host_bytes={host_bytes!r} is no budget",
+            f"host_bytes must be a positive number of bytes, got {host_bytes!r}",
             remedy="pass bytes per device, for example 128 * 2**30",
         )
     return Offloaded(bool(parameters), bool(activations), host_bytes)

@@ -54,7 +54,7 @@ def parse_constraint(text: str) -> Constraint:
     name, args, kwargs = _parts(text)
     if name not in _NAMED:
         raise ConstraintError(
-            f"no constraint is named {name!r}",
+            f"{name!r} is not a constraint",
             where=text,
             remedy=f"constraints are {', '.join(_NAMED)}",
         )
@@ -87,7 +87,7 @@ def _parts(text: str) -> tuple[str, list[Any], dict[str, Any]]:
         return call.func.id, [ast.literal_eval(arg) for arg in call.args], kwargs
     except (SyntaxError, ValueError) as error:
         remedy = 'write a call with literals, as megatron(tp=8) or pipeline("node")'
-        raise ConstraintError("this is no constraint", where=text, remedy=remedy) from error
+        raise ConstraintError("this is not a constraint", where=text, remedy=remedy) from error
 
 
 # --------------------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ def read_constraint(data: Mapping[str, Any]) -> Constraint:
         return _layout(data) if "pattern" in data else _plan(data)
     except (KeyError, TypeError, AttributeError, AutoparError) as error:
         raise ConstraintError(
-            f"{data!r} is no record of a constraint",
-            remedy="plan again; the file was changed by hand",
+            f"{data!r} is not a valid constraint record",
+            remedy="plan again; the file was edited by hand",
         ) from error
 
 
@@ -118,7 +118,7 @@ def _plan(data: Mapping[str, Any]) -> Constraint:
     if read is not None:
         return read(data)
     if data["plan"] not in get_args(PlanName) or not {"plan", "axes", "sequence"} >= data.keys():
-        raise ConstraintError(f"no plan is named {data['plan']!r}")
+        raise ConstraintError(f"{data['plan']!r} is not a named plan")
     axes = None if data["axes"] is None else tuple(data["axes"])
     if "sequence" in data:
         kind = data["plan"].removeprefix("tensor_parallel_")

@@ -41,7 +41,7 @@ def pipeline_in(constraints: Iterable[Constraint], mesh: Mesh) -> Pipelined | No
             )
     if len(found) > 1:
         raise ConstraintError(
-            f"{found[0][0]} and {found[1][0]} both cut the model", remedy="pass one of them"
+            f"{found[0][0]} and {found[1][0]} both define a pipeline", remedy="pass one of them"
         )
     return found[0][1] if found else None
 
@@ -58,7 +58,7 @@ def check_number(constraints: Iterable[Constraint], num: int) -> None:
             num,
         ):
             what = (
-                f"{constraint} and num_microbatches={num} ask for different numbers of microbatches"
+                f"{constraint} and num_microbatches={num} request different numbers of microbatches"
             )
             raise ConstraintError(what, remedy="pass one of them, or the same number in both")
 
@@ -139,7 +139,7 @@ def _same_axis_error(
         else f"{constraint} and {other[0]}"
     )
     return ConstraintError(
-        f"{both} both speak of axis {name!r}",
+        f"{both} both apply to axis {name!r}",
         remedy="name the axes of each, for example ddp(axes='node')",
     )
 
@@ -232,10 +232,10 @@ def _named(constraint: Parallelism, there: Mesh) -> Parallelism | None:
     left = tuple(name for name in axes if name in there.names)
     if left != axes and constraint.kind in GRIDS:
         missing = next(name for name in axes if name not in left)
-        what = f"{constraint}: mesh {there} has no axis {missing!r}, a side of its grid"
+        what = f"{constraint}: mesh {there} has no axis {missing!r}, which is a side of its grid"
         raise ConstraintError(
             what,
-            remedy="name the axes of the other mesh so, or plan for it without this constraint",
+            remedy="use these axis names in the other mesh, or plan for it without this constraint",
         )
     return replace(constraint, axes=left) if left else None
 

@@ -60,7 +60,7 @@ def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, num in Counter(key for key, _ in pairs).items() if num > 1)
-        raise ValueError(f"the key {twice!r:.80} stands twice in one object")
+        raise ValueError(f"the key {twice!r:.80} occurs twice in one object")
     return found
 
 
@@ -82,7 +82,7 @@ def _check_texts(data: Any, without: re.Pattern[str]) -> None:
         for value in data:
             _check_texts(value, without)
     elif isinstance(data, str) and (found := without.search(data)):
-        raise ValueError(f"the text {data!a:.80} has the control character {found[0]!a}")
+        raise ValueError(f"the text {data!a:.80} contains the control character {found[0]!a}")
 
 
 def _check_depth(text: str) -> None:
@@ -116,7 +116,9 @@ def _read_integer(digits: str) -> int:
     """
     num_digits = len(digits.lstrip("-"))
     if num_digits > _MOST_DIGITS or abs(int(digits)) >= 2**_BITS:
-        raise ValueError(f"the integer {digits[:12]}… of {num_digits} digits has over {_BITS} bits")
+        raise ValueError(
+            f"the integer {digits[:12]}… with {num_digits} digits has more than {_BITS} bits"
+        )
     return int(digits)
 
 
@@ -147,4 +149,4 @@ def _refuse_constant(name: str) -> Any:
     Raises:
         ValueError: always.
     """
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

@@ -58,18 +58,18 @@ def _refusal(
         remedy = (
             f"did you mean {' or '.join(f'{c}=' for c in close)}? {listed}"
             if close
-            else f"it takes {', '.join(known)}; {listed}"
+            else f"{name} takes {', '.join(known)}; {listed}"
         )
-        return ArgumentError(f"{name} takes no argument {unknown!r}", remedy=remedy)
+        return ArgumentError(f"{name} has no argument {unknown!r}", remedy=remedy)
     positions = [p.name for p in taken if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     by_position = positions[: len(args)]
     missing = [
         p.name for p in taken if p.default is p.empty and p.name not in (*by_position, *kwargs)
     ]
     if missing and len(args) <= len(positions):
-        what = f"{name} misses {' and '.join(map(repr, missing))}"
+        what = f"{name} is missing {' and '.join(map(repr, missing))}"
         return ArgumentError(what, remedy=f"pass {', '.join(f'{m}=' for m in missing)}; {listed}")
     return ArgumentError(
         f"{name}: {said}",
-        remedy=f"by position it takes {', '.join(positions)}, all else by name; {listed}",
+        remedy=f"positional arguments are {', '.join(positions)}, others are keywords; {listed}",
     )

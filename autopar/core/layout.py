@@ -87,9 +87,10 @@ def read_layout(text: str) -> tuple[list[Placement], list[int], bool, bool]:
             if isinstance(p, Shard) and p.dim == dim
         )
         if set(numbered) != {-1} and numbered != list(range(len(numbered))):
-            remedy = f"number all splitters of dim {dim} from 0, the outermost, or none of them"
+            remedy = f"number all axes that split dim {dim} from 0, the outermost, or none of them"
             raise LayoutError(
-                f"layout {text!r} does not say in which order axes split dim {dim}", remedy=remedy
+                f"layout {text!r} does not specify the order of the axes that split dim {dim}",
+                remedy=remedy,
             )
     order = sorted(range(len(placements)), key=lambda axis: (ranks[axis], axis))
     return placements, order, text.removesuffix(_HOST).endswith(_UNCAST), text.endswith(_HOST)
@@ -342,7 +343,7 @@ def _canonical(placements: tuple[Placement, ...], order: Sequence[int] | None) -
     if order is None or tuple(order) == natural:
         return natural
     if sorted(order) != list(natural):
-        raise LayoutError(f"order {tuple(order)} is no permutation of {len(natural)} axes")
+        raise LayoutError(f"order {tuple(order)} is not a permutation of {len(natural)} axes")
     dims = [placement.dim for placement in placements if splits(placement)]
     if len(set(dims)) == len(dims):
         return natural

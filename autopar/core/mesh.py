@@ -55,7 +55,10 @@ class Mesh:
         links: Mapping[str, str] | None = None,
     ) -> None:
         if isinstance(axes, str):
-            raise MeshError(f"{axes!r} is a text", remedy=f"pass autopar.Mesh.parse({axes!r})")
+            raise MeshError(
+                f"mesh axes must be a mapping of names to sizes, got the text {axes!r}",
+                remedy=f"pass autopar.Mesh.parse({axes!r})",
+            )
         if isinstance(axes, int):
             axes = {"gpu": axes}
         if isinstance(axes, Mapping):
@@ -67,8 +70,8 @@ class Mesh:
             devices_per_node = axes[-1].size if len(axes) > 1 else min(total, 8)
         if devices_per_node < 1:
             raise MeshError(
-                f"devices_per_node={devices_per_node} is no number of devices",
-                remedy="pass how many ranks share a node",
+                f"devices_per_node must be a positive number, got {devices_per_node}",
+                remedy="pass the number of ranks per node",
             )
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "devices_per_node", devices_per_node)
@@ -171,7 +174,7 @@ class Mesh:
             pairs = [part.split("=") for part in text.split(",")]
             if len({name.strip() for name, _ in pairs}) != len(pairs):
                 raise MeshError(
-                    f"mesh {text!r} names an axis twice", remedy="give each axis a name of its own"
+                    f"mesh {text!r} names an axis twice", remedy="give each axis a unique name"
                 )
             return Mesh({name.strip(): int(size) for name, size in pairs})
         except ValueError as error:
@@ -196,30 +199,28 @@ def _check_axes(axes: tuple[MeshAxis, ...], links: Mapping[str, str]) -> None:
     if not axes:
         raise MeshError(
             "a mesh needs at least one axis",
-            remedy='for example autopar.Mesh({"node": 4, "gpu": 8})',
+            remedy='pass for example autopar.Mesh({"node": 4, "gpu": 8})',
         )
     names = [axis.name for axis in axes]
     if len(set(names)) != len(names):
-        raise MeshError(
-            f"mesh axis names repeat: {names}", remedy="give each axis a name of its own"
-        )
+        raise MeshError(f"mesh axis names repeat: {names}", remedy="give each axis a unique name")
     for axis in axes:
         if not axis.name or set(axis.name) & set(",= "):  # `Mesh.parse` must read str(mesh)
             what = (
-                f"mesh axis name {axis.name!r} holds a comma, an equals sign or a space"
+                f"mesh axis name {axis.name!r} contains a comma, an equals sign or a space"
                 if axis.name
                 else "a mesh axis has no name"
             )
-            raise MeshError(what, remedy='for example autopar.Mesh({"node": 4, "gpu": 8})')
+            raise MeshError(what, remedy='pass for example autopar.Mesh({"node": 4, "gpu": 8})')
         if not isinstance(axis.size, int) or axis.size < 1:
             raise MeshError(
                 f"mesh axis {axis.name!r} has size {axis.size!r}",
-                remedy="sizes are integers from 1",
+                remedy="pass positive integers as sizes",
             )
     for name, link in links.items():
         if name not in names or link not in ("intra", "inter"):
             raise MeshError(
-                f"link {name!r}: {link!r} is not known",
+                f"link {name!r}: {link!r} is unknown",
                 remedy=f'axes are {names}; links are "intra" and "inter"',
             )
 
@@ -232,8 +233,8 @@ Unshaped: TypeAlias = int | tuple[int, int]  # a device count; nodes × devices 
 ProfileLike: TypeAlias = str | Path | HardwareProfile
 HardwareLike: TypeAlias = ProfileLike | Mixed | Mapping[str, Sequence[ProfileLike]]
 _FORM = (
-    'one axis of the mesh and a profile per index along it, {"stage": ["h100-sxm",'
-    ' "a100-sxm-80gb"]}'
+    'one axis of the mesh and one profile per index along it, {"stage": ["h100-sxm", '
+    '"a100-sxm-80gb"]}'
 )
 
 
@@ -253,12 +254,13 @@ def read_mesh(text: str, devices_per_node: int | None = None) -> Mesh | Unshaped
         return found
     if isinstance(found, tuple):
         raise MeshError(
-            f"mesh {text} says how many devices a node has", remedy="leave --devices-per-node out"
+            f"mesh {text} already specifies the number of devices per node",
+            remedy="omit --devices-per-node",
         )
     total = found if isinstance(found, int) else found.num_devices
     if total % devices_per_node:
         raise MeshError(
-            f"{total} devices are no whole nodes of {devices_per_node}",
+            f"{total} devices is not a multiple of {devices_per_node} devices per node",
             remedy="pass a divisor as --devices-per-node",
         )
     if isinstance(found, int):
@@ -304,8 +306,7 @@ def hardware_of(hardware: HardwareLike, mesh: Mesh | Unshaped) -> Hardware:
     if isinstance(mesh, Mesh):
         return _on(found, mesh)
     what = (
-        f"hardware= names profiles along {found.axis!r}, and the shape of the mesh is the planner's"
-        " choice"
+        f"hardware= has profiles along {found.axis!r}, but the planner chooses the axes of the mesh"
     )
     raise HardwareError(
         what,
@@ -319,7 +320,8 @@ def hardware_of(hardware: HardwareLike, mesh: Mesh | Unshaped) -> Hardware:
 def _mixed_hardware(hardware: object) -> Mixed:
     if not isinstance(hardware, Mapping):
         raise HardwareError(
-            f"hardware={hardware!r} is no profile", remedy=f"name a profile, pass one, or {_FORM}"
+            f"hardware={hardware!r} is not a profile",
+            remedy=f"pass the name of a profile, a profile, or {_FORM}",
         )
     if len(hardware) != 1:
         what = f"hardware= has profiles along {' and '.join(map(repr, hardware)) or 'no axis'}"
@@ -327,13 +329,13 @@ def _mixed_hardware(hardware: object) -> Mixed:
     ((axis, along),) = hardware.items()
     if isinstance(along, str | os.PathLike | HardwareProfile) or not isinstance(along, Sequence):
         raise HardwareError(
-            f"hardware= has {along!r} along {axis!r}, which is no list of profiles",
+            f"hardware= has {along!r} along {axis!r}, which is not a list of profiles",
             remedy=f"pass {_FORM}",
         )
     wrong = [each for each in along if not isinstance(each, str | os.PathLike | HardwareProfile)]
     if wrong:
         raise HardwareError(
-            f"hardware= has {wrong[0]!r} along {axis!r}, which is no profile",
+            f"hardware= has {wrong[0]!r} along {axis!r}, which is not a profile",
             remedy=f"pass {_FORM}",
         )
     return Mixed(
@@ -348,16 +350,16 @@ def _mixed_hardware(hardware: object) -> Mixed:
 def _on(mixed: Mixed, mesh: Mesh) -> Mixed:
     """Check that the mesh has the axis of `mixed`, with one device per profile."""
     if mixed.axis not in mesh.names:
-        what = f"hardware= names profiles along {mixed.axis!r}, which mesh {mesh} does not have"
+        what = f"hardware= has profiles along {mixed.axis!r}, but mesh {mesh} has no such axis"
         raise HardwareError(what, remedy=f"its axes are {', '.join(mesh.names)}")
     size, num = mesh.shape[mesh.names.index(mixed.axis)], len(mixed.profiles)
     if size != num:
         what = (
-            f"hardware= names {num} profile{'s' if num != 1 else ''} along {mixed.axis!r}, and mesh"
-            f" {mesh} has {size} devices along it"
+            f"hardware= has {num} profile{'s' if num != 1 else ''} along {mixed.axis!r}, but mesh "
+            f"{mesh} has {size} devices along it"
         )
         raise HardwareError(
-            what, remedy=f"pass {size}, one per index, also where several are the same"
+            what, remedy=f"pass {size} profiles, one per index, even if several are equal"
         )
     return mixed
 

@@ -64,7 +64,7 @@ def private_folder(wanted: Path, purpose: str, remedy: str) -> Path:
         _new_folder(
             wanted,
             purpose,
-            f"{reason}; {remedy}, or take the right to write from others (chmod go-w)",
+            f"{reason}; {remedy}, or remove write permission for others (chmod go-w)",
         )
         if reason
         else resolved
@@ -147,12 +147,12 @@ def _find_replacing(above: Path) -> str:
     """
     here = above.lstat()
     if here.st_uid != 0 and not _is_own(here):
-        return f"{above}, above it, belongs to user {here.st_uid}"
+        return f"{above}, a parent folder, belongs to user {here.st_uid}"
     others = here.st_mode & _OTHERS
     if others == stat.S_IWGRP and _is_group_of_one(here.st_gid):
         others = 0
     if others and not here.st_mode & stat.S_ISVTX:
-        return f"other users can rename what lies in {above} (mode {stat.S_IMODE(here.st_mode):o})"
+        return f"other users can rename entries of {above} (mode {stat.S_IMODE(here.st_mode):o})"
     return ""
 
 
@@ -176,7 +176,7 @@ def _new_folder(wanted: Path, purpose: str, reason: str) -> Path:
     made = Path(tempfile.mkdtemp(prefix="autopar-")).resolve()
     atexit.register(_remove_own, made, os.getpid())
     warn_once(
-        f"{wanted} is not used for {purpose}: {reason}. This process works in a new folder, {made}"
+        f"{wanted} is not used for {purpose}: {reason}. This process uses a new folder, {made}"
     )
     return made
 

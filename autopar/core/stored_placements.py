@@ -53,7 +53,7 @@ def stored_dims(shape: Sequence[int], view: Sequence[int]) -> tuple[tuple[int, .
         math.prod(view[d] for d in g) != size for g, size in zip(groups, shape, strict=True)
     ):
         raise LayoutError(
-            f"a tensor of shape {tuple(shape)} cannot be seen as {tuple(view)} dim by dim"
+            f"a tensor of shape {tuple(shape)} cannot be viewed as {tuple(view)} dim by dim"
         )
     return tuple(groups)
 
@@ -152,7 +152,7 @@ def _check_interleaved(result: Sequence[Placement], layout: Layout) -> None:
     dims = [placement.dim for placement in result if isinstance(placement, Shard | _StridedShard)]
     if len(strided) > 1 or dims.count(strided[0].dim) > 1:
         raise LayoutError(
-            f"a parameter cannot rest in layout {layout}: torch has no placements for {result}"
+            f"a parameter cannot be stored in layout {layout}: torch has no placements for {result}"
         )
 
 

@@ -30,13 +30,13 @@ PHASES = {
     "price": "pricing",
     "cut": "cutting",
     "solve": "solving",
-    "bound": "bounding all cuts",
+    "bound": "computing the bound over all cuts",
     "assemble": "writing the plan",
     "emit": "emitting",
-    "least": "looking for the least memory",
-    "conflict": "looking for what asks for too much",
-    "memory": "adding up memory",
-    "overlap": "placing communication beside compute",
+    "least": "searching for the least memory",
+    "conflict": "searching for the constraints that need too much",
+    "memory": "computing the memory",
+    "overlap": "overlapping communication with compute",
     "named plans": "comparing with named plans",
     "explain": "pricing runner-ups",
 }
@@ -54,7 +54,7 @@ def parse_size(text: str | None) -> int | None:
     match = _SIZE.match(text)
     if match is None:
         raise AutoparError(
-            f"{text!r} is no size", remedy="write for example 72GiB, 80GB or a number of bytes"
+            f"{text!r} is not a size", remedy="write for example 72GiB, 80GB or a number of bytes"
         )
     unit = match[2].lower().removesuffix("b")
     base = 1024 if unit.endswith("i") else 1000
@@ -76,15 +76,16 @@ def check_writable(path: Path | None) -> None:
     why = (
         ""
         if os.access(folder, os.W_OK)
-        else "it cannot be written to"
+        else "it is not writable"
         if folder.is_dir()
-        else "there is no such folder"
+        else "the folder does not exist"
     )
     if path.is_dir():
         raise AutoparError(f"cannot write to {path}: it is a folder", remedy="name a file in it")
     if why:
         raise AutoparError(
-            f"cannot write to {path}: {why}: {folder}", remedy="check the path, or make the folder"
+            f"cannot write to {path}: {why}: {folder}",
+            remedy="check the path, or create the folder",
         )
 
 
@@ -166,7 +167,7 @@ def _again_and_again(
         """Write until the work is done."""
         wait_s = after_s
         while not done.wait(wait_s):
-            write(f"{now[0]} … ({time.monotonic() - begin:.0f} s so far)")
+            write(f"{now[0]} … ({time.monotonic() - begin:.0f} s elapsed)")
             wait_s = every_s
 
     thread = threading.Thread(target=watch, name="autopar progress", daemon=True)

@@ -1,4 +1,4 @@
-"""A plan in words and tables, and what differs between two plans."""
+"""Explain a plan in text and tables, and compare two plans."""
 
 from autopar.explanation.difference import Diff, diff
 from autopar.explanation.explain import explain

@@ -1,9 +1,9 @@
-"""`diff`: what changed from one plan to another, module by module.
+"""`diff`: compare two plans module by module.
 
-Stages that are cut alike are compared by order, by times of one microbatch. Where cuts differ, or
-one plan has none, modules are compared by their shares of the step
-(`autopar.explanation.difference`), and what of it is no module's has rows of its own: together they
-are the step.
+If both plans have the same cuts, their stages are compared in order, by times of one microbatch. If
+the cuts differ, or one plan has no stages, modules are compared by their shares of the step. The
+rest of the step, which belongs to no module, has separate rows, so that the rows add up to the
+step.
 """
 
 from __future__ import annotations
@@ -26,39 +26,33 @@ from autopar.explanation.summary import Readable, as_emitted, table
 from autopar.plans import Communication, Entry, Kept, Pipeline, Plan
 
 # --------------------------------------------------------------------------------------------------
-# The share of a step that each module takes, in two plans that are cut into different stages, or of
-# which one has no stages.
-#
-# Terms. With M microbatches and P ranks of a pipeline (P = 1 without one), a module that takes t
-# seconds of a microbatch on a device of its stage has a *share* of M · t / P of the step: seconds
-# per device, summed over microbatches, on average over all devices, of which only those of its
-# stage run it. With τ seconds of a stage's microbatch,
-#
-#     step = Σ of all shares
-#          − M / P · Σ (what a stage's parts take less τ: what is hidden)
-#          + what a device waits on average
-#          + what sending outputs to all stages takes
-#
-# so the shares add up to the step, and those of plans with different cuts can be compared. Copies
-# of a module that are together in both plans share a row.
+# The share of each module in the step, for two plans with different stages, or of which one has no
+# stages.  Terms. With M microbatches and P ranks of a pipeline (P = 1 without one), a module that
+# takes t seconds of a microbatch on a device of its stage has a *share* of M · t / P of the step:
+# seconds per device, summed over microbatches and averaged over all devices, including those of
+# other stages, which do not run it. With τ seconds per microbatch of a stage,  step = Σ of all
+# shares − M / P · Σ (time of a stage's parts less τ: the hidden time) + average waiting time of a
+# device + time of sending outputs to all stages  so the shares add up to the step, and those of
+# plans with different cuts can be compared. Copies of a module that are together in both plans
+# share a row.
 
-HIDDEN = "(hidden: communication beside compute, and what kernels save)"
+HIDDEN = "(hidden: overlapped communication, and time saved by kernels)"
 WAITING = "(waiting for other stages)"
-HANDING = "(handing outputs to all stages)"
-_Place = tuple[tuple[int, int], ...]  # stages, and in each the number of the part
+HANDING = "(sending outputs to all stages)"
+_Place = tuple[tuple[int, int], ...]  # stages, and the index of the part in each
 _Split = TypeVar("_Split", Entry, Communication, Kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A module's share of a step; the comment above defines it.
+    """A module's share of a step, as defined in the comment above.
 
     Attributes:
-        stages: the stages that have the module; () if there is one stage on the whole mesh.
-        kept_bytes: on a device of its stage, for all microbatches in flight there; if several
-            stages have it, the largest.
+        stages: the stages that contain the module; () if there is one stage on the whole mesh.
+        kept_bytes: bytes saved for backward on a device of its stage, for all microbatches in
+            flight; the largest if several stages contain it.
         part, axes: the part with the largest share, with its layouts over the axes of these names:
-            those of both plans except the stages' axis.
+            the axes of both plans except that of the stages.
     """
 
     stages: tuple[int, ...]
@@ -76,7 +70,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class DifferenceRow:
-    """A module, or some of its copies, in two plans; None in a plan that does not have them."""
+    """A module, or some of its copies, in two plans; None if a plan does not contain it."""
 
     module: str
     first: Share | None
@@ -88,8 +82,8 @@ class _Piece:
     """A stage of a plan.
 
     Attributes:
-        runs: how often a device runs it in a step, on average over all devices.
-        flying: number of microbatches for which it keeps values at once.
+        runs: how often a device runs it per step, averaged over all devices.
+        flying: number of microbatches whose activations it keeps at a time.
     """
 
     plan: Plan
@@ -98,13 +92,15 @@ class _Piece:
 
 
 def rows(first: Plan, second: Plan) -> tuple[DifferenceRow, ...]:
-    """Return the modules of both plans: in the order in which the first plan reaches them, then
-    those of the second alone."""
+    """Return the modules of both plans: in forward order of the first plan, then those only in the
+    second.
+    """
     places = _places(first), _places(second)
 
     def cell(module: str, instance: tuple[int, ...]) -> tuple[_Place, _Place]:
-        """Return the places of a module's copy in both plans; empty where a plan lacks it."""
-        if module in CROSSING:  # named by what crosses there, which is another thing at each cut
+        """Return the places of a module's copy in both plans; empty if a plan lacks it."""
+        # named after the tensor that crosses the cut, which differs between cuts
+        if module in CROSSING:
             return (), ()
         return places[0].get((module, instance), ()), places[1].get((module, instance), ())
 
@@ -128,14 +124,15 @@ def rows(first: Plan, second: Plan) -> tuple[DifferenceRow, ...]:
         )
         module = (
             parts[0].module if len({part.module for part in parts}) == 1 else key[0]
-        )  # a stage may have but one of the layers
+        )  # a stage may contain only one of the layers
         found.append(DifferenceRow(replace(parts[0], module=module, copies=copies).name, *shares))
     return tuple(found)
 
 
 def beside_modules(plan: Plan) -> dict[str, float]:
-    """Return the parts of a step that belong to no module: name → seconds per device, on average
-    over all."""
+    """Return the parts of a step that belong to no module: name → seconds per device, averaged over
+    all devices.
+    """
     pieces = _pieces(plan)
     parts_s = sum(
         piece.runs * sum(p.compute_s + p.communication_s for p in breakdown(piece.plan))
@@ -177,8 +174,9 @@ _Found = dict[tuple[str, tuple[_Place, _Place]], list[tuple[int, _Piece, ModuleP
 
 
 def _collect_parts(plan: Plan, cell: _Cell) -> _Found:
-    """Map (module, cell) to the stages that have it and its part there. Parts are split so that the
-    copies of a cell are together."""
+    """Map (module, cell) to the stages that contain it and its part there. Parts are split so that
+    the copies of a cell stay together.
+    """
     found: _Found = {}
     for stage, piece in enumerate(_pieces(plan)):
         for part in breakdown(_split(piece.plan, cell)):
@@ -193,7 +191,7 @@ def _split(plan: Plan, cell: _Cell) -> Plan:
     different cells."""
 
     def each(facts: tuple[_Split, ...], node: Callable[[_Split], str]) -> Iterator[_Split]:
-        """Yield facts split so that all copies of one are in one cell."""
+        """Yield the records, split so that all copies of each are in one cell."""
         for fact in facts:
             cells: dict[tuple[_Place, _Place], list[tuple[int, ...]]] = {}
             for instance in fact.instances:
@@ -209,8 +207,9 @@ def _split(plan: Plan, cell: _Cell) -> Plan:
 
 
 def axes_of(plans: Sequence[Plan]) -> tuple[str, ...]:
-    """Return the names of the axes with more than one device that plans, or stages, run on; if
-    there are none, all axes of the first plan."""
+    """Return the names of the axes with more than one device of both plans or their stages; if
+    there are none, all axes of the first plan.
+    """
     found = (axis for plan in plans for axis in plan.mesh.axes)
     return tuple(dict.fromkeys(axis.name for axis in found if axis.size > 1)) or plans[0].mesh.names
 
@@ -218,12 +217,12 @@ def axes_of(plans: Sequence[Plan]) -> tuple[str, ...]:
 def over_axes(part: ModulePart, names: tuple[str, ...], axes: tuple[str, ...]) -> ModulePart:
     """Return a part with its layouts over other axes.
 
-    Tensors are whole over axes that the part's own mesh lacks.
+    Tensors are replicated over axes that the part's own mesh lacks.
 
     Args:
         part: a part of a plan or stage.
-        names: the axes of the part's mesh.
-        axes: the axes of the new layouts.
+        names: names of the axes of the part's mesh.
+        axes: names of the axes of the new layouts.
     """
     own = [names.index(axis) if axis in names else None for axis in axes]
     none = "replicated" if any(part.parallelism) else ""
@@ -264,22 +263,22 @@ def _share(
 
 
 _SHARES = (
-    "Modules; seconds of a step per device, summed over microbatches, on average over all devices:"
-    " those of other stages have no part in it; kept on a device of its stage"
+    "Modules; seconds of a step per device, summed over microbatches and averaged over all "
+    "devices, including those of other stages; kept: bytes on a device of its stage"
 )
-_DIGITS = 12  # of a hash
+_DIGITS = 12  # digits of a hash
 _ROUNDING = 1e-12  # share of the step
-_NOTICED = 1e-4  # share of the step from which on a difference of time alone is told
+_NOTICED = 1e-4  # share of the step below which a difference of time alone is not shown
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A module in two plans; None where one of them has no such module.
+    """A module in two plans; None for a plan that does not contain it.
 
     Attributes:
-        said: what changed, one line per fact.
+        said: the changes, one line each.
         compute_s, communication_s, kept_bytes: second minus first.
-        shares: of the step in both plans, where these are cut into stages otherwise.
+        shares: shares of the step in both plans, if the plans have different cuts.
     """
 
     module: str
@@ -292,13 +291,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diff(Readable):
-    """What differs between two plans: prints, renders in rich and in notebooks.
+    """The differences between two plans. Prints as text, and renders in rich and in notebooks.
 
     Attributes:
         changes: modules whose layouts, stage, recomputation or costs differ. num_equal: modules
             that are the same in both.
-        beside: what else of the step there is, where changes have shares of it: name, seconds in
-            the first plan and in the second. Modules that are the same are one of them.
+        beside: if changes have shares of the step, the other parts of the step: name, seconds in
+            the first plan and in the second. Unchanged modules are one of them.
     """
 
     first: Plan
@@ -308,7 +307,7 @@ class Diff(Readable):
     beside: tuple[tuple[str, float, float], ...] = ()
 
     def renderables(self) -> Iterator[RenderableType]:
-        """What the plans were made for, totals, and the modules that differ."""
+        """Yield what the plans were made for, the totals, and the modules that differ."""
         yield from map(Text, self.header())
         if self.beside:
             yield from table(
@@ -358,8 +357,9 @@ class Diff(Readable):
         )
 
     def header(self) -> Iterator[str]:
-        """How stages differ, what the plans were made for where that differs, then step time and
-        memory, one line each."""
+        """Yield differences in stages and in what the plans were made for, then step time and
+        memory, one line each.
+        """
         a, b = self.first, self.second
         yield from _pipelines(a.as_pipeline, b.as_pipeline)
         facts = {
@@ -426,14 +426,15 @@ def diff(first: Plan | str | Path, second: Plan | str | Path) -> Diff:
 
 
 def _cuts(plan: Plan) -> tuple[tuple[str, ...], bool]:
-    """Return what must be equal in plans whose stages are compared by order: the cuts, and whether
-    the figures of stages are of a part of the batch."""
+    """Return the facts that must agree for a comparison of stages in order: the cuts, and whether
+    the figures are those of a microbatch.
+    """
     pipeline = plan.as_pipeline
     return pipeline.modules, pipeline.num_microbatches > 1
 
 
 def _by_shares(first: Plan, second: Plan) -> Diff:
-    """Compare plans that are cut into different stages."""
+    """Compare plans with different cuts."""
     noticed_s = _NOTICED * max(plan.prediction.step_s for plan in (first, second))
     changes, equal_s, num_equal = [], [0.0, 0.0], 0
     for row in rows(first, second):
@@ -481,7 +482,7 @@ def _said_of(a: Share | None, b: Share | None) -> Iterator[str]:
 
 
 def _where(share: Share) -> str:
-    """Return which devices run a module, as text."""
+    """Return the devices that run a module, as text."""
     return (
         f"stage{'s' if len(share.stages) > 1 else ''} {', '.join(map(str, share.stages))}"
         if share.stages
@@ -495,7 +496,8 @@ def _pair(before: str, after: str) -> str:
 
 def _of_stage(first: Plan | None, second: Plan | None, prefix: str) -> tuple[list[Change], int]:
     """Return the modules that differ between two plans or two stages, one of which may be missing,
-    and the number of those that do not differ."""
+    and the number of equal modules.
+    """
     plans = [plan for plan in (first, second) if plan is not None]
     axes = axes_of(plans)
     before, after = (
@@ -548,8 +550,8 @@ def _describe_change(
             )
     if a.recomputed != b.recomputed:
         yield (
-            f"run again in backward: {', '.join(a.recomputed) or 'nothing'}, now"
-            f" {', '.join(b.recomputed) or 'nothing'}"
+            f"recomputed in backward: {', '.join(a.recomputed) or 'nothing'}, now "
+            f"{', '.join(b.recomputed) or 'nothing'}"
         )
 
 
@@ -574,7 +576,7 @@ def _facts(p: Pipeline) -> tuple[str, ...]:
 
 
 def _option(name: str, value: object) -> str:
-    """Return an option's value as `autopar plan` takes it."""
+    """Return an option's value in the notation of `autopar plan`."""
     if name == "constraints":
         every = value if isinstance(value, Sequence) else ()
         return ", ".join(in_words(read_constraint(constraint)) for constraint in every) or "none"

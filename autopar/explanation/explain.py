@@ -1,4 +1,4 @@
-"""`explain`: what a plan does, module by module, what it costs, and why not otherwise."""
+"""`explain`: describe each module of a plan, its costs, and its best alternative."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def explain(
 
     Args:
         plan: a plan or its file.
-        module: a module path with shell wildcards. Only the modules that match are shown, with
-            every decision in them. None shows all modules.
+        module: a module path with shell wildcards. Only matching modules are shown, with every
+            decision in them. None shows all modules.
         profile: the hardware profile of the plan, if it is not shipped with autopar. It is needed
-            to state the value of faster links.
-        flips: the changes of the hardware at which close choices change, as `autopar.flips` returns
-            them for the plan and its model.
+            to price faster links.
+        flips: the hardware changes that change close choices, as `autopar.flips` returns them for
+            the plan and its model.
 
     Raises:
         PlanError: if no module matches.
@@ -56,6 +56,6 @@ def explain(
 
 
 def _select(flips: Sequence[Flip], stage: int, parts: Sequence[ModulePart]) -> tuple[Flip, ...]:
-    """Select the flips of one stage, and of the entries that are asked for."""
+    """Select the flips of one stage, and of the requested entries."""
     keys = {entry.key for part in parts for entry in part.entries}
     return tuple(flip for flip in flips if (flip.stage or 0) == stage and flip.key in keys)

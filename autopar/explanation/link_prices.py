@@ -1,10 +1,9 @@
-"""The worth of faster links to a plan: its own communication, priced again on a link that is a
-little faster.
+"""The value of faster links for a plan: its communication, priced again on a slightly faster link.
 
-The difference is exact for the plan's decisions, including what compute hides. With interleaved
-stages, devices are assumed to wait for the same share of the step as in the plan; under GPipe, the
-slowest stage in forward is assumed to be the slowest in backward. A plan made for the faster link
-is at least as fast on it as this plan, so planning again gains no less.
+The difference is exact for the plan's decisions, including the communication that compute hides.
+With interleaved stages, devices are assumed to wait for the same share of the step as in the plan.
+Under GPipe, the slowest stage in forward is assumed to be the slowest in backward. A plan made for
+the faster link is at least as fast on it as this plan, so planning again saves at least as much.
 `autopar.core.collective.faster` defines a faster link.
 """
 
@@ -26,20 +25,20 @@ from autopar.errors import PlanError
 from autopar.explanation.summary import table
 from autopar.plans import Pipeline, Plan, counted_time, load_of, moved_load
 
-_SHARE = 1e-3  # by which a link is made faster
+_SHARE = 1e-3  # factor of a faster link
 _GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class LinkWorth:
-    """One mesh axis: its link, the time of a step that the plan communicates over it, and the
-    saving per additional GB/s per device.
+    """The link of a mesh axis, the communication time of the plan over it, and the saving per
+    additional GB/s per device.
 
     Attributes:
-        devices: the kind of devices that the links belong to, if stages have several kinds; else
-            empty.
-        communication_s: of one step, on the stages' critical path: by how much the step would be
-            shorter if this communication took no time.
+        devices: type of the devices that the links belong to, if stages have several types;
+            otherwise empty.
+        communication_s: communication time of a step on the critical path of the stages: the time
+            saved if this communication were free.
     """
 
     axis: str
@@ -51,13 +50,13 @@ class LinkWorth:
 
     @property
     def name(self) -> str:
-        """The name of the axis, followed by the kind of devices if there are several."""
+        """The name of the axis, followed by the type of devices if there are several."""
         return f"{self.axis} on {self.devices}" if self.devices else self.axis
 
 
 @dataclass(frozen=True, slots=True)
 class LinkValue:
-    """What the links of a plan's axes are worth, or the reason why that is not known."""
+    """The value of the links of a plan's axes, or the reason why it is unknown."""
 
     links: tuple[LinkWorth, ...] = ()
     missing: str = ""
@@ -79,19 +78,19 @@ class LinkValue:
         ]
         if rows:
             title = (
-                "What faster links are worth to this plan as it is, a step; a plan made for them"
-                " gains no less"
+                "Step time that faster links save with this plan; a plan made for them saves at "
+                "least as much"
             )
             yield from table(
                 title,
-                ("axis", "link", ">now", ">communicates", ">saved per GB/s more, at first"),
+                ("axis", "link", ">now", ">communicates", ">saved per additional GB/s"),
                 rows,
             )
 
 
 def worth(plan: Plan, hardware: Hardware | None = None) -> LinkValue:
-    """Return what an additional GB/s on the link of each axis saves; if stages run on several kinds
-    of devices, on each kind.
+    """Return the time that an additional GB/s on the link of each axis saves; if stages run on
+    several types of devices, for each type.
 
     Args:
         plan: its decisions stay as they are.
@@ -102,17 +101,15 @@ def worth(plan: Plan, hardware: Hardware | None = None) -> LinkValue:
     named = [name for name, _ in mark.profiles] or [mark.profile]
     unknown = [name for name in named if name not in HardwareProfile.names()]
     if hardware is None and unknown:
-        return LinkValue(
-            missing=f"what faster links are worth is not known: profile {unknown[0]} is not at hand"
-        )
+        return LinkValue(missing=f"value of faster links unknown: profile {unknown[0]} not found")
     if hardware is None:
         profiles = tuple(map(HardwareProfile.load, named))
         hardware = Mixed(mark.axis, profiles) if mark.axis else profiles[0]
     if hardware.hash != mark.profile_hash:
         return LinkValue(
             missing=(
-                f"what faster links are worth is not known: profile {mark.profile} is not the one"
-                " that the plan was made for"
+                f"value of faster links unknown: profile {mark.profile} is not the one that the "
+                "plan was made for"
             )
         )
     of_stages = (profile_of(hardware, plan.stage_axis, n) for n in range(len(plan.stages)))
@@ -145,7 +142,7 @@ def _of_axis(
 
 
 def _with_faster(hardware: Hardware, kind: HardwareProfile, link: str) -> Hardware:
-    """Return the hardware with the link of one kind of device a little faster."""
+    """Return the hardware with a slightly faster link on one type of device."""
     assert isinstance(hardware, Mixed), "there are several kinds"
     return Mixed(
         hardware.axis,
@@ -154,7 +151,7 @@ def _with_faster(hardware: Hardware, kind: HardwareProfile, link: str) -> Hardwa
 
 
 def step_with(plan: Plan, times: Sequence[float]) -> float:
-    """Return the seconds of the step, for other times of a microbatch per stage.
+    """Return the seconds of the step for other times of a microbatch per stage.
 
     The module docstring describes interleaved stages.
     """
@@ -169,10 +166,10 @@ def step_with(plan: Plan, times: Sequence[float]) -> float:
 
 
 def longer_step_s(plan: Plan, stage: int, delta_s: float) -> float:
-    """Return by how many seconds the step is longer if a microbatch takes longer in one stage.
+    """Return the seconds by which the step is longer if a microbatch takes longer in one stage.
 
     Args:
-        plan: the plan of all stages.
+        plan: the plan with all stages.
         stage: index among all stages.
         delta_s: additional seconds of a microbatch in the stage.
     """
@@ -182,7 +179,7 @@ def longer_step_s(plan: Plan, stage: int, delta_s: float) -> float:
 
 
 def _busiest(pipeline: Pipeline, times: Sequence[float]) -> float:
-    """Return the seconds of a microbatch in all stages of the rank that does most."""
+    """Return the seconds of a microbatch in all stages of the busiest rank."""
     num_ranks = pipeline.num_ranks
     return max(sum(times[rank::num_ranks]) for rank in range(num_ranks))
 
@@ -190,8 +187,9 @@ def _busiest(pipeline: Pipeline, times: Sequence[float]) -> float:
 def _step_s(
     plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None = None
 ) -> float:
-    """Return the seconds of the step, except what does not depend on links along `axis`; arguments
-    as for `_times`."""
+    """Return the seconds of the step without the parts that do not depend on links along `axis`.
+    Arguments are as in `_times`.
+    """
     return step_with(plan, _times(plan, axis, hardware, free)) + _handed_s(
         plan, axis, hardware, free
     )
@@ -216,8 +214,9 @@ def _handed_s(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile |
 def _times(
     plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile | None = None
 ) -> list[float]:
-    """Times of a microbatch per stage, where what is sent along `axis` is priced on its devices; on
-    the kind `free` it is free."""
+    """Return the times of a microbatch per stage, with transfers along `axis` priced on their
+    devices; those on the type `free` are free.
+    """
     pipeline = plan.as_pipeline
     stages, num = pipeline.stages, pipeline.num_microbatches
     if axis == pipeline.axis:
@@ -237,8 +236,9 @@ def _times(
 def _shorter_s(
     plan: Plan, axis: str, profile: HardwareProfile | None, num_microbatches: int
 ) -> float:
-    """By how much a microbatch is shorter where what is sent along `axis` is priced on
-    `profile`; what is done once per step is shared among microbatches."""
+    """Return the time that a microbatch saves if transfers along `axis` are priced on `profile`.
+    Work that is done once per step is divided by the number of microbatches.
+    """
     number, slowdown = plan.mesh.names.index(axis), plan.overlap.slowdown
     size, link = plan.mesh.shape[number], plan.mesh.link(number)
     load = changed = load_of(plan)
@@ -246,8 +246,8 @@ def _shorter_s(
         if c.collective.axis == number and c.collective.kind != "slice":
             once_s = counted_time(c, size, link, profile) if profile else 0.0
             once_s /= num_microbatches if c.phase == "step" else 1
-            # what kernels save goes with the collective: exact where their products hide nearly all
-            # of it; routes save passes over memory
+            # The time that kernels save is removed together with the collective. This is exact if
+            # products hide nearly all of it; routes save passes over memory.
             saved_s = (
                 c.kernel.saved_s * (once_s / c.time_s - 1.0) if c.kernel and not c.own else 0.0
             )
@@ -260,9 +260,10 @@ def _shorter_s(
 def _seconds_received(
     pipeline: Pipeline, mesh: Mesh, hardware: Hardware, free: HardwareProfile | None = None
 ) -> tuple[list[float], list[float]]:
-    """Per stage seconds of a microbatch that it receives, in the plan and on its devices: forward
-    from the stage before, gradients from the one behind; from and to the kind of devices `free` for
-    nothing."""
+    """Return the seconds per stage for which a microbatch receives, in the plan and on its devices:
+    activations from the previous stage, gradients from the next one. Transfers from and to the type
+    of devices `free` are free.
+    """
     wires = []
     for first in range(len(pipeline.stages) - 1):
         ends = [profile_of(hardware, pipeline.axis, end) for end in (first, first + 1)]
@@ -290,12 +291,12 @@ def _seconds_received(
         keys = [*(input_key(c.node) for c in arriving), *(output_key(c.node) for c in returning)]
         for key in (key for key in keys if key not in times):
             what = (
-                f"{key.rpartition('/')[0]} is said to cross a cut, and stage {number} decides"
-                " nothing about it"
+                f"{key.rpartition('/')[0]} crosses a cut, but stage {number} has no decision "
+                "about it"
             )
             raise PlanError(
                 what,
-                remedy="plan again; the file was changed by hand or belongs to another version",
+                remedy="plan again; the file was edited by hand or written by another version",
             )
         before.append(sum(times[key] for key in keys))
     return before, after

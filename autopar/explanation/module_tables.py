@@ -1,5 +1,6 @@
-"""Explain a stage of a plan module by module: what it does, what it costs, and which alternatives
-it has. A plan without stages is its own only stage."""
+"""Explain a stage module by module: its work, its costs and its alternatives. A plan without stages
+counts as one stage.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +21,13 @@ from autopar.explanation.summary import table
 from autopar.plans import Bucket, Communication, Entry, Flip, Plan, RunnerUp
 
 # --------------------------------------------------------------------------------------------------
-# The collective-overlap kernels that were considered, and why each was taken or not.
+# The collective-overlap kernels that were considered, and why each was chosen or not.
 
 _FIELD = re.compile(r"\{\d+\}")
 
 
 def kernels_considered(plan: Plan) -> Iterator[RenderableType]:
-    """Yield a table with a row per collective that has a product at one end; nothing if there is
-    none."""
+    """Yield a table with a row per collective next to a matrix product, if any."""
     rows = [
         _kernel_row(c, plan.mesh.names)
         for c in plan.communications
@@ -50,14 +50,14 @@ def _kernel_row(c: Communication, names: tuple[str, ...]) -> tuple[str, ...]:
     what, saved = f"none: {c.why}", ""
     if c.kernel is not None:
         product = _FIELD.sub("*", c.kernel.node).partition("/")[0]
-        again = ", run again" if c.kernel.again else ""
+        again = ", recomputed" if c.kernel.again else ""
         pieces = (
-            "each rank's part whole"
+            "each rank's part as a whole"
             if c.kernel.num_chunks == 1
             else f"each rank's part in {c.kernel.num_chunks} chunks"
         )
         apart = f"; {c.why}" if c.why else ""
-        how = "rows straight into peers' memory" if c.own else pieces
+        how = "rows written directly to peers' memory" if c.own else pieces
         what, saved = (
             f"{c.kernel.name} of {product}{again}, {how}{apart}",
             seconds(num * c.kernel.saved_s),
@@ -72,12 +72,12 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def in_buckets(plans: Sequence[Plan], of: str) -> Iterator[str]:
-    """Yield how many communications of a plan, or of stages, share how many buckets, and the time
-    saved.
+    """Yield the number of communications that share buckets, and the time saved, for a plan or
+    stages.
 
     Args:
         plans: the plan, or the plans of all stages.
-        of: ``step`` or ``microbatch``, of which the time is saved.
+        of: ``step`` or ``microbatch``, the unit of the saved time.
     """
     buckets = [bucket for plan in plans for bucket in plan.buckets]
     if buckets:
@@ -104,9 +104,9 @@ def _bucket_row(bucket: Bucket, names: tuple[str, ...]) -> tuple[str, ...]:
     when = (
         bucket.phase
         if bucket.phase != "step"
-        else "end of a step"
+        else "end of step"
         if bucket.members[0].result
-        else "begin of a step"
+        else "start of step"
     )
     patterns: dict[str, int] = {}
     for member in bucket.members:
@@ -168,8 +168,8 @@ def _again_row(module: str, arcs: Sequence[Communication], plan: Plan) -> tuple[
 
 
 _BATCH, _RECEIVED = "the batch", "received from other stages"
-_SHOWN = 5e-4  # of the work: a share that is less would be 0.0 %
-_NO_OTHER = "Why not otherwise: the constraints leave no choice that another strategy could take"
+_SHOWN = 5e-4  # share of the work below which it would print as 0.0 %
+_NO_OTHER = "No alternatives: the constraints leave no choice that another strategy could take"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +178,11 @@ class StageExplanation:
 
     Attributes:
         whole: the plan that the stage belongs to.
-        number: of the stage.
-        plan: of the stage.
-        parts: its parts, or those that were asked for.
-        pattern: the module pattern asked for, or None for all.
-        flips: at which change of the hardware choices turn, where that was asked for.
+        number: number of the stage.
+        plan: plan of the stage.
+        parts: its parts, or the requested ones.
+        pattern: the requested module pattern; None for all modules.
+        flips: the hardware changes that change choices, if requested.
     """
 
     whole: Plan
@@ -194,11 +194,13 @@ class StageExplanation:
 
     @property
     def of(self) -> str:
-        """What times and shares are of: ``step`` or ``microbatch``."""
+        """The unit of times and shares: ``step`` or ``microbatch``."""
         return self.whole.unit
 
     def tables(self) -> Iterator[RenderableType]:
-        """Parallelism, layouts, costs, runner-ups; for a pattern every decision of its modules."""
+        """Yield parallelism, layouts, costs and runner-ups; for a pattern, every decision of its
+        modules.
+        """
         names = self.plan.mesh.names
         if self.pattern is None:
             yield from table(
@@ -217,7 +219,7 @@ class StageExplanation:
             "<module",
             ">compute",
             ">communication",
-            "of which, with the bytes that a device puts in",
+            "of which (bytes sent per device)",
             ">kept",
             "run again",
         )
@@ -230,7 +232,7 @@ class StageExplanation:
             columns = ("<module", "op", "chosen", "runner-up, all else equal", *self._longer())
             rows = list(self._runner_ups())
             yield from (
-                table("Why not otherwise", columns, rows) if rows else (Text(), Text(_NO_OTHER))
+                table("Best alternatives", columns, rows) if rows else (Text(), Text(_NO_OTHER))
             )
             yield from gathered_again(self.plan)
             yield from kernels_considered(self.plan)
@@ -250,7 +252,7 @@ class StageExplanation:
                 )
         if self.flips:
             columns = ("decision", "would take", f">{self.of} now", "from")
-            title = "What would turn close choices, each alone"
+            title = "Hardware changes that would change close choices, each alone"
             rows = [
                 (escape(f.key), f.strategy, seconds(f.delta_s, signed=True), f.change)
                 for f in self.flips
@@ -307,8 +309,9 @@ class StageExplanation:
         return tuple(dict.fromkeys((f">{self.of}", of_step)))
 
     def _other(self, runner_up: RunnerUp | None) -> tuple[str, ...]:
-        """Return a runner-up, and by how much a step, or a microbatch and the step, would be longer
-        with it."""
+        """Return a runner-up, and the time by which it lengthens a step, or a microbatch and the
+        step.
+        """
         num = len(self._longer())
         if runner_up is None:
             return "", *("" for _ in range(num))
@@ -317,16 +320,19 @@ class StageExplanation:
         return runner_up.strategy, *(seconds(each_s, signed=True) for each_s in longer[:num])
 
     def _replicated_ops(self) -> Iterator[RenderableType]:
-        """Yield tables of the ops that run replicated since no rule is known, and of those whose
-        rule was found by experiment."""
+        """Yield tables of the ops that run replicated because they have no sharding rule, and of
+        those whose rule was discovered by experiment.
+        """
         entries = [entry for part in self.parts for entry in part.entries]
         columns = ("op", "module", f">share of the {self.of}'s work", "line")
         if rows := [self._cost(entry.op, entry) for entry in entries if entry.replicated]:
-            yield from table("Ops that run replicated because no rule is known", columns, rows)
+            yield from table(
+                "Ops that run replicated because they have no sharding rule", columns, rows
+            )
         elif self.pattern is None:
-            yield Text("Every op has a rule: none runs replicated for want of one.")
+            yield Text("Every op has a sharding rule; none runs replicated for lack of a rule.")
         if rows := [self._cost(op, entry) for entry in entries for op in entry.discovered]:
-            yield from table("Ops whose rule was found by experiment", columns, rows)
+            yield from table("Ops whose sharding rule was discovered by experiment", columns, rows)
 
     def _cost(self, op: str, entry: Entry) -> tuple[str, ...]:
         whole = max(self.plan.prediction.serial_s, 1e-30)
@@ -356,8 +362,9 @@ def _layouts(part: ModulePart, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _change(layouts: tuple[Layout, ...], names: tuple[str, ...], role: str) -> str:
-    """Return the codes of layouts, and their words in a second line; one of each if nothing
-    changes."""
+    """Return the codes of layouts, and their description in a second line; one of each if nothing
+    changes.
+    """
     steps = tuple(dict.fromkeys(layouts))
     return (
         f"{' → '.join(map(str, steps))}\n "
@@ -389,7 +396,8 @@ def _transfer(t: Transfer, names: tuple[str, ...]) -> str:
 
 
 def _describe_choice(entry: Entry) -> str:
-    """Return the layouts at a decision's border: those that the first op reads and the last
-    makes."""
+    """Return the layouts at the boundary of a decision: those that the first op reads and the last
+    op returns.
+    """
     first, last = entry.nodes[0].strategy, entry.nodes[-1].strategy
     return f"{', '.join(map(str, first.inputs))} -> {', '.join(map(str, last.outputs))}"

@@ -1,5 +1,5 @@
-"""Explain a plan: its time, memory and proof, its stages and schedule, what crosses between stages,
-then each stage by itself. A plan without stages is its own only stage.
+"""Explain a plan: its time, memory and proof, its stages and schedule, the tensors that cross
+between stages, then each stage. A plan without stages counts as one stage.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from autopar.plans import Flip, Pipeline, Plan
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Neighbouring stages that do the same, from `first` to `last`, with the explanation of the
-    first."""
+    """Consecutive equal stages, from `first` to `last`, with the explanation of the first."""
 
     first: int
     last: int
@@ -54,12 +53,12 @@ class Section:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation(Readable):
-    """A plan as text and tables: prints, renders in rich and in notebooks.
+    """A plan as text and tables. Prints as text, and renders in rich and in notebooks.
 
     Attributes:
-        sections: its stages, equal neighbours together.
-        pattern: the module pattern asked for, or None for all.
-        worth: the worth of faster links.
+        sections: its stages, with consecutive equal stages merged.
+        pattern: the requested module pattern; None for all modules.
+        worth: the value of faster links.
     """
 
     plan: Plan
@@ -83,8 +82,9 @@ class Explanation(Readable):
         return tuple(flip for section in self.sections for flip in section.explanation.flips)
 
     def renderables(self) -> Iterator[RenderableType]:
-        """Header, stages, what crosses; then per section the tables of a stage. For a pattern the
-        sections that have such modules."""
+        """Yield the header, the stages and the crossing tensors, then the tables of each section.
+        With a pattern, only sections with matching modules are shown.
+        """
         if self.pattern is None:
             yield from map(Text, self.header())
             yield from self._overview() if self.plan.pipeline else ()
@@ -96,7 +96,7 @@ class Explanation(Readable):
             yield from section.explanation.tables()
 
     def _overview(self) -> Iterator[RenderableType]:
-        """Yield the tables of stages and of what crosses between them."""
+        """Yield the tables of stages and of the tensors that cross between them."""
         columns: tuple[str, ...] = (
             ">stage",
             "begins with",
@@ -104,7 +104,7 @@ class Explanation(Readable):
             ">compute",
             ">communication",
             ">receiving",
-            ">waits of the step",
+            ">share of the step waiting",
             ">in flight",
             ">peak",
         )
@@ -121,7 +121,7 @@ class Explanation(Readable):
             yield from table("Between stages", columns, rows)
 
     def header(self) -> Iterator[str]:
-        """What was planned, its schedule, time, memory and proof, one line each."""
+        """Yield the planned model, the schedule, time, memory and proof, one line each."""
         plan, pipeline = self.plan, self.pipeline
         yield made_for(plan)
         yield from describe_step(plan)
@@ -137,8 +137,9 @@ class Explanation(Readable):
         yield from describe_coverage(plan)
 
     def summary(self) -> Iterator[str]:
-        """The header in few lines: what was planned, how long a step takes, what it holds, how
-        good that is, what memory is worth."""
+        """Yield a short header: the planned model, the step time, the memory, the bound, and the
+        value of memory.
+        """
         plan = self.plan
         yield made_for(plan)
         yield from summarize_step(plan)
@@ -150,7 +151,7 @@ class Explanation(Readable):
         yield from self._prices()
 
     def _prices(self) -> Iterator[str]:
-        """Yield what memory is worth."""
+        """Yield the value of additional memory."""
         priced = {
             number: price
             for number in range(len(self.pipeline.stages))
@@ -160,11 +161,11 @@ class Explanation(Readable):
             where = f" of stage {number}" if self.pipeline.axis else ""
             worth_s = seconds(price)
             yield (
-                f"memory is worth about {worth_s} a step per GiB more on each device{where} (dual"
-                " of the relaxation, not solved again)"
+                f"an additional GiB on each device{where} saves about {worth_s} per step (dual "
+                "value of the relaxation, not solved again)"
             )
         if not priced:
-            yield "memory does not bind: more of it would not make the step faster"
+            yield "memory is not the bottleneck: a larger budget would not make the step faster"
 
     def price_s_per_gib(self, stage: int) -> float:
         """Return the seconds of a step that an additional GiB on the devices of one stage would
@@ -207,13 +208,14 @@ class Explanation(Readable):
             names = self.pipeline.stages[number].mesh.names
             for crossed in crossings:
                 layout = f"{crossed.layout}, {in_words(crossed.layout, names, 'activation')}"
-                back = f"comes back: {size(crossed.bytes)}" if crossed.returns else "none"
+                back = f"sent back: {size(crossed.bytes)}" if crossed.returns else "none"
                 yield str(number), escape(crossed.node), layout, size(crossed.bytes), back
 
 
 def sections_of(explanations: tuple[StageExplanation, ...]) -> tuple[Section, ...]:
     """Return the sections of the stages' explanations, in order. Stages without any of the
-    requested parts have none."""
+    requested parts are omitted.
+    """
     sections: list[Section] = []
     for number, explanation in enumerate(explanations):
         before = sections[-1] if sections else None
@@ -229,13 +231,13 @@ def sections_of(explanations: tuple[StageExplanation, ...]) -> tuple[Section, ..
 
 
 def _same(parts: tuple[ModulePart, ...], others: tuple[ModulePart, ...]) -> bool:
-    """Return whether two stages do the same, except for the numbers of their layers."""
+    """Return whether two stages are equal except for the numbers of their layers."""
     return len(parts) == len(others) and all(
         _facts(a) == _facts(b) for a, b in zip(parts, others, strict=True)
     )
 
 
 def _facts(part: ModulePart) -> ModulePart:
-    """A part without what names its copies and its decisions."""
+    """Return a part without the names of its copies and decisions."""
     copies = tuple((i,) for i in range(len(part.instances)))
     return replace(part, instances=copies, copies="", main=None, entries=())

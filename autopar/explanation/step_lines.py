@@ -1,8 +1,8 @@
-"""Lines about how the seconds of a step come about.
+"""Lines about the composition of the step time.
 
-All devices of a stage do the same. A stage *waits* while its devices have nothing to do: with times
-τ of a microbatch per stage and M microbatches, stage s waits step − M · τ_s (the bubble, and the
-difference to the slowest stage). If a device holds several stages, the sum of their times counts.
+All devices of a stage do the same work. A stage *waits* while its devices are idle: with times τ of
+a microbatch per stage and M microbatches, stage s waits for step − M · τ_s (the bubble, and the
+difference to the slowest stage). If a device holds several stages, their times are added.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ROUNDING = 1e-12  # share of the step
 
 
 def describe_step(plan: Plan) -> Iterator[str]:
-    """Yield what the seconds of a step are made up of, a few lines."""
+    """Yield the composition of the step time in a few lines."""
     if plan.pipeline is None:
         yield from _describe_one_piece(plan)
         return
@@ -27,10 +27,10 @@ def describe_step(plan: Plan) -> Iterator[str]:
 
 
 def summarize_step(plan: Plan) -> Iterator[str]:
-    """Yield the same in one line, or two."""
+    """Yield the composition of the step time in one line or two."""
     if plan.pipeline is None:
         p = plan.prediction
-        saved = f", {seconds(_saved_s(plan))} saved by doing both at once" if _saves(plan) else ""
+        saved = f", {seconds(_saved_s(plan))} saved by overlap" if _saves(plan) else ""
         parts = f"compute {seconds(p.compute_s)}, communication {seconds(p.communication_s)}{saved}"
         yield f"step {seconds(p.step_s)}: {parts}{as_emitted(plan)}"
         return
@@ -39,7 +39,7 @@ def summarize_step(plan: Plan) -> Iterator[str]:
 
 
 def waiting_share(plan: Plan, stage: int) -> float:
-    """Return the share of the step in which a stage's devices wait."""
+    """Return the share of the step for which a stage's devices wait."""
     pipeline = plan.as_pipeline
     whole = max(plan.prediction.step_s, 1e-30)
     works_s = sum(each.prediction.step_s for each in pipeline.ranks[stage % pipeline.num_ranks])
@@ -47,12 +47,12 @@ def waiting_share(plan: Plan, stage: int) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# The batch in one piece.
+# The whole batch at once.
 
 
 def _describe_one_piece(plan: Plan) -> Iterator[str]:
     p = plan.prediction
-    saved = f" − {seconds(_saved_s(plan))} that both save by running at once"
+    saved = f" − {seconds(_saved_s(plan))} saved by overlap"
     yield (
         f"step {seconds(p.step_s)} = compute {seconds(p.compute_s)} + communication"
         f" {seconds(p.communication_s)} ({share(p.communication_s / max(p.serial_s, 1e-30))})"
@@ -66,18 +66,18 @@ def _saved_s(plan: Plan) -> float:
 
 
 def _saves(plan: Plan) -> bool:
-    """Return whether compute and communication at once save more than rounding does."""
+    """Return whether overlap of compute and communication saves more than rounding error."""
     return _saved_s(plan) > _ROUNDING * plan.prediction.serial_s
 
 
 # --------------------------------------------------------------------------------------------------
-# Microbatches through stages, or one after another.
+# Microbatches through stages, or sequentially.
 
 
 def _schedule(pipeline: Pipeline) -> str:
     num = pipeline.num_microbatches
     if not pipeline.axis:
-        return "one microbatch" if num == 1 else f"{num} microbatches, one after another"
+        return "one microbatch" if num == 1 else f"{num} sequential microbatches"
     each = f", {pipeline.num_chunks} on each device" if pipeline.num_chunks > 1 else ""
     through = f"{microbatches(num)} through {len(pipeline.stages)} stages along {pipeline.axis}"
     return f"{through}{each}, schedule {pipeline.schedule}"
@@ -93,13 +93,13 @@ def _describe_schedule(plan: Plan) -> Iterator[str]:
         return
     yield _schedule(pipeline)
     waiting = sum(waiting_share(plan, stage) for stage in range(len(times))) / len(times)
-    waits = f"devices wait {share(waiting)} of it on average"
+    waits = f"devices wait for {share(waiting)} of it on average"
     if pipeline.num_chunks > 1:
         busy = [num * sum(times[r :: pipeline.num_ranks]) for r in range(pipeline.num_ranks)]
         most = max(range(len(busy)), key=busy.__getitem__)
         yield (
-            f"step {step}, simulated; the devices of rank {most}, which do most, work"
-            f" {seconds(busy[most])} of it; {waits}"
+            f"step {step}, simulated; the devices of rank {most}, the busiest, work for "
+            f"{seconds(busy[most])} of it; {waits}"
         )
         return
     yield (
@@ -109,8 +109,7 @@ def _describe_schedule(plan: Plan) -> Iterator[str]:
 
 
 def _longest(pipeline: Pipeline, times: list[float]) -> str:
-    """Return the stage that all others wait for; under GPipe that of forward and that of
-    backward."""
+    """Return the slowest stage, as text; under GPipe that of forward and that of the rest."""
     if pipeline.schedule != "gpipe" or pipeline.num_microbatches == 1:
         slowest = max(range(len(times)), key=times.__getitem__)
         return f"{seconds(times[slowest])} (stage {slowest}, the slowest)"
@@ -127,22 +126,24 @@ def _longest(pipeline: Pipeline, times: list[float]) -> str:
 def _output_time(pipeline: Pipeline) -> str:
     """Return the time of sending outputs to every rank, as text; empty if there are none."""
     handed = pipeline.handed_bytes
-    sent = f"{seconds(pipeline.handed_s)} (outputs, {size(handed)}, handed to all stages)"
+    sent = f"{seconds(pipeline.handed_s)} (outputs, {size(handed)}, sent to all stages)"
     return f" + {sent}" if handed else ""
 
 
 def _describe_overlap(plan: Plan) -> Iterator[str]:
-    """Yield what kernels save and what runs beside compute, of a microbatch in each stage."""
+    """Yield the time saved by kernels and the overlapped communication, per microbatch of each
+    stage.
+    """
     saving = [(stage.prediction.in_kernels_s, num_kernels(stage)) for stage in plan.stages]
     if any(number for _, number in saving):
         saved = ", ".join(seconds(saved_s) for saved_s, _ in saving)
         yield (
-            f"{saved} of a microbatch are saved by collective-overlap kernels, by stages:"
-            f" {sum(n for _, n in saving)} in all"
+            f"collective-overlap kernels save {saved} per microbatch, by stage: "
+            f"{sum(n for _, n in saving)} in all"
         )
     if plan.prediction.hidden_s:
         hidden = ", ".join(seconds(stage.prediction.hidden_s) for stage in plan.stages)
         yield (
-            f"{hidden} of a microbatch run beside compute, by stages: simulated, a step takes"
-            f" {seconds(plan.prediction.simulated_s)}"
+            f"{hidden} of communication per microbatch overlap with compute, by stage: simulated, "
+            f"a step takes {seconds(plan.prediction.simulated_s)}"
         )

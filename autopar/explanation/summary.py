@@ -1,5 +1,4 @@
-"""Lines about a whole plan: what it is for, how long a step takes, what it holds, and how close to
-the best it is."""
+"""Lines about a whole plan: model and hardware, step time, memory, and optimality."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from autopar.core.mesh import Mesh
 from autopar.core.units import seconds, share, size
 from autopar.plans import RESTING, Pipeline, Plan, idle_axes
 
-_SAME = 1e-4  # of the objective: bounds that are no farther apart are told as one
-_ROUNDING = 1e-9  # of a step: what is no longer is none
-_LEAST = 1e-30  # seconds of a step, so that shares of it are numbers
-_EITHER = ("activations", "gradients")  # activations are gone when the last gradient is there
+_SAME = 1e-4  # relative to the objective: bounds that differ by less are reported as one
+_ROUNDING = 1e-9  # relative to the step: shorter times are not reported
+_LEAST = 1e-30  # lower limit of the step in seconds, so that shares are finite
+_EITHER = ("activations", "gradients")  # activations are freed when the last gradient exists
 
 
 def made_for(plan: Plan) -> str:
@@ -35,8 +34,7 @@ def made_for(plan: Plan) -> str:
 
 
 def devices_of(mesh: Mesh) -> str:
-    """Return the number of devices, and the size of nodes if several axes do not tell it by
-    name."""
+    """Return the number of devices, and the size of nodes unless the axis names show it."""
     per_node, total = mesh.devices_per_node, mesh.num_devices
     told = len(mesh.axes) == 1 or "node" in mesh.names
     nodes = (
@@ -50,12 +48,14 @@ def devices_of(mesh: Mesh) -> str:
 
 
 def beside(plan: Plan) -> Iterator[str]:
-    """Yield what runs beside compute, and the time of the step with it; nothing if nothing can."""
+    """Yield the overlapped communication and the step time with it; nothing if no communication can
+    overlap.
+    """
     overlap, prediction = plan.overlap, plan.prediction
     if prediction.in_kernels_s:
         yield (
-            f"{seconds(prediction.in_kernels_s)} are saved by {num_kernels(plan)}"
-            " collective-overlap kernels"
+            f"{num_kernels(plan)} collective-overlap kernels save "
+            f"{seconds(prediction.in_kernels_s)}"
         )
     if overlap.slowdown >= 1.0:
         return
@@ -66,24 +66,24 @@ def beside(plan: Plan) -> Iterator[str]:
             counted_s += len(c.instances) * c.time_s if c.beside else 0.0
     kinds = " and ".join(f"{seconds(time_s)} {slack}" for slack, time_s in by_slack.items())
     yield (
-        f"{kinds} of communication, of which {seconds(counted_s)} count so in the objective;"
-        f" {seconds(prediction.hidden_s)} run beside compute, where a second costs it"
-        f" {overlap.slowdown:g} s, {seconds(prediction.exposed_s)} do not: simulated, the emitted"
-        f" step takes {seconds(prediction.simulated_s)}"
+        f"{kinds} of communication, of which {seconds(counted_s)} count as overlapped in the "
+        f"objective; {seconds(prediction.hidden_s)} overlap with compute, which each second slows "
+        f"down by {overlap.slowdown:g} s, {seconds(prediction.exposed_s)} do not: simulated, the "
+        f"emitted step takes {seconds(prediction.simulated_s)}"
     )
     less = (
-        ", and less where the step's own peak leaves less"
+        ", and less where the step leaves less memory"
         if overlap.forward_room or overlap.backward_room
         else ""
     )
     yield (
-        f"early steps hold at most {size(overlap.forward_bytes)} in forward,"
-        f" {size(overlap.backward_bytes)} in backward{less}"
+        f"early collectives use at most {size(overlap.forward_bytes)} in forward, "
+        f"{size(overlap.backward_bytes)} in backward{less}"
     )
 
 
 def idle(plan: Plan) -> Iterator[str]:
-    """Yield the axes along which all devices do the same, if there are any."""
+    """Yield the axes along which all devices do the same work, if any."""
     if names := idle_axes(plan):
         costs = f"on {plan.fingerprint.profile} communication would cost more than it saves"
         named = (
@@ -91,8 +91,8 @@ def idle(plan: Plan) -> Iterator[str]:
             if len(names) == sum(axis.size > 1 for axis in plan.mesh.axes)
             else repr(names[0] if len(names) == 1 else list(names))
         )
-        stages = f" beside stages along {plan.stage_axis}" if plan.stage_axis else ""
-        force = f"To force it{stages}: constraints=[autopar.constraints.fsdp({named})]"
+        stages = f" in addition to stages along {plan.stage_axis}" if plan.stage_axis else ""
+        force = f"To force sharding{stages}: constraints=[autopar.constraints.fsdp({named})]"
         yield f"not parallelized over {' and '.join(names)}: {costs}. {force}"
 
 
@@ -102,16 +102,16 @@ def num_kernels(plan: Plan) -> int:
 
 
 def of_loss(plan: Plan) -> Iterator[str]:
-    """Yield how the loss is computed, unless it is computed at once."""
+    """Yield how the loss is computed, if it is computed by rows."""
     if plan.loss_rows:
         yield (
-            f"the loss has {plan.loss_rows} rows of logits at a time on a device, and forward makes"
-            " its gradients"
+            f"the loss processes {plan.loss_rows} rows of logits at a time per device and "
+            "computes their gradients in forward"
         )
 
 
 def of_dispatch(plan: Plan) -> Iterator[str]:
-    """Yield what is assumed of experts whose tokens are dispatched, if there are any."""
+    """Yield the assumptions about experts whose tokens are dispatched, if any."""
     own = [
         (c, stage.mesh.names[c.collective.axis])
         for stage in plan.stages
@@ -127,21 +127,22 @@ def of_dispatch(plan: Plan) -> Iterator[str]:
             sum(len(c.instances) * c.time_s for c, _ in own),
         )
         yield (
-            f"tokens are dispatched to their experts over {axes} in {nodes}"
-            f" {'layers' if nodes > 1 else 'layer'}: {seconds(time_s)} of communication, and the"
-            " memory, of the rows that are expected where all experts are picked alike; where they"
-            " are not, all wait for the device whose experts are picked most, which holds more"
+            f"tokens are dispatched to their experts over {axes} in {nodes} "
+            f"{'layers' if nodes > 1 else 'layer'}: {seconds(time_s)} of communication. Time and "
+            "memory assume that all experts receive the same number of tokens; otherwise all "
+            "devices wait for the most loaded one, which needs more memory"
         )
 
 
 def objective(plan: Plan) -> str:
-    """Return what is proven, and by what. What only the search proves, and not arithmetic, is
-    reported as its word."""
+    """Return the proven bound, and how it was proven. A bound that only the search proves, without
+    a certificate, is reported as such.
+    """
     proof = plan.proof
-    by_search = f" by the search's word, {share(proof.certified_gap)} by arithmetic alone"
-    by = by_search if proof.certified_gap - proof.gap > _SAME else ", by arithmetic alone"
+    by_search = f" reported by the search, {share(proof.certified_gap)} certified by arithmetic"
+    by = by_search if proof.certified_gap - proof.gap > _SAME else ", certified by arithmetic"
     asked = plan.options.get("gap", proof.gap)
-    by += f", where {share(asked)} was asked for" if proof.gap - asked > _SAME else ""
+    by += f", {share(asked)} requested" if proof.gap - asked > _SAME else ""
     return (
         f"objective {seconds(proof.objective_s)}, proven bound {seconds(proof.bound_s)}, gap"
         f" {share(proof.gap)}{by} ({proof.solver}: {proof.num_variables} variables,"
@@ -159,7 +160,7 @@ def as_emitted(plan: Plan) -> str:
 
 
 def spent(plan: Plan) -> Iterator[str]:
-    """Yield the parts of the emitted step on the devices that are busy longest."""
+    """Yield the parts of the emitted step on the busiest devices."""
     parts = step_parts(plan)
     there = {name: time_s for name, time_s in parts.named() if time_s > _ROUNDING * parts.total_s}
     told = [
@@ -167,27 +168,27 @@ def spent(plan: Plan) -> Iterator[str]:
         f" {seconds(time_s)}{f' ({share(time_s / parts.total_s)})' if name == WAITING else ''}"
         for name, time_s in there.items()
     ]
-    who = "" if parts.rank is None else f"{plan.as_pipeline.rank_word} {parts.rank}, busy longest: "
+    who = "" if parts.rank is None else f"{plan.as_pipeline.rank_word} {parts.rank}, the busiest: "
     yield f"{who}{' + '.join(told)} = {seconds(parts.total_s)} as emitted"
 
 
 def at_best(plan: Plan) -> str:
-    """Return the bound in short."""
+    """Return the bound in one line."""
     proof = plan.proof
     apart = proof.certified_gap - proof.gap > _SAME
     said = (
-        f"{share(proof.certified_gap)} as `autopar check` proves"
+        f"`autopar check` proves {share(proof.certified_gap)}"
         if apart
-        else "`autopar check` proves"
+        else "`autopar check` proves it"
     )
     return (
-        f"no plan that the bound covers takes less than {seconds(proof.bound_s)}: gap"
-        f" {share(proof.gap)} ({said} it, without a solver)"
+        f"proven lower bound {seconds(proof.bound_s)}: gap {share(proof.gap)} ({said} without a "
+        "solver)"
     )
 
 
 def describe_coverage(plan: Plan) -> Iterator[str]:
-    """Yield what the bound covers, one line each, and how repeated layers were captured."""
+    """Yield the scope of the bound, one line each, and how repeated layers were captured."""
     for position, what in enumerate(plan.proof.covers):
         yield f"{'the bound covers: ' if not position else ' ' * 18}{what}"
     if plan.capture:
@@ -195,7 +196,7 @@ def describe_coverage(plan: Plan) -> Iterator[str]:
 
 
 def memory(plan: Plan) -> str:
-    """Return the peak, and the kinds that make it up, as text."""
+    """Return the peak memory and its kinds, as text."""
     memory, budget = plan.prediction.memory_bytes, plan.budget_of(fullest(plan))
     kinds = {
         kind: size(memory[kind]) for kind in (*RESTING, *_EITHER, "transient") if memory.get(kind)
@@ -211,8 +212,7 @@ def memory(plan: Plan) -> str:
 
 
 def unequal(plan: Plan) -> Iterator[str]:
-    """Yield the work, the waiting time and the memory of devices that are not alike; nothing if all
-    are alike."""
+    """Yield the work, the waiting time and the memory of unequal devices, if any."""
     mark, pipeline = plan.fingerprint, plan.as_pipeline
     if mark.axis and pipeline.axis == mark.axis:
         for rank, (name, _) in enumerate(mark.profiles):
@@ -220,8 +220,8 @@ def unequal(plan: Plan) -> Iterator[str]:
             waits = 1 - pipeline.num_microbatches * works_s / max(plan.prediction.step_s, _LEAST)
             held = f"{size(pipeline.peaks[rank])} of {size(plan.budget_of(rank))} at the peak"
             yield (
-                f"{_which(pipeline, rank)}, {name}: {seconds(works_s)} a microbatch, waits"
-                f" {share(waits)} of the step; {held}"
+                f"{_which(pipeline, rank)}, {name}: {seconds(works_s)} per microbatch, waits for "
+                f"{share(waits)} of the step; {held}"
             )
         return
     waiting: dict[tuple[str, float], list[int]] = {}
@@ -229,13 +229,16 @@ def unequal(plan: Plan) -> Iterator[str]:
         waiting.setdefault((name, alone_s), []).append(index)
     for (name, alone_s), indices in waiting.items():
         waits = max(1 - alone_s / max(plan.prediction.step_s, _LEAST), 0.0)
-        which = f"{mark.axis} {', '.join(map(str, indices))}, {name}, in lockstep with all others"
+        which = (
+            f"{mark.axis} {', '.join(map(str, indices))}, {name}, in lockstep with all other "
+            "devices"
+        )
         if waits < _SAME:
             yield f"{which}: these set the pace"
         else:
             yield (
-                f"{which}: a step of this plan would take {seconds(alone_s)} if all were like"
-                f" these, so they wait {share(waits)} of it"
+                f"{which}: a step of this plan would take {seconds(alone_s)} on such devices "
+                f"only, so they wait for {share(waits)} of it"
             )
 
 
@@ -245,23 +248,23 @@ def _which(pipeline: Pipeline, rank: int) -> str:
 
 
 def fullest(plan: Plan) -> int:
-    """Return the rank whose devices hold most at the peak; 0 without stages."""
+    """Return the rank whose devices have the largest peak memory; 0 without stages."""
     peaks = plan.as_pipeline.peaks
     return max(range(len(peaks)), key=peaks.__getitem__)
 
 
 def on_hosts(plan: Plan) -> Iterator[str]:
-    """Yield what lies in the hosts' memory, if anything does."""
+    """Yield the tensors in host memory, if any."""
     kinds = plan.prediction.host_bytes
     if kinds:
         listed = " + ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in kinds.items())
-        yield f"on the host {size(sum(kinds.values()))} per device: {listed}"
+        yield f"host memory {size(sum(kinds.values()))} per device: {listed}"
 
 
 # --------------------------------------------------------------------------------------------------
-# The base of explanations: lines and tables that print in a terminal, as text and in a notebook.
+# Base of explanations: lines and tables that print in a terminal, as text and in a notebook.
 
-WIDTH = 150  # columns of the text form; a terminal's own width is used where there is one
+WIDTH = 150  # columns of the text form; in a terminal, its width is used instead
 _HTML = (
     '<pre style="line-height:1.15;font-family:monospace;white-space:pre;overflow-x:auto">'
     "{code}</pre>"
@@ -269,11 +272,12 @@ _HTML = (
 
 
 class Readable:
-    """Something that renders as a sequence of rich renderables: `str`, `rich.print` and
-    notebooks show the same."""
+    """An object that renders as a sequence of rich renderables. `str`, `rich.print` and notebooks
+    show the same.
+    """
 
     def renderables(self) -> Iterator[RenderableType]:
-        """Yield lines and tables, from top to bottom."""
+        """Yield lines and tables from top to bottom."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -309,12 +313,12 @@ def table(
 ) -> Iterator[RenderableType]:
     """Yield an empty line and a table; nothing if there are no rows.
 
-    A column without text in any row is left out.
+    Columns without text in any row are omitted.
 
     Args:
-        title: above the table.
-        columns: their names. ``>`` at the start aligns a column to the right; ``<`` prevents
-            wrapping.
+        title: title above the table.
+        columns: names of the columns. ``>`` at the start aligns a column to the right; ``<``
+            prevents wrapping.
         rows: one text per column.
     """
     if not rows:

@@ -89,7 +89,7 @@ def form_and_tokens(
                     found = asked.get_image_features(**build_batch(form, 1, dtype))
                 except (
                     Exception
-                ) as error:  # whatever a model raises of a form that it does not take
+                ) as error:  # a model may raise any error for a form that it does not accept
                     refusals.append(f"{type(error).__name__}: {error}")
                     continue
                 pooled = getattr(found, "pooler_output", None)
@@ -103,8 +103,8 @@ def form_and_tokens(
                     // width,
                 )
     raise not_known(
-        f"how {type(model).__name__} takes images is not known; the first form that was tried"
-        f" raised {refusals[0]}"
+        f"unknown image inputs of {type(model).__name__}; the first form that was tried raised "
+        f"{refusals[0]}"
     )
 
 
@@ -112,7 +112,7 @@ def not_known(what: str) -> AutoparError:
     """Return the error for a model whose batches are not known."""
     return AutoparError(
         what,
-        remedy="pass --module FILE.py:FUNCTION, a function of yours that returns (model, batch)",
+        remedy="pass --module FILE.py:FUNCTION with a function that returns (model, batch)",
     )
 
 
@@ -132,8 +132,8 @@ _PER_SAMPLE = (
     "AudioClassification",
     "VideoClassification",
 )
-# Of these the loss is computed by the caller, or by a matching of boxes and masks that no graph
-# has: they come without labels.
+# The caller computes the loss of these heads, or it needs a matching of boxes and masks that cannot
+# be captured, so they have no labels.
 _UNLABELLED = (
     "AutoModel",
     "AutoBackbone",
@@ -191,7 +191,7 @@ class _Sizes:
                 f'pass --seq of at most {most}, or set "{name}": {self.seq} in the configuration'
             )
             raise AutoparError(
-                f"the model has {most} positions, the batch {self.seq}", remedy=remedy
+                f"the model has {most} positions, but the batch has {self.seq}", remedy=remedy
             )
         return self.seq or min(512, most or 512)
 
@@ -255,7 +255,7 @@ def make_batch(
     sizes = _Sizes(model, dtype, batch, seq, image)
     make = _INPUTS.get(model.main_input_name)
     if make is None:
-        raise not_known(f"no batch is known for {model.main_input_name!r}")
+        raise not_known(f"no batch is known for the main input {model.main_input_name!r}")
     inputs = make(sizes)
     if sizes.reads_images and "input_ids" not in inputs and sizes.text is not sizes.config:
         inputs |= _tokens(sizes)  # a model that reads both may call either its main input
@@ -273,8 +273,8 @@ def _tokens(sizes: _Sizes) -> dict[str, Any]:
         return {"input_ids": ids}
     form, num_tokens = sizes.images()
     if num_tokens >= sizes.length():
-        what = f"an image takes {num_tokens} tokens, a sample has {sizes.length()}"
-        raise AutoparError(what, remedy=f"pass --seq of more than {num_tokens}")
+        what = f"an image takes {num_tokens} tokens, but a sample has {sizes.length()}"
+        raise AutoparError(what, remedy=f"pass --seq with more than {num_tokens}")
     ids = torch.where(ids == mark, (mark + 1) % sizes.vocabulary(), ids)
     ids[:, :num_tokens] = mark
     return {"input_ids": ids, **build_batch(form, sizes.batch, sizes.dtype)}
@@ -310,7 +310,7 @@ def _spectrum(sizes: _Sizes) -> dict[str, Tensor]:
         width = next((getattr(config, name) for name in _WIDTHS if hasattr(config, name)), None)
         if width is None:
             raise not_known(
-                f"nothing in the configuration says how wide a {config.model_type} spectrum is"
+                f"the configuration does not specify the width of a {config.model_type} spectrum"
             )
         most = getattr(config, "max_source_positions", None) or 512
         shape = min(sizes.seq or 512, most), width * getattr(config, "input_channels", 1)

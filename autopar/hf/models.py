@@ -34,7 +34,7 @@ _READ_ELSEWHERE = (
     "attn_implementation",
     "experts_implementation",
     "decoder_start_token_id",
-)  # settings that transformers reads, although no configuration lists them
+)  # settings that transformers reads although no configuration lists them
 
 
 def build(
@@ -117,8 +117,8 @@ def _config(kind: str, settings: Mapping[str, Any]) -> Any:
         default = AutoConfig.for_model(kind)
     except ValueError as error:
         raise AutoparError(
-            f"transformers knows no model type {kind!r}",
-            remedy="name one, for example llama, gpt2, bert, vit, t5, mixtral",
+            f"transformers has no model type {kind!r}",
+            remedy="pass a type such as llama, gpt2, bert, vit, t5 or mixtral",
         ) from error
     known = default.to_dict()
     for (
@@ -130,7 +130,7 @@ def _config(kind: str, settings: Mapping[str, Any]) -> Any:
             remedy = (
                 f"did you mean {' or '.join(close)}?"
                 if close
-                else f"name one of transformers.{type(default).__name__}"
+                else f"name an attribute of transformers.{type(default).__name__}"
             )
             raise AutoparError(f"a {kind} configuration has no setting {name!r}", remedy=remedy)
     try:
@@ -179,7 +179,7 @@ def _head(kind: str, head: str, config: Any) -> Any:
         if not head.startswith("AutoModel") or builder is None:
             raise AutoparError(
                 f"transformers has no class {head!r}",
-                remedy="name one, for example AutoModelForMaskedLM",
+                remedy="pass a class such as AutoModelForMaskedLM",
             )
         return builder
     for name in sorted(
@@ -188,12 +188,12 @@ def _head(kind: str, head: str, config: Any) -> Any:
         builder = getattr(transformers, name)
         if type(config) in builder._model_mapping:
             return builder
-    remedy = f"name its head: {kind}/AutoModelFor...:JSON, or {kind}/AutoModel:JSON"
+    remedy = f"specify the head: {kind}/AutoModelFor...:JSON, or {kind}/AutoModel:JSON"
     raise AutoparError(f"{kind} has none of the heads {', '.join(_HEADS)}", remedy=remedy)
 
 
 # --------------------------------------------------------------------------------------------------
-# Models of the user's own: what ``FILE.py:FUNCTION`` returns.
+# Models of the user: the result of ``FILE.py:FUNCTION``.
 
 
 def load_function(spec: str) -> tuple[nn.Module, Any]:
@@ -210,17 +210,17 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
     path = Path(file)
     if not file or not name:
         raise AutoparError(
-            f"{spec!r} is no FILE.py:FUNCTION",
-            remedy="name a Python file and a function in it that returns (model, batch)",
+            f"{spec!r} is not of the form FILE.py:FUNCTION",
+            remedy="pass a Python file and a function in it that returns (model, batch)",
         )
     if not path.is_file():
         raise AutoparError(
-            f"there is no file {file!r}",
-            remedy="name one, then a colon and a function in it that returns (model, batch)",
+            f"file {file!r} does not exist",
+            remedy="pass a Python file, a colon and a function in it that returns (model, batch)",
         )
     module_spec = importlib.util.spec_from_file_location(f"autopar_function_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
-        raise AutoparError(f"{file!r} is no Python file", remedy="name a file that ends in .py")
+        raise AutoparError(f"{file!r} is not a Python file", remedy="pass a file that ends in .py")
     module = importlib.util.module_from_spec(module_spec)
     beside = str(path.resolve().parent)
     if beside not in sys.path:  # as of a script: what lies beside it can be imported

@@ -102,18 +102,18 @@ def parse(spec: str) -> tuple[str, str, dict[str, Any]]:
     if match is None or match["settings"] is None:
         names = ", ".join(KNOWN)
         raise AutoparError(
-            f"{spec!r} is no model",
-            remedy=f"""write TYPE:JSON, as in llama:'{{"hidden_size": 64}}', or one of {names}""",
+            f"{spec!r} is not a model",
+            remedy=f"pass TYPE:JSON, as in llama:'{{\"hidden_size\": 64}}', or one of {names}",
         )
     try:
         settings = json.loads(match["settings"] or "{}")
     except ValueError as error:
         raise AutoparError(
-            f"the settings of {spec!r} are no JSON: {error}",
-            remedy="quote the spec, names and texts in double quotes",
+            f"the settings of {spec!r} are not JSON: {error}",
+            remedy="quote the spec, and write names and texts in double quotes",
         ) from error
     if not isinstance(settings, dict):
         raise AutoparError(
-            f"the settings of {spec!r} are no JSON object", remedy='write {"name": value, ...}'
+            f"the settings of {spec!r} are not a JSON object", remedy='write {"name": value, ...}'
         )
     return match["type"], match["head"] or "", settings

@@ -1,5 +1,6 @@
-"""Training with transformers' Trainer, Lightning's, accelerate and peft, which are imported when
-something of this is first used, and not before."""
+"""Training with transformers' Trainer, Lightning, accelerate and peft. The libraries are imported
+on first use.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Raises AutoparError where a library that it needs is not installed, or too old."""
+    """Import an attribute on first use. Raise AutoparError if a library that it needs is not
+    installed, or too old.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module 'autopar.integrations' has no attribute {name!r}")
     module, needed = _MODULES[name]

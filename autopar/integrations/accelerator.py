@@ -1,10 +1,11 @@
-"""An `Accelerator` for compiled modules: every rank goes through whole batches, as one process
-does, and the module shares the work out.
+"""An `Accelerator` for compiled modules: every rank iterates over whole batches, as a single
+process does, and the module shards the work.
 
-accelerate's own gives each process other samples, wraps models in DistributedDataParallel, averages
-over processes and steps schedulers once for each: all of that is the compiled module's, or wrong,
-where each rank passes the same batch. Here accelerate is told of one process for all that it
-computes, and of this process' rank for what one rank alone does (logging, files).
+By default, accelerate gives each process different samples, wraps models in
+DistributedDataParallel, averages over processes and steps schedulers once per process. The compiled
+module does this itself, or it is wrong because each rank passes the same batch. Therefore
+accelerate sees a single process for computation, and the rank of this process for work of a single
+rank (logging, files).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Accelerator(accelerate.Accelerator):
         )
 
     A batch of a loader is the batch of all processes. `gather` returns its argument, since every
-    rank has the whole value.
+    rank has the full value.
 
     Raises:
         AutoparError: if an argument asks accelerate for something that the compiled module does
@@ -54,12 +55,12 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if asked := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
-            what = f"autopar.Accelerator does not take {asked[0]}"
+            what = f"autopar.Accelerator does not support {asked[0]}"
             raise AutoparError(
                 what,
                 remedy=(
-                    "leave it out: how a model is split is autopar.compile's choice, or its"
-                    " constraints'"
+                    "omit it: autopar.compile chooses how a model is split; use its constraints "
+                    "to influence it"
                 ),
             )
         _check_precision(
@@ -69,8 +70,8 @@ class Accelerator(accelerate.Accelerator):
         _check_precision(self.mixed_precision)  # which may come from where accelerate was started
 
     observed: int | None = None
-    """Samples of the batch that was evaluated last, where somebody counts: of data without a
-    length nothing else says it."""
+    """Number of samples of the last evaluated batch, if counted; needed for data without a length.
+    """
 
     distributed_type = property(lambda _: DistributedType.NO)
     num_processes = property(lambda _: 1)
@@ -84,15 +85,17 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Return the module as it is. If it was compiled under this accelerator's autocast, calls
+        """Return the module unchanged. If it was compiled under this accelerator's autocast, calls
         run under it and return outputs in fp32.
 
         Args:
             model: a compiled module.
-            device_placement, evaluation_mode: accepted for accelerate's sake, and ignored.
+            device_placement, evaluation_mode: accepted for compatibility with accelerate, and
+                ignored.
 
         Raises:
-            RuntimeStateError: if it is not compiled, or not for this accelerator's mixed precision.
+            RuntimeStateError: if the module is not compiled, or not for this accelerator's mixed
+                precision.
         """
         holder = holder_of(model)
         if model not in self._models:
@@ -111,8 +114,8 @@ class Accelerator(accelerate.Accelerator):
             is_made_so = isinstance(holder, Compiled) and holder.is_made_here()
         if not is_made_so:
             what = (
-                "the module was compiled without the mixed precision of the accelerator,"
-                f" {self.mixed_precision}"
+                "the module was compiled without the accelerator's mixed precision "
+                f"{self.mixed_precision}"
             )
             remedy = (
                 "compile it under `with accelerator.autocast():`, or with"
@@ -122,15 +125,14 @@ class Accelerator(accelerate.Accelerator):
         call = model.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            """Run the model under autocast, and return floating results in float32."""
+            """Run the model under autocast, and return floating-point results in float32."""
             with self.autocast():
                 return convert_to_fp32(call(*args, **kwargs))
 
         object.__setattr__(model, "forward", forward)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the module as it is; for a `Trainer`, the plain model, which is asked for its
-        class."""
+        """Return the module unchanged; for a `Trainer`, the plain model, whose class is read."""
         plain: nn.Module = self.__dict__.get("plain", {}).get(model, model)
         return plain
 
@@ -150,7 +152,7 @@ class Accelerator(accelerate.Accelerator):
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
         """Clip all gradients of the compiled module by their norm over all ranks. Scaled losses are
-        accounted for.
+        supported.
 
         Args:
             parameters: all parameters of one prepared module.
@@ -169,16 +171,17 @@ class Accelerator(accelerate.Accelerator):
                 self.unscale_gradients()
                 norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
                 return norm
-        what = "the parameters to clip are not those of a compiled module that was prepared"
-        raise RuntimeStateError(what, remedy="prepare it, and pass pm.parameters(), all of them")
+        what = "the parameters to clip are not those of a prepared compiled module"
+        raise RuntimeStateError(what, remedy="prepare the module, and pass all of pm.parameters()")
 
     def gather(self, tensor: Any) -> Any:
-        """Return the argument: every rank computed it from the whole batch."""
+        """Return the argument: every rank has computed it from the whole batch."""
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return the argument; of the last batch only as many entries as it has samples, as
-        accelerate does in one process."""
+        """Return the argument; for the last batch, only its actual samples, as accelerate does in
+        one process.
+        """
         state = self.gradient_state
         last = max(state.remainder, 0) or self.observed or 0 if state.end_of_dataloader else 0
         if last <= 0:
@@ -194,7 +197,7 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             tensor: computed on every rank from the whole batch.
-            reduction, scale: accepted for accelerate's sake, and ignored.
+            reduction, scale: accepted for compatibility with accelerate, and ignored.
         """
         return tensor
 
@@ -208,31 +211,31 @@ class Accelerator(accelerate.Accelerator):
             print(*args, **kwargs)
 
     def on_main_process(self, function: Any = None) -> Any:
-        """Return the function on the first rank, and one that does nothing on others."""
+        """Return the function on the first rank, and a no-op on other ranks."""
         return function if self.is_main_process else _do_nothing
 
     def on_local_main_process(self, function: Any = None) -> Any:
-        """Return the function on one rank of each machine, and one that does nothing on others."""
+        """Return the function on one rank per machine, and a no-op on other ranks."""
         return function if self.is_local_main_process else _do_nothing
 
     def on_last_process(self, function: Any = None) -> Any:
-        """Return the function on the last rank, and one that does nothing on others."""
+        """Return the function on the last rank, and a no-op on other ranks."""
         return function if self.is_last_process else _do_nothing
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait for all ranks."""
         of_all(None)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to save: a rank's part would be saved as if it were the whole. `load_state`
-        refuses likewise.
+        """Raise an error: accelerate would save the shard of a rank as if it were the whole. The
+        same holds for `load_state`.
 
         Raises:
             RuntimeStateError: always.
         """
         remedy = (
-            "save and load by autopar.Checkpoints(folder), weights for others by"
-            " autopar.save_pretrained or autopar.save_weights"
+            "save and load with autopar.Checkpoints(folder); export weights with "
+            "autopar.save_pretrained or autopar.save_weights"
         )
         raise RuntimeStateError("accelerate does not save compiled modules", remedy=remedy)
 
@@ -241,7 +244,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for a function on other ranks."""
+    """A no-op in place of a function that runs on other ranks."""
 
 
 def check_scaled(scaler: object, precision: object, trains: bool) -> None:
@@ -257,25 +260,25 @@ def check_scaled(scaler: object, precision: object, trains: bool) -> None:
     """
     if trains and precision == "fp16" and scaler is None:
         what = (
-            'the model is planned with precision="fp16", and nothing scales its loss: gradients'
-            " would underflow"
+            'the model is planned with precision="fp16", but its loss is not scaled: gradients '
+            "would underflow"
         )
         remedy = (
-            'ask for mixed precision in fp16 (fp16=True, mixed_precision="fp16") on a GPU, where'
-            " accelerate scales losses; or pass "
+            'request mixed precision in fp16 (fp16=True, mixed_precision="fp16") on a GPU, where '
+            "accelerate scales losses; or pass "
         )
         raise RuntimeStateError(what, remedy=f'{remedy}precision="bf16" to autopar.compile')
 
 
 def _check_precision(mixed_precision: object) -> None:
     if mixed_precision not in (None, "no", "bf16", "fp16"):
-        what = f"autopar.Accelerator does not take mixed_precision={str(mixed_precision)!r}"
+        what = f"autopar.Accelerator does not support mixed_precision={str(mixed_precision)!r}"
         raise AutoparError(what, remedy='pass "bf16", "fp16" or "no"')
 
 
 def as_one_process(state: PartialState) -> PartialState:
-    """Return accelerate's state with a single process, which has this process' rank."""
-    found = object.__new__(PartialState)  # all that are constructed share one dict
+    """Return accelerate's state with a single process that has the rank of this process."""
+    found = object.__new__(PartialState)  # all instances share one dict
     told = {
         "distributed_type": DistributedType.NO,
         "num_processes": 1,
@@ -287,8 +290,9 @@ def as_one_process(state: PartialState) -> PartialState:
 
 
 def _seed_alike(loader: DataLoader[Any]) -> None:
-    """Let loaders' workers draw the same random numbers on every rank: transformers seeds them
-    by rank."""
+    """Make the workers of loaders draw the same random numbers on every rank; transformers seeds
+    them by rank.
+    """
     begin = getattr(loader, "worker_init_fn", None)
     if isinstance(begin, functools.partial) and "rank" in begin.keywords:
         loader.worker_init_fn = functools.partial(

@@ -1,8 +1,8 @@
-"""Find out how a training loop calls a model: run a step with a stand-in for the model, up to the
-call.
+"""Find out how a training loop calls a model by running a step, up to the call, with a stand-in for
+the model.
 
-Compiling needs the shapes of a batch before the first step, and only the loop knows which parts of
-a batch it passes, and how.
+Compiling needs the shapes of a batch before the first step. Only the loop knows which parts of a
+batch it passes, and how.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Called(nn.Module):
 
 
 def first_call(model: nn.Module, step: Callable[[nn.Module], object]) -> Any:
-    """Return the arguments with which a step first calls the model, in the form of example inputs
-    of `autopar.compile`; None if it does not call the model.
+    """Return the arguments with which a step first calls the model, in the form of `example_inputs`
+    of `autopar.compile`; None if the step does not call the model.
 
     Args:
         model: the plain model.
@@ -73,7 +73,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @contextlib.contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """A context after which random generators are in the state that they had before it."""
+    """Restore the state of random generators when the context ends."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -102,7 +102,7 @@ def peek_batch(loader: Any) -> Any:
     """
     data = getattr(loader, "dataset", loader)
     if may_be_read_once(data, getattr(loader, "num_workers", 0)):
-        raise ValueError("the data gives samples one after another, perhaps once")
+        raise ValueError("the data yields samples one after another, perhaps only once")
     if not isinstance(loader, DataLoader):
         return next(iter(loader), None)
     asked: dict[str, Any] = {"batch_size": loader.batch_size}

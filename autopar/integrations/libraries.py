@@ -1,4 +1,4 @@
-"""Import the libraries that are optional."""
+"""Import optional libraries."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def library(name: str, wish: str) -> ModuleType:
     """Import an optional library.
 
     Args:
-        name: of the library.
-        wish: what it is needed for, as users call it.
+        name: name of the library.
+        wish: the function or class that needs it, as users call it.
 
     Raises:
         AutoparError: if it is not installed, or older than `LEAST`.
     """
     extra = "lightning" if name == "lightning" else "train"
     remedy = (
-        f"pip install '{name}>={LEAST[name]}' (with all that it takes: pip install"
-        f" 'autopar[{extra}]')"
+        f"pip install '{name}>={LEAST[name]}' (with all optional libraries: pip install "
+        f"'autopar[{extra}]')"
     )
     try:
         found = importlib.metadata.version(name)
@@ -34,7 +34,7 @@ def library(name: str, wish: str) -> ModuleType:
         raise AutoparError(f"{wish} needs {name}, which is not installed", remedy=remedy) from None
     if _release(found) < _release(LEAST[name]):
         raise AutoparError(
-            f"{wish} needs {name} {LEAST[name]} or newer, and {found} is installed", remedy=remedy
+            f"{wish} needs {name} {LEAST[name]} or newer, but {found} is installed", remedy=remedy
         )
     return importlib.import_module(name)
 

@@ -1,8 +1,8 @@
-"""Find the part of a LightningModule to compile and how its steps call it, and refuse settings of
-Lightning that a compiled module cannot serve.
+"""Find the child of a LightningModule to compile and how its steps call it. Reject settings of
+Lightning that a compiled module does not support.
 
-How a step calls the model is found out on a copy of the LightningModule and of the first batch, so
-that a run counts, draws and changes the same as it would without that.
+The call is found with copies of the LightningModule and of the first batch, so that a run counts,
+draws and changes the same as without this search.
 """
 
 from __future__ import annotations
@@ -29,24 +29,28 @@ from autopar.runtime.parameter_module import Holder
 
 log = logging.getLogger("autopar")
 _AVERAGED = (
-    "average saved checkpoints, or p.to_local() of the compiled module's parameters in a hook of"
-    " your own"
+    "average saved checkpoints, or p.to_local() of the compiled module's parameters in a custom "
+    "hook"
 )
 _REFUSED: tuple[tuple[type, str], ...] = (
     (callbacks.StochasticWeightAveraging, _AVERAGED),
     (callbacks.WeightAveraging, _AVERAGED),
     (
         callbacks.BaseFinetuning,
-        "freeze and unfreeze by requires_grad_ in a hook what was trainable when it was compiled",
+        "freeze and unfreeze, with requires_grad_ in a hook, parameters that were trainable when "
+        "the module was compiled",
     ),
-    (callbacks.BatchSizeFinder, "`autopar plan` says beforehand what memory a batch takes"),
-    (callbacks.LearningRateFinder, "look for the rate on one process, with the plain model"),
+    (callbacks.BatchSizeFinder, "`autopar plan` predicts the memory of a batch"),
+    (
+        callbacks.LearningRateFinder,
+        "search for the learning rate on one process, with the plain model",
+    ),
 )
 
 
 def child_to_compile(module: nn.Module) -> str:
-    """Return the name of the only child that has parameters or, of several, of the only one whose
-    parameters are trained.
+    """Return the name of the only child that has parameters or, if several have, of the only one
+    with trained parameters.
 
     Raises:
         RuntimeStateError: if there is no such child.
@@ -65,7 +69,8 @@ def child_to_compile(module: nn.Module) -> str:
         if beside := {name: parameters for name, parameters in held.items() if name != found[0]}:
             size = size_text(sum(p.nbytes for parameters in beside.values() for p in parameters))
             log.warning(
-                "%s: every rank holds and computes all of it, %s of frozen parameters",
+                "%s is not compiled: every rank holds and computes all of it, with %s of frozen "
+                "parameters",
                 ", ".join(beside),
                 size,
             )
@@ -77,8 +82,8 @@ def child_to_compile(module: nn.Module) -> str:
         else f"{type(module).__name__} has no parameters"
     )
     remedy = (
-        "hold what is trained in one nn.Module, a child, and call that in the steps: it is what is"
-        " compiled"
+        "move the trained modules into a single nn.Module, a child that the steps call; it will "
+        "be compiled"
     )
     raise RuntimeStateError(what, remedy=remedy)
 
@@ -89,22 +94,24 @@ def call_of(module: Any, name: str, step: str, loaders: Any, prepared: Callable[
 
     Args:
         module: the LightningModule.
-        name: of the child.
+        name: name of the child.
         step: name of a method of the module.
-        loaders: as Lightning takes them.
+        loaders: the loaders, as Lightning accepts them.
         prepared: converts a batch as Lightning does for steps.
 
     Raises:
-        RuntimeStateError: if the arguments cannot be known before the run.
+        RuntimeStateError: if the arguments cannot be determined before the run.
     """
     remedy = (
-        f"pass LightningStrategy(example_inputs=...), a batch as {name} is called with it: then the"
-        " step is not tried before the run"
+        f"pass LightningStrategy(example_inputs=...), a batch as passed to {name}, so that the "
+        "step is not run in advance"
     )
     try:
         batch = _first_batch(loaders, in_turn=step != "training_step")
     except ValueError as error:
-        raise RuntimeStateError(f"{error}: none is read before the run", remedy=remedy) from error
+        raise RuntimeStateError(
+            f"{error}: no batch is read before the run", remedy=remedy
+        ) from error
     if batch is None:
         raise RuntimeStateError("the data has no batch", remedy=remedy)
     batch = prepared(tree_map_only(Tensor, Tensor.clone, batch))
@@ -116,18 +123,19 @@ def call_of(module: Any, name: str, step: str, loaders: Any, prepared: Callable[
 
     try:
         found = first_call(getattr(module, name), try_step)
-    except Exception as error:  # a step may raise anything where it stands alone
+    except Exception as error:  # a step may raise anything outside a run
         what = (
-            f"{step}, tried on the first batch, ended before it called {name}:"
-            f" {type(error).__name__}: {error}"
+            f"{step} was run on the first batch and failed before it called {name}: "
+            f"{type(error).__name__}: {error}"
         )
         raise RuntimeStateError(what, remedy=remedy) from error
     if found is None:
-        what = f"{step} did not call {name} itself"
+        what = f"{step} does not call {name} directly"
         raise RuntimeStateError(
             what,
             remedy=(
-                f"let forward of {name} do what the step calls other methods of it for; or {remedy}"
+                f"move the other methods of {name} that the step calls into its forward; or "
+                f"{remedy}"
             ),
         )
     return found
@@ -150,13 +158,14 @@ def _first_batch(loaders: Any, *, in_turn: bool) -> Any:
 
 
 def _trial(module: Any, name: str, stand_in: nn.Module) -> Any:
-    """Return a copy of the module with another child. It logs nothing, and its optimizers do
-    nothing."""
+    """Return a copy of the module with another child. The copy logs nothing, and its optimizers do
+    nothing.
+    """
     shared = (*module.parameters(), *(x for x in vars(module).values() if isinstance(x, Dataset)))
     trial = copy.deepcopy(
         module, {id(getattr(module, name)): stand_in, **{id(x): x for x in shared}}
     )
-    trial._trainer = module._trainer  # which copying leaves out
+    trial._trainer = module._trainer  # omitted by copying
     for each in (
         "log",
         "log_dict",
@@ -187,7 +196,7 @@ def check_trainer(trainer: Any, module: Any) -> None:
     plugin = trainer.precision_plugin
     halved = isinstance(plugin, HalfPrecision) and plugin.precision != "bf16-true"
     if halved or type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
-        what = f"autopar.LightningStrategy does not take precision={plugin.precision!r}"
+        what = f"autopar.LightningStrategy does not support precision={plugin.precision!r}"
         raise RuntimeStateError(
             what,
             remedy='pass precision="16-mixed", "bf16-mixed", "bf16-true", "32-true" or "64-true"',
@@ -196,13 +205,14 @@ def check_trainer(trainer: Any, module: Any) -> None:
         for kind, remedy in _REFUSED:
             if isinstance(each, kind):
                 raise RuntimeStateError(
-                    f"autopar.LightningStrategy does not take {type(each).__name__}", remedy=remedy
+                    f"autopar.LightningStrategy does not support {type(each).__name__}",
+                    remedy=remedy,
                 )
     if module.example_input_array is not None:
         module.example_input_array = None
         log.warning(
-            "example_input_array is left out: summaries and graphs would run a part of a compiled"
-            " module by itself"
+            "example_input_array is ignored: summaries and graphs would run a part of a compiled "
+            "module"
         )
 
 
@@ -215,14 +225,15 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
     if len(optimizers) > 1:
         what = f"configure_optimizers returned {len(optimizers)} optimizers"
         raise RuntimeStateError(
-            what, remedy="return one, with a group of parameters for each setting"
+            what, remedy="return one optimizer, with a parameter group per setting"
         )
 
 
 def count_once() -> None:
-    """Let all metrics of torchmetrics count each batch once, for the rest of this process.
+    """Make all metrics of torchmetrics count each batch once, for the rest of this process.
 
-    They add up over the processes of a process group, and here every process has seen the same.
+    By default they sum over the processes of a process group, but here every process sees the same
+    batch.
     """
     torchmetrics.Metric.sync = _seen_by_all  # type: ignore[method-assign, assignment]
 

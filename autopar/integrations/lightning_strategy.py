@@ -45,7 +45,7 @@ from autopar.runtime.rank_comm import by_first, local_rank, num_ranks, of_all, r
 # --------------------------------------------------------------------------------------------------
 # The processes as Lightning sees them. Each rank runs the loop of one process over the same whole
 # batches, and only the compiled module uses the others. So Lightning sees one process for
-# computation, and the rank of this process for what a single rank does: logging, progress, files.
+# computation, and the rank of this process for work of a single rank: logging, progress, files.
 
 
 class WholeBatches(Strategy):
@@ -65,8 +65,7 @@ class WholeBatches(Strategy):
 
     @property
     def global_rank(self) -> int:
-        """The index of this process among all. The launcher tells it before the process group
-        exists."""
+        """The global rank of this process. The launcher sets it before the process group exists."""
         return int(os.environ.get("RANK", rank()))
 
     local_rank = property(lambda _: local_rank())
@@ -84,7 +83,7 @@ class WholeBatches(Strategy):
         rank_zero_only.rank = rank_zero_only_of_utilities.rank = self.global_rank
 
     def setup_environment(self) -> None:
-        """Create the process group, and let all processes draw the same random numbers.
+        """Create the process group, and make all processes draw the same random numbers.
 
         Raises:
             RuntimeStateError: if there are several devices, and no launcher.
@@ -93,15 +92,16 @@ class WholeBatches(Strategy):
         join_launched(self.root_device.type)
         asked = len(self.parallel_devices or ()) * self.num_nodes
         if num_ranks() == 1 and asked > 1:
-            remedy = f"start the script by `autopar run -n {asked}`, or pass Trainer(devices=1)"
+            remedy = f"start the script with `autopar run -n {asked}`, or pass Trainer(devices=1)"
             raise RuntimeStateError(
-                f"{asked} devices are asked for, and there is one process", remedy=remedy
+                f"{asked} devices are requested, but there is only one process", remedy=remedy
             )
         self._draw_alike()
 
     def _draw_alike(self) -> None:
-        """Give all ranks the generators' state of the first, whether the script set seeds or not:
-        shuffled loaders draw from them."""
+        """Copy the state of the random generators from the first rank to all ranks, because
+        shuffled loaders draw from them.
+        """
         device = self.root_device
         on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         drawn, on_gpu, python, numpy = self.broadcast(
@@ -114,8 +114,7 @@ class WholeBatches(Strategy):
         np.random.set_state(numpy)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Let workers draw the same random numbers on every rank, instead of seeding them by
-        rank."""
+        """Make workers draw the same random numbers on every rank instead of seeding by rank."""
         if (
             int(os.environ.get("PL_SEED_WORKERS", 0))
             and getattr(dataloader, "worker_init_fn", True) is None
@@ -132,7 +131,7 @@ class WholeBatches(Strategy):
         return tensor
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait until all ranks are here."""
+        """Wait for all ranks."""
         of_all(None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -140,15 +139,15 @@ class WholeBatches(Strategy):
         return of_all(obj)[src]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks, or any, decide so."""
+        """Return whether all ranks, or any rank, decide so."""
         said = of_all(decision)
         return min(said) if all else max(said)
 
 
 log = logging.getLogger("autopar")
-_STATE = ".autopar"  # of the folder of the optimizer's state, beside each checkpoint
-# of a LightningModule whose child was compiled for inference: the child as it was, and its parts'
-# modes
+_STATE = ".autopar"  # name of the folder with the optimizer state next to each checkpoint
+# state of a LightningModule whose child was compiled for inference: the original child, and the
+# modes of its submodules
 _PLAIN = "_plain_of_compiled"
 _STEPS = {
     TrainerFn.FITTING: ("training_step", "fit_loop"),
@@ -203,7 +202,7 @@ class LightningStrategy(WholeBatches):
     # What is computed
 
     def setup_environment(self) -> None:
-        """Refuse what cannot be served, before callbacks are set up; then as `WholeBatches`."""
+        """Reject unsupported settings before callbacks are set up; see `WholeBatches`."""
         check_trainer(self.lightning_module.trainer, self.lightning_module)
         super().setup_environment()
 
@@ -219,8 +218,8 @@ class LightningStrategy(WholeBatches):
         if not is_compiled(getattr(module, self._name)):
             setattr(module, self._name, self._compile_model(trainer, module, trains))
         count_once()
-        # Lightning takes a process group for one of DistributedDataParallel, and would have
-        # everything logged averaged over it.
+        # Lightning treats a process group as one of DistributedDataParallel, and would average all
+        # logged values over it.
         warnings.filterwarnings(
             "ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True"
         )
@@ -256,7 +255,8 @@ class LightningStrategy(WholeBatches):
             )
         if rank() == 0 and num_ranks() > 1:
             log.warning(
-                "a batch of the loader is that of all %d processes, of which each takes its part",
+                "a batch of the loader is the batch of all %d processes; each processes a part "
+                "of it",
                 num_ranks(),
             )
         return compiled
@@ -269,8 +269,7 @@ class LightningStrategy(WholeBatches):
         return call_of(module, self._name, step, loop._data_source.dataloader(), prepare_batch)
 
     def _take_back(self, module: Any) -> None:
-        """Replace the module that was compiled for inference by the plain child, with its
-        weights."""
+        """Replace the module that was compiled for inference by the plain child."""
         plain, modes = vars(module).pop(_PLAIN)
         state = whole_values(holder_of(getattr(module, self._name)))
         if rank() == 0:  # whose are taken when it is compiled
@@ -288,7 +287,7 @@ class LightningStrategy(WholeBatches):
         modules[self._name] = compiled
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the norm, over all ranks, of the gradients of this optimizer's parameters."""
+        """Clip by the norm of the gradients of this optimizer's parameters, over all ranks."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         module = getattr(self.lightning_module, self._name)
         others = {p: p.grad for p in module.parameters() if id(p) not in stepped}
@@ -341,13 +340,13 @@ class LightningStrategy(WholeBatches):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write Lightning's file on one rank, and before it the optimizer's state on all ranks,
+        """Write Lightning's file on one rank and, before it, the optimizer state on all ranks,
         unless only weights are requested.
 
         Args:
             checkpoint: the content of Lightning's file.
-            filepath: of Lightning's file; the folder of the optimizer's state is named after it.
-            storage_options: as for Lightning's own strategies.
+            filepath: path of Lightning's file; the folder of the optimizer state is named after it.
+            storage_options: see Lightning's own strategies.
         """
         path = Path(self.broadcast(filepath))
         if "optimizer_states" in checkpoint:
@@ -356,14 +355,12 @@ class LightningStrategy(WholeBatches):
         by_first(
             lambda: save(checkpoint, path, storage_options),
             str(path),
-            "see the reason; name a folder that can be written to",
+            "check the reason; pass a writable folder",
         )
 
     def _save_beside(self, path: Path, step: int) -> None:
         beside = self._beside(path)
-        if any(
-            later > step for later in beside.steps()
-        ):  # of the file that is about to be replaced
+        if any(later > step for later in beside.steps()):  # of the file to be replaced
             by_first(lambda: shutil.rmtree(beside.folder), str(beside.folder))
             beside = self._beside(path)
         for optimizer in self.optimizers:
@@ -386,27 +383,28 @@ class LightningStrategy(WholeBatches):
         """Load each rank's part of the optimizer's state from the folder next to the checkpoint.
 
         Raises:
-            RuntimeStateError: on all ranks, if there is no such folder, or it is of another step.
+            RuntimeStateError: on all ranks, if the folder does not exist, or belongs to another
+                step.
         """
         state = self._beside(self._loaded or Path())
         if not state.steps():
             what = (
-                "the checkpoint was saved by another strategy, or moved without the folder of the"
-                " optimizer's state beside it"
+                "the checkpoint has no folder with the optimizer state: it was saved by another "
+                "strategy, or moved without it"
             )
             remedy = (
-                f"move {state.folder.name} too, or begin with its weights: load_from_checkpoint,"
-                " and fit() without ckpt_path"
+                f"move {state.folder.name} too, or start from the weights only: "
+                "load_from_checkpoint, and fit() without ckpt_path"
             )
             raise RuntimeStateError(what, where=str(self._loaded), remedy=remedy)
-        if state.steps()[-1] != checkpoint["global_step"]:  # its run ended between the two
+        if state.steps()[-1] != checkpoint["global_step"]:  # its run ended between the two writes
             what = (
-                f"the file is of step {checkpoint['global_step']}, the optimizer's state beside it"
-                f" of step {state.steps()[-1]}"
+                f"the checkpoint file is of step {checkpoint['global_step']}, but its optimizer "
+                f"state is of step {state.steps()[-1]}"
             )
             remedy = (
-                "go on from another checkpoint, or begin with its weights: load_from_checkpoint,"
-                " and fit() without ckpt_path"
+                "resume from another checkpoint, or start from the weights only: "
+                "load_from_checkpoint, and fit() without ckpt_path"
             )
             raise RuntimeStateError(what, where=str(self._loaded), remedy=remedy)
         for optimizer in self.optimizers:

@@ -1,5 +1,6 @@
-"""Save and load the weights of a compiled module in the files of the model's own library:
-transformers' ``save_pretrained``, or peft's, of adapters alone."""
+"""Save and load the weights of a compiled module in the file format of the model's library:
+``save_pretrained`` of transformers, or of peft for adapters.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ _ADAPTER = "adapter_model.safetensors"
 def save_pretrained(
     module: nn.Module, model: nn.Module, folder: str | Path, **options: Any
 ) -> None:
-    """What ``model.save_pretrained(folder)`` would write, with the compiled module's weights; every
-    rank calls it.
+    """Write what ``model.save_pretrained(folder)`` would write, with the weights of the compiled
+    module. Call it on every rank.
 
-    Of a peft model these are its adapters, which ``PeftModel.from_pretrained`` reads. The first
-    rank holds what is written, on its host.
+    For a peft model, only the adapters are written, which ``PeftModel.from_pretrained`` reads. The
+    first rank holds the full weights in host memory.
 
     Args:
-        module: what `autopar.compile` returned for `model`. model: the plain one, of transformers
+        module: what `autopar.compile` returned for `model`. model: the plain model, of transformers
             or peft; its own weights are not read.
-        options: as ``save_pretrained`` of the model takes them.
+        options: options of ``save_pretrained`` of the model.
 
     Raises:
-        RuntimeStateError: on all ranks, where the model has no ``save_pretrained``, was not the
+        RuntimeStateError: on all ranks, if the model has no ``save_pretrained``, is not the
             compiled one, or cannot be written.
     """
     if not hasattr(model, "save_pretrained"):
@@ -43,8 +44,8 @@ def save_pretrained(
         raise RuntimeStateError(
             what,
             remedy=(
-                "pass a model of transformers or peft, or write the weights alone:"
-                " autopar.save_weights"
+                "pass a model of transformers or peft, or write only the weights with "
+                "autopar.save_weights"
             ),
         )
     state = whole_values(holder_of(module), names_saved(model))
@@ -53,29 +54,28 @@ def save_pretrained(
         """Write the model with the gathered weights."""
         model.save_pretrained(str(folder), state_dict=state, **options)
 
-    by_first(save, str(folder), "see the reason; name a folder that can be written to")
+    by_first(save, str(folder), "check the reason; pass a writable folder")
 
 
 def load_adapter(module: nn.Module, model: nn.Module, folder: str | Path) -> None:
-    """Read adapters that peft wrote into a compiled module; every rank calls it, and reads its own
-    parts of them.
+    """Load adapters that peft wrote into a compiled module. Call it on every rank; each rank reads
+    its own shards.
 
     Args:
         module: what `autopar.compile` returned for `model`. model: the plain peft model; its active
             adapter is read.
-        folder: which `save_pretrained`, here or of peft, wrote.
+        folder: folder that `save_pretrained` of autopar or peft wrote.
 
     Raises:
-        RuntimeStateError: on all ranks, where the files are not of this adapter. Nothing is changed
+        RuntimeStateError: on all ranks, if the files do not match this adapter. Nothing is changed
             then.
     """
     if not is_peft(model):
-        what = f"{type(model).__name__} is no peft model"
+        what = f"{type(model).__name__} is not a peft model"
         raise RuntimeStateError(
             what,
             remedy=(
-                "pass what get_peft_model returned; of other models read weights by"
-                " autopar.load_weights"
+                "pass the result of get_peft_model; for other models, use autopar.load_weights"
             ),
         )
     adapter = _active(model)
@@ -95,9 +95,10 @@ def is_peft(model: nn.Module) -> bool:
 
 def names_saved(model: nn.Module) -> Collection[str] | None:
     """Return the names in a peft model's state dict that its ``save_pretrained`` writes; None for
-    all, as of other models.
+    all names, for other models.
 
-    Every rank calls it. Only the first asks peft, which may look the base model up on the hub.
+    Call it on every rank. Only the first rank asks peft, which may look up the base model on the
+    hub.
     """
     if not is_peft(model):
         return None
@@ -116,8 +117,8 @@ def _active(model: Any) -> str:
     )
     if len(active) != 1:
         raise RuntimeStateError(
-            f"adapters {', '.join(active)} are active at once",
-            remedy="activate one: model.set_adapter(name)",
+            f"adapters {', '.join(active)} are active at the same time",
+            remedy="activate one with model.set_adapter(name)",
         )
     return str(active[0])
 
@@ -135,12 +136,12 @@ def _keys(model: Any, adapter: str) -> Mapping[str, str]:
     wanted = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
     if any(id(x) not in places for x in wanted.values()):
         what = (
-            f"files of adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}) hold"
-            " something else than its parameters"
+            f"files of adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}) do not "
+            "contain its parameters"
         )
         remedy = (
-            "write and read all weights: autopar.save_weights and load_weights, or"
-            " autopar.Checkpoints"
+            "save and load all weights with autopar.save_weights and load_weights, or with "
+            "autopar.Checkpoints"
         )
         raise RuntimeStateError(what, remedy=remedy)
     return {places[id(x)]: key for key, x in wanted.items()}
@@ -159,14 +160,14 @@ def _match_keys(model: Any, adapter: str, path: Path) -> Mapping[str, str]:
     keys = _keys(model, adapter)
     if not os.path.isfile(path):
         raise RuntimeStateError(
-            "there is no adapter", remedy=f"name the folder that holds {_ADAPTER}"
+            "there is no adapter", remedy=f"pass the folder that contains {_ADAPTER}"
         )
     there = WeightFiles.of(path).files
     if different := sorted(set(there) ^ set(keys.values())):
         here = (
-            "in the files, and not in the model"
+            "in the files, but not in the model"
             if different[0] in there
-            else "in the model, and not in the files"
+            else "in the model, but not in the files"
         )
         remedy = "build the model with the configuration of that adapter (adapter_config.json)"
         raise RuntimeStateError(f"{different[0]} is {here}", remedy=remedy)

@@ -1,12 +1,12 @@
-"""`Trainer` is transformers' own, with a compiled module instead of the model.
+"""`Trainer` of transformers, with a compiled module instead of the model.
 
 Each rank runs the loop of one process over the same whole batches; only the compiled module uses
-the others. So losses, the number of items that they are averaged over, accumulation, schedules and
-metrics are those of one process, by construction. The differences are: the module is compiled
-before the optimizer is built, clipping and checkpoints are collective, and one rank writes.
+the other ranks. Losses, item counts, accumulation, schedules and metrics are therefore those of one
+process. The differences are: the module is compiled before the optimizer is created, clipping and
+checkpoints are collective, and one rank writes.
 
-`self.model` stays the plain model, which is asked for its class, configuration and signature. Its
-weights move to meta once there is a compiled module, so that nothing reads them by mistake.
+`self.model` remains the plain model, whose class, configuration and signature are read. Its weights
+move to meta once there is a compiled module, so that nothing reads them by mistake.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from autopar.runtime.plain_model import Noted, note_tensors
 from autopar.runtime.rank_comm import by_first, num_ranks, rank
 
 # --------------------------------------------------------------------------------------------------
-# Settings of transformers' `TrainingArguments` that a compiled module does in another way, or not
-# at all. They are refused, with a remedy.
+# Settings of transformers' `TrainingArguments` that a compiled module implements differently or not
+# at all. They are rejected with a remedy.
 
-# Their state per parameter, as planning has it: torch's optimizers that were checked on distributed
+# State per parameter, as in planning: optimizers of torch that were checked on distributed
 # parameters (`autopar.runtime.optimizers`).
 OPTIMIZERS = {
     "adamw_torch": "adamw",
@@ -55,20 +55,19 @@ OPTIMIZERS = {
 }
 
 _CONSTRAINTS = (
-    "leave it out: how the model is split is the planner's choice, or that of"
-    " compile_options={'constraints': [...]}"
+    "omit it: the planner chooses how the model is split; use compile_options={'constraints': "
+    "[...]} to influence it"
 )
 _RECOMPUTES = (
-    "leave it out: what is run again is the planner's choice, under"
-    " compile_options={'memory_bytes': ...}"
+    "omit it: the planner chooses what is recomputed, within compile_options={'memory_bytes': ...}"
 )
-_HOOKS = "leave it out: it puts hooks or kernels of its own into the model, which is one program"
+_HOOKS = "omit it: it adds its own hooks or kernels to the model, which is a single program"
 _FULL_EVAL = (
-    "leave it out, and evaluate as it is trained: bf16=True or fp16=True, or"
-    " compile_options={'precision': 'bf16'}"
+    "omit it, and evaluate in the precision of training: bf16=True or fp16=True, or "
+    "compile_options={'precision': 'bf16'}"
 )
 
-# Argument → whether it is asked for, and what to do.
+# Argument → whether it is requested, and what to do.
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fsdp": (bool, _CONSTRAINTS),
     "deepspeed": (bool, _CONSTRAINTS),
@@ -77,92 +76,90 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "gradient_checkpointing": (bool, _RECOMPUTES),
     "fp16_full_eval": (bool, _FULL_EVAL),
     "bf16_full_eval": (bool, _FULL_EVAL),
-    "torch_compile": (bool, "leave it out, and pass compile_options={'backend': 'inductor'}"),
+    "torch_compile": (bool, "omit it, and pass compile_options={'backend': 'inductor'}"),
     "neftune_noise_alpha": (lambda value: value is not None, _HOOKS),
     "use_liger_kernel": (bool, _HOOKS),
     "debug": (bool, _HOOKS),
     "auto_find_batch_size": (
         bool,
-        (
-            "set per_device_train_batch_size: the plan says beforehand what memory it takes"
-            " (autopar plan)"
-        ),
+        ("set per_device_train_batch_size; `autopar plan` predicts the memory that it needs"),
     ),
-    "predict_with_generate": (bool, "leave it out: compiled modules do not generate"),
-    "push_to_hub": (bool, "leave it out, and upload what trainer.save_model wrote"),
+    "predict_with_generate": (bool, "omit it: compiled modules do not generate"),
+    "push_to_hub": (bool, "omit it, and upload what trainer.save_model wrote"),
     "save_on_each_node": (bool, "save into a folder that all machines share"),
     "enable_jit_checkpoint": (
         bool,
-        (
-            "set save_strategy: ranks that are told to stop at different steps would wait for each"
-            " other"
-        ),
+        ("set save_strategy: ranks that stop at different steps would wait for each other"),
     ),
     "train_sampling_strategy": (
         lambda value: value == "batch_rebalance",
-        "leave it out: it gives each rank samples of its own",
+        "omit it: it gives each rank different samples",
     ),
 }
 
 
 def check_arguments(args: Any) -> None:
-    """Check that a compiled module can serve all training arguments.
+    """Check that a compiled module supports all training arguments.
 
     Raises:
-        AutoparError: on the first argument that it cannot serve.
+        AutoparError: for the first argument that it does not support.
     """
     for name, (asked, remedy) in _REFUSED.items():
         value = getattr(args, name, None)
         if asked(value):
-            raise AutoparError(f"autopar.Trainer does not take {name}={value!r}", remedy=remedy)
+            raise AutoparError(f"autopar.Trainer does not support {name}={value!r}", remedy=remedy)
     if args.n_gpu > 1:
-        what = f"{args.n_gpu} GPUs are here and one process, which would use one of them"
+        what = (
+            f"this machine has {args.n_gpu} GPUs, but only one process was started, which would "
+            "use one of them"
+        )
         raise AutoparError(
             what,
             remedy=(
-                "start the script by `autopar run -n COUNT`, or name one GPU in"
-                " CUDA_VISIBLE_DEVICES"
+                "start the script with `autopar run -n COUNT`, or select one GPU with "
+                "CUDA_VISIBLE_DEVICES"
             ),
         )
 
 
 def check_inputs(model: Any, given: dict[str, Any]) -> None:
-    """Check that the trainer is not given what it cannot use.
+    """Check that the trainer receives no arguments that it cannot use.
 
     Args:
         model: the first argument of the trainer.
         given: its other arguments by name.
 
     Raises:
-        AutoparError: if it is.
+        AutoparError: if it does.
     """
     if given.get("model_init") is not None:
         raise AutoparError(
-            "autopar.Trainer does not take model_init", remedy="pass the model itself: model=..."
+            "autopar.Trainer does not support model_init", remedy="pass the model itself: model=..."
         )
     if not isinstance(model, nn.Module):
         raise AutoparError(
-            f"model={type(model).__name__} is no model", remedy="pass a torch.nn.Module"
+            f"model={type(model).__name__} is not a model", remedy="pass a torch.nn.Module"
         )
     if isinstance(model, Holder) or isinstance(model._modules.get("module"), Holder):
         remedy = (
-            "pass the plain model, and what autopar.compile was given as mesh= and"
-            " compile_options={...}"
+            "pass the plain model, and the arguments of autopar.compile as mesh= and "
+            "compile_options={...}"
         )
         raise AutoparError(
-            "autopar.Trainer compiles the model itself, of which this is a compiled one",
+            "autopar.Trainer compiles the model itself, but this model is already compiled",
             remedy=remedy,
         )
     if any(p.is_meta for p in model.parameters()):
         remedy = (
-            "load its weights, from_pretrained(folder); a model that was trained has them where"
-            " trainer.save_model wrote them"
+            "load its weights with from_pretrained(folder); trainer.save_model writes the "
+            "weights of a trained model"
         )
         raise AutoparError("the model's weights are on meta", remedy=remedy)
     if any(each is not None for each in given.get("optimizers", ())):
         remedy = (
-            "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or override"
-            " create_optimizer, to build it of self.compiled().parameters(), and create_scheduler"
+            "pass optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or override "
+            "create_optimizer to build it from self.compiled().parameters(), and "
+            "create_scheduler"
         )
         raise AutoparError(
             "an optimizer of the plain model's parameters would train nothing", remedy=remedy
@@ -170,31 +167,31 @@ def check_inputs(model: Any, given: dict[str, Any]) -> None:
 
 
 def check_optimizer(args: Any, given: dict[str, Any]) -> None:
-    """Check that the requested optimizer is known to work on distributed parameters.
+    """Check that the requested optimizer works with distributed parameters.
 
     Raises:
-        AutoparError: if it is not.
+        AutoparError: if this is not known.
     """
     name = getattr(args.optim, "value", args.optim)
     if given.get("optimizer_cls_and_kwargs") is None and name not in OPTIMIZERS:
         remedy = f"use one of {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs="
         raise AutoparError(
-            f"autopar.Trainer does not know whether optim={name!r} works on distributed parameters",
+            f"optim={name!r} was not tested with distributed parameters",
             remedy=remedy,
         )
 
 
 # --------------------------------------------------------------------------------------------------
 # The plain model after a compiled module has taken its weights. It is asked for its class,
-# configuration and signature. Changes of its parameters would have no effect, so they are refused.
+# configuration and signature. Changes of its parameters would have no effect, so they are rejected.
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlainModel:
-    """The plain model in the state after it was compiled.
+    """The plain model in its state after compiling.
 
     Attributes:
-        parameters: those that are on meta now.
+        parameters: the parameters that are on meta now.
     """
 
     model: nn.Module
@@ -202,8 +199,9 @@ class TrainerPlainModel:
 
     @staticmethod
     def release_weights(model: nn.Module) -> TrainerPlainModel:
-        """Move the weights of a model to meta, and note them. Weights that modules share stay
-        shared."""
+        """Move the weights of a model to meta, and record them. Weights that modules share stay
+        shared.
+        """
         made: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -225,18 +223,18 @@ class TrainerPlainModel:
             RuntimeStateError: if it is another model, or a parameter was changed.
         """
         if model is not self.model:
-            what = "trainer.model is another model than the one that was compiled"
-            raise RuntimeStateError(what, remedy="make a Trainer of it")
+            what = "trainer.model is not the model that was compiled"
+            raise RuntimeStateError(what, remedy="create a new Trainer for it")
         for each in self.parameters:
             now = each.now()
             if now is None or each.is_written(now):
                 what = (
-                    f"trainer.model's parameter {each.name!r} was written, and what is trained is"
-                    " the compiled module"
+                    f"trainer.model's parameter {each.name!r} was written, but training uses the "
+                    "compiled module"
                 )
                 remedy = (
-                    "write that of trainer.compiled(), which has the same name; or load weights"
-                    " before the first train() or evaluate()"
+                    "write the parameter of the same name of trainer.compiled(), or load weights "
+                    "before the first train() or evaluate()"
                 )
                 raise RuntimeStateError(what, remedy=remedy)
             if now.requires_grad != each.trains:
@@ -245,41 +243,41 @@ class TrainerPlainModel:
                     f" {'frozen' if each.trains else 'unfrozen'} after it was compiled"
                 )
                 remedy = (
-                    "freeze before the first train() or evaluate(), and make a Trainer for each"
-                    " phase of training"
+                    "freeze before the first train() or evaluate(), and create a new Trainer for "
+                    "each phase of training"
                 )
                 raise RuntimeStateError(what, remedy=remedy)
 
 
 log = logging.getLogger("autopar")
-_STATE = "autopar"  # the folder of the optimizer's state, in each checkpoint
+_STATE = "autopar"  # name of the folder with the optimizer state in each checkpoint
 
 
 class Trainer(transformers.Trainer):
-    """transformers' `Trainer` on all processes that were started, or on one:
+    """transformers' `Trainer` on all processes of the job, or on one:
 
         trainer = autopar.Trainer(
             model=model, args=TrainingArguments(...), train_dataset=..., eval_dataset=...
         )
         trainer.train()
 
-    ``per_device_train_batch_size`` is the batch of all processes together, as of the same script in
-    one process. Checkpoints and `save_model` write what transformers would, in the same files, and
-    next to them the optimizer's state, which loads on any number of processes.
+    ``per_device_train_batch_size`` is the size of the batch of all processes together, as for the
+    same script in one process. Checkpoints and `save_model` write the files that transformers would
+    write, and next to them the optimizer state, which loads on any number of processes.
 
     Args:
-        model: the plain model, of transformers or peft or a module that returns its loss; built
-            alike on every rank. Its weights move into the compiled module at the first call of
+        model: the plain model, of transformers or peft, or a module that returns its loss;
+            identical on every rank. Its weights move into the compiled module at the first call of
             `train` or `evaluate`.
-        args, others: as for transformers' Trainer.
-        mesh, compile_options: as for `autopar.compile`, which gets the batch, the optimizer and the
+        args, others: see transformers' Trainer.
+        mesh, compile_options: see `autopar.compile`, which gets the batch, the optimizer and the
             precision from the trainer.
-        example_inputs: a batch as the model is called with it; by default the first of the training
-            set, which is read for it.
+        example_inputs: a batch as passed to the model; by default the first batch of the training
+            set, which is read for its shapes.
 
     Raises:
-        AutoparError: on what a compiled module cannot serve (deepspeed, hooks, ...), with what to
-            do.
+        AutoparError: for settings that a compiled module does not support (deepspeed, hooks, ...),
+            with what to do.
     """
 
     def __init__(
@@ -318,7 +316,7 @@ class Trainer(transformers.Trainer):
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             what = "accelerate was started with DeepSpeed or FSDP"
             raise RuntimeStateError(
-                what, remedy="start the script by `autopar run -n COUNT`, or torchrun"
+                what, remedy="start the script with `autopar run -n COUNT`, or with torchrun"
             )
         self.accelerator.__class__ = Accelerator
         self.gather_function = self.accelerator.gather_for_metrics
@@ -326,10 +324,10 @@ class Trainer(transformers.Trainer):
     # What is computed
 
     def compiled(self, examples: Callable[[], Any] | None = None) -> Any:
-        """Return the compiled module, which is made at the first call. Every rank calls it.
+        """Return the compiled module, which is created at the first call. Call it on every rank.
 
         Args:
-            examples: makes the loader of the batches to plan for; by default that for training.
+            examples: returns the loader of the batches to plan for; by default that for training.
         """
         if self._compiled is None:
             trains = self.train_dataset is not None
@@ -353,8 +351,8 @@ class Trainer(transformers.Trainer):
             if rank() == 0 and num_ranks() > 1:
                 size = self._train_batch_size if trains else self.args.eval_batch_size
                 log.warning(
-                    "a batch of %d samples is that of all %d processes, of which each takes its"
-                    " part",
+                    "a batch of %d samples is the batch of all %d processes; each processes a "
+                    "part of it",
                     size,
                     num_ranks(),
                 )
@@ -371,7 +369,7 @@ class Trainer(transformers.Trainer):
             made = getattr(made, "base_dataloader", made)  # accelerate's counts what is read of it
             batches, num_items = self.get_batch_samples(iter(made), 1, self.args.device)
             if not batches:
-                remedy = "pass a dataset of a batch at least, or leave dataloader_drop_last out"
+                remedy = "pass a dataset with at least one batch, or omit dataloader_drop_last"
                 raise RuntimeStateError("the data has no batch", remedy=remedy)
             inputs = self._prepare_inputs(batches[0])
             found = first_call(
@@ -380,10 +378,10 @@ class Trainer(transformers.Trainer):
             )
         if found is not None:
             return found
-        what = "compute_loss did not call the model that it was given"
+        what = "compute_loss did not call the model that was passed to it"
         remedy = (
-            "call its argument `model` there, not self.model; or pass example_inputs=, a batch as"
-            " the model is called with it"
+            "call its argument `model`, not self.model; or pass example_inputs=, a batch as "
+            "passed to the model"
         )
         raise RuntimeStateError(what, remedy=remedy)
 
@@ -391,19 +389,18 @@ class Trainer(transformers.Trainer):
         """Check that the first batch can be read again after it has been read for its shapes.
 
         Raises:
-            RuntimeStateError: if it may not be.
+            RuntimeStateError: if it cannot.
         """
         data = self.train_dataset
         if may_be_read_once(data, self.args.dataloader_num_workers):
             what = (
-                f"the training set, a {type(data).__name__}, gives samples one after another,"
-                " perhaps once: none is read before training"
+                f"the training set, a {type(data).__name__}, yields samples one after another, "
+                "perhaps only once, so no batch is read before training"
             )
             raise RuntimeStateError(
                 what,
                 remedy=(
-                    "pass example_inputs=, a batch as the model is called with it, whose values are"
-                    " not read"
+                    "pass example_inputs=, a batch as passed to the model; its values are not read"
                 ),
             )
 
@@ -417,7 +414,7 @@ class Trainer(transformers.Trainer):
             model: the compiled module.
             inputs: the batch.
             return_outputs: whether to return (loss, outputs).
-            others: as for transformers' Trainer.
+            others: see transformers' Trainer.
 
         Raises:
             RuntimeStateError: if `self.model` was changed, which would have no effect.
@@ -438,8 +435,9 @@ class Trainer(transformers.Trainer):
         return torch.autocast(self.args.device.type, dtype, cache_enabled=bool(cache_enabled))
 
     def _narrow(self) -> torch.dtype | None:
-        """Return the dtype that calls are autocast to. On devices without fp16, accelerate trains
-        without autocast."""
+        """Return the autocast dtype of calls. On devices without fp16, accelerate trains without
+        autocast.
+        """
         if self.args.fp16:
             return torch.float16 if self.accelerator.native_amp else None
         return torch.bfloat16 if self.args.bf16 else None
@@ -457,8 +455,9 @@ class Trainer(transformers.Trainer):
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the parameters with weight decay, by the classes of the plain model's parts. Names
-        are equal in the compiled module."""
+        """Return the parameters with weight decay, selected by the classes of the plain model's
+        submodules. Names are the same in the compiled module.
+        """
         return super().get_decay_parameter_names(self.model)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -468,8 +467,9 @@ class Trainer(transformers.Trainer):
         return self._clip(float("inf")) if grad_norm is None else grad_norm
 
     def _clip(self, max_norm: float) -> Tensor:
-        """Clip by the norm of the gradients themselves, also if losses are scaled. Returns the norm
-        before."""
+        """Clip by the norm of the unscaled gradients, also if losses are scaled. Return the norm
+        before clipping.
+        """
         self.accelerator.unscale_gradients()
         norm: Tensor = self.compiled().clip_grad_norm_(max_norm)
         return norm
@@ -483,9 +483,9 @@ class Trainer(transformers.Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """Predict as transformers does, with whole logits on every rank.
+        """Predict as transformers does, with full logits on every rank.
 
-        Arguments are those of transformers' Trainer.
+        The arguments are those of transformers' Trainer.
         """
         self.accelerator.observed = find_batch_size(inputs)
         loss, logits, labels = super().prediction_step(
@@ -498,8 +498,8 @@ class Trainer(transformers.Trainer):
             and self._compile_options.get("outputs") != "full"
         ):
             what = (
-                'the compiled model returns nothing but its loss, as outputs="loss" asks, or as it'
-                " may in several microbatches"
+                'the compiled model returns only its loss, because of outputs="loss" or of '
+                "several microbatches"
             )
             raise RuntimeStateError(
                 what,
@@ -519,7 +519,7 @@ class Trainer(transformers.Trainer):
         by_first(
             lambda: save(folder, state_dict),
             str(folder),
-            "see the reason; name a folder that can be written to",
+            "check the reason; pass a writable folder",
         )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -552,11 +552,11 @@ class Trainer(transformers.Trainer):
             what = (
                 "the checkpoint was saved by transformers' own Trainer"
                 if files
-                else "the checkpoint has no state of the optimizer"
+                else "the checkpoint has no optimizer state"
             )
             remedy = (
-                "begin with its weights: from_pretrained(folder), and train() without"
-                " resume_from_checkpoint"
+                "start from the weights only: from_pretrained(folder), and train() without "
+                "resume_from_checkpoint"
             )
             raise RuntimeStateError(what, where=str(checkpoint), remedy=remedy)
         state.load(self.compiled(), _plain(self.optimizer), scheduler=self.lr_scheduler)
@@ -585,10 +585,10 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _join_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Merge adjacent groups with equal settings, and remove those without parameters.
+    """Merge adjacent groups with equal settings, and remove groups without parameters.
 
-    transformers makes a group per mesh, and a parameter that several axes split together has a mesh
-    of its own.
+    transformers creates one group per mesh, and a parameter that is split over several axes has its
+    own mesh.
     """
     joined: list[dict[str, Any]] = []
     for group in optimizer.param_groups:

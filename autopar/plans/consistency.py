@@ -1,5 +1,6 @@
-"""Checks of plans that were read from files: contradictions that no plan has, unless its file was
-changed by hand or written by another program."""
+"""Check plans that were read from files for contradictions. Only files that were edited by hand or
+written by another program have any.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def misfit_of_options(options: Mapping[str, Any]) -> str:
     """
     for name, value in options.items():
         if name not in OPTIONS:
-            return f"its option {name!r} is not known"
+            return f"its option {name!r} is unknown"
         try:
             from_data(value, OPTIONS[name], f"options.{name}")
         except ValueError as error:
@@ -58,15 +59,15 @@ def misfit_of_options(options: Mapping[str, Any]) -> str:
     return ""
 
 
-_FIELD = re.compile(r"\{(\d+)\}")  # the index of a layer in a pattern
+_FIELD = re.compile(r"\{(\d+)\}")  # index of a layer in a pattern
 
 
 def misfit(plan: Plan) -> str:
     """Find a contradiction in a plan whose fields have the right types, such as layouts of another
-    mesh or decisions about no nodes.
+    mesh or a decision without nodes.
 
     Returns:
-        The first one in words; ``""`` if there is none.
+        The first contradiction in words; ``""`` if there is none.
     """
     mark, sizes = plan.fingerprint, {axis.name: axis.size for axis in plan.mesh.axes} | {"": 0}
     if sizes.get(mark.axis) != len(mark.profiles):
@@ -83,14 +84,14 @@ def misfit(plan: Plan) -> str:
     if wrong:
         return wrong
     if plan.loss_rows < 0:
-        return f"its loss has {plan.loss_rows} rows at a time"
+        return f"its loss processes {plan.loss_rows} rows at a time"
     if any(not cuts or list(cuts) != sorted(set(cuts)) for cuts in plan.starts.values()):
         return f"its groups of layers are {dict(plan.starts)}"
     return ""
 
 
 def _of_mesh(plan: Plan) -> str:
-    """The first layout, axis or dtype that does not fit its mesh or does not exist."""
+    """Return the first layout, axis or dtype that does not exist or does not fit its mesh."""
     num_axes = len(plan.mesh.axes)
     layouts = [x for c in _choices(plan) for x in (*c.strategy.inputs, *c.strategy.outputs)]
     layouts += [x for k in plan.kept for x in k.layouts] + [
@@ -100,32 +101,32 @@ def _of_mesh(plan: Plan) -> str:
     for layout in layouts:
         if len(layout.placements) != num_axes:
             return (
-                f"layout {str(layout)!r} has {len(layout.placements)} placements, mesh {plan.mesh}"
-                f" has {num_axes} axes"
+                f"layout {str(layout)!r} has {len(layout.placements)} placements, but mesh "
+                f"{plan.mesh} has {num_axes} axes"
             )
     for move in plan.communications:
         if not 0 <= move.collective.axis < num_axes and move.collective.kind not in HOST_KINDS:
             return (
-                f"{move.node} moves along axis {move.collective.axis}, mesh {plan.mesh} has"
-                f" {num_axes} axes"
+                f"{move.node} moves along axis {move.collective.axis}, but mesh {plan.mesh} has "
+                f"{num_axes} axes"
             )
     for collective in (
         *(move.collective for move in plan.communications),
         *(bucket.collective for bucket in plan.buckets),
     ):
         if not isinstance(getattr(torch, collective.dtype, None), torch.dtype):
-            return f"a collective moves {collective.dtype!r}, which is no dtype"
+            return f"a collective has the unknown dtype {collective.dtype!r}"
     for bucket in plan.buckets:
         if not 0 <= bucket.collective.axis < num_axes:
             return (
-                f"a bucket moves along axis {bucket.collective.axis}, mesh {plan.mesh} has"
-                f" {num_axes} axes"
+                f"a bucket moves along axis {bucket.collective.axis}, but mesh {plan.mesh} has "
+                f"{num_axes} axes"
             )
     return ""
 
 
 def _of_decisions(plan: Plan) -> str:
-    """The first key that is not of a node, or decision about nothing."""
+    """Return the first key that is not a node key, or decision without nodes."""
     potentials = plan.proof.potentials, *(case.potentials for case in plan.proof.cases)
     priced = [key for each in potentials for p in each for key in (p.node, p.reader)]
     priced += [condition.node for case in plan.proof.cases for condition in case.conditions]
@@ -136,21 +137,21 @@ def _of_decisions(plan: Plan) -> str:
         *priced,
     ):
         if "/" not in key:
-            return f"{key!r} is no key of a node"
+            return f"{key!r} is not a node key"
     for entry in plan.entries:
         if not entry.nodes or (
             entry.kind in ("parameter", "buffer", "input") and not entry.nodes[0].strategy.outputs
         ):
-            return f"{entry.key} decides nothing"
+            return f"entry {entry.key} has no nodes"
     return (
         ""
         if plan.entries and all(k.layouts for k in plan.kept)
-        else "it holds no decisions, or keeps something in no layout"
+        else "it has no decisions, or a kept value without layouts"
     )
 
 
 def _of_instances(plan: Plan) -> str:
-    """The first instance with more or fewer indices than the patterns of its nodes have."""
+    """Return the first instance with more or fewer indices than the patterns of its nodes."""
     said = [([c.node for c in (*e.nodes, *e.recompute)], e.instances) for e in plan.entries]
     said += [([kept.node], kept.instances) for kept in plan.kept]
     said += [([move.node], move.instances) for move in plan.communications]
@@ -158,19 +159,19 @@ def _of_instances(plan: Plan) -> str:
         indices = {int(number) for pattern in patterns for number in _FIELD.findall(pattern)}
         odd = next((i for i in instances if indices != set(range(len(i)))), None)
         if odd is not None:
-            return f"{patterns[0]!r:.80} does not take the indices {odd}"
+            return f"{patterns[0]!r:.80} does not match the indices {odd}"
     return ""
 
 
 def _of_phases(plan: Plan) -> str:
-    """The first phase that a step does not have."""
+    """Return the first unknown phase."""
     said = [(entry.key, entry.phase) for entry in plan.entries]
     moved = [(move.node, move.phase) for move in plan.communications] + [
         ("a bucket", bucket.phase) for bucket in plan.buckets
     ]
     said += [each for each in moved if each[1] != "step"]
     odd = next((each for each in said if each[1] not in ("forward", "backward")), None)
-    return "" if odd is None else f"{odd[0]} is of phase {odd[1]!r}"
+    return "" if odd is None else f"{odd[0]} has the unknown phase {odd[1]!r}"
 
 
 def _choices(plan: Plan) -> list[NodeChoice]:
@@ -178,7 +179,7 @@ def _choices(plan: Plan) -> list[NodeChoice]:
 
 
 def _of_stages(plan: Plan, pipeline: Pipeline) -> str:
-    """The first contradiction of stages, cuts and budgets with each other or with the mesh."""
+    """Return the first contradiction between stages, cuts, budgets and the mesh."""
     return (
         _of_cuts(plan, pipeline)
         or _of_ranks(plan, pipeline)
@@ -188,17 +189,18 @@ def _of_stages(plan: Plan, pipeline: Pipeline) -> str:
 
 
 def _of_cuts(plan: Plan, pipeline: Pipeline) -> str:
-    """The first contradiction of the numbers of stages, cuts and microbatches, or in the
-    schedule."""
+    """Return the first contradiction in the numbers of stages, cuts and microbatches, or in the
+    schedule.
+    """
     num = len(pipeline.stages)
     sizes = _sizes(plan)
     if pipeline.axis not in sizes or not num or num % sizes[pipeline.axis]:
-        return f"{num} stages do not lie along axis {pipeline.axis!r} of mesh {plan.mesh}"
+        return f"{num} stages do not match axis {pipeline.axis!r} of mesh {plan.mesh}"
     if pipeline.schedule not in SCHEDULES:
         return f"its schedule is {pipeline.schedule!r}"
     per_cut = {len(pipeline.positions), len(pipeline.modules), len(pipeline.crossings)}
     if per_cut != {num - 1} or len(pipeline.num_in_flight) != num or pipeline.num_microbatches < 1:
-        return "its pipeline's cuts are not one less than its stages"
+        return "the number of cuts of its pipeline is not one less than the number of stages"
     return ""
 
 
@@ -208,16 +210,16 @@ def _sizes(plan: Plan) -> dict[str, int]:
 
 
 def _of_ranks(plan: Plan, pipeline: Pipeline) -> str:
-    """The first contradiction in the bytes and budgets of the ranks of the axis."""
+    """Return the first contradiction in the bytes and budgets of the ranks of the axis."""
     num, ranks = len(pipeline.stages), _sizes(plan)[pipeline.axis]
     if (len(pipeline.rank_bytes), len(pipeline.budgets)) != (
         (ranks, num) if num > ranks else (0, 0)
     ):
-        return f"it does not say what {ranks} ranks of {num} stages hold"
+        return f"the peak memory of {ranks} ranks with {num} stages is missing"
     if pipeline.handed_bytes < 0 or pipeline.handed_s < 0.0:
         return (
-            f"outputs of {pipeline.handed_bytes} bytes go to all of its stages in"
-            f" {pipeline.handed_s} s"
+            f"outputs of {pipeline.handed_bytes} bytes are sent to all stages in "
+            f"{pipeline.handed_s} s"
         )
     if pipeline.rank_budgets and (
         len(pipeline.rank_budgets) != ranks or min(pipeline.rank_budgets) <= 0
@@ -227,22 +229,23 @@ def _of_ranks(plan: Plan, pipeline: Pipeline) -> str:
 
 
 def _of_stage_plans(plan: Plan, pipeline: Pipeline) -> str:
-    """The first contradiction in the plans of the stages, or in the values that cross between
-    them."""
+    """Return the first contradiction in the plans of the stages, or in the values that cross
+    between them.
+    """
     mesh = plan.mesh.without(pipeline.axis)
     for crossed in (c for cut in pipeline.crossings for c in cut):
         if len(crossed.layout.placements) != len(mesh.axes):
             return (
-                f"{crossed.node} crosses as {str(crossed.layout)!r}, a stage's mesh {mesh} has"
-                f" {len(mesh.axes)} axes"
+                f"{crossed.node} crosses as {str(crossed.layout)!r}, but the mesh {mesh} of a "
+                f"stage has {len(mesh.axes)} axes"
             )
     for stage in pipeline.stages:
         if stage.mesh != mesh or stage.pipeline is not None:
             return f"a stage is for mesh {stage.mesh}, not {mesh}"
         if stage.loss_rows:
             return (
-                f"a stage has {stage.loss_rows} rows of the loss at a time, which the plan says"
-                " for all"
+                f"a stage processes {stage.loss_rows} rows of the loss at a time, which only the "
+                "whole plan records"
             )
         wrong = misfit(stage)
         if wrong:
@@ -251,7 +254,7 @@ def _of_stage_plans(plan: Plan, pipeline: Pipeline) -> str:
 
 
 def _of_whole(plan: Plan) -> str:
-    """Decisions of a plan with stages that are not in the plans of its stages."""
+    """Return whether a plan with stages has decisions that are not in the plans of its stages."""
     beside = (
         plan.entries,
         plan.kept,
@@ -260,8 +263,4 @@ def _of_whole(plan: Plan) -> str:
         plan.starts,
         plan.prediction.timeline,
     )
-    return (
-        "it has decisions beside those of its stages"
-        if any(beside) or plan.overlap != Overlap()
-        else ""
-    )
+    return "it has decisions outside its stages" if any(beside) or plan.overlap != Overlap() else ""

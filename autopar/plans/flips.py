@@ -1,5 +1,6 @@
-"""The changes of the hardware at which choices of a plan change, as text for people
-(`autopar.planner.sensitivity` finds them), and the mesh axes that a plan does not use."""
+"""The hardware changes that change choices of a plan, as text (found by
+`autopar.planner.sensitivity`), and the mesh axes that a plan does not use.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +10,25 @@ from dataclasses import dataclass
 from autopar.plans.plan import Plan
 
 COMPUTE = "compute"
-FARTHEST = 64.0  # factors beyond are not looked at
-NO_CHOICE = "nothing can turn: the constraints leave no choice that another strategy could take"
-NO_OTHER = "nothing can turn: no op has another strategy on this mesh"
-NO_DEARER = "nothing can turn: no runner-up costs more, but where several stages decide together"
+FARTHEST = 64.0  # larger factors are not tried
+NO_CHOICE = "no choice can change: the constraints leave no alternative strategy"
+NO_OTHER = "no choice can change: no op has another strategy on this mesh"
+NO_DEARER = "no choice can change: all runner-ups cost the same, or several stages decide together"
 NO_FLIP = (
-    "none of the choices with the closest runner-ups turns where a link's bandwidth, or the speed"
-    f" of compute, is from 1/{FARTHEST:g} to {FARTHEST:g} times what it is"
+    "none of the choices with the closest runner-ups changes if the bandwidth of a link, or the "
+    f"speed of compute, is between 1/{FARTHEST:g} and {FARTHEST:g} times its value"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A choice, and the change of the hardware at which its runner-up becomes as fast.
+    """A choice, and the hardware change that makes its runner-up as fast.
 
     Attributes:
         key: key of the entry.
         strategy: the runner-up.
-        delta_s: seconds by which a step, or a microbatch of a stage, is longer with the runner-up
-            on the hardware as it is.
+        delta_s: seconds by which the runner-up lengthens a step, or a microbatch of a stage, on the
+            given hardware.
         what: ``compute``, or the name of a link.
         factor: factor of its speed at which both cost the same.
         stage: the stage of the entry, in a plan with a pipeline.
@@ -42,7 +43,7 @@ class Flip:
 
     @property
     def change(self) -> str:
-        """The change of the hardware in words: ``2.1 times the bandwidth of link inter``."""
+        """The hardware change in words: ``2.1 times the bandwidth of link inter``."""
         what = (
             "the speed of compute" if self.what == COMPUTE else f"the bandwidth of link {self.what}"
         )
@@ -53,11 +54,11 @@ class Flip:
 
     def __str__(self) -> str:
         where = "" if self.stage is None else f"stage {self.stage}: "
-        return f"{where}{self.key} would take {self.strategy} from {self.change} on"
+        return f"{where}{self.key} would change to {self.strategy} from {self.change} on"
 
 
 class Flips(tuple[Flip, ...]):
-    """The flips that were found, the least change first.
+    """The flips that were found, the smallest change first.
 
     Attributes:
         why: the reason if there are none.
@@ -71,7 +72,7 @@ class Flips(tuple[Flip, ...]):
         return made
 
     def __str__(self) -> str:
-        """One line per flip, or the reason why there is none."""
+        """Return one line per flip, or the reason if there is none."""
         return "\n".join(map(str, self)) or self.why
 
     def __repr__(self) -> str:

@@ -37,8 +37,9 @@ def forward_load(plan: Plan) -> Load:
 
 
 def beyond_shares_s(moves: Iterable[Communication]) -> float:
-    """Return the seconds by which collectives by themselves take longer than the shares of buckets
-    that the objective counts."""
+    """Return the seconds by which collectives on their own take longer than the shares of buckets
+    that the objective counts.
+    """
     return sum(len(c.instances) * (c.by_itself_s - c.time_s) for c in moves)
 
 
@@ -60,7 +61,7 @@ def counted_time(c: Communication, axis_size: int, link: str, profile: HardwareP
 
 def _entry_load(entry: Entry, time_s: float, again_s: float) -> Load:
     """Load of an entry that takes `time_s`, and `again_s` when backward runs it again."""
-    if entry.kind != "compute":  # nothing overlaps with parameters, inputs and transfers of stages
+    if entry.kind != "compute":  # parameters, inputs and transfers of stages do not overlap
         return Load(time_s + again_s)
     return work(entry.phase, time_s, compute=True) + work("backward", again_s, compute=True)
 

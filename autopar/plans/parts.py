@@ -11,7 +11,7 @@ from autopar.core.layout import Layout, Strategy
 from autopar.core.problem import Slack
 from autopar.errors import ChangedPlanError
 
-_SHOWN = 3  # inputs of a batch, in an error
+_SHOWN = 3  # number of inputs of a batch that an error lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,8 @@ class Communication:
         own: whether the node runs it itself (`autopar.rules.dispatch`); `source` and `target` are
             then the layouts of the first operand and of the first result. It is also in backward
             if a node of forward runs again there.
-        alone_s: seconds of one instance by itself if `time_s` is the share of a bucket; else None.
+        alone_s: seconds of one instance outside a bucket if `time_s` is the share of a bucket;
+            otherwise None.
     """
 
     node: str
@@ -150,7 +151,7 @@ class Communication:
 
     @property
     def by_itself_s(self) -> float:
-        """Seconds of one instance by itself, not in a bucket."""
+        """Seconds of one instance outside a bucket."""
         return self.time_s if self.alone_s is None else self.alone_s
 
 
@@ -181,7 +182,7 @@ class Prediction:
         in_kernels_s: seconds of both that collective-overlap kernels save.
         in_buckets_s: seconds that the plan's buckets save of `beyond_shares_s` and of other
             collectives; the rest is contained in `simulated_s`.
-        beyond_shares_s: seconds by which collectives by themselves take longer than their least
+        beyond_shares_s: seconds by which collectives on their own take longer than their least
             share of a bucket. `step_s` and `communication_s` count only that share for collectives
             that may be in a bucket.
         host_bytes: kind (``parameters``, ``optimizer``, ``gradients``, ``copies``, ``activations``)
@@ -270,8 +271,8 @@ class Fingerprint:
             if planned.get(name) != here.get(name)
         ]
         told = [
-            f"{name} is {planned.get(name, 'not there')} in the plan and"
-            f" {here.get(name, 'not there')} here"
+            f"{name} is {planned.get(name, 'missing')} in the plan and "
+            f"{here.get(name, 'missing')} in the batch"
             for name in names[:_SHOWN]
         ]
         return (
@@ -298,7 +299,7 @@ class Crossed:
 
 
 # --------------------------------------------------------------------------------------------------
-# Buckets: communications of many small tensors that a plan does as one collective.
+# Buckets: communications of many small tensors that a plan runs as one collective.
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +314,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Communications of one kind, axis, dtype and reduction that are done as one collective
+    """Communications of one kind, axis, dtype and reduction that run as one collective
     (`autopar.emit.buckets`).
 
     Attributes:
@@ -323,7 +324,7 @@ class Bucket:
             all_reduce.
         time_s: seconds of it, including packing and unpacking; per microbatch, as
             `Communication.time_s`.
-        saved_s: seconds that it saves against all members by themselves.
+        saved_s: seconds that it saves against all members on their own.
     """
 
     phase: str
@@ -337,7 +338,7 @@ class Bucket:
 # Overlap of an emitted step's communication with its compute.
 
 Piece = tuple[int, int]
-"""A place in a phase, as a number of nodes, and the bytes that are free from there on."""
+"""A position in a phase, as a number of nodes, and the bytes that are free from there on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,10 +348,11 @@ class Overlap:
     Attributes:
         slowdown: seconds by which a hidden second of communication delays compute, from the
             hardware profile; with 1 no communication is started early.
-        forward_bytes, backward_bytes: most bytes that steps which were started early, and their
-            operands, may hold at once in each phase.
-        forward_room, backward_room: lower limits from places of the phase on, because the step
-            itself holds more there. Places count the nodes other than those of such steps.
+        forward_bytes, backward_bytes: limit of the bytes that collectives which were started early,
+            and their operands, may hold at a time in each phase.
+        forward_room, backward_room: lower limits from given positions of the phase on, because the
+            step itself needs more memory there. Positions do not count the nodes of such
+            collectives.
     """
 
     slowdown: float = 1.0
@@ -360,7 +362,7 @@ class Overlap:
     backward_room: tuple[Piece, ...] = ()
 
     def misfit(self) -> str:
-        """Return what is wrong with the limits in words; ``""`` if nothing is."""
+        """Return what is wrong with the limits, in words; ``""`` if nothing is."""
         if not 0.0 <= self.slowdown <= 1.0 or min(self.forward_bytes, self.backward_bytes) < 0:
             return f"its overlap is {self}"
         for pieces in (self.forward_room, self.backward_room):
@@ -369,5 +371,5 @@ class Overlap:
                 since != sorted(set(since))
                 or min((n for piece in pieces for n in piece), default=0) < 0
             ):
-                return f"its room for early steps is {pieces}"
+                return f"its room for early collectives is {pieces}"
         return ""

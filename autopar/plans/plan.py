@@ -176,7 +176,7 @@ class Plan:
             do not all have the same decisions.
         buckets: the communications that are done as one collective.
         alone_s: if unequal devices run in lockstep, the seconds of the plan's step if all devices
-            were like those at each index along their axis.
+            were equal to those at each index along their axis.
     """
 
     mesh: Mesh
@@ -218,8 +218,9 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """What the figures of the stages are of: a ``microbatch``, or the ``step`` of a plan
-        without a pipeline."""
+        """The unit of the figures of stages: ``microbatch``, or ``step`` for a plan without a
+        pipeline.
+        """
         return "microbatch" if self.pipeline else "step"
 
     def node_choices(self) -> dict[str, Strategy]:
@@ -312,10 +313,10 @@ class Plan:
         if isinstance(plan, str | Path):
             return Plan.load(plan)
         if not isinstance(plan, Plan):
-            what = f"{type(plan).__name__} is no plan"
+            what = f"{type(plan).__name__} is not a plan"
             raise PlanError(
                 what,
-                remedy="pass an autopar.Plan or its file; a compiled module has its own as pm.plan",
+                remedy="pass an autopar.Plan or its file; pm.plan is the plan of a compiled module",
             )
         return plan
 
@@ -324,15 +325,15 @@ class Plan:
         """Read a plan.
 
         Raises:
-            PlanError: if the file is missing, is no JSON or no plan, or has another version.
+            PlanError: if the file is missing, is not JSON or not a plan, or has another version.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            why = error.strerror if isinstance(error, OSError) else "it is not a text file"
             raise PlanError(
                 f"cannot read plan {str(path)!r}: {why}",
-                remedy="check the path; Plan.save writes it",
+                remedy="check the path; Plan.save writes plan files",
             ) from error
         return Plan.loads(text, str(path))
 
@@ -345,22 +346,23 @@ class Plan:
             where: name of the file, for errors.
 
         Raises:
-            PlanError: if it is no JSON or no plan, or has another version.
+            PlanError: if it is not JSON or not a plan, or has another version.
         """
         try:
             data = read_json(text, without=CONTROL)
         except ValueError as error:
-            what = f"plan is no JSON that autopar reads: {error}"
+            what = f"plan is not JSON that autopar can read: {error}"
             raise PlanError(what, where=where, remedy="save it again with Plan.save") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise PlanError(
-                "the file is no autopar plan",
+                "the file is not an autopar plan",
                 where=where,
                 remedy="pass a file written by Plan.save",
             )
         if data.get("version") != VERSION:
             raise PlanError(
-                f"plan version {data.get('version')!r:.40}, this autopar reads {VERSION}",
+                f"plan version {data.get('version')!r:.40} is not supported; this autopar reads "
+                f"version {VERSION}",
                 where=where,
                 remedy="plan again",
             )
@@ -368,7 +370,7 @@ class Plan:
             fields = {key: data[key] for key in data if key not in ("format", "version")}
             plan = from_data(fields, Plan)
             wrong = misfit(plan)
-            if not wrong:  # a pattern that its instances do not fill cannot be expanded
+            if not wrong:  # patterns must match their instances to be expanded
                 plan.node_choices(), plan.recomputed_choices(), plan.kept_layouts(), plan.steps()
         except (IndexError, KeyError, ValueError, AutoparError) as error:
             raise PlanError(

@@ -271,8 +271,8 @@ def measure(
         raise HardwareError(
             f"device {device!r} cannot be measured",
             remedy=(
-                "measure cpu, or cuda with CUDA_VISIBLE_DEVICES saying which, or take a profile"
-                f" that is there: {known}"
+                "pass cpu, or cuda with CUDA_VISIBLE_DEVICES set, or use an existing profile: "
+                f"{known}"
             ),
         )
     data = (
@@ -294,7 +294,7 @@ def _measure_cpu(world_size: int, name: str, links: str | os.PathLike[str] | Non
         )
     if links is not None:
         raise HardwareError(
-            "the links of CPUs are measured, not taken from a profile", remedy="leave links out"
+            "the links of CPUs are measured, not taken from a profile", remedy="omit links"
         )
     with tempfile.TemporaryDirectory() as folder:
         points = _run_workers("cpu", world_size, Path(folder))
@@ -317,18 +317,21 @@ def _measure_cpu(world_size: int, name: str, links: str | os.PathLike[str] | Non
 
 def _measure_gpu(world_size: int | None, name: str, links: str | os.PathLike[str] | None) -> Json:
     if world_size not in (None, 1):
-        what = f"collectives between GPUs are not measured, so world_size={world_size} cannot be"
+        what = (
+            f"collectives between GPUs are not measured, so world_size={world_size} is not "
+            "supported"
+        )
         raise HardwareError(
             what,
             remedy=(
-                "leave world_size out: one GPU is measured, and links come from a profile, which"
-                " `links` names"
+                "omit world_size: one GPU is measured, and the links come from the profile named "
+                "by `links`"
             ),
         )
     if not torch.cuda.is_available():
         raise HardwareError(
-            "there is no CUDA device to measure",
-            remedy="run this on a machine with a GPU and a torch with CUDA",
+            "no CUDA device to measure",
+            remedy="run this on a machine with a GPU, with a CUDA build of torch",
         )
     base_name = (
         HardwareProfile.of_gpu(torch.cuda.get_device_name(0))[0]
@@ -441,7 +444,7 @@ def _wait(workers: list[subprocess.Popen[str]], folder: Path) -> None:
         if time.monotonic() > deadline:
             raise HardwareError(
                 f"measuring took longer than {LIMIT_S:.0f} s",
-                remedy="measure with fewer processes, on an idle machine",
+                remedy="use fewer processes, or an idle machine",
             )
         time.sleep(0.05)
     for rank, code in enumerate(codes):
@@ -453,7 +456,7 @@ def _wait(workers: list[subprocess.Popen[str]], folder: Path) -> None:
             )
             raise HardwareError(
                 f"measuring process {rank} ended with code {code}:\n{said}",
-                remedy="mend what it says, and measure again",
+                remedy="correct the reported error, and measure again",
             )
 
 

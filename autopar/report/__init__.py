@@ -1,5 +1,6 @@
-"""Pictures of a plan: chosen layouts per module, memory by kind, time line; one page with all of
-them; and what a notebook shows."""
+"""Draw figures of a plan: layouts per module, memory by kind, timeline; a page with all of them;
+and the notebook view.
+"""
 
 from autopar.report.card import card
 from autopar.report.charts import layouts, memory

@@ -1,9 +1,8 @@
-"""A plan as a notebook shows it: what it is for and takes, the step and the peak as bars, and what
-each module does.
+"""Notebook view of a plan: model and hardware, step time and peak memory as bars, and a table of
+modules.
 
-HTML that stands alone, without scripts or pictures. It takes the page's own colours for text, and
-marks that show on light and on dark ground, so that it reads under every theme. Every name in it is
-escaped.
+The HTML is self-contained, without scripts or images. It uses the text colours of the page, and
+colours for marks that are visible on light and dark backgrounds. All names are escaped.
 """
 
 from __future__ import annotations
@@ -54,10 +53,8 @@ _STEP_COLOURS = (
     "#c9a227",
     _HATCHED,
 )  # in the order of `StepParts.named`
-_ROUNDING = 1e-9  # share of a bar: what is no longer is not drawn
-_TELLS_MORE = (
-    "autopar.explain(plan) tells every price and the next best choice; autopar.report draws it."
-)
+_ROUNDING = 1e-9  # share of a bar below which a part is not drawn
+_TELLS_MORE = "autopar.explain(plan) shows all costs and alternatives; autopar.report draws them."
 
 
 def card(plan: Plan) -> str:
@@ -74,7 +71,7 @@ def card(plan: Plan) -> str:
 
 
 def _step(plan: Plan) -> str:
-    """The step as emitted, by what it goes by in; of stages where devices are busy longest."""
+    """Return the emitted step as a bar of its parts; with stages, that of the busiest devices."""
     parts = step_parts(plan)
     colours = {name: colour for (name, _), colour in zip(parts.named(), _STEP_COLOURS, strict=True)}
     there = {name: time_s for name, time_s in parts.named() if time_s > _ROUNDING * parts.total_s}
@@ -82,21 +79,18 @@ def _step(plan: Plan) -> str:
         name: f"{name} {seconds(time_s)}, {share(time_s / parts.total_s)}"
         for name, time_s in there.items()
     }
-    of = (
-        ""
-        if parts.rank is None
-        else f" of {plan.as_pipeline.rank_word} {parts.rank}, which is busy longest"
-    )
+    of = "" if parts.rank is None else f" of {plan.as_pipeline.rank_word} {parts.rank}, the busiest"
     bar = _bar({name: time_s / parts.total_s for name, time_s in there.items()}, colours, told)
     return (
-        f'<div class="head">A step{of}, simulated as emitted:'
-        f" {seconds(parts.total_s)}</div>{_row('', bar)}{_keys(told, colours)}"
+        f'<div class="head">Step{of}, simulated as emitted: '
+        f"{seconds(parts.total_s)}</div>{_row('', bar)}{_keys(told, colours)}"
     )
 
 
 def _memory(plan: Plan) -> str:
-    """The peak of a device, or of each rank's, equal neighbours together, by kind, on a scale
-    that holds the budget."""
+    """Return the peak memory of a device, or of each rank (consecutive equal ranks merged), by
+    kind, on a scale that includes the budget.
+    """
     rows = list(_peaks(plan))
     scale = max(max(peak, budget) for _, peak, _, budget in rows)
     told = dict.fromkeys(kind for _, _, kinds, _ in rows for kind in peak_kinds(kinds))
@@ -114,13 +108,15 @@ def _memory(plan: Plan) -> str:
     alone = peak_kinds(rows[0][2]) if len(rows) == 1 else {}
     keys = {kind: f"{kind} {size(alone[kind])}" if kind in alone else kind for kind in told}
     return (
-        '<div class="head">Memory of a device at the peak, and its'
-        f" budget</div>{''.join(bars)}{_keys(keys, MEMORY_COLOURS)}"
+        '<div class="head">Peak memory per device, and the '
+        f"budget</div>{''.join(bars)}{_keys(keys, MEMORY_COLOURS)}"
     )
 
 
 def _peaks(plan: Plan) -> Iterator[tuple[str, int, Mapping[str, int], int]]:
-    """What each row is of, its peak, that by kind, and its budget; 0 where there is none."""
+    """Return for each row its name, its peak, the peak by kind, and its budget; 0 if there is no
+    budget.
+    """
     pipeline = plan.as_pipeline
     held = [
         (*rank_memory(pipeline, rank), plan.budget_of(rank)) for rank in range(pipeline.num_ranks)
@@ -135,10 +131,10 @@ def _peaks(plan: Plan) -> Iterator[tuple[str, int, Mapping[str, int], int]]:
 
 
 def _tables(explained: Explanation) -> Iterator[str]:
-    """One table per stage, of which equal neighbours are one; the first is open."""
+    """Return one table per stage, with equal consecutive stages merged; the first is open."""
     for number, section in enumerate(explained.sections):
         stage, which = section.explanation, f"{section.name}; " if section.name else ""
-        title = f"What each module does, {which}per device and {stage.of}"
+        title = f"Modules, {which}per device and {stage.of}"
         yield _fold_parts(title, stage.plan.mesh, stage.parts, is_open=not number)
 
 
@@ -147,7 +143,7 @@ def _fold_parts(title: str, mesh: Mesh, parts: Sequence[ModulePart], *, is_open:
         "module",
         "×",
         *mesh.names,
-        "weights rest → as used",
+        "weights: storage → as used",
         "activations",
         ">compute",
         ">communication",
@@ -211,7 +207,7 @@ def _bar(
     told: Mapping[str, str],
     mark: float = 0.0,
 ) -> str:
-    """Shares of a whole, one after another; a dashed line at the share `mark`, if any."""
+    """Return a bar of shares of a whole; a dashed line marks the share `mark`, if any."""
     pieces = (
         f'<i style="width:{100 * part:.3f}%;background:{colours[name]}"'
         f' title="{escape(told[name])}"></i>'

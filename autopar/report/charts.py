@@ -1,4 +1,4 @@
-"""Figures of layouts per module, and of memory by kind."""
+"""Figures of layouts per module and of memory by kind."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Colours, an empty canvas and quiet axes for all figures. matplotlib is imported when the first
-# figure is drawn.
+# Colours, canvas and axes of all figures. matplotlib is imported when the first figure is drawn.
 
 COLOURS = {
     "data": "#5b8db8",
@@ -57,16 +56,17 @@ MEMORY_COLOURS = {
     "buffers": "#a77bb5",
     "inputs": "#cdb4d6",
 }
-LIGHT = ("replicated", "whole", "sharded", "ZeRO-2", "ZeRO-1")  # colours on which text is dark
+# background colours on which text is dark
+LIGHT = ("replicated", "whole", "sharded", "ZeRO-2", "ZeRO-1")
 INK, FAINT = "#2b2b2b", "#8a8a8a"
 
 
 def canvas(width: float, height: float, inside: SubFigure | None = None) -> Any:
-    """Return a figure, or the given part of one.
+    """Return a new figure, or the given part of a figure.
 
     Args:
-        width, height: of the figure, in inches.
-        inside: a part of another figure, which is returned as it is.
+        width, height: size of the figure in inches.
+        inside: a part of another figure, which is returned unchanged.
 
     Raises:
         AutoparError: if matplotlib is missing.
@@ -99,22 +99,22 @@ _ROW_INCHES = 0.27
 
 
 def shown(parts: Iterable[ModulePart]) -> tuple[ModulePart, ...]:
-    """Return the parts that are drawn: all except the batch itself."""
+    """Return the parts to draw: all except the batch."""
     return tuple(part for part in parts if part.module != INPUTS)
 
 
 def layouts_height(plan: Plan) -> float:
-    """Return the height in inches that `layouts` needs."""
+    """Return the height of `layouts` in inches."""
     return 1.5 + _ROW_INCHES * len(shown(breakdown(plan)))
 
 
 def layouts(plan: Plan, *, inside: SubFigure | None = None, stage: str = "") -> Figure:
-    """One row per module, repeated layers folded: the parallelism on every mesh axis, how its
-    weights rest, and its time.
+    """Draw one row per module, repeated layers merged: its parallelism on every mesh axis, the
+    storage of its weights, and its time.
 
     Args:
-        stage: what the title calls the plan where it is that of a stage, whose times are of one
-            microbatch.
+        stage: name of the plan in the title if it is the plan of a stage; times are then those of
+            one microbatch.
     """
     parts = shown(breakdown(plan))
     figure: Any = canvas(11.5, layouts_height(plan), inside)
@@ -164,8 +164,9 @@ def _row_name(part: ModulePart) -> str:
 
 
 def _describe_rest(part: ModulePart, num_axes: int) -> tuple[str, ...]:
-    """How the weights rest, per axis: gathered for use, sharded as used, whole; empty without
-    weights."""
+    """Return how the weights are stored, per axis: gathered for use, sharded as used, replicated;
+    empty without weights.
+    """
     if not part.weights:
         return ("",) * num_axes
     storage = _main_weight(part).storage
@@ -176,7 +177,9 @@ def _describe_rest(part: ModulePart, num_axes: int) -> tuple[str, ...]:
 
 
 def _codes(part: ModulePart, num_axes: int) -> tuple[str, ...]:
-    """The storage layout, a code per axis; the last says if that is on the hosts."""
+    """Return the storage layout as a code per axis; the last code shows whether it is in host
+    memory.
+    """
     if not part.weights:
         return ("",) * num_axes
     storage = _main_weight(part).storage
@@ -195,7 +198,7 @@ def _grid(
     heads: Sequence[str],
     title: str,
 ) -> None:
-    """Coloured cells, a row per module and a column per mesh axis."""
+    """Draw coloured cells, a row per module and a column per mesh axis."""
     from matplotlib.patches import Rectangle
 
     for row, (row_kinds, row_texts) in enumerate(zip(kinds, texts, strict=True)):
@@ -220,7 +223,7 @@ def _grid(
 
 
 def _times(axes: Axes, parts: Sequence[ModulePart], of: str) -> None:
-    """Compute and communication per module, all copies together."""
+    """Draw compute and communication per module, all copies together."""
     rows = range(len(parts))
     compute = [p.compute_s * 1e3 for p in parts]
     communication = [p.communication_s * 1e3 for p in parts]
@@ -241,7 +244,7 @@ def _times(axes: Axes, parts: Sequence[ModulePart], of: str) -> None:
     quiet(axes)
     axes.set_xlim(0, 1.14 * longest)
     axes.set_xticks([])
-    axes.set_title(f"time a {of}, all copies", fontsize=9, color=INK, pad=8)
+    axes.set_title(f"time per {of}, all copies", fontsize=9, color=INK, pad=8)
 
 
 def _legend(figure: Any, kinds: Sequence[str]) -> None:
@@ -266,7 +269,7 @@ def _legend(figure: Any, kinds: Sequence[str]) -> None:
 
 
 def memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
-    """Predicted bytes per device by kind, and how they make up the peak under the budget."""
+    """Draw the predicted bytes per device by kind, and their sum at the peak against the budget."""
     figure: Any = canvas(11.5, 2.9, inside)
     axes: Axes = figure.subplots()
     kinds = {kind: plan.prediction.memory_bytes.get(kind, 0) / GIB for kind in MEMORY_COLOURS}
@@ -316,7 +319,7 @@ def peak_bar(axes: Axes, kinds: Mapping[str, int], row: int = 0) -> None:
     """Draw the peak as a stack of its kinds of memory.
 
     Args:
-        axes: to draw on; its horizontal axis is in GiB.
+        axes: axes to draw on; the horizontal axis is in GiB.
         kinds: bytes by kind.
         row: vertical position.
     """

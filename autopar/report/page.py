@@ -1,4 +1,4 @@
-"""One page with everything: a PNG, an SVG or PDF, or an HTML page that stands alone."""
+"""Write a report with all figures: a PNG, an SVG, a PDF, or a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ _MEMORY_HEIGHT, _TIMELINE_HEIGHT = 2.9, 4.0  # inches
 
 
 def report(plan: Plan, path: str | Path, *, flips: Sequence[Flip] = ()) -> Path:
-    """Write layouts, memory and time line of `plan`, of a pipeline its schedule too: one picture
-    (.png, .svg, .pdf), or a page (.html) with the tables too, `flips` among them (`autopar.flips`).
+    """Write layouts, memory and timeline of `plan`, and the schedule of a pipeline. The result is a
+    picture (.png, .svg, .pdf), or a page (.html) that also has the tables, including `flips`
+    (`autopar.flips`).
 
     Raises:
-        AutoparError: for another suffix, where the file cannot be written, or matplotlib is
+        AutoparError: if the suffix is unknown, the file cannot be written, or matplotlib is
             missing.
     """
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in (*_PICTURES, ".html"):
         raise AutoparError(
-            f"a report cannot be written as {path.name!r}",
-            remedy=f"name a file that ends in {', '.join(_PICTURES)} or .html",
+            f"cannot write a report to {path.name!r}",
+            remedy=f"pass a file name that ends in {', '.join(_PICTURES)} or .html",
         )
     try:
         if suffix == ".html":
@@ -56,7 +57,7 @@ def report(plan: Plan, path: str | Path, *, flips: Sequence[Flip] = ()) -> Path:
 
 
 def picture(plan: Plan) -> Any:
-    """Draw all figures of a plan in one."""
+    """Draw all figures of a plan as one picture."""
     figures = [each for each in _figures(plan) if each.is_in_picture]
     heights = [each.height for each in figures]
     figure = canvas(11.5, sum(heights))
@@ -75,7 +76,7 @@ class _Figure(NamedTuple):
 
 
 def _figures(plan: Plan) -> list[_Figure]:
-    """Return the figures in the order of a page. Of stages that do the same, the first is drawn."""
+    """Return the figures in the order of the page. Of equal stages, only the first is drawn."""
     if plan.pipeline is None:
         return [
             _Figure(layouts_height(plan), partial(layouts, plan)),

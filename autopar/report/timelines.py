@@ -1,5 +1,6 @@
-"""Figures of time: the timeline of a step, with lanes for compute and communication, and the
-schedule and memory of a pipeline."""
+"""Figures of time: the timeline of a step with lanes for compute and communication, and the
+schedule and memory of a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ _SHADES = {
 
 
 def timeline(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
-    """The whole step, and below it one layer's forward, and its backward if it has one, where
-    layers repeat; with what runs beside compute, as simulated."""
+    """Draw the whole step and, if layers repeat, forward and backward of one layer below it.
+    Overlapped communication is drawn as simulated.
+    """
     bars = plan.prediction.timeline
     figure: Any = canvas(11.5, 4.0, inside)
     layer = _typical_layer(bars)
@@ -65,14 +67,13 @@ def timeline(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
 
 
 def _typical_layer(bars: Sequence[Bar]) -> str:
-    """The label in the middle of those that end in a number, or an empty text."""
+    """Return the middle one of the labels that end in a number; empty if there is none."""
     layers = list(dict.fromkeys(label for label, *_ in bars if label.rpartition(".")[2].isdigit()))
     return layers[len(layers) // 2] if len(layers) > 1 else ""
 
 
 def _whole(axes: Axes, bars: Sequence[Bar]) -> None:
-    """Every bar; stretches of one layer alternate in shade; a line where backward begins, if it
-    does."""
+    """Draw every bar. Layers alternate in shade; a line marks the start of backward, if any."""
     order = {label: i for i, label in enumerate(dict.fromkeys(bar[0] for bar in bars))}
     end = max((start + duration for *_, start, duration in bars), default=1.0)
     for lane, kind in enumerate(_LANES):
@@ -108,7 +109,7 @@ def _whole(axes: Axes, bars: Sequence[Bar]) -> None:
 
 
 def _zoom(axes: Axes, bars: Sequence[Bar], title: str) -> None:
-    """One layer in one phase, bars one after the other."""
+    """Draw one layer in one phase as consecutive bars."""
     start, end = min(bar[3] for bar in bars), max(bar[3] + bar[4] for bar in bars)
     for lane, kind in enumerate(_LANES):
         spans = [(bar[3], bar[4]) for bar in bars if bar[2] == kind]
@@ -138,23 +139,23 @@ def _ticks(start: float, end: float) -> Iterator[float]:
 # Figures of a plan with a pipeline: its schedule, and the memory of its stages.
 
 _STAGE_SHADES = {"forward": "#5b8db8", "backward": "#5aa469"}
-# opacity of a device's last stage, where it holds several; those before lie between it and full
+# opacity of the last stage of a device with several stages; earlier stages lie between it and 1
 _LIGHTER = 0.55
-_NUMBERED = 0.006  # share of the step from which on a bar is wide enough for its number
+_NUMBERED = 0.006  # share of the step above which a bar is wide enough for its number
 _ROW_INCHES = 0.34
 
 
 def schedule_height(plan: Plan) -> float:
-    """Return the height in inches that `schedule` needs; `stage_memory` needs the same."""
+    """Return the height of `schedule` and `stage_memory` in inches."""
     return 1.3 + _ROW_INCHES * plan.as_pipeline.num_ranks
 
 
 def schedule(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
-    """One row per rank: forward and backward of each microbatch, with its number, as soon as they
-    can run; lighter for a later stage of the rank.
+    """Draw one row per rank: forward and backward of each numbered microbatch, as early as
+    possible; later stages of a rank are lighter.
 
-    A microbatch's share of the optimizer's time, with which stages are priced, is drawn in its
-    backward.
+    Backward includes the microbatch's share of the optimizer time, which is part of the price of
+    stages.
     """
     pipeline = plan.as_pipeline
     figure: Any = canvas(11.5, schedule_height(plan), inside)
@@ -202,8 +203,8 @@ def schedule(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
         [end * part / 4 for part in range(5)], [seconds(end * part / 4) for part in range(5)]
     )
     title = (
-        f"{pipeline.schedule}, {microbatches(pipeline.num_microbatches)}: {seconds(end)}; priced at"
-        f" {seconds(plan.prediction.step_s)}"
+        f"{pipeline.schedule}, {microbatches(pipeline.num_microbatches)}: {seconds(end)}; "
+        f"predicted {seconds(plan.prediction.step_s)}"
     )
     axes.set_title(title, fontsize=10, color=INK, loc="left")
     _legend(axes)
@@ -212,8 +213,9 @@ def schedule(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
 
 
 def stage_memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
-    """Predicted peak of each rank's devices, with what makes it up, and the budget; a rank holds
-    one stage or several."""
+    """Draw the predicted peak of each rank's devices by kind, and the budget. A rank holds one
+    stage or several.
+    """
     pipeline = plan.as_pipeline
     figure: Any = canvas(11.5, schedule_height(plan), inside)
     axes: Axes = figure.subplots()
@@ -269,7 +271,7 @@ def stage_memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
 
 
 def _row_name(pipeline: Pipeline, number: int) -> str:
-    """Return the name of a rank's row: the parts of the model with which its stages begin."""
+    """Return the name of a rank's row: the modules with which its stages begin."""
     begins = [
         pipeline.modules[stage - 1] if stage else "the model"
         for stage in range(number, len(pipeline.stages), pipeline.num_ranks)

@@ -667,7 +667,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "a layout is of another mesh": (
         lambda b: b["members"][0].update(target="R R"),
-        "'R R' has 2 placements, mesh gpu=2 has 1 axes",
+        "'R R' has 2 placements, but mesh gpu=2 has 1 axes",
     ),
     "a time is a word": (lambda b: b.update(time_s="soon"), r"buckets\[0\].time_s is 'soon'"),
     "its members are no list of members": (lambda b: b.update(members=[1]), "plan is malformed"),

@@ -370,7 +370,7 @@ def test_one_changed_claim_is_found(made: Made, name: str) -> None:
         (piped(schedule="2f2b"), "its schedule is '2f2b'"),
         (
             lambda p: replace(p, overlap=replace(p.overlap, forward_bytes=64)),
-            "decisions beside those of its stages",
+            "decisions outside its stages",
         ),
         (
             lambda p: replace(
@@ -395,7 +395,7 @@ def test_what_a_plan_with_stages_cannot_say_is_refused_when_it_is_read(
 
 def test_what_crosses_nowhere_is_named_when_a_plan_is_explained(made: Made) -> None:
     with pytest.raises(
-        PlanError, match="nowhere is said to cross a cut, and stage 0 decides nothing about it"
+        PlanError, match="nowhere crosses a cut, but stage 0 has no decision about it"
     ):
         autopar.explain(crossing(node="nowhere")(made.plan), profile=PROFILE)
 

@@ -329,7 +329,7 @@ def test_what_is_expected_is_said() -> None:
     text = " ".join(str(autopar.explain(made.plan)).split())
     assert (
         "tokens are dispatched to their experts over expert in 2 layers" in text
-        and "where all experts are picked alike" in text
+        and "that all experts receive the same number of tokens" in text
     )
     assert "experts over expert" in text and "forward all_to_all over expert" in text
     gathered, _, _ = planned(LINE, expert_parallel("expert", tokens="gathered"))

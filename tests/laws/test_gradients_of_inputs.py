@@ -203,7 +203,7 @@ def test_stages_and_microbatches_are_refused_naming_the_input(options: dict[str,
     model, batch = built("llama")
     with pytest.raises(
         ConstraintError,
-        match="input 'inputs_embeds' has a gradient, which neither stages nor microbatches give",
+        match="input 'inputs_embeds' requires a gradient, which is not supported with stages",
     ):
         autopar.plan(model, SQUARE, example_inputs=batch, hardware="cpu-gloo", **options)
 
@@ -235,12 +235,12 @@ def test_a_plan_without_a_gradient_is_not_one_for_a_call_that_asks() -> None:
     plain = {name: x.detach() for name, x in batch.items()}
     plan = planned("llama", SQUARE, "ddp").plan
     with pytest.raises(
-        PlanError, match="input inputs_embeds has a gradient in the plan, and requires none"
+        PlanError, match="input inputs_embeds has a gradient in the plan, but does not require one"
     ):
         autopar.verify(plan, model, plain)
     without = autopar.plan(model, SQUARE, example_inputs=plain, hardware="cpu-gloo")
     with pytest.raises(
-        PlanError, match="input inputs_embeds requires a gradient, which the plan does not give"
+        PlanError, match="input inputs_embeds requires a gradient, but has none in the plan"
     ):
         autopar.verify(without, model, batch)
 

@@ -315,7 +315,7 @@ def test_what_interleaving_refuses() -> None:
         pipeline("stage", schedule="interleaved_1f1b", chunks=1)
     with pytest.raises(ConstraintError, match="has no 2 stages per device"):
         pipeline("stage", schedule="1f1b", chunks=2)
-    with pytest.raises(ConstraintError, match="no pipeline of so many stages"):
+    with pytest.raises(ConstraintError, match="does not define a pipeline with that many stages"):
         megatron(chunks=2)
     force = pipeline("stage", microbatches=2, schedule="interleaved_1f1b")
     with pytest.raises(ConstraintError, match="not equal rounds over 3 ranks"):
@@ -385,5 +385,5 @@ def test_the_schedule_is_the_planners_where_the_axis_is() -> None:
         pipeline("stage").schedule,
         pipeline("stage", schedule="auto").schedule,
     ) == ("auto", "1f1b", "auto")
-    with pytest.raises(ConstraintError, match="cuts fix how many stages a device has"):
+    with pytest.raises(ConstraintError, match="cuts determine the number of stages per device"):
         pipeline("stage", schedule="auto", cuts=["model.layers.1"])

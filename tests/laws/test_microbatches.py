@@ -211,7 +211,9 @@ def test_a_promise_is_recorded_where_it_was_needed() -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConstraintError, match="8 samples is not 3 equal microbatches"):
+    with pytest.raises(
+        ConstraintError, match="8 samples cannot be split into 3 equal microbatches"
+    ):
         microbatch_of((), batch(), 3)
 
 
@@ -391,7 +393,7 @@ def test_positions_in_the_batch_are_not_put_together_of_microbatches() -> None:
 def test_a_model_of_one_batch_size_is_refused_as_one_whose_samples_are_coupled() -> None:
     model, data = Whole(), {"x": torch.randn(8, 6)}
     with pytest.raises(
-        CoupledError, match="the model takes the whole batch, and no part of 2 samples"
+        CoupledError, match="the model accepts the whole batch, but not a part with 2 samples"
     ):
         trace_part(model, capture(model, (), data), (), data, NUM)
 

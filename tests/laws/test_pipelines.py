@@ -274,7 +274,7 @@ def test_megatron_names_the_whole_plan() -> None:
     assert pipe is not None and (pipe.axis, pipe.num_microbatches) == ("stage", 4)
     assert all(any(entry.recompute for entry in stage.entries) for stage in pipe.stages)
     assert autopar.verify(made.plan, model, batch).ok
-    with pytest.raises(ConstraintError, match=r"no axis of mesh .* has 3 devices"):
+    with pytest.raises(ConstraintError, match=r"mesh .* has no axis with 3 devices"):
         planned("llama", MESH, autopar.constraints.megatron(pp=3, tp="tensor", dp="data"))
     with pytest.raises(ConstraintError, match="both cut the model"):
         planned("llama", MESH, force, pipeline("data"))

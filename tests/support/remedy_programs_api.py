@@ -97,7 +97,7 @@ MESHES: dict[str, Program] = {
     ),
     "core/mesh.py Mesh.__init__ 1": Program(
         lambda: Mesh(8, devices_per_node=0),
-        "how many ranks share a node",
+        "the number of ranks per node",
         lambda: Mesh(8, devices_per_node=4),
     ),
     "core/mesh.py Mesh.without 0": Program(
@@ -123,7 +123,7 @@ MESHES: dict[str, Program] = {
         lambda: Mesh({"my gpu": 8}), '{"node": 4, "gpu": 8}', lambda: Mesh({"gpu": 8})
     ),
     "core/mesh.py _check_axes 3": Program(
-        lambda: Mesh({"gpu": 0}), "integers from 1", lambda: Mesh({"gpu": 1})
+        lambda: Mesh({"gpu": 0}), "positive integers", lambda: Mesh({"gpu": 1})
     ),
     "core/mesh.py _check_axes 4": Program(
         lambda: Mesh(8, links={"gpu": "nvlink"}),
@@ -137,25 +137,25 @@ MESHES: dict[str, Program] = {
     ),
     "api/arguments.py as_mesh 0 | batch": Program(
         lambda: as_mesh(BATCH),  # type: ignore[arg-type]
-        "the batch is example_inputs=",
+        "pass the batch as example_inputs=",
         lambda: autopar.compile(MODEL, 1, example_inputs=BATCH, hardware="cpu-gloo"),
     ),
     "api/chooser.py Chooser._find_fastest 0": Program(
         lambda: _alone(constraints=(pipeline(microbatches=2),)),
-        "leave the pipeline out; num_microbatches= cuts the batch without stages",
+        "remove the pipeline constraint; num_microbatches= splits the batch without stages",
         lambda: _alone(num_microbatches=2),
     ),
     "api/mesh_search.py _whole 0": Program(
-        lambda: shapes((0, 8)), "numbers from 1", lambda: shapes((1, 8))
+        lambda: shapes((0, 8)), "positive numbers", lambda: shapes((1, 8))
     ),
     "api/mesh_search.py _in_nodes 0": Program(
-        lambda: shapes(0), "a number from 1", lambda: shapes(1)
+        lambda: shapes(0), "a positive number", lambda: shapes(1)
     ),
     "api/mesh_search.py _in_nodes 1": Program(
         lambda: shapes(12), "as (3, 4)", lambda: shapes((3, 4))
     ),
     "core/mesh.py read_mesh 0": Program(
-        lambda: read_mesh("4x8", 8), "leave --devices-per-node out", lambda: read_mesh("4x8")
+        lambda: read_mesh("4x8", 8), "omit --devices-per-node", lambda: read_mesh("4x8")
     ),
     "core/mesh.py read_mesh 1": Program(
         lambda: read_mesh("12", 8), "pass a divisor", lambda: read_mesh("12", 4)
@@ -176,10 +176,12 @@ HARDWARE: dict[str, Program] = {
         _hardware({}), "devices may differ along one axis", _hardware(_BY_STAGE)
     ),
     "core/mesh.py _mixed_hardware 2": Program(
-        _hardware({"stage": "cpu-gloo"}), "a profile per index along it", _hardware(_BY_STAGE)
+        _hardware({"stage": "cpu-gloo"}), "one profile per index along it", _hardware(_BY_STAGE)
     ),
     "core/mesh.py _mixed_hardware 3": Program(
-        _hardware({"stage": ["cpu-gloo", 7]}), "a profile per index along it", _hardware(_BY_STAGE)
+        _hardware({"stage": ["cpu-gloo", 7]}),
+        "one profile per index along it",
+        _hardware(_BY_STAGE),
     ),
     "core/mesh.py _on 0": Program(
         _hardware({"node": ["cpu-gloo"] * 2}), "its axes are stage", _hardware(_BY_STAGE)
@@ -281,12 +283,12 @@ CALLS: dict[str, Program] = {
     ),
     "api/what_if.py change_options 0": Program(
         lambda: change_options(_OBEYS, [], [fsdp()]),
-        "ask for another constraint, or for none",
+        "pass another constraint, or none",
         lambda: (change_options(_OBEYS, [], [fsdp(axes="gpu")]), change_options(_OBEYS, [], [])),
     ),
     "api/what_if.py _without 0": Program(
         lambda: change_options(_OBEYS, ["ddp"], []),
-        "name one of those that it obeys: fsdp",
+        "name one of its constraints: fsdp",
         lambda: change_options(_OBEYS, ["fsdp"], []),
     ),
     "api/compiling.py compile 0": Program(
@@ -298,7 +300,7 @@ CALLS: dict[str, Program] = {
         _compiled(backend="xla"), "eager", _compiled(backend="eager")
     ),
     "api/compiling.py _check_beside 0": Program(
-        _compiled(plan=made_plan(), gap=0.1), "leave them out", _compiled(plan=made_plan())
+        _compiled(plan=made_plan(), gap=0.1), "omit these options", _compiled(plan=made_plan())
     ),
     "api/compiling.py Deferred._ready 0": Program(
         _deferred(False), "call the model once first", _deferred(True)
@@ -310,7 +312,7 @@ CALLS: dict[str, Program] = {
     ),
     "api/tracing.py _wrapper_error 0 | compiled by autopar": Program(
         lambda: autopar.compile(autopar.compile(MODEL, 1), 1),
-        "the plain module, which autopar.compile was given",
+        "the plain module that was given to autopar.compile",
         lambda: autopar.compile(MODEL, 1),
     ),
     "api/tracing.py _wrapper_error 0 | parallel": Program(
@@ -327,7 +329,7 @@ CALLS: dict[str, Program] = {
     ),
     "api/tracing.py microbatch_of 0": Program(
         lambda: microbatch_of((torch.ones(8, 4),), {}, 3),
-        "a number that divides 8",
+        "a divisor of 8",
         lambda: microbatch_of((torch.ones(8, 4),), {}, 4),
     ),
     "core/keywords.py _refusal 0": Program(
@@ -340,7 +342,7 @@ CALLS: dict[str, Program] = {
     ),
     "core/keywords.py _refusal 2": Program(
         lambda: autopar.compile(MODEL, 1, BATCH),  # type: ignore[misc]
-        "by position it takes model, mesh, all else by name",
+        "positional arguments are model, mesh, others are keywords",
         lambda: autopar.compile(MODEL, 1, example_inputs=BATCH, hardware="cpu-gloo"),
     ),
 }

@@ -247,7 +247,7 @@ MODELS: dict[str, Program] = {
             },
             seq=4,
         ),
-        "--seq of more than 4",
+        "--seq with more than 4",
         _named(
             "llava",
             {
@@ -260,7 +260,7 @@ MODELS: dict[str, Program] = {
     ),
     "hf/batches.py not_known 0": Program(
         _named("bert/AutoModelForMultipleChoice", _TEXT, seq=4),
-        "a function of yours that returns (model, batch)",
+        "with a function that returns (model, batch)",
         _function("model.py:made"),
     ),
     "hf/models.py build 0": Program(
@@ -278,7 +278,7 @@ MODELS: dict[str, Program] = {
     ),
     "hf/models.py _config 1 | none is close": Program(
         _named("llama", {**_TEXT, "qqq": 16}),
-        "name one of transformers.LlamaConfig",
+        "name an attribute of transformers.LlamaConfig",
         _named("llama", {**_TEXT, "rms_norm_eps": 1e-6}, seq=4),
     ),
     "hf/models.py _config 2": Program(
@@ -300,7 +300,7 @@ MODELS: dict[str, Program] = {
         _function("model.py"), "a Python file and a function in it", _function("model.py:made")
     ),
     "hf/models.py load_function 1": Program(
-        _function("absent.py:made"), "then a colon and a function in it", _function("model.py:made")
+        _function("absent.py:made"), "a colon and a function in it", _function("model.py:made")
     ),
     "hf/models.py load_function 2": Program(
         _function("model.txt:made"), "ends in .py", _function("model.py:made")
@@ -337,7 +337,7 @@ MODELS: dict[str, Program] = {
     ),
     "cli/models.py built 0": Program(
         _built(None, "model.py:made", 4),
-        "leave --batch out, and let the function return such a model and batch",
+        "omit --batch; the function of --module returns the model and the batch",
         _built(None, "model.py:made", None),
     ),
     "cli/models.py built 1": Program(
@@ -358,7 +358,7 @@ MODELS: dict[str, Program] = {
     ),
     "cli/commands.py _check_stages 0": Program(
         lambda: _check_stages(None, "gpipe", None),
-        "pass --pipeline AXIS or --pipeline auto too, or leave --schedule out",
+        "pass --pipeline AXIS or --pipeline auto too, or omit --schedule",
         lambda: (_check_stages("stage", "gpipe", None), _check_stages(None, None, None)),
     ),
     "cli/planning.py _save 0": Program(
@@ -406,19 +406,19 @@ OTHERS: dict[str, Program] = {
         _launched(fails=True), "that rank's own error above", _launched()
     ),
     "profiler/measure.py measure 0": Program(
-        _measured("abacus"), "measure cpu, or cuda", _measured("cpu")
+        _measured("abacus"), "pass cpu, or cuda", _measured("cpu")
     ),
     "profiler/measure.py _measure_cpu 0": Program(
         _measured("cpu", world_size=1), "use 2 or more", _measured("cpu", world_size=2)
     ),
     "profiler/measure.py _measure_cpu 1": Program(
-        _measured("cpu", links="h100-sxm"), "leave links out", _measured("cpu")
+        _measured("cpu", links="h100-sxm"), "omit links", _measured("cpu")
     ),
     "profiler/measure.py _measure_gpu 0": Program(
-        _measured("cuda", world_size=2), "leave world_size out", _measured("cuda", links="h100-sxm")
+        _measured("cuda", world_size=2), "omit world_size", _measured("cuda", links="h100-sxm")
     ),
     "profiler/measure.py _measure_gpu 1": Program(
-        _measured("cuda", gpu=False), "with a GPU and a torch with CUDA", _measured("cuda")
+        _measured("cuda", gpu=False), "with a GPU, with a CUDA build of torch", _measured("cuda")
     ),
     "profiler/measure.py _wait 0": Program(_waited(None), "fewer processes", _waited(0)),
     "profiler/measure.py _wait 1": Program(_waited(3), "measure again", _waited(0)),

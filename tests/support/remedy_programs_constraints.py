@@ -53,7 +53,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "constraints/resources.py pipeline 1": Program(
         lambda: pipeline("pp", microbatches=0),
-        "a number from 1",
+        "a positive number",
         lambda: pipeline("pp", microbatches=1),
     ),
     "constraints/resources.py pipeline 2": Program(
@@ -117,28 +117,30 @@ PROGRAMS: dict[str, Program] = {
     ),
     "constraints/megatron.py stage_axis 0 | mesh": Program(
         _stages(megatron(tp=4, pp=3)),
-        "plan for a mesh with an axis of that size",
+        "use a mesh with an axis of that size",
         _stages(megatron(tp=4, pp=3), mesh=Mesh({"node": 3, "gpu": 4})),
     ),
     "constraints/megatron.py _expert_axes 0": Program(
         _filled(megatron(tp="gpu", ep="gpu")),
-        "neither tp, cp nor pp have: node",
+        "not used by tp, cp or pp: node",
         _filled(megatron(tp="gpu", ep="node")),
     ),
     "constraints/megatron.py _data_axes 0": Program(
         _filled(megatron(tp=4, dp=4)), "pass dp=2", _filled(megatron(tp=4, dp=2))
     ),
     "constraints/megatron.py _data_axes 0 | left out": Program(
-        _filled(megatron(tp=4, dp=4)), "or leave it out", _filled(megatron(tp=4))
+        _filled(megatron(tp=4, dp=4)), "or omit it", _filled(megatron(tp=4))
     ),
     "constraints/megatron.py _last_axes 0": Program(
         _filled(megatron(tp=3)), "tp='gpu'", _filled(megatron(tp="gpu"))
     ),
     "constraints/megatron.py _degree 0": Program(
-        lambda: megatron(tp=0), "a number from 1", lambda: megatron(tp=1)
+        lambda: megatron(tp=0), "a positive number", lambda: megatron(tp=1)
     ),
     "constraints/resources.py offload 0": Program(
-        lambda: _filled(offload(parameters=False, activations=False))(), "leave it out", _filled()
+        lambda: _filled(offload(parameters=False, activations=False))(),
+        "omit the constraint",
+        _filled(),
     ),
     "constraints/resources.py offload 1": Program(
         lambda: offload(host_bytes="128 GiB"),  # type: ignore[arg-type]
@@ -157,7 +159,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "constraints/parallel.py tensor_parallel 1": Program(
         lambda: tensor_parallel("2d", axes=("a", "b"), sequence=True),
-        "leave sequence out",
+        "omit sequence",
         lambda: tensor_parallel("2d", axes=("a", "b")),
     ),
     "constraints/parallel.py tensor_parallel 2": Program(
@@ -175,7 +177,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "constraints/parallel.py check_grid 0": Program(
         _filled(tensor_parallel("2d", axes=("node", "gpu"))),
-        "name axes of one size",
+        "name axes of equal size",
         _filled(tensor_parallel("2d", axes=("stage", "gpu")), mesh=WIDE),
     ),
     "constraints/together.py pipeline_in 0": Program(

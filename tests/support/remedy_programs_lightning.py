@@ -187,7 +187,7 @@ _WITH_EXAMPLE = "pass LightningStrategy(example_inputs=...)"
 
 PROGRAMS: dict[str, Program] = {
     "integrations/lightning_modules.py child_to_compile 0": Program(
-        _fit("Two"), "hold what is trained in one nn.Module, a child", _fit("Both")
+        _fit("Two"), "move the trained modules into a single nn.Module, a child", _fit("Both")
     ),
     "integrations/lightning_modules.py call_of 0": Program(
         _fit(data=lambda: DataLoader(Stream(), batch_size=4)),
@@ -203,11 +203,11 @@ PROGRAMS: dict[str, Program] = {
         _fit("Before"), _WITH_EXAMPLE, _fit("Before", example=_EXAMPLE)
     ),
     "integrations/lightning_modules.py call_of 3": Program(
-        _fit("Aside"), "let forward of net do what the step calls other methods of it for", _fit()
+        _fit("Aside"), "move the other methods of net that the step calls into its forward", _fit()
     ),
     "integrations/lightning_modules.py check_optimizers 0": Program(
         _fit("Optimizers", 2),
-        "return one, with a group of parameters for each setting",
+        "return one optimizer, with a parameter group per setting",
         _fit("Optimizers", 1),
     ),
     "integrations/lightning_modules.py check_trainer 0": Program(
@@ -230,7 +230,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "integrations/lightning_strategy.py LightningStrategy.load_optimizer_state_dict 1": Program(
         _resumed(_of_another_step),
-        "or begin with its weights: load_from_checkpoint",
+        "or start from the weights only: load_from_checkpoint",
         _resumed(_of_another_step, begin=True),
     ),
 }

@@ -113,11 +113,11 @@ PROGRAMS: dict[str, Program] = {
     ),
     "api/tracing.py refuse_parts 1": Program(
         _parts(_OUTPUTS, X),
-        "let forward compute and return the loss",
+        "compute and return the loss in forward",
         _parts(Mlp(4, 8, 1), X),
     ),
     "api/tracing.py microbatch_of 0 | plan": Program(
-        planned(num_microbatches=3), "a number that divides 8", planned(num_microbatches=2)
+        planned(num_microbatches=3), "a divisor of 8", planned(num_microbatches=2)
     ),
     "api/tracing.py trace_part 0": Program(
         planned(batch={"x": X.clone().requires_grad_()}, num_microbatches=2),
@@ -126,7 +126,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "api/tracing.py _of_parts 0": Program(
         _of(_fixed, num_microbatches=2),
-        "let forward take any number of samples",
+        "make forward accept any number of samples",
         _of(_any, num_microbatches=2),
     ),
     "analysis/microbatch_sites.py refusal 0": Program(

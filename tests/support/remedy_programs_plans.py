@@ -204,11 +204,11 @@ PROGRAMS: dict[str, Program] = {
         ),
     ),
     "api/building.py _device_type 0": Program(
-        _placed("cuda"), "move the model to one kind of device", _placed("cpu")
+        _placed("cuda"), "move the model to one type of device", _placed("cpu")
     ),
     "api/specialize.py Structure.as_called 0": Program(
         lambda: Structure.of(Locked(True)).as_called(True, {}),
-        "compile the model for that call, and load_state_dict into it",
+        "compile the model for that call and load its state with load_state_dict",
         _called(Locked(True), X),
     ),
     "api/planning.py verify 0": Program(
@@ -233,12 +233,12 @@ PROGRAMS: dict[str, Program] = {
     ),
     "api/tracing.py refuse_unproven 0": Program(
         planned(Called(_roots), (X,), num_microbatches=8),
-        "fewer microbatches of more samples each",
+        "fewer microbatches with more samples each",
         planned(Called(_roots), (X,), num_microbatches=4),
     ),
     "api/what_if.py flips 0": Program(
         lambda: autopar.flips(made(), MODEL, BATCH, hardware="h100-sxm"),
-        "pass the one that it was made for as hardware=",
+        "pass the profile that it was made for as hardware=",
         lambda: autopar.flips(made(), MODEL, BATCH, hardware="cpu-gloo"),
     ),
     "api/what_if.py flips 0 | elsewhere": Program(
@@ -264,7 +264,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "constraints/together.py _named 0": Program(
         _there({"a": 2, "c": 2}, _GRID),
-        "name the axes of the other mesh so",
+        "use these axis names in the other mesh",
         _there({"a": 2, "b": 2}, _GRID),
     ),
     "constraints/together.py _named 0 | without": Program(
@@ -274,7 +274,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "core/layout.py read_layout 1": Program(
         lambda: Layout.parse("S(0)#1 S(0)"),
-        "number all splitters of dim 0 from 0",
+        "number all axes that split dim 0 from 0",
         lambda: Layout.parse("S(0)#1 S(0)#0"),
     ),
     "core/collective.py collective_time 0": Program(

@@ -280,7 +280,7 @@ def _arguments() -> dict[str, Program]:
             {"options": {"precision": "bf16"}},
         ),
         "torch_compile": (True, "compile_options={'backend': 'inductor'}", {"options": backend}),
-        "neftune_noise_alpha": (5.0, "leave it out", {}),
+        "neftune_noise_alpha": (5.0, "omit it", {}),
         "auto_find_batch_size": (
             True,
             "set per_device_train_batch_size",
@@ -334,20 +334,22 @@ TRAINER: dict[str, Program] = {
         _made(set_to={"optim": "sgd"}),
     ),
     "integrations/trainer.py Trainer.create_accelerator_and_postprocess 0": Program(
-        _in_folder(_by_another), "start the script by `autopar run -n COUNT`, or torchrun", _made()
+        _in_folder(_by_another),
+        "start the script with `autopar run -n COUNT`, or with torchrun",
+        _made(),
     ),
     "integrations/trainer.py Trainer._first_call 0": Program(
         _of_samples(2),
-        "pass a dataset of a batch at least",
+        "pass a dataset with at least one batch",
         _of_samples(8),
     ),
     "integrations/trainer.py Trainer._first_call 0 | smaller": Program(
         _of_samples(2),
-        "or leave dataloader_drop_last out",
+        "or omit dataloader_drop_last",
         _of_samples(2, dataloader_drop_last=False),
     ),
     "integrations/trainer.py Trainer._first_call 1": Program(
-        _aside(False), "call its argument `model` there, not self.model", _aside(True)
+        _aside(False), "call its argument `model`, not self.model", _aside(True)
     ),
     "integrations/trainer.py Trainer._check_read_twice 0": Program(
         _trained(train_dataset=Stream()),
@@ -371,7 +373,7 @@ TRAINER: dict[str, Program] = {
     ),
     "integrations/trainer.py TrainerPlainModel.check 0": Program(
         _trained(lambda trainer: setattr(trainer, "model", _shared().Tagger())),
-        "make a Trainer of it",
+        "create a new Trainer for it",
         _trained(),
     ),
     "integrations/trainer.py TrainerPlainModel.check 1": Program(
@@ -400,7 +402,7 @@ TRAINER: dict[str, Program] = {
 
 ACCELERATE: dict[str, Program] = {
     "integrations/accelerator.py Accelerator.__init__ 0": Program(
-        _accelerated(fsdp_plugin=SimpleNamespace()), "leave it out", _accelerated()
+        _accelerated(fsdp_plugin=SimpleNamespace()), "omit it", _accelerated()
     ),
     "integrations/accelerator.py _check_precision 0": Program(
         _accelerated(mixed_precision="fp8"),
@@ -422,7 +424,7 @@ ACCELERATE: dict[str, Program] = {
     ),
     "integrations/accelerator.py Accelerator.clip_grad_norm_ 0": Program(
         _accelerated(lambda accelerator: _clipped(accelerator, False)),
-        "pass pm.parameters(), all of them",
+        "pass all of pm.parameters()",
         _accelerated(lambda accelerator: _clipped(accelerator, True)),
     ),
     "integrations/accelerator.py Accelerator.save_state 0": Program(
@@ -444,7 +446,7 @@ ACCELERATE: dict[str, Program] = {
 ADAPTERS: dict[str, Program] = {
     "integrations/pretrained.py save_pretrained 0": Program(
         _in_folder(lambda folder: autopar.save_pretrained(_tagger(), _shared().Tagger(), folder)),
-        "write the weights alone: autopar.save_weights",
+        "write only the weights with autopar.save_weights",
         _in_folder(lambda folder: autopar.save_weights(_tagger(), folder)),
     ),
     "integrations/pretrained.py load_adapter 0": Program(

@@ -158,8 +158,8 @@ def test_layouts_are_said_in_words_outermost_splitter_first(
         ("ids/input", "(inputs)"),
         ("a/b/input", "(inputs)"),
         ("/sum.dim_IntList/forward/1 of the batch/input", "(inputs)"),
-        ("net.layers.{0}/add.Tensor/forward/1/input", "(from the stage before)"),
-        ("net.layers.{0}/add.Tensor/forward/1/output", "(from the stage behind)"),
+        ("net.layers.{0}/add.Tensor/forward/1/input", "(from the previous stage)"),
+        ("net.layers.{0}/add.Tensor/forward/1/output", "(from the next stage)"),
         ("loss/output", ""),
     ],
 )
@@ -225,7 +225,7 @@ def test_the_parts_of_a_step_are_those_of_the_stage_that_is_busy_longest() -> No
     assert parts.waiting_s == pytest.approx(
         27e-3 + 35e-3 + 37e-3 + 2 * WIRE_S - 2e-3
     )  # a microbatch in all others, 2 ms less in the last
-    assert f"stage 1, busy longest: compute {seconds(8 * 21e-3)} + run again" in "\n".join(
+    assert f"stage 1, the busiest: compute {seconds(8 * 21e-3)} + run again" in "\n".join(
         explain(plan).summary()
     )
     whole = step_parts(made_plan())

@@ -120,7 +120,7 @@ def test_modules_are_a_row_each_folded_as_explain_folds_them() -> None:
         and f"background:{COLOURS['heads']}" in attention
     )
     staged = card(PLANS["stages"])
-    assert re.findall(r"What each module does, (.*?); per device", staged) == [
+    assert re.findall(r"Modules, (.*?); per device", staged) == [
         "stage 0",
         "stages 1 to 2, each",
         "stage 3",

@@ -50,13 +50,13 @@ def test_axes_of_one_node_are_priced_by_its_links(here: Path, command: Command) 
     code, said, complaint = command("what-if", "far.json", "--module", "model.py:small", *there)
     assert code == 0, complaint
     assert (
-        f"the plan takes {seconds(near.prediction.step_s)} a step there"
+        f"the plan takes {seconds(near.prediction.step_s)} per step there"
         f" ({seconds(far.prediction.step_s)} on" in said
     )
 
 
 def test_devices_of_a_node_divide_all_and_are_said_once(here: Path, command: Command) -> None:
-    uneven = "no whole nodes of 3"
+    uneven = "is not a multiple of 3"
     for mesh, complaint in (
         ("data=2,tensor=2", uneven),
         ("4", uneven),
@@ -148,35 +148,38 @@ def test_what_if_leaves_out_and_adds_constraints_as_plan_spells_them(
         "tensor_parallel('1d', axes='gpu')",
     )
     assert (
-        "asked about h100-sxm without ddp(axes=['node']) and tensor_parallel('1d', axes=['gpu'])"
+        "evaluated on h100-sxm without ddp(axes=['node']) and tensor_parallel('1d', axes=['gpu'])"
         in said
     ), complaint
     assert (
-        f"the plan takes {forced_s} a step there" in said
+        f"the plan takes {forced_s} per step there" in said
         and f"the plan made for h100-sxm, nothing forced, takes {free_s} " in said
     )
     _, said, complaint = command(
         "what-if", "forced.json", *asked, "--without", "ddp", "--constraint", "fsdp('node')"
     )
-    assert "asked about h100-sxm without ddp(axes=['node']), with fsdp(axes=['node'])" in said, (
+    assert "evaluated on h100-sxm without ddp(axes=['node']), with fsdp(axes=['node'])" in said, (
         complaint
     )
     assert (
         "h100-sxm, tensor_parallel('1d', axes=['gpu']), fsdp(axes=['node']) forced, takes" in said
     )
     for more, complains in (
-        (("--without", "fsdp"), "the plan obeys no constraint fsdp"),
-        (("--without", "ddp('gpu')"), "the plan obeys no constraint ddp(axes=['gpu'])"),
+        (("--without", "fsdp"), "the plan has no constraint fsdp"),
+        (("--without", "ddp('gpu')"), "the plan has no constraint ddp(axes=['gpu'])"),
         (("--without", "ddp("), "no constraint"),
-        (("--constraint", "ddp('node')"), "the plan obeys ddp(axes=['node']) already"),
+        (("--constraint", "ddp('node')"), "the plan already has the constraint ddp(axes=['node'])"),
     ):
         code, _, complaint = command("what-if", "forced.json", *asked, *more)
         assert code == 1 and complains in complaint
     assert (
-        "obeys: ddp(axes=['node']), tensor_parallel("
+        "one of its constraints: ddp(axes=['node']), tensor_parallel("
         in command("what-if", "forced.json", *asked, "--without", "fsdp")[2]
     )
-    assert "the plan obeys none" in command("what-if", "free.json", *asked, "--without", "fsdp")[2]
+    assert (
+        "the plan has no constraints"
+        in command("what-if", "free.json", *asked, "--without", "fsdp")[2]
+    )
 
 
 def test_diff_compares_what_is_simulated_too(here: Path, command: Command) -> None:

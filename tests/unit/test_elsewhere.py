@@ -104,7 +104,9 @@ def test_axes_that_megatron_leaves_free_are_in_its_record_and_claimed_by_no_part
     assert read_constraint(free.to_json()) == free and "free=['data']" in str(free)
     assert [p.axes for p in parallelisms([free], BEFORE)] == [("tensor",)]
     assert "free" not in megatron(tp=4).to_json()
-    with pytest.raises(ConstraintError, match="no axes of mesh data=2,tensor=4 make 2 devices"):
+    with pytest.raises(
+        ConstraintError, match="no combination of axes of mesh data=2,tensor=4 has 2 devices"
+    ):
         list(parallelisms([megatron(tp=2, free="data")], BEFORE))
 
 

@@ -23,42 +23,42 @@ anything: Any = autopar
     [
         (
             lambda: anything.plan(MODEL, 1, example_input=(X,)),
-            "plan takes no argument 'example_input'",
+            "plan has no argument 'example_input'",
             "did you mean example_inputs=",
         ),
         (
             lambda: anything.plan(MODEL, 1),
-            "autopar.plan misses 'example_inputs'",
+            "autopar.plan is missing 'example_inputs'",
             "pass example_inputs=",
         ),
         (
             lambda: anything.plan(MODEL, example_inputs=(X,)),
-            "autopar.plan misses 'mesh'",
+            "autopar.plan is missing 'mesh'",
             "pass mesh=",
         ),
         (
             lambda: anything.plan(MODEL, 1, (X,)),
             "autopar.plan: too many positional arguments",
-            "by position it takes model, mesh",
+            "positional arguments are model, mesh",
         ),
         (
             lambda: anything.compile(MODEL, 1, optimiser="sgd"),
-            "autopar.compile takes no argument 'optimiser'",
+            "autopar.compile has no argument 'optimiser'",
             "did you mean optimizer=",
         ),
         (
             lambda: anything.compile(MODEL, 1, zzz=1),
-            "autopar.compile takes no argument 'zzz'",
-            "it takes model, mesh, example_inputs",
+            "autopar.compile has no argument 'zzz'",
+            "compile takes model, mesh, example_inputs",
         ),
         (
             lambda: layout("*.up", wieght="S(0)"),
-            "layout takes no argument 'wieght'",
+            "layout has no argument 'wieght'",
             "did you mean weight=",
         ),  # type: ignore[call-arg]
         (
             lambda: layout(weight="S(0)"),
-            "autopar.constraints.layout misses 'pattern'",
+            "autopar.constraints.layout is missing 'pattern'",
             "docs/constraints.md list the arguments",
         ),  # type: ignore[call-arg]
     ],

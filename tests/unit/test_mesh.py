@@ -98,9 +98,9 @@ def test_named_links_and_devices_per_node_come_back_from_json_and_tell_meshes_ap
         (lambda: Mesh([MeshAxis("a", 2), MeshAxis("a", 2)]), "names repeat"),
         (lambda: Mesh({"": 2}), "has no name"),
         (lambda: Mesh({"a,b": 2}), "'a,b'"),
-        (lambda: Mesh(4, devices_per_node=0), "devices_per_node=0"),
-        (lambda: Mesh({"a": 2}, links={"b": "intra"}), "'b': 'intra' is not known"),
-        (lambda: Mesh({"a": 2}, links={"a": "nvlink"}), "'a': 'nvlink' is not known"),
+        (lambda: Mesh(4, devices_per_node=0), "devices_per_node must be a positive number"),
+        (lambda: Mesh({"a": 2}, links={"b": "intra"}), "'b': 'intra' is unknown"),
+        (lambda: Mesh({"a": 2}, links={"a": "nvlink"}), "'a': 'nvlink' is unknown"),
     ],
 )
 def test_what_is_no_mesh_is_refused_with_what_is_wrong(

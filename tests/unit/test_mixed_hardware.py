@@ -209,31 +209,31 @@ WRONG: Mapping[str, tuple[Any, Any, str, str]] = {
     "too few": (
         {"stage": ["h100-sxm"]},
         MESH,
-        "names 1 profile along 'stage', and mesh stage=2,gpu=4 has 2 devices",
+        "has 1 profile along 'stage', but mesh stage=2,gpu=4 has 2 devices",
         "pass 2",
     ),
     "too many": (
         "stage=h100-sxm,h100-sxm,h100-sxm",
         MESH,
-        "names 3 profiles along 'stage'",
+        "has 3 profiles along 'stage'",
         "one per index",
     ),
     "no such axis": (
         {"node": ["h100-sxm", "h100-sxm"]},
         MESH,
-        "along 'node', which mesh stage=2,gpu=4 does not have",
+        "along 'node', but mesh stage=2,gpu=4 has no such axis",
         "stage, gpu",
     ),
     "a count": (
         {"stage": ["h100-sxm", "h100-sxm"]},
         8,
-        "the shape of the mesh is the planner's choice",
+        "the planner chooses the axes of the mesh",
         'Mesh({"stage": 2',
     ),
     "nodes and devices": (
         "node=h100-sxm,h100-sxm",
         (2, 4),
-        "the shape of the mesh is the planner's choice",
+        "the planner chooses the axes of the mesh",
         "pass a mesh",
     ),
     "two axes": (
@@ -246,21 +246,21 @@ WRONG: Mapping[str, tuple[Any, Any, str, str]] = {
     "one text": (
         {"stage": "h100-sxm"},
         MESH,
-        "'h100-sxm' along 'stage', which is no list",
+        "'h100-sxm' along 'stage', which is not a list",
         "one axis of the mesh",
     ),
     "a number": (
         {"stage": [1, 2]},
         MESH,
-        "has 1 along 'stage', which is no profile",
+        "has 1 along 'stage', which is not a profile",
         "one axis of the mesh",
     ),
-    "no mapping": (["h100-sxm"], MESH, "is no profile", "name a profile"),
+    "no mapping": (["h100-sxm"], MESH, "is not a profile", "the name of a profile"),
     "an unknown name": (
         {"stage": ["h100-sxm", "b300"]},
         MESH,
-        "there is no hardware profile 'b300'",
-        "name one of",
+        "hardware profile 'b300' does not exist",
+        "the name of a profile",
     ),
 }
 
@@ -275,5 +275,5 @@ def test_what_is_no_hardware_for_the_mesh_is_refused_with_what_to_do(case: str) 
 
 def test_to_compile_for_unequal_devices_the_mesh_has_to_be_said() -> None:
     model, batch = torch.nn.Linear(4, 4), {"input": torch.randn(4, 4)}
-    with pytest.raises(HardwareError, match="the shape of the mesh is the planner's choice"):
+    with pytest.raises(HardwareError, match="the planner chooses the axes of the mesh"):
         autopar.compile(model, example_inputs=batch, hardware={"stage": ["cpu-gloo"]})

@@ -40,15 +40,15 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "an instance lacks its index": (
         lambda d: next(e for e in d["entries"] if e["instances"][0])["instances"].append([]),
-        r"does not take the indices \(\)",
+        r"does not match the indices \(\)",
     ),
     "an instance has an index too many": (
         lambda d: d["kept"][0]["instances"][0].append(7),
-        r"does not take the indices \(.*7\)",
+        r"does not match the indices \(.*7\)",
     ),
     "a dtype that there is not": (
         lambda d: d["communications"][0]["collective"].update(dtype="float32x"),
-        "a collective moves 'float32x', which is no dtype",
+        "a collective has the unknown dtype 'float32x'",
     ),
     "a balance beyond its range": (
         lambda d: d["proof"].update(balance=[1.0, 1.5]),
@@ -85,23 +85,23 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "an axis is none of the mesh": (
         lambda d: d["communications"][0]["collective"].update(axis=2),
-        "axis 2, mesh node=2,gpu=4 has 2 axes",
+        "axis 2, but mesh node=2,gpu=4 has 2 axes",
     ),
     "a layout is of another mesh": (
         lambda d: d["kept"][0].update(layouts=["R"]),
-        "'R' has 1 placements, mesh node=2,gpu=4 has 2 axes",
+        "'R' has 1 placements, but mesh node=2,gpu=4 has 2 axes",
     ),
-    "a key is none": (lambda d: d["kept"][0].update(node="up"), "'up' is no key of a node"),
-    "a decision is about nothing": (lambda d: d["entries"][2].update(nodes=[]), "decides nothing"),
+    "a key is none": (lambda d: d["kept"][0].update(node="up"), "'up' is not a node key"),
+    "a decision is about nothing": (lambda d: d["entries"][2].update(nodes=[]), "has no nodes"),
     "there are no decisions": (lambda d: d.update(entries=[]), "no decisions"),
     "options are no table": (lambda d: d.update(options=[]), "options must be an object"),
     "room is not in order": (
         lambda d: d["overlap"].update(backward_room=[[7, 10], [3, 20]]),
-        "its room for early steps is",
+        "its room for early collectives is",
     ),
     "room is less than none": (
         lambda d: d["overlap"].update(forward_room=[[0, -1]]),
-        "its room for early steps is",
+        "its room for early collectives is",
     ),
     "room is of no place": (
         lambda d: d["overlap"].update(forward_room=[[1]]),
@@ -120,10 +120,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda d: d["communications"][0].update(slack="some"),
         r"communications\[0\].slack must be one of 'critical', .*, not 'some'",
     ),
-    "a phase is none": (lambda d: d["communications"][0].update(phase="R"), "is of phase 'R'"),
+    "a phase is none": (
+        lambda d: d["communications"][0].update(phase="R"),
+        "has the unknown phase 'R'",
+    ),
     "a decision is of no phase": (
         lambda d: d["entries"][2].update(phase="later"),
-        "is of phase 'later'",
+        "has the unknown phase 'later'",
     ),
     "it has a field more": (
         lambda d: d.update(bucket=d["buckets"]),
@@ -198,34 +201,37 @@ def _with_budget(number: str) -> str:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "plan is no JSON"),
-        ("{", "plan is no JSON"),
-        ("[1, 2]", "no autopar plan"),
-        ('"plan"', "no autopar plan"),
-        ("{}", "no autopar plan"),
-        ('{"format": "autopar-hardware", "version": 1}', "no autopar plan"),
-        (json.dumps({"format": FORMAT}), f"plan version None, this autopar reads {VERSION}"),
+        ("", "plan is not JSON"),
+        ("{", "plan is not JSON"),
+        ("[1, 2]", "not an autopar plan"),
+        ('"plan"', "not an autopar plan"),
+        ("{}", "not an autopar plan"),
+        ('{"format": "autopar-hardware", "version": 1}', "not an autopar plan"),
+        (
+            json.dumps({"format": FORMAT}),
+            f"plan version None is not supported; this autopar reads version {VERSION}",
+        ),
         (
             json.dumps({"format": FORMAT, "version": VERSION + 1}),
-            f"plan version {VERSION + 1}, this autopar reads {VERSION}",
+            f"plan version {VERSION + 1} is not supported; this autopar reads version {VERSION}",
         ),
         (json.dumps({"format": FORMAT, "version": VERSION}), "plan is malformed"),
-        (made_plan().dumps()[:-200], "plan is no JSON"),
+        (made_plan().dumps()[:-200], "plan is not JSON"),
         ("[" * 200_000, "nested more than 100 levels deep: line 1"),
         (
             _with_budget('{"x": ' * 900 + "1" + "}" * 900),
             "nested more than 100 levels deep: line 1",
         ),
-        (_with_budget("9" * 400), "integer 999999999999… of 400 digits has over 64 bits"),
-        (_with_budget("9" * 5000), "integer 999999999999… of 5000 digits has over 64 bits"),
+        (_with_budget("9" * 400), "integer 999999999999… with 400 digits has more than 64 bits"),
+        (_with_budget("9" * 5000), "integer 999999999999… with 5000 digits has more than 64 bits"),
         (_with_budget("1e400"), "number 1e400 is too large"),
         (
             made_plan().dumps().replace('"capture"', '"format": "x", "capture"', 1),
-            "the key 'format' stands twice",
+            "the key 'format' occurs twice",
         ),
-        (_with_budget('"\\u001b[31mred"'), r"has the control character '\\x1b'"),
-        (_with_budget("NaN"), "NaN is no number"),
-        (_with_budget("-Infinity"), "-Infinity is no number"),
+        (_with_budget('"\\u001b[31mred"'), r"contains the control character '\\x1b'"),
+        (_with_budget("NaN"), "NaN is not a JSON number"),
+        (_with_budget("-Infinity"), "-Infinity is not a JSON number"),
     ],
 )
 def test_what_is_no_plan_of_this_version_says_so_and_where(
@@ -243,7 +249,9 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_path(tmp_path: Path) -> 
     with pytest.raises(PlanError, match=r"cannot read plan .* directory"):
         Plan.load(tmp_path)
     (tmp_path / "weights.bin").write_bytes(bytes(range(128, 256)))
-    with pytest.raises(PlanError, match=r"cannot read plan '.*weights\.bin': it is no text"):
+    with pytest.raises(
+        PlanError, match=r"cannot read plan '.*weights\.bin': it is not a text file"
+    ):
         Plan.load(tmp_path / "weights.bin")
 
 
@@ -303,7 +311,7 @@ def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
     for other, shape in ((planned(width=4), r"\[8, 4\]"), (planned(batch=4), r"\[4, 8\]")):
         with pytest.raises(
             PlanError,
-            match=rf"another batch: x is float32 {shape} in the plan and float32 \[8, 8\] here",
+            match=rf"another batch: x is float32 {shape} in the plan and float32 \[8, 8\] in",
         ):
             check_fits(other, trace, mesh)
         assert Plan.loads(other.dumps()) == other and other.fingerprint.inputs
@@ -319,7 +327,8 @@ def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
         same, fingerprint=replace(same.fingerprint, model="another", model_name="GPT2LMHeadModel")
     )
     with pytest.raises(
-        PlanError, match="model: the plan is for a GPT2LMHeadModel, this is a LlamaForCausalLM\n"
+        PlanError,
+        match="model: the plan is for GPT2LMHeadModel, but the model is LlamaForCausalLM\n",
     ):
         check_fits(named, trace, mesh, "LlamaForCausalLM")
     with pytest.raises(PlanError, match="something else:\n    model: names agree"):
@@ -331,18 +340,18 @@ def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
     with pytest.raises(PlanError) as refused:
         check_fits(planned(batch=4), biased, Mesh(4))
     first, on_mesh, batch, parameters, ops, *_, last = str(refused.value).splitlines()
-    assert first == "the plan was made for something else:" and last.startswith(
+    assert first == "the plan does not fit this call:" and last.startswith(
         "  what to do: plan again"
     )
-    assert on_mesh == "    mesh: the plan is for gpu=2, this is gpu=4" and batch.startswith(
+    assert on_mesh == "    mesh: the plan is for gpu=2, but the mesh is gpu=4" and batch.startswith(
         "    the plan is for another batch: x is "
     )
     assert (
         parameters
-        == "    4 parameters in the model, not in the plan: layers.*.down.bias (2 of them),"
-        " layers.*.up.bias (2 of them)"
+        == "    4 parameters in the model, not in the plan: layers.*.down.bias (2 times),"
+        " layers.*.up.bias (2 times)"
     )
-    assert re.match(r"    \d+ ops in the .*: .*layers\.\*\.\S+ \(2 of them\)", ops)
+    assert re.match(r"    \d+ ops in the .*: .*layers\.\*\.\S+ \(2 times\)", ops)
 
 
 def test_of_much_that_differs_the_first_few_are_named_and_the_others_counted() -> None:
@@ -353,11 +362,11 @@ def test_of_much_that_differs_the_first_few_are_named_and_the_others_counted() -
     } | {"head.weight"}
     assert (
         _first(names)
-        == "head.weight, layers.*.down.bias (4 of them), layers.*.down.weight (4 of them) and 8"
+        == "head.weight, layers.*.down.bias (4 times), layers.*.down.weight (4 times) and 8"
         " more"
     )
     assert (
-        _first({"0.weight", "2.weight"}) == "*.weight (2 of them)"
+        _first({"0.weight", "2.weight"}) == "*.weight (2 times)"
         and _first({"up2/dot/forward/0"}) == "up2/dot/forward/0"
     )
 
@@ -366,6 +375,6 @@ def test_of_much_that_differs_the_first_few_are_named_and_the_others_counted() -
 def test_a_plan_for_another_mesh_says_for_which(mesh: Mesh) -> None:
     trace = traced(8, 16, 8, num_layers=2, dtype=torch.float32)
     with pytest.raises(
-        PlanError, match=f"mesh: the plan is for gpu=2, this is {mesh}(.|\n)*plan again"
+        PlanError, match=f"mesh: the plan is for gpu=2, but the mesh is {mesh}(.|\n)*plan again"
     ):
         check_fits(planned(), trace, mesh)

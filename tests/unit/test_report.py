@@ -100,7 +100,7 @@ def test_a_picture_comes_in_the_form_that_its_name_asks_for(
 def test_a_page_stands_alone_and_holds_figures_and_tables(tmp_path: Path) -> None:
     page = report(made_plan(), tmp_path / "plan.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 3
-    assert "Why not otherwise" in page
+    assert "Best alternatives" in page
     assert "http" not in page
 
 

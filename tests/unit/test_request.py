@@ -102,7 +102,7 @@ def test_an_option_that_makes_no_sense_is_refused_with_what_to_pass(
     ids=str,
 )
 def test_two_numbers_of_microbatches_are_refused_with_both_named(asked: Constraint) -> None:
-    said = re.escape(f"{asked} and num_microbatches=4 ask for different numbers")
+    said = re.escape(f"{asked} and num_microbatches=4 request different numbers")
     with pytest.raises(ConstraintError, match=said + r"(.|\n)*the same number in both"):
         PlanOptions(num_microbatches=4, constraints=(layout("up", weight="R"), asked))
     for num in (2, "auto"):

@@ -37,17 +37,17 @@ def test_it_is_the_constraint_that_the_call_makes(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fsd()", "no constraint is named 'fsd'"),
+        ("fsd()", "'fsd' is not a constraint"),
         ("megatron(tq=2)", "'tq'"),
         ("layout(3, weight=2)", "layout: "),
         ("ddp(axes=5)", "ddp: "),
-        ("megatron(tp=open('x'))", "no constraint"),
-        ("__import__('os')", "no constraint is named"),
-        ("megatron(**{'tp': 2})", "no constraint"),
-        ("fsdp(", "no constraint"),
-        ("", "no constraint"),
-        ("1 + 1", "no constraint"),
-        ("fsdp().axes", "no constraint"),
+        ("megatron(tp=open('x'))", "is not a constraint"),
+        ("__import__('os')", "is not a constraint"),
+        ("megatron(**{'tp': 2})", "is not a constraint"),
+        ("fsdp(", "is not a constraint"),
+        ("", "is not a constraint"),
+        ("1 + 1", "is not a constraint"),
+        ("fsdp().axes", "is not a constraint"),
     ],
 )
 def test_what_is_none_is_refused_and_not_run(text: str, said: str) -> None:
@@ -57,5 +57,5 @@ def test_what_is_none_is_refused_and_not_run(text: str, said: str) -> None:
 
 
 def test_what_the_constraint_itself_refuses_is_its_own_error() -> None:
-    with pytest.raises(AutoparError, match="zero=9"):
+    with pytest.raises(AutoparError, match=r"zero must be .*, got 9"):
         parse_constraint("megatron(zero=9)")

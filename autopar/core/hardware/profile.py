@@ -68,7 +68,7 @@ class ProfileReader:
         return HardwareError(
             f"hardware profile: {path} {what}",
             where=self.where,
-            remedy="mend it; the shipped profiles show the form",
+            remedy="correct the file; the shipped profiles show the format",
         )
 
     def mapping(self, value: Any, path: str) -> Mapping[str, Any]:
@@ -76,7 +76,7 @@ class ProfileReader:
         if not isinstance(value, Mapping):
             raise self.error(
                 path,
-                "is missing" if value is None else f"must be an object, not {type(value).__name__}",
+                "is missing" if value is None else f"must be an object, got {type(value).__name__}",
             )
         return value
 
@@ -102,7 +102,7 @@ class ProfileReader:
         """
         value = data.get(name)
         if not isinstance(value, str) or not value:
-            raise self.error(path + name, "must be a text that is not empty")
+            raise self.error(path + name, "must be a non-empty text")
         return value
 
     def one_of(self, data: Mapping[str, Any], name: str, known: tuple[str, ...]) -> str:
@@ -115,7 +115,7 @@ class ProfileReader:
         """
         value = self.text(data, name)
         if value not in known:
-            raise self.error(name, f"must be one of {', '.join(known)}, not {value!r:.60}")
+            raise self.error(name, f"must be one of {', '.join(known)}, got {value!r:.60}")
         return value
 
     def number(
@@ -133,12 +133,12 @@ class ProfileReader:
         # An integer of any length can be compared with a float; one above the largest float cannot
         # be converted to one.
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(path + name, f"must be a number, not {value!r:.60}")
+            raise self.error(path + name, f"must be a number, got {value!r:.60}")
         if not abs(value) <= sys.float_info.max:
-            raise self.error(path + name, f"must be a number, not {value!r:.60}")
+            raise self.error(path + name, f"must be a number, got {value!r:.60}")
         if value < 0 or (value == 0 and not zero):
             raise self.error(
-                path + name, f"must be {'0 or more' if zero else 'above 0'}, not {value!r:.60}"
+                path + name, f"must be {'0 or more' if zero else 'above 0'}, got {value!r:.60}"
             )
         return value
 
@@ -154,13 +154,13 @@ class ProfileReader:
             Source and date (ISO 8601).
         """
         if self.text(data, "unit", path) != unit:
-            raise self.error(f"{path}unit", f"must be {unit!r}, not {data['unit']!r:.60}")
+            raise self.error(f"{path}unit", f"must be {unit!r}, got {data['unit']!r:.60}")
         day = self.text(data, "date", path)
         try:
             date.fromisoformat(day)
         except ValueError:
             raise self.error(
-                f"{path}date", f"must be a date as 2026-01-31, not {day!r:.60}"
+                f"{path}date", f"must be a date as 2026-01-31, got {day!r:.60}"
             ) from None
         return self.text(data, "source", path), day
 
@@ -185,7 +185,7 @@ class ProfileReader:
         value = self.number(figure, "value", inner, zero=zero)
         if unit == "1" and value > 1:
             raise self.error(
-                f"{inner}value", f"is a share and cannot be above 1, not {value!r:.60}"
+                f"{inner}value", f"is a share and must not be above 1, got {value!r:.60}"
             )
         source, day = self.origin(figure, inner, unit)
         self.figures[path + name] = Figure(value, unit, source, day)
@@ -234,7 +234,7 @@ class ProfileReader:
         source, day = self.origin(group, inner, "s")
         points = group.get("points")
         if not isinstance(points, list) or not points:
-            raise self.error(f"{inner}points", "must be a list that is not empty")
+            raise self.error(f"{inner}points", "must be a non-empty list")
         self.figures[path + kind] = Figure(len(points), "points", source, day)
         return [self.mapping(point, f"{inner}points[{i}]") for i, point in enumerate(points)]
 
@@ -477,8 +477,8 @@ class HardwareProfile:
                 remedy="check the path",
             ) from error
         except ValueError as error:
-            what = f"hardware profile is no JSON that autopar reads: {error}"
-            raise HardwareError(what, where=str(path), remedy="mend the file") from error
+            what = f"hardware profile is not JSON that autopar can read: {error}"
+            raise HardwareError(what, where=str(path), remedy="correct the file") from error
 
     @staticmethod
     def from_json(data: Any, where: str = "") -> HardwareProfile:
@@ -548,7 +548,5 @@ def _path(profile: str | os.PathLike[str]) -> Path:
     if os.sep in text or text.endswith(".json") or os.path.exists(text):
         return Path(text)
     known = ", ".join((*HardwareProfile.names(), "local"))
-    remedy = (
-        f"name one of {known}, or the path of a JSON file; or pass a profile itself as hardware="
-    )
-    raise HardwareError(f"there is no hardware profile {text!r}", remedy=remedy)
+    remedy = f"pass the name of a profile ({known}), the path of a JSON file, or a profile"
+    raise HardwareError(f"hardware profile {text!r} does not exist", remedy=remedy)

@@ -413,8 +413,8 @@ def test_the_status_says_what_is_searched_and_the_best_plan_so_far() -> None:
     status("emit")
     assert said == [
         "solving",
-        "emitting, 8 microbatches in stages along a (3 more), best so far 500 ms a step,"
-        " 0.4 % from its bound",
+        "emitting, 8 microbatches in stages along a (3 more), best so far: 500 ms per"
+        " step, gap 0.4 %",
     ]
 
 

@@ -96,7 +96,7 @@ def test_a_docstring_without_a_place_for_options_stays() -> None:
 def test_an_option_of_one_function_is_refused_by_the_other() -> None:
     of_compile = set(options_of("compile")) - set(options_of("plan"))
     for name in of_compile:
-        with pytest.raises(ArgumentError, match=f"autopar.plan takes no argument '{name}'"):
+        with pytest.raises(ArgumentError, match=f"autopar.plan has no argument '{name}'"):
             autopar.plan(nn.Linear(2, 2), 1, example_inputs={}, **cast(Any, {name: DEFAULTS[name]}))
 
 

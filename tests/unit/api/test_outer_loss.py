@@ -316,7 +316,7 @@ def test_a_module_in_microbatches_is_evaluated_in_microbatches_where_forward_alo
         assert module(**smaller).item() == pytest.approx(plain(**smaller).item(), rel=1e-5)
     last = module.variants.known[-1].plan
     assert last.pipeline is not None and last.options["inference"]
-    assert "microbatches, one after another, since all at once" in caplog.text
+    assert "sequential microbatches, because all at once" in caplog.text
 
 
 @pytest.mark.parametrize("outputs", ["full", "local", "dtensor"])
@@ -347,7 +347,7 @@ def test_parts_of_a_batch_have_no_loss_of_their_own_beside_a_plan_either() -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({}, "let forward return the loss"), ({"inference": True}, "")]
+    ("options", "says"), [({}, "return the loss from forward"), ({"inference": True}, "")]
 )
 def test_where_nothing_fits_no_stages_are_advised_that_there_cannot_be(
     options: dict[str, Any], says: str

@@ -85,7 +85,7 @@ def test_sizes_that_have_no_shape_are_refused(devices: int | tuple[int, int]) ->
 
 
 def test_a_count_of_no_nodes_of_eight_is_told_how_nodes_are_given() -> None:
-    with pytest.raises(MeshError, match=r"12 devices are not nodes of 8(.|\n)*\(3, 4\)"):
+    with pytest.raises(MeshError, match=r"12 devices is not a multiple of 8(.|\n)*\(3, 4\)"):
         shapes(12)
 
 
@@ -283,7 +283,7 @@ def test_what_no_shape_can_hold_is_refused_as_the_shape_that_comes_closest_says(
     for asked, said in (
         (
             megatron(tp=2, pp=2, dp=3, microbatches=2),
-            r"does not fill mesh .*gpu.=2,gpu.=2: beside the tensor axes it has 2 devices",
+            r"does not fill mesh .*gpu.=2,gpu.=2: 2 devices remain besides the tensor axes",
         ),
         (
             pipeline("gpu", microbatches=2, cuts=["transformer.h.1"]),

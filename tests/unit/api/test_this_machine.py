@@ -55,10 +55,8 @@ def test_that_a_gpu_has_no_profile_of_its_own_is_told_once(
     gpu.name = name
     assert HardwareProfile.of_gpu(name) == (profile, is_its_own)
     assert [default_hardware("cuda") for _ in range(2)] == [profile] * 2
-    said = [record.getMessage().partition(";")[0] for record in caplog.records]
-    assert said == [f"there is no profile of {name}: planned with the times of {profile}"] * (
-        not is_its_own
-    )
+    said = [record.getMessage().partition(". ")[0] for record in caplog.records]
+    assert said == [f"no profile for {name}; using the times of {profile}"] * (not is_its_own)
 
 
 def test_a_profile_that_another_user_can_write_is_not_taken_by_default(
@@ -86,6 +84,9 @@ def test_a_plan_takes_no_more_memory_than_the_gpu_has(
     assert within_this_gpu(asked, profile) is asked, "a budget that was asked for is taken"
     assert within_this_gpu(PlanOptions(), HardwareProfile.load("cpu-gloo")).memory_bytes is None
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said == "h100-sxm has 74.5 GiB of memory, this GPU 24.0 GiB: planned within 21.6 GiB"
+    assert (
+        said == "h100-sxm has 74.5 GiB of memory, this GPU has 24.0 GiB:"
+        " planning with a budget of 21.6 GiB"
+    )
     gpu.total_memory = profile.device_memory_bytes
     assert within_this_gpu(PlanOptions(), profile).memory_bytes is None

@@ -271,7 +271,7 @@ def test_a_damaged_capture_is_reported_and_made_again(
         caplog.clear()
         store.write_entry(file.stem, f"{head}\n{beside}\n{json.dumps(broken)}")
         assert_same_trace(first, trace_of(model, BATCH))
-        assert "an entry of the cache is not used and made again" in caplog.text
+        assert "a cache entry is not used and will be replaced" in caplog.text
 
 
 def test_what_has_no_written_form_is_captured_each_time(

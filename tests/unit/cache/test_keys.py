@@ -276,11 +276,11 @@ def test_what_cannot_be_compared_has_no_key(change: Callable[[Any], None], compl
 
 
 def test_modes_and_hooks_of_all_modules_have_no_key() -> None:
-    with torch.device("cpu"), pytest.raises(Opaque, match="a mode of torch functions"):
+    with torch.device("cpu"), pytest.raises(Opaque, match="a torch function mode"):
         key(Plain())
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: out)
     try:
-        with pytest.raises(Opaque, match="hooks of all modules"):
+        with pytest.raises(Opaque, match="hooks for all modules"):
             key(Plain())
     finally:
         handle.remove()

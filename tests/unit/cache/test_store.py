@@ -47,7 +47,7 @@ def test_a_damaged_file_is_reported_once_and_removed(
         assert store.read_entry(KEY) is None
         assert not file.exists()
     assert [r.message for r in caplog.records] == [
-        f"an entry of the cache is not used and made again: {file} is damaged"
+        f"a cache entry is not used and will be replaced: {file} is damaged"
     ]
 
 

@@ -69,7 +69,7 @@ class Turned(nn.Module):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.filterwarnings("ignore:nothing that the model returns")
+@pytest.mark.filterwarnings("ignore:no output of the model")
 def test_a_model_that_returns_its_transposed_input_is_planned_and_gives_it(alone: bool) -> None:
     model, x = Turned(alone), REAL.float()
     plan = autopar.plan(model, {"a": 2}, example_inputs=(x,), hardware="cpu-gloo")

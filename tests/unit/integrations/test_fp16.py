@@ -146,7 +146,7 @@ def test_accelerate_refuses_modules_that_were_not_compiled_for_its_precision_and
     AcceleratorState._reset_state(True)
     accelerator = scaled(autopar.Accelerator(cpu=True, mixed_precision="fp16"))
     with pytest.raises(
-        RuntimeStateError, match="without the mixed precision of the accelerator, fp16"
+        RuntimeStateError, match="without the accelerator's mixed precision fp16"
     ) as refusal:
         accelerator.prepare(plain)
     assert "with accelerator.autocast()" in refusal.value.remedy

@@ -127,7 +127,8 @@ def test_a_file_that_is_replaced_by_one_of_fewer_steps_has_their_state_and_that_
         tmp_path / "end.ckpt.autopar" / "step_000000003"
     )
     with pytest.raises(
-        AutoparError, match=r"the file is of step 2, the optimizer's state beside it of step 3"
+        AutoparError,
+        match=r"the checkpoint file is of step 2, but its optimizer state is of step 3",
     ):
         again.fit(Classifier(), batches(8, 1), ckpt_path=tmp_path / "end.ckpt")
 
@@ -444,7 +445,7 @@ REFUSED: dict[str, tuple[type[Classifier], dict[str, Any], Any, str]] = {
         Before,
         {},
         batches(8, 1),
-        "tried on the first batch, ended before it called net: TypeError",
+        "was run on the first batch and failed before it called net: TypeError",
     ),
     "a step without the model": (Aside, {}, batches(8, 1), "did not call net itself"),
     "no batch": (Classifier, {}, batches(0, 1), "no batch"),
@@ -470,7 +471,7 @@ def test_several_devices_and_one_process_are_refused(monkeypatch: pytest.MonkeyP
         strategy=strategy(), max_epochs=1, enable_checkpointing=False, **{**QUIET, "devices": 2}
     )
     with pytest.raises(
-        AutoparError, match="2 devices are asked for, and there is one process"
+        AutoparError, match="2 devices are requested, but there is only one process"
     ) as refusal:
         trainer.fit(Classifier(), batches(8, 1))
     assert "autopar run -n 2" in refusal.value.remedy

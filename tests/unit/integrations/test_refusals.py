@@ -48,7 +48,9 @@ def test_an_argument_that_cannot_be_served_is_refused_by_name(tmp_path: Path, na
 def test_several_gpus_and_one_process_are_refused(tmp_path: Path) -> None:
     args = settings(tmp_path)
     args._n_gpu = 4
-    with pytest.raises(AutoparError, match="4 GPUs are here and one process") as refusal:
+    with pytest.raises(
+        AutoparError, match="this machine has 4 GPUs, but only one process"
+    ) as refusal:
         autopar.Trainer(model=Tagger(), args=args, **data())
     assert "autopar run" in refusal.value.remedy
 
@@ -97,7 +99,7 @@ def test_the_accelerator_takes_compiled_modules_and_does_not_save_them() -> None
     with pytest.raises(AutoparError, match="does not save") as refusal:
         accelerator.save_state("folder")
     assert "Checkpoints" in refusal.value.remedy
-    with pytest.raises(AutoparError, match="not those of a compiled module"):
+    with pytest.raises(AutoparError, match="not those of a prepared compiled module"):
         accelerator.clip_grad_norm_(Tagger().parameters(), 1.0)
 
 

@@ -248,7 +248,7 @@ def test_the_last_smaller_batch_of_a_stream_weighs_as_its_samples(tmp_path: Path
 
 def test_data_that_may_be_read_once_is_not_read_before_training(tmp_path: Path) -> None:
     with pytest.raises(
-        RuntimeStateError, match="a Stream, gives samples one after another"
+        RuntimeStateError, match="a Stream, yields samples one after another"
     ) as refused:
         autopar.Trainer(
             model=Tagger(), args=settings(tmp_path, max_steps=1), train_dataset=Stream(), **OPTIONS

@@ -255,7 +255,7 @@ def test_every_phase_is_told_and_timed() -> None:
 def test_constraints_are_checked_against_the_mesh_before_anything_is_done() -> None:
     told: list[str] = []
     options = PlanOptions(constraints=(layout("layers.*", input="R"),))
-    with pytest.raises(ConstraintError, match="1 placements, mesh a=2,b=2 has 2 axes"):
+    with pytest.raises(ConstraintError, match="1 placements, but mesh a=2,b=2 has 2 axes"):
         make_plan(trace(), MESH, GLOO, options, progress=told.append)
     assert not told
 

@@ -1,4 +1,4 @@
-"""Where nothing fits: which constraints ask for more than there is, in the user's words, and
+"""Where nothing fits: which constraints ask for more than the budget, in the user's words, and
 what would do."""
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def refusal(memory_bytes: int, *constraints: Constraint, **options: Any) -> Infe
 @pytest.mark.slow
 def test_the_constraint_that_asks_for_too_much_is_named_and_others_are_not() -> None:
     error = refusal(200 * KIB, SQUARE, ddp(["a", "b"]))
-    assert "; ddp(axes=['a', 'b']) asks for more than there is: without it at least " in error.what
+    assert (
+        "; ddp(axes=['a', 'b']) asks for more than the budget: without it at least " in error.what
+    )
     assert "c_fc" not in error.what
 
 
@@ -56,8 +58,8 @@ def test_where_no_plan_at_all_needs_less_no_constraint_is_to_blame_and_what_was_
 
 
 BETWEEN = re.compile(
-    r"between \S+ \S+ \((\d+) bytes, proven for all that is tried\) and \S+ \S+ \((\d+) bytes, a"
-    r" plan that was found\)"
+    r"between \S+ \S+ \((\d+) bytes, proven for all alternatives tried\)"
+    r" and \S+ \S+ \((\d+) bytes, the smallest plan found\)"
 )
 KINDS: dict[str, dict[str, Any]] = {
     "one piece": {"num_microbatches": 1, "constraints": (ddp(["a", "b"]),)},
@@ -92,12 +94,12 @@ def test_the_constraints_of_stages_and_microbatches_are_named_where_without_them
     None
 ):
     error = refusal(200 * KIB, pipeline("a", microbatches=2), ddp("b"))
-    assert "; ddp(axes=['b']) asks for more than there is: without it at least " in error.what, (
+    assert "; ddp(axes=['b']) asks for more than the budget: without it at least " in error.what, (
         error.what
     )
     error = refusal(200 * KIB, ddp("a"), num_microbatches=2)
-    assert "; ddp(axes=['a']) asks for more than there is" in error.what, error.what
+    assert "; ddp(axes=['a']) asks for more than the budget" in error.what, error.what
     error = refusal(200 * KIB, megatron(pp=2, dp=2, microbatches=2))
-    assert "; megatron(dp=2, pp=2, microbatches=2) asks for more than there is" in error.what, (
+    assert "; megatron(dp=2, pp=2, microbatches=2) asks for more than the budget" in error.what, (
         error.what
     )

@@ -70,7 +70,7 @@ def test_the_file_is_what_was_measured() -> None:
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
         ({"world_size": 1}, "world_size=1"),
         ({"links": "h100-sxm"}, "links of CPUs are measured"),
-        ({"device": "cuda", "world_size": 2}, "leave world_size out"),
+        ({"device": "cuda", "world_size": 2}, "omit world_size"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: dict[str, Any], message: str) -> None:

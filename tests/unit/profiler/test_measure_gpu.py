@@ -221,7 +221,7 @@ def test_links_of_nowhere_are_refused_before_anything_is_measured(
     gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(measuring, "_run_workers")
-    with pytest.raises(HardwareError, match="there is no hardware profile 'abacus'"):
+    with pytest.raises(HardwareError, match="hardware profile 'abacus' does not exist"):
         measure("cuda", links="abacus")
 
 

@@ -189,7 +189,7 @@ def test_that_gpus_are_left_alone_is_told(
     with pytest.raises(Reached):
         autopar.compile(model, Mesh.parse("d=1"), example_inputs=batch, hardware="h100-sxm")
     assert any(
-        "model and batch are on the CPU" in record.getMessage() for record in caplog.records
+        "the model and the batch are on the CPU" in record.getMessage() for record in caplog.records
     ) == bool(num)
 
 
@@ -204,6 +204,6 @@ def test_that_one_of_several_gpus_works_is_told_where_nobody_has_asked_for_that(
     gpus.num = num
     building._tell_of_gpus("cuda", mesh)
     assert [
-        record.getMessage().count("one of 8 GPUs works: `autopar run SCRIPT`")
+        record.getMessage().count("one of 8 GPUs is used: `autopar run SCRIPT`")
         for record in caplog.records
     ] == [1] * is_told

@@ -43,7 +43,7 @@ def test_each_stored_dim_is_seen_as_some_view_dims(
 def test_a_view_that_mixes_stored_dims_is_refused(
     shape: tuple[int, ...], view: tuple[int, ...]
 ) -> None:
-    with pytest.raises(LayoutError, match="cannot be seen as"):
+    with pytest.raises(LayoutError, match="cannot be viewed as"):
         stored_dims(shape, view)
 
 

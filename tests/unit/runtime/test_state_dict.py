@@ -69,7 +69,9 @@ def test_it_is_what_the_plain_model_loads_strictly() -> None:
 
 def test_before_the_first_call_there_is_none_and_without_values_neither() -> None:
     module = compiled(nn.Linear(4, 4))
-    with pytest.raises(RuntimeStateError, match="full_state_dict asked for before the first call"):
+    with pytest.raises(
+        RuntimeStateError, match="full_state_dict is not available before the first call"
+    ):
         module.full_state_dict()
     with autopar.weights_on_meta():
         empty = nn.Linear(4, 4)
