@@ -443,7 +443,7 @@ def test_sizes_are_read_with_their_unit(text: str | None, num_bytes: int | None)
 
 @pytest.mark.parametrize("text", ["", "GiB", "72 parsec", "-3GiB", "5i"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(AutoparError, match="is no size"):
+    with pytest.raises(AutoparError, match="is not a size"):
         parse_size(text)
 
 

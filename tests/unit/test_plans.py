@@ -331,7 +331,7 @@ def test_a_plan_of_something_else_says_exactly_what_differs() -> None:
         match="model: the plan is for GPT2LMHeadModel, but the model is LlamaForCausalLM\n",
     ):
         check_fits(named, trace, mesh, "LlamaForCausalLM")
-    with pytest.raises(PlanError, match="something else:\n    model: names agree"):
+    with pytest.raises(PlanError, match="does not fit this call:\n    model: the names agree"):
         check_fits(named, trace, mesh, "GPT2LMHeadModel")
     older = json.loads(same.dumps())
     del older["fingerprint"]["inputs"]

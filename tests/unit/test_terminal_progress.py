@@ -37,7 +37,7 @@ def test_without_a_terminal_the_log_says_what_takes_long_and_not_too_often(
     monkeypatch.setattr(terminal, "_EVERY_S", 30.0)
     with caplog.at_level(logging.INFO, "autopar"):
         assert shown(monkeypatch, after_s=0.01, takes_s=0.5, is_terminal=False) == ""
-        assert [record.getMessage() for record in caplog.records] == ["solving … (0 s so far)"]
+        assert [record.getMessage() for record in caplog.records] == ["solving … (0 s elapsed)"]
         shown(monkeypatch, after_s=30.0, takes_s=0.0, is_terminal=False)
         assert len(caplog.records) == 1
         monkeypatch.setattr(terminal, "_EVERY_S", 0.01)
@@ -81,7 +81,7 @@ def test_a_command_whose_errors_go_into_a_file_says_from_time_to_time_what_it_do
     said = lines_of_a_command(monkeypatch, every_s=0.01, takes_s=0.5)
     assert len(said) > 2 and "solving" in said[-1]
     assert all(
-        re.fullmatch(r"(building the model|solving) … \(\d+ s so far\)", line) for line in said
+        re.fullmatch(r"(building the model|solving) … \(\d+ s elapsed\)", line) for line in said
     )
     assert lines_of_a_command(monkeypatch, every_s=30.0, takes_s=0.0) == []
 

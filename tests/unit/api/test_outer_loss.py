@@ -179,7 +179,7 @@ def test_a_model_in_which_nothing_is_trained_says_that_it_is_planned_for_inferen
         module: Any = autopar.compile(
             plain.requires_grad_(False), example_inputs=batch, hardware="cpu-gloo"
         )
-        assert "planned for inference" in caplog.text
+        assert "planning inference" in caplog.text
     assert not module(**batch)["out"].requires_grad
 
 
@@ -342,7 +342,7 @@ def test_where_the_loss_alone_is_wanted_a_call_without_labels_returns_all_the_sa
 def test_parts_of_a_batch_have_no_loss_of_their_own_beside_a_plan_either() -> None:
     plain, batch = no_loss.several()
     plan = autopar.plan(plain, 1, example_inputs=batch, hardware="cpu-gloo")
-    with pytest.raises(ConstraintError, match="each rank's own loss"):
+    with pytest.raises(ConstraintError, match="weight of each rank's loss in the total is unknown"):
         autopar.compile(copy.deepcopy(plain), 1, example_inputs=batch, plan=plan, batch="local")
 
 
