@@ -23,7 +23,7 @@ def test_a_pipeline_that_is_proven_less_closely_says_so_and_what_accepts_it(
     assert plan.proof.gap > 1e-5
     (said,) = [r.getMessage() for r in caplog.records if "is not excluded" in r.getMessage()]
     assert "gap=1e-05" in said and "gap=0.00093 accepts this plan" in said
-    assert "was asked for" in str(autopar.explain(plan))
+    assert "was requested" in str(autopar.explain(plan))
 
     caplog.clear()
     accepted = autopar.plan(
