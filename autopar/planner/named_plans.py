@@ -194,7 +194,7 @@ class NamedComparison:
                 )
             ]
         for name, excluded in close:
-            candidate = self._emit(excluded, limit_s)
+            candidate = self._emit(excluded, limit_s, seconds)
             if candidate is not None:
                 its_s = simulated_s(candidate.program, candidate.plan)
                 if its_s < seconds:
@@ -206,8 +206,13 @@ class NamedComparison:
         proven = self.groups.multipliers
         return 0.0 if proven is None else proven.bound_without(excluded)
 
-    def _emit(self, excluded: Excluded, limit_s: float) -> Candidate | None:
+    def _emit(self, excluded: Excluded, limit_s: float, fastest_s: float) -> Candidate | None:
         """Emit the best plan without some strategies.
+
+        Args:
+            excluded: op → the strategies that are left out.
+            limit_s: seconds of an objective that is too long.
+            fastest_s: seconds of a simulated step that is too long.
 
         Returns:
             The plan, with its communications in order; None if it is the best plan of all, is too
@@ -221,7 +226,8 @@ class NamedComparison:
                 return None
             candidate = self.emitter.emit(groups, found)
             if self.emitter.fits(candidate):
-                return self.emitter.order(replace(candidate, plan=self._with_proof(candidate)))
+                candidate = replace(candidate, plan=self._with_proof(candidate))
+                return self.emitter.order_within(candidate, fastest_s)
             groups = replace(groups, learnt=self.emitter.learn(groups.learnt, candidate))
         return None
 
