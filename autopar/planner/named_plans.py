@@ -34,6 +34,7 @@ from autopar.planner.solving import Solving
 from autopar.planner.timeline import simulated_s
 from autopar.plans import Plan
 from autopar.sharding import ClusterClass, Forced, LabelRow, Named, Walks, resolve_named
+from autopar.solve import Common, SmallerProblem
 
 Excluded = Mapping[int, frozenset[int]]
 """Op → the strategies that a named plan does not admit."""
@@ -219,9 +220,10 @@ class NamedComparison:
             slow, or does not fit.
         """
         groups = replace(self.groups, bound_s=self.best.bound_s).forget()
+        smaller, common = SmallerProblem.of(groups.problem, excluded), Common()
         for _ in range(_ROUNDS):
             with self.emitter.clock.phase("solve"):
-                found = self.solving.without(groups.problem, excluded, limit_s)
+                found = self.solving.without(smaller.at_moments(groups.problem), limit_s, common)
             if found is None or _decisions(found) == _decisions(self.best.draft.choices):
                 return None
             candidate = self.emitter.emit(groups, found)

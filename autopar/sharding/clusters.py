@@ -31,6 +31,7 @@ import operator
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import networkx as nx
 import torch
@@ -241,6 +242,9 @@ class _Graph:
     indices: dict[str, tuple[int, ...]] = field(default_factory=dict)
     readers: dict[Ref, list[str]] = field(default_factory=dict)
     options: dict[str, tuple[AxisOption, ...]] = field(default_factory=dict)
+    possible: dict[Any, tuple[tuple[AxisOption, ...], frozenset[int]]] = field(
+        default_factory=dict
+    )  # by call and what its operands are made with
     specially: dict[str, frozenset[Ref]] = field(
         default_factory=dict
     )  # tensors that a node may read with a halo or mirrored
@@ -299,14 +303,8 @@ def _read_graph(trace: Trace) -> _Graph:
         )
         graph.phase[node.name], graph.indices[node.name] = node.meta["phase"], indices
         graph.position[node.name] = len(graph.position)
-        graph.options[node.name] = options = _possible_options(graph, call, reads)
-        asked = frozenset(
-            r
-            for o in options
-            for r, p in zip(reads, o.inputs, strict=True)
-            if issubclass(type(p), Special)
-        )
-        graph.specially[node.name] = asked if node.target is not operator.getitem else frozenset()
+        graph.options[node.name], special = _possible_options(graph, call, reads)
+        graph.specially[node.name] = frozenset(reads[i] for i in special)
         graph.storages.add(node.name, call, reads)
         if graph.from_nothing.issuperset(n for n, _ in reads):
             graph.from_nothing.add(node.name)
@@ -336,10 +334,25 @@ def offered_options(call: Call) -> tuple[AxisOption, ...]:
     return tuple(o for o in options if not any(adds_up(p) for p in o.inputs))
 
 
-def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[AxisOption, ...]:
-    """The options whose partial operands some producer can give. A getitem reads what its producer
-    gives."""
+def _possible_options(
+    graph: _Graph, call: Call, reads: Sequence[Ref]
+) -> tuple[tuple[AxisOption, ...], frozenset[int]]:
+    """Return the options whose partial operands some producer can give, and the operands that some
+    of them read specially. A getitem reads what its producer gives, and nothing specially.
+
+    Nodes of equal layers have the same.
+    """
     made = [(graph.options.get(name, ()), result) for name, result in reads]
+    key = call.keyed, tuple((id(options), result) for options, result in made)
+    if key not in graph.possible:
+        graph.possible[key] = _find_possible(call, made)
+    return graph.possible[key]
+
+
+def _find_possible(
+    call: Call, made: Sequence[tuple[tuple[AxisOption, ...], int]]
+) -> tuple[tuple[AxisOption, ...], frozenset[int]]:
+    """As `_possible_options`, of operands that are made with these options, as these results."""
     given = [
         {
             o.outputs[result]
@@ -348,7 +361,8 @@ def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[
         }
         for options, result in made
     ]
-    asked = (Partial, Mirrored) if call.target is operator.getitem else (Partial,)
+    is_getitem = call.target is operator.getitem
+    asked = (Partial, Mirrored) if is_getitem else (Partial,)
 
     def possible(option: AxisOption) -> bool:
         """Whether producers can give all operands of the option."""
@@ -357,7 +371,9 @@ def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[
             for p, ok in zip(option.inputs, given, strict=True)
         )
 
-    return tuple(filter(possible, offered_options(call)))
+    found = tuple(filter(possible, offered_options(call)))
+    special = (i for o in found for i, p in enumerate(o.inputs) if issubclass(type(p), Special))
+    return found, frozenset() if is_getitem else frozenset(special)
 
 
 def _result_index(node: fx.Node) -> int:
