@@ -233,6 +233,20 @@ class Cluster:
         return (calls, reads, results, len(self.indices))
 
 
+@dataclass(frozen=True, slots=True)
+class _SharedOptions:
+    """The options that nodes of equal layers share.
+
+    Attributes:
+        by_call: options, and the operands that some of them read specially, by call and by the
+            placements in which its operands can be made.
+        given: the partial and mirrored placements in which a tensor can be made.
+    """
+
+    by_call: dict[Any, tuple[tuple[AxisOption, ...], frozenset[int]]]
+    given: dict[Ref, frozenset[Placement]]
+
+
 @dataclass
 class _Graph:
     """Working view of the trace's compute nodes."""
@@ -242,9 +256,7 @@ class _Graph:
     indices: dict[str, tuple[int, ...]] = field(default_factory=dict)
     readers: dict[Ref, list[str]] = field(default_factory=dict)
     options: dict[str, tuple[AxisOption, ...]] = field(default_factory=dict)
-    possible: dict[Any, tuple[tuple[AxisOption, ...], frozenset[int]]] = field(
-        default_factory=dict
-    )  # by call and what its operands are made with
+    shared: _SharedOptions = field(default_factory=lambda: _SharedOptions({}, {}))
     specially: dict[str, frozenset[Ref]] = field(
         default_factory=dict
     )  # tensors that a node may read with a halo or mirrored
@@ -342,25 +354,27 @@ def _possible_options(
 
     Nodes of equal layers have the same.
     """
-    made = [(graph.options.get(name, ()), result) for name, result in reads]
-    key = call.keyed, tuple((id(options), result) for options, result in made)
-    if key not in graph.possible:
-        graph.possible[key] = _find_possible(call, made)
-    return graph.possible[key]
+    given = tuple(_find_given(graph, ref) for ref in reads)
+    key = call.keyed, given
+    if key not in graph.shared.by_call:
+        graph.shared.by_call[key] = _find_possible(call, given)
+    return graph.shared.by_call[key]
+
+
+def _find_given(graph: _Graph, ref: Ref) -> frozenset[Placement]:
+    """Return the partial and mirrored placements in which a tensor can be made."""
+    if ref not in graph.shared.given:
+        outputs = (o.outputs[ref[1]] for o in graph.options.get(ref[0], ()))
+        graph.shared.given[ref] = frozenset(
+            p for p in outputs if issubclass(type(p), (Partial, Mirrored))
+        )
+    return graph.shared.given[ref]
 
 
 def _find_possible(
-    call: Call, made: Sequence[tuple[tuple[AxisOption, ...], int]]
+    call: Call, given: Sequence[frozenset[Placement]]
 ) -> tuple[tuple[AxisOption, ...], frozenset[int]]:
-    """As `_possible_options`, of operands that are made with these options, as these results."""
-    given = [
-        {
-            o.outputs[result]
-            for o in options
-            if issubclass(type(o.outputs[result]), (Partial, Mirrored))
-        }
-        for options, result in made
-    ]
+    """As `_possible_options`, of operands that can be made in these placements."""
     is_getitem = call.target is operator.getitem
     asked = (Partial, Mirrored) if is_getitem else (Partial,)
 
