@@ -257,7 +257,7 @@ def find_way(whole: Call, part: Call, reads: Sequence[Label], num: int) -> Way |
         reads: the labels of the operands.
         num: number of microbatches.
     """
-    return _find(KeyedCall(whole), KeyedCall(part), tuple(reads), num)
+    return _find(whole.keyed, part.keyed, tuple(reads), num)
 
 
 @lru_cache(maxsize=16384)  # equal layers have equal calls

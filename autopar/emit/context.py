@@ -6,12 +6,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.capture.trace import Trace
+from autopar.capture.trace import Parameter, Trace
 from autopar.core.collective import Collective
 from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh
@@ -185,6 +186,15 @@ class LoweringContext:
         """Return the nodes that the trace returns."""
         assert self.output is not None
         return list(self.output.args[0])
+
+    @cached_property
+    def parameters_of(self) -> dict[str, list[Parameter]]:
+        """Trace node → the parameters whose gradient it makes."""
+        results, found = self.results(), dict[str, list[Parameter]]()
+        for p in self.trace.parameters:
+            if p.gradient is not None:
+                found.setdefault(results[p.gradient].name, []).append(p)
+        return found
 
     def value(self, ref: Ref) -> torch.Tensor:
         """Return the traced value of a tensor, a fake tensor of global shape."""

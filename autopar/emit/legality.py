@@ -7,13 +7,15 @@ and every collective must lead from its source layout to its target layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import fx
 
 from autopar.analysis.gradients import addable_uncast
 from autopar.capture.trace import Trace
+from autopar.core.collective import Collective
 from autopar.core.layout import Layout, Strategy
 from autopar.core.layout_graph import neighbours
 from autopar.core.mesh import Mesh
@@ -171,19 +173,10 @@ def _values(trace: Trace) -> Iterator[tuple[TensorKey, _Value]]:
 def _check_step(
     tensor: TensorKey, step: Communication, values: dict[TensorKey, _Value], mesh: Mesh
 ) -> None:
-    moved = getattr(torch, str(step.collective.dtype), None)
     if tensor not in values:
         raise ChangedPlanError(f"the plan moves {tensor}, which the model does not make")
     shape, dtype = values[tensor]
-    wide = isinstance(moved, torch.dtype) and torch.promote_types(dtype, moved) == moved
-    legal = wide and _fits(step.source, shape, mesh)
-    stored = [step.target.on_device()] if step.target.host else []
-    possible = (
-        neighbours(shape, dtype, step.source, mesh.shape, moved, step.target.special, stored=stored)
-        if legal
-        else []
-    )
-    if (step.collective, step.target) not in possible:
+    if not _leads((tuple(shape), dtype), step.collective, step.source, step.target, mesh):
         c = step.collective
         raise ChangedPlanError(
             f"no {c.kind} in {c.dtype}{f' on axis {c.axis}' if c.axis >= 0 else ''} leads from"
@@ -193,5 +186,25 @@ def _check_step(
         )
 
 
-def _fits(layout: Layout, shape: torch.Size, mesh: Mesh) -> bool:
+@lru_cache(maxsize=2**12)
+def _leads(
+    value: tuple[tuple[int, ...], torch.dtype],
+    collective: Collective,
+    source: Layout,
+    target: Layout,
+    mesh: Mesh,
+) -> bool:
+    """Whether a collective leads from one layout of a tensor to another. Equal layers ask the
+    same."""
+    shape, dtype = value
+    moved = getattr(torch, str(collective.dtype), None)
+    wide = isinstance(moved, torch.dtype) and torch.promote_types(dtype, moved) == moved
+    if not wide or not _fits(source, shape, mesh):
+        return False
+    stored = [target.on_device()] if target.host else []
+    possible = neighbours(shape, dtype, source, mesh.shape, moved, target.special, stored=stored)
+    return (collective, target) in possible
+
+
+def _fits(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
     return len(layout.placements) == len(mesh.shape) and layout.fits(shape, mesh.shape)

@@ -194,17 +194,16 @@ class PhaseBuilder:
     def add_up(self, made: str) -> None:
         """Add the result of this node of the trace to the sums of the parameters whose gradient it
         is."""
-        nodes, sums = self.job.results(), self.gradient_sums
-        for p in self.job.trace.parameters if sums.nodes else ():
-            if p.gradient is not None and nodes[p.gradient].name == made:
-                key, total = parameter_key(p.name), sums.nodes[p.name]
-                layout = self.job.index.chosen[key].inputs[0]
-                gradient = self.get((made, 0), layout, key)
-                gradient = sums.wide.get(((made, 0), layout), gradient)
-                if total.op == "placeholder":
-                    added = self.graph.call_function(add_to, (total, gradient))
-                    added.meta.update(total.meta, key=f"{key}/add_to", slack="deferrable")
-                    sums.nodes[p.name] = added
+        sums = self.gradient_sums
+        for p in self.job.parameters_of.get(made, ()) if sums.nodes else ():
+            key, total = parameter_key(p.name), sums.nodes[p.name]
+            layout = self.job.index.chosen[key].inputs[0]
+            gradient = self.get((made, 0), layout, key)
+            gradient = sums.wide.get(((made, 0), layout), gradient)
+            if total.op == "placeholder":
+                added = self.graph.call_function(add_to, (total, gradient))
+                added.meta.update(total.meta, key=f"{key}/add_to", slack="deferrable")
+                sums.nodes[p.name] = added
 
     def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
         """Record the node that holds a tensor in a layout, and issue the collectives that shrink it

@@ -260,6 +260,15 @@ class Ordering:
     def fastest(self, tried: Candidate) -> Candidate:
         """Order the communications of a plan that fits such that its simulated step is the
         shortest."""
+        return self.fastest_within(tried, math.inf) or tried
+
+    def fastest_within(self, tried: Candidate, limit_s: float) -> Candidate | None:
+        """Return what `fastest` does; None if no order has a simulated step below a limit.
+
+        Args:
+            tried: the plan that fits, in the order of its ops.
+            limit_s: seconds of a step that is too long.
+        """
         with self.clock.phase("buckets"):
             plans = [tried, *self._in_buckets(tried)]
         if len(plans) == 1 and self.priced.problem.overlap_slowdown >= 1.0:
@@ -274,6 +283,8 @@ class Ordering:
             None  # the best plan so far, with communication beside compute and without
         )
         least_s = math.inf
+        if shortest_first[0][0] >= limit_s * (1.0 + WORTH):
+            return None
         for roomy_s, plain, ordered in shortest_first:
             if roomy_s >= least_s or (math.isfinite(least_s) and self.over()):
                 break

@@ -15,7 +15,7 @@ from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Ordering, Peaks
 from autopar.planner.learned_moments import LayerGroups, Learnt
 from autopar.planner.plan_assembly import assemble, certify_proof
-from autopar.plans import Fingerprint
+from autopar.plans import Fingerprint, Plan
 from autopar.request import PlanOptions
 from autopar.solve import within
 
@@ -47,10 +47,7 @@ class Emitter:
         Returns:
             The candidate, whose communications are in the order of the ops.
         """
-        with self.clock.phase("assemble"):
-            draft = PlanDraft.of(self.trace, self.mesh, groups.priced, choices)
-            plan = assemble(draft, self.mark, self.recorded, groups.bound_s)
-            plan = replace(plan, proof=certify_proof(plan.proof, draft, groups.multipliers))
+        draft, plan = self._assemble(groups, choices)
         with self.clock.phase("emit"):
             accumulates = groups.priced.problem.accumulates
             program = emit_stage(self.trace, plan, accumulates=accumulates)
@@ -59,6 +56,29 @@ class Emitter:
         peak_bytes = peak + plan.prediction.beside_bytes
         problem = within(groups.problem, choices.regions)
         return Candidate(draft, plan, program, peak_bytes, groups.bound_s, problem)
+
+    def prove(self, groups: LayerGroups, candidate: Candidate) -> Candidate:
+        """Return a candidate with another bound. Its program stays.
+
+        Args:
+            groups: the layers that the candidate is for, with the bound that the plan states.
+        """
+        choices = candidate.draft.choices
+        draft, plan = self._assemble(groups, choices)
+        return replace(
+            candidate,
+            draft=draft,
+            plan=plan,
+            bound_s=groups.bound_s,
+            problem=within(groups.problem, choices.regions),
+        )
+
+    def _assemble(self, groups: LayerGroups, choices: Solution) -> tuple[PlanDraft, Plan]:
+        with self.clock.phase("assemble"):
+            draft = PlanDraft.of(self.trace, self.mesh, groups.priced, choices)
+            plan = assemble(draft, self.mark, self.recorded, groups.bound_s)
+            proof = certify_proof(plan.proof, draft, groups.multipliers)
+            return draft, replace(plan, proof=proof)
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the peak of a candidate is within the budget."""
@@ -73,10 +93,26 @@ class Emitter:
         """
         if self.options.is_over:
             return candidate
+        return self._ordering(candidate).fastest(candidate)
+
+    def order_within(self, candidate: Candidate, limit_s: float) -> Candidate | None:
+        """Order the communications of a candidate that fits, if its step may be short enough.
+
+        Args:
+            candidate: the candidate.
+            limit_s: seconds of a simulated step that is too long.
+
+        Returns:
+            As `order`; None if no order is shorter than the limit.
+        """
+        if self.options.is_over:
+            return candidate
+        return self._ordering(candidate).fastest_within(candidate, limit_s)
+
+    def _ordering(self, candidate: Candidate) -> Ordering:
         over = partial(getattr, self.options, "is_over")
         measures = self.peaks.peak_bytes, self.peaks.by_node
-        ordering = Ordering(candidate.draft.priced, self.budget, *measures, self.clock, over)
-        return ordering.fastest(candidate)
+        return Ordering(candidate.draft.priced, self.budget, *measures, self.clock, over)
 
     def learn(self, learnt: Learnt, candidate: Candidate) -> Learnt:
         """Learn from a candidate at which moments it is over the budget.

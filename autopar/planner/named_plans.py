@@ -34,6 +34,7 @@ from autopar.planner.solving import Solving
 from autopar.planner.timeline import simulated_s
 from autopar.plans import Plan
 from autopar.sharding import ClusterClass, Forced, LabelRow, Named, Walks, resolve_named
+from autopar.solve import Common, SmallerProblem
 
 Excluded = Mapping[int, frozenset[int]]
 """Op → the strategies that a named plan does not admit."""
@@ -194,7 +195,7 @@ class NamedComparison:
                 )
             ]
         for name, excluded in close:
-            candidate = self._emit(excluded, limit_s)
+            candidate = self._emit(excluded, limit_s, seconds)
             if candidate is not None:
                 its_s = simulated_s(candidate.program, candidate.plan)
                 if its_s < seconds:
@@ -206,22 +207,29 @@ class NamedComparison:
         proven = self.groups.multipliers
         return 0.0 if proven is None else proven.bound_without(excluded)
 
-    def _emit(self, excluded: Excluded, limit_s: float) -> Candidate | None:
+    def _emit(self, excluded: Excluded, limit_s: float, fastest_s: float) -> Candidate | None:
         """Emit the best plan without some strategies.
+
+        Args:
+            excluded: op → the strategies that are left out.
+            limit_s: seconds of an objective that is too long.
+            fastest_s: seconds of a simulated step that is too long.
 
         Returns:
             The plan, with its communications in order; None if it is the best plan of all, is too
             slow, or does not fit.
         """
         groups = replace(self.groups, bound_s=self.best.bound_s).forget()
+        smaller, common = SmallerProblem.of(groups.problem, excluded), Common()
         for _ in range(_ROUNDS):
             with self.emitter.clock.phase("solve"):
-                found = self.solving.without(groups.problem, excluded, limit_s)
+                found = self.solving.without(smaller.at_moments(groups.problem), limit_s, common)
             if found is None or _decisions(found) == _decisions(self.best.draft.choices):
                 return None
             candidate = self.emitter.emit(groups, found)
             if self.emitter.fits(candidate):
-                return self.emitter.order(replace(candidate, plan=self._with_proof(candidate)))
+                candidate = replace(candidate, plan=self._with_proof(candidate))
+                return self.emitter.order_within(candidate, fastest_s)
             groups = replace(groups, learnt=self.emitter.learn(groups.learnt, candidate))
         return None
 

@@ -371,7 +371,7 @@ class PlannerLoop:
             better = self.emitter.emit(groups, found)
             if self.emitter.fits(better):
                 return better
-        return self.emitter.emit(groups, choices)
+        return self.emitter.prove(groups, best)
 
     def _shrink(self, state: SearchState) -> SearchState:
         """Search again without kernels, or, if there are none, for a plan of little memory.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.core.problem import Problem
@@ -136,21 +135,20 @@ class Solving:
         return self.cases.solve(problem) if learnt else self.cases.answer
 
     def without(
-        self, problem: Problem, excluded: Mapping[int, Collection[int]], limit_s: float
+        self, smaller: SmallerProblem, limit_s: float, common: Common | None = None
     ) -> Solution | None:
         """Solve a problem without some strategies, and without dividing it into cases.
 
         Args:
-            problem: the problem.
-            excluded: op → the strategies that are left out.
+            smaller: the problem.
             limit_s: seconds of a step that an answer has to beat.
+            common: what searches for the same problem with other moments have found.
 
         Returns:
             The answer, as one of the whole problem; None if there is none, or it does not beat the
             limit.
         """
-        smaller = SmallerProblem.of(problem, excluded)
-        found = self._ask_case(smaller.problem, None, Common())
+        found = self._ask_case(smaller.problem, None, common or Common())
         if not isinstance(found, Solution) or found.objective_s >= limit_s:
             return None
         return smaller.restore(found)

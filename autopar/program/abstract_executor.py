@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.capture.dynamo.fakes import fake_like, is_fake, no_modes
 from autopar.core.collective import HOST_KINDS
 from autopar.kernels import host
 from autopar.kernels.collectives import PARTS, Groups, local_length, local_start, use_groups
@@ -28,6 +27,7 @@ from autopar.kernels.host import is_on_host
 from autopar.program.executor import Executor, without_saved
 from autopar.program.program import Action, StageProgram
 from autopar.program.reorder import call_of_action, order_of, reads
+from autopar.program.tensor_lies import MOST_KINDS, Lie, as_lying, flat, lie_of
 from autopar.request import Batch, Outputs
 
 
@@ -153,9 +153,6 @@ class AbstractStorage:
 
 
 _LITERALS = frozenset((int, float, bool, str, type(None)))
-Lie = tuple[
-    tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool
-]  # size, stride, offset, dtype; read conjugated, negated
 
 
 class AbstractValue:
@@ -306,7 +303,7 @@ class _Trial:
             base = self.flat[number]
             if base is None:
                 base = self.flat[number] = flat(
-                    self.call.num_bytes[number], x.lie[3], on_host=x.storage.on_host
+                    self.call.num_bytes[number], x.lie.dtype, on_host=x.storage.on_host
                 )
             return as_lying(base, x.lie)
         return type(x)(map(self._real, x)) if isinstance(x, list | tuple) else x
@@ -327,34 +324,6 @@ class _Trial:
         return type(x)(map(self._place, x)) if isinstance(x, list | tuple) else x
 
 
-def lie_of(x: Tensor) -> Lie:
-    """Return how a tensor lies in its storage."""
-    return tuple(x.shape), tuple(x.stride()), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
-
-
-def flat(num_bytes: int, dtype: torch.dtype, *, on_host: bool = False) -> Tensor:
-    """Return an uninitialised tensor of one dim with so many bytes."""
-    make = host.empty if on_host else torch.empty
-    return make((num_bytes // dtype.itemsize,), dtype=dtype)
-
-
-def as_lying(base: Tensor, lie: Lie) -> Tensor:
-    """Return a tensor that lies in the storage of `base` in a given way."""
-    size, stride, offset, dtype, conjugated, negated = lie
-    if is_fake(
-        base
-    ):  # by hand: the mode's dispatch of what says nothing new would take ten times as long
-        with no_modes():
-            plain = torch.empty(0, dtype=dtype, device="meta").set_(
-                base.untyped_storage(), offset, size, stride
-            )
-            x = fake_like(plain, base.device, base.fake_mode)
-    else:
-        x = (base if base.dtype == dtype else base.view(dtype)).as_strided(size, stride, offset)
-    x = x.conj() if conjugated else x
-    return torch._neg_view(x) if negated else x
-
-
 # --------------------------------------------------------------------------------------------------
 # An executor that runs a program's graphs without tensors. The effect of each kind of call is found
 # once, on fake tensors, and then only added up.
@@ -367,8 +336,7 @@ def as_lying(base: Tensor, lie: Lie) -> Tensor:
 Seen = Callable[[str, fx.Node, int], None]
 """Called with phase, node, and the peak of live bytes while it ran; for a step that is started
 early, also when it starts."""
-_MOST_KINDS = 50_000  # remembered; programs of one session have a few hundred each
-_effects: dict[Any, Effect] = {}
+_effects: dict[Groups, dict[Any, Effect]] = {}
 
 
 class Rehearsal(Executor):
@@ -452,12 +420,13 @@ class _Run:
         given = (node for _, node in self.order if node.op == "placeholder")
         env.update(zip(given, _taken_over(operands, self.memory), strict=True))
         last_use = _last_uses(self.order)
+        known = _effects.setdefault(self.groups, {})
         with use_groups(self.groups):
             for place, (action, node) in enumerate(self.order):
                 if node.op == "call_function":
                     before = self.memory.live_bytes
                     env[node], rise_bytes = self._call_node(
-                        node if action == "run" else _Part.of(action, node), env
+                        node if action == "run" else _Part.of(action, node), env, known
                     )
                     self._tell(node, before + rise_bytes)
                     for dead in last_use.get(place, ()):
@@ -474,7 +443,9 @@ class _Run:
         if self.seen is not None:
             self.seen(self.phase, node, peak_bytes)
 
-    def _call_node(self, node: fx.Node | _Part, env: Mapping[fx.Node, Any]) -> tuple[Any, int]:
+    def _call_node(
+        self, node: fx.Node | _Part, env: Mapping[fx.Node, Any], known: dict[Any, Effect]
+    ) -> tuple[Any, int]:
         """Return the node's value, and how far live bytes rise while it runs."""
         if (
             node.target in PARTS
@@ -492,12 +463,12 @@ class _Run:
             return node.args[0] - local_length(*node.args), 0
         call = Operands(env)
         args, kwargs = call.token(node.args), call.token(node.kwargs)
-        key = (node.target, args, kwargs, call.sizes(), self.groups)
-        effect = _effects.get(key)
+        key = (node.target, args, kwargs, call.sizes())
+        effect = known.get(key)
         if effect is None:
-            if len(_effects) >= _MOST_KINDS:
+            if sum(map(len, _effects.values())) >= MOST_KINDS:
                 _effects.clear()
-            effect = _effects[key] = tried_out(node, call, env, self.memory)
+            effect = known[key] = tried_out(node, call, env, self.memory)
         storages = [
             *call.storages,
             *(AbstractStorage(size, self.memory, on_host=there) for size, there in effect.made),
@@ -571,7 +542,7 @@ def _handed_over(values: list[Any]) -> list[Any]:
     results: list[Any] = []
     for value in values:
         results.append(
-            as_lying(value.storage.tensor(value.lie[3]), value.lie)
+            as_lying(value.storage.tensor(value.lie.dtype), value.lie)
             if isinstance(value, AbstractValue)
             else value
         )

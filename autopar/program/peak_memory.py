@@ -4,11 +4,12 @@ real ones (`autopar.program.abstract_executor`)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.dynamo.fakes import new_fake_mode
+from autopar.capture.dynamo.fakes import fake_like, new_fake_mode, no_modes
 from autopar.core.autocast_state import as_written
 from autopar.core.layout import local_shape
 from autopar.kernels import host
@@ -80,12 +81,26 @@ def _run(
         unread=True,
         last_queries=coordinate is None,
     )
-    with new_fake_mode(), memory, as_written():
-        parameters = [_empty(t, program, place) for t in program.parameters]
-        buffers = [_empty(t, program, place) for t in program.buffers]
+    with new_fake_mode() as mode, memory, as_written():
+
+        def empty(tensor: ProgramTensor) -> Tensor:
+            """A fake tensor for the part of a tensor at this place. It is made by hand, since the
+            dispatch of the modes takes ten times as long."""
+            if tensor.layout.host:
+                return host.empty(_shape(tensor, program, place), tensor.dtype)
+            with no_modes():
+                plain = torch.empty(
+                    _shape(tensor, program, place), dtype=tensor.dtype, device="meta"
+                )
+                made = fake_like(plain, torch.device("cpu"), mode)
+            memory.register((made,))
+            return made
+
+        parameters = [empty(t) for t in program.parameters]
+        buffers = [empty(t) for t in program.buffers]
         given = [batch == "global" and not t.crosses for t in program.inputs]
         inputs = [
-            torch.empty(t.shape, dtype=t.dtype) if whole else _empty(t, program, place)
+            torch.empty(t.shape, dtype=t.dtype) if whole else empty(t)
             for t, whole in zip(program.inputs, given, strict=True)
         ]
         resting = parameters  # they rest beside what is gathered of them
@@ -97,7 +112,7 @@ def _run(
         gradients = []
         if train and any(t.has_gradient for t in (*program.parameters, *program.inputs)):
             # autograd, or the schedule, holds tangents until backward ends, and so does this name
-            tangents = [_empty(t, program, place) for t in program.outputs if t.has_gradient]
+            tangents = [empty(t) for t in program.outputs if t.has_gradient]
             gradients = executor.backward(saved, list(tangents), sums)
             del tangents
         final = memory.live_bytes - resident
@@ -105,8 +120,7 @@ def _run(
     return PeakMemory(memory.peak_bytes, resident, kept, final)
 
 
-@dataclass(frozen=True, slots=True)
-class NodePeak:
+class NodePeak(NamedTuple):
     """The peak of live bytes while one node of a program runs."""
 
     phase: str
@@ -136,10 +150,7 @@ def all_peaks(
     return whole, tuple(found)
 
 
-def _empty(tensor: ProgramTensor, program: StageProgram, coordinate: tuple[int, ...]) -> Tensor:
-    shape = local_shape(tensor.view, tensor.layout, program.mesh.shape, coordinate)
-    return (
-        host.empty(shape, tensor.dtype)
-        if tensor.layout.host
-        else torch.empty(shape, dtype=tensor.dtype)
-    )
+def _shape(
+    tensor: ProgramTensor, program: StageProgram, coordinate: tuple[int, ...]
+) -> tuple[int, ...]:
+    return local_shape(tensor.view, tensor.layout, program.mesh.shape, coordinate)

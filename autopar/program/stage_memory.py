@@ -21,11 +21,12 @@ from autopar.core.autocast_state import as_written
 from autopar.core.layout import local_shape
 from autopar.kernels import host
 from autopar.kernels.collectives import fake_groups
-from autopar.program.abstract_executor import LiveBytes, Rehearsal, as_lying, flat, lie_of
+from autopar.program.abstract_executor import LiveBytes, Rehearsal
 from autopar.program.executor import Returned, parts_of
 from autopar.program.program import StageProgram
 from autopar.program.schedule import Action
 from autopar.program.stage_work import StageWork, outputs_kept
+from autopar.program.tensor_lies import as_lying, flat, lie_of
 from autopar.request import Outputs
 
 SIMULATED = 2  # microbatches in flight

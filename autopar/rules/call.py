@@ -12,9 +12,10 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -43,7 +44,7 @@ class Operand:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One op application.
 
@@ -62,7 +63,7 @@ class Call:
     outputs: tuple[TensorInfo, ...]
     where: Where = field(default_factory=Where)
 
-    @property
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """What rules depend on: equal calls of repeated layers have equal keys.
 
@@ -71,6 +72,11 @@ class Call:
         """
         settings = tuple(sorted(item for item in self.kwargs.items() if item[0] != "draw"))
         return self.target, self.args, settings, self.inputs, self.outputs
+
+    @cached_property
+    def keyed(self) -> KeyedCall:
+        """The call as a key of caches."""
+        return KeyedCall(self)
 
 
 class KeyedCall:
@@ -159,12 +165,25 @@ def where_of(node: fx.Node) -> Where:
     return Where(op_name(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
 
 
+# A search asks for the calls of a trace many times: for clusters, walks of named plans, and each
+# emitted plan. Nodes of traces do not change.
+_calls: WeakKeyDictionary[fx.Node, Call] = WeakKeyDictionary()
+
+
 def call_of(node: fx.Node) -> Call:
-    """Describe the call of a node. A getitem has one operand: the result that it selects.
+    """Return the call of a node. A getitem has one operand: the result that it selects.
 
     Args:
-        node: a call; it and its operands have their values in ``meta["val"]``.
+        node: a call of a graph that is not changed any more; it and its operands have their values
+            in ``meta["val"]``.
     """
+    found = _calls.get(node)
+    if found is None:
+        found = _calls[node] = _describe(node)
+    return found
+
+
+def _describe(node: fx.Node) -> Call:
     assert node.op == "call_function" and callable(node.target), (
         f"node {node.name} is a {node.op}, not a call"
     )

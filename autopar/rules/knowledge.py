@@ -38,7 +38,7 @@ def axis_options(call: Call) -> tuple[AxisOption, ...]:
     Raises:
         RuleError: if the op's rule does not fit the call.
     """
-    return _cached_options(KeyedCall(call))
+    return _cached_options(call.keyed)
 
 
 @lru_cache(maxsize=16384)
@@ -57,7 +57,7 @@ def forget() -> None:
 def strategies(call: Call, mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
     """Return all strategies of a call on a mesh in a fixed order (see `expansion`); the first
     replicates everything."""
-    return _strategies(KeyedCall(call), tuple(mesh_shape))
+    return _strategies(call.keyed, tuple(mesh_shape))
 
 
 @lru_cache(maxsize=16384)
@@ -73,7 +73,7 @@ def is_strategy(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bo
         strategy: the strategy.
         mesh_shape: devices on each axis of the mesh.
     """
-    return _is_strategy(KeyedCall(call), strategy, tuple(mesh_shape))
+    return _is_strategy(call.keyed, strategy, tuple(mesh_shape))
 
 
 @lru_cache(maxsize=65536)  # equal layers make equal calls

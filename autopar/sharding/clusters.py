@@ -31,6 +31,7 @@ import operator
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import networkx as nx
 import torch
@@ -232,6 +233,20 @@ class Cluster:
         return (calls, reads, results, len(self.indices))
 
 
+@dataclass(frozen=True, slots=True)
+class _SharedOptions:
+    """The options that nodes of equal layers share.
+
+    Attributes:
+        by_call: options, and the operands that some of them read specially, by call and by the
+            placements in which its operands can be made.
+        given: the partial and mirrored placements in which a tensor can be made.
+    """
+
+    by_call: dict[Any, tuple[tuple[AxisOption, ...], frozenset[int]]]
+    given: dict[Ref, frozenset[Placement]]
+
+
 @dataclass
 class _Graph:
     """Working view of the trace's compute nodes."""
@@ -241,6 +256,7 @@ class _Graph:
     indices: dict[str, tuple[int, ...]] = field(default_factory=dict)
     readers: dict[Ref, list[str]] = field(default_factory=dict)
     options: dict[str, tuple[AxisOption, ...]] = field(default_factory=dict)
+    shared: _SharedOptions = field(default_factory=lambda: _SharedOptions({}, {}))
     specially: dict[str, frozenset[Ref]] = field(
         default_factory=dict
     )  # tensors that a node may read with a halo or mirrored
@@ -299,14 +315,8 @@ def _read_graph(trace: Trace) -> _Graph:
         )
         graph.phase[node.name], graph.indices[node.name] = node.meta["phase"], indices
         graph.position[node.name] = len(graph.position)
-        graph.options[node.name] = options = _possible_options(graph, call, reads)
-        asked = frozenset(
-            r
-            for o in options
-            for r, p in zip(reads, o.inputs, strict=True)
-            if issubclass(type(p), Special)
-        )
-        graph.specially[node.name] = asked if node.target is not operator.getitem else frozenset()
+        graph.options[node.name], special = _possible_options(graph, call, reads)
+        graph.specially[node.name] = frozenset(reads[i] for i in special)
         graph.storages.add(node.name, call, reads)
         if graph.from_nothing.issuperset(n for n, _ in reads):
             graph.from_nothing.add(node.name)
@@ -336,19 +346,37 @@ def offered_options(call: Call) -> tuple[AxisOption, ...]:
     return tuple(o for o in options if not any(adds_up(p) for p in o.inputs))
 
 
-def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[AxisOption, ...]:
-    """The options whose partial operands some producer can give. A getitem reads what its producer
-    gives."""
-    made = [(graph.options.get(name, ()), result) for name, result in reads]
-    given = [
-        {
-            o.outputs[result]
-            for o in options
-            if issubclass(type(o.outputs[result]), (Partial, Mirrored))
-        }
-        for options, result in made
-    ]
-    asked = (Partial, Mirrored) if call.target is operator.getitem else (Partial,)
+def _possible_options(
+    graph: _Graph, call: Call, reads: Sequence[Ref]
+) -> tuple[tuple[AxisOption, ...], frozenset[int]]:
+    """Return the options whose partial operands some producer can give, and the operands that some
+    of them read specially. A getitem reads what its producer gives, and nothing specially.
+
+    Nodes of equal layers have the same.
+    """
+    given = tuple(_find_given(graph, ref) for ref in reads)
+    key = call.keyed, given
+    if key not in graph.shared.by_call:
+        graph.shared.by_call[key] = _find_possible(call, given)
+    return graph.shared.by_call[key]
+
+
+def _find_given(graph: _Graph, ref: Ref) -> frozenset[Placement]:
+    """Return the partial and mirrored placements in which a tensor can be made."""
+    if ref not in graph.shared.given:
+        outputs = (o.outputs[ref[1]] for o in graph.options.get(ref[0], ()))
+        graph.shared.given[ref] = frozenset(
+            p for p in outputs if issubclass(type(p), (Partial, Mirrored))
+        )
+    return graph.shared.given[ref]
+
+
+def _find_possible(
+    call: Call, given: Sequence[frozenset[Placement]]
+) -> tuple[tuple[AxisOption, ...], frozenset[int]]:
+    """As `_possible_options`, of operands that can be made in these placements."""
+    is_getitem = call.target is operator.getitem
+    asked = (Partial, Mirrored) if is_getitem else (Partial,)
 
     def possible(option: AxisOption) -> bool:
         """Whether producers can give all operands of the option."""
@@ -357,7 +385,9 @@ def _possible_options(graph: _Graph, call: Call, reads: Sequence[Ref]) -> tuple[
             for p, ok in zip(option.inputs, given, strict=True)
         )
 
-    return tuple(filter(possible, offered_options(call)))
+    found = tuple(filter(possible, offered_options(call)))
+    special = (i for o in found for i, p in enumerate(o.inputs) if issubclass(type(p), Special))
+    return found, frozenset() if is_getitem else frozenset(special)
 
 
 def _result_index(node: fx.Node) -> int:

@@ -142,6 +142,24 @@ class TraceIndex:
     gradient_of: Mapping[str, str]
 
     @cached_property
+    def _plain_options(self) -> dict[str, tuple[AxisOption, ...]]:
+        return {}
+
+    def plain_options(self, name: str) -> tuple[AxisOption, ...]:
+        """Return the options of a node without halos and mirrored placements, in which a tensor
+        that it reads twice has one placement. All walks ask for the same."""
+        found = self._plain_options.get(name)
+        if found is None:
+            reads = self.reads[name]
+            found = self._plain_options[name] = tuple(
+                o
+                for o in offered_options(self.calls[name])
+                if _reads_alike(reads, o)
+                and not any(isinstance(p, Special) for p in (*o.inputs, *o.outputs))
+            )
+        return found
+
+    @cached_property
     def _by_name(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self.trace.graph.nodes}
 
@@ -346,13 +364,7 @@ class Propagation:
         return min(scored, key=lambda s: s[:2])[2] if scored else None
 
     def _options(self, node: fx.Node) -> tuple[AxisOption, ...]:
-        reads = self.graph.reads[node.name]
-        offered = (
-            o for o in offered_options(self.graph.calls[node.name]) if _reads_alike(reads, o)
-        )
-        options = tuple(
-            o for o in offered if not any(isinstance(p, Special) for p in (*o.inputs, *o.outputs))
-        )
+        options = self.graph.plain_options(node.name)
         if (
             self.policy.columns and node.target is ops.square_sum
         ):  # a sum over ranks between two linears would not end their chain

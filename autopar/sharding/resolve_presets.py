@@ -10,6 +10,7 @@ Data parallelism starts from the batch, dim 0 of the inputs, and context paralle
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -111,10 +112,19 @@ class Walks:
         sizes = tuple(mesh.shape[axis] for axis in axes)
         if plan.kind in SIDES or not axes:
             return _spreads(self.graph, plan, mesh)
-        key = name, plan.sequence, sizes
+        key = name, plan.sequence, self._parts(plan, sizes)
         if key not in self._known:
             self._known[key] = _spreads(self.graph, plan, mesh)
         return dict.fromkeys(axes, next(iter(self._known[key].values())))
+
+    def _parts(self, plan: Parallelism, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sizes of axes if placements depend on them: for experts, and for a batch that
+        they do not divide."""
+        is_experts = plan.name.startswith("expert_parallel")
+        is_split_evenly = bool(plan.kind) or plan.name == "context_parallel"
+        if not is_experts and (is_split_evenly or _batch_of(self.graph) % math.prod(sizes) == 0):
+            return ()
+        return sizes
 
 
 def resolve_named(
@@ -253,13 +263,17 @@ def _alternatives(
     )
 
 
+def _batch_of(graph: TraceIndex) -> int:
+    """Return the number of samples, dim 0 of the first input that has one; else 0."""
+    return next((i.shape[0] for i in graph.trace.inputs if i.shape), 0)
+
+
 def _data_parallel(graph: TraceIndex, plan: Parallelism, sizes: Sequence[int]) -> SpreadLabels:
     """Split every input over its dim 0, on axes of these sizes, and propagate.
 
     Experts are split as well if the plan says so.
     """
-    inputs = [i for i in graph.trace.inputs if i.shape]
-    batch = inputs[0].shape[0] if inputs else 0
+    inputs, batch = [i for i in graph.trace.inputs if i.shape], _batch_of(graph)
     split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
     if not split:
         what = f"{plan}: no input has a batch to split; its dim 0 would be it"

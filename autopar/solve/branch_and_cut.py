@@ -290,6 +290,10 @@ class BranchAndCut:
             if self._fits_nowhere(rows) or self.relaxation.add_rows(rows) is None:
                 self.infeasible = self.plans.best is None
                 break
+        if self.plans.best is not None:
+            self.request.common.has_plan = True
+        elif self._skipped_all_rows:
+            self.infeasible = self._needs_more() or self.infeasible
         return self._answer()
 
     def _take_known(self) -> None:
@@ -429,14 +433,20 @@ class BranchAndCut:
 
     def _fits_nowhere(self, broken: Sequence[int]) -> bool:
         """Whether no plan fits, before the first budget rows come in: all rows at once say so
-        sooner than one after another."""
+        sooner than one after another. If a search before found a plan, this is rarely so."""
         budget = [r for r in broken if r < len(self.extra.rows)]
-        if (
-            self.plans.best is None
-            and budget
-            and not self.extra.budget
-            and SMALL < len(self.engine.names) < LARGE
-        ):
+        is_first = self.plans.best is None and budget and not self.extra.budget
+        return bool(is_first) and not self.request.common.has_plan and self._needs_more()
+
+    @property
+    def _skipped_all_rows(self) -> bool:
+        """Whether the search has no answer and did not look at all budget rows at once."""
+        return self.apart is None and self.request.common.has_plan and bool(self.extra.budget)
+
+    def _needs_more(self) -> bool:
+        """Whether all budget rows at once show that no plan fits; `least` then says how much is
+        needed."""
+        if SMALL < len(self.engine.names) < LARGE:
             problem = self.request.problem
             needed = Lightest(problem, self.request.time_limit_s).bound_bytes
             self.least = Least(needed) if needed > problem.budget_bytes else None

@@ -81,9 +81,11 @@ class Common:
 
     Attributes:
         work: the work of all its searches.
+        has_plan: whether one of them found a plan, so that the others are likely to.
     """
 
     work: SimplexWork = field(default_factory=SimplexWork)
+    has_plan: bool = False
     _found: deque[Free] = field(default_factory=lambda: deque(maxlen=_LAST))
 
     def of(self, problem: Problem) -> Free | None:

@@ -53,6 +53,12 @@ class SmallerProblem:
         )
         return SmallerProblem(problem, kept)
 
+    def at_moments(self, whole: Problem) -> SmallerProblem:
+        """Return the same problem with the moments of another whole problem that differs in its
+        moments only."""
+        moments = tuple(_smaller_moment(moment, self.kept) for moment in whole.moments)
+        return replace(self, problem=replace(self.problem, moments=moments))
+
     def restore(self, found: Solution) -> Solution:
         """Return an answer as one of the whole problem. Its bound and what proves it hold for the
         smaller problem only."""

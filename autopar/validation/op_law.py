@@ -67,7 +67,7 @@ def judge(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Ve
     Args:
         call: on global tensors. strategy: the layouts. mesh_shape: the sizes of the mesh axes.
     """
-    return _judge(KeyedCall(call), strategy.plain, tuple(mesh_shape))
+    return _judge(call.keyed, strategy.plain, tuple(mesh_shape))
 
 
 @lru_cache(maxsize=65536)
@@ -111,7 +111,7 @@ def _on_one_axis(keyed: KeyedCall, option: AxisOption, uneven: bool) -> tuple[Ve
     if call.target in _ZEROS:
         kwargs = {name: x for name, x in call.kwargs.items() if name != "memory_format"}
         filled = replace(call, target=_ZEROS[call.target], kwargs=kwargs)
-        return _on_one_axis(KeyedCall(filled), option, uneven)
+        return _on_one_axis(filled.keyed, option, uneven)
     if call.target in VIEWS:
         holds, wrong = keeps_parts(call, option, uneven=uneven), _OTHER_ELEMENTS
     elif call.target in DRAWS:

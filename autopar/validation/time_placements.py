@@ -65,7 +65,7 @@ def placements_in_time(
             operands' placements.
         num: of microbatches.
     """
-    found = _place_results(KeyedCall(whole), KeyedCall(part), tuple(reads), num)
+    found = _place_results(whole.keyed, part.keyed, tuple(reads), num)
     return found if found else tuple(TimePlacement("open") for _ in whole.outputs)
 
 

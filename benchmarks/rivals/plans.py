@@ -268,7 +268,7 @@ def activation_peaks(program: StageProgram, outputs: Outputs) -> tuple[NodePeak,
     uncounted, found = 0, []
     for peak in node_peaks(program, outputs=outputs):
         uncounted += made.pop(peak.node, 0)
-        found.append(replace(peak, peak_bytes=peak.peak_bytes - uncounted))
+        found.append(peak._replace(peak_bytes=peak.peak_bytes - uncounted))
     return tuple(found)
 
 

@@ -21,9 +21,9 @@ from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.cost.op_times import compute_time
 from autopar.errors import VerificationError
-from autopar.program.abstract_executor import as_lying, lie_of
 from autopar.program.peak_memory import node_peaks, trace_peak
 from autopar.program.splitting import join
+from autopar.program.tensor_lies import as_lying, lie_of
 from autopar.runtime.backward import clip_grad_norm_
 
 

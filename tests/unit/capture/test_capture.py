@@ -12,7 +12,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import zoo_small
 from torch import Tensor, nn
+from torch._dynamo import funcname_cache
 from torch.nn import functional as F
 
 import autopar
@@ -740,3 +742,13 @@ def test_where_a_transformers_model_cannot_be_captured_as_it_is_traced_its_eager
     outputs, _ = _run(capture(model, (x,)), model, x)
     torch.testing.assert_close(outputs[0], model(x).detach())
     assert home.is_torchdynamo_compiling.__name__ == "is_torchdynamo_compiling"
+
+
+def test_source_files_are_not_split_into_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo does so for a log of calls that nobody asked for."""
+    model, batch = zoo_small.gpt2()
+    funcname_cache.clearcache()
+    added: list[str] = []
+    monkeypatch.setattr(funcname_cache, "_add_file", added.append)
+    capture(model, (), batch)
+    assert not added

@@ -14,9 +14,10 @@ from made_plan import strategy
 from torch import fx
 
 from autopar.capture import Trace, capture
+from autopar.constraints import fsdp
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.emit import emit, emit_stage
+from autopar.emit import emit, emit_stage, legality
 from autopar.errors import EmissionError, PlanError
 from autopar.kernels import collectives as steps
 from autopar.planner import Planned, PlanOptions, make_plan
@@ -265,3 +266,21 @@ def test_a_parameter_that_cannot_rest_so_is_refused(planned: tuple[Trace, Planne
                     ),
                 ),
             )
+
+
+def test_collectives_of_equal_layers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, numbers, ask = list[object](), list[int](), legality.neighbours
+    monkeypatch.setattr(
+        legality, "neighbours", lambda *of, **more: asked.append(of) or ask(*of, **more)
+    )
+    for num_layers in (3, 6):
+        model, batch = zoo_small.llama(num_layers=num_layers)
+        trace = capture(model, (), batch)
+        plan = make_plan(
+            trace, Mesh(2), HardwareProfile.load("h100-sxm"), PlanOptions(constraints=(fsdp(),))
+        ).plan
+        legality._leads.cache_clear()
+        asked.clear()
+        emit_stage(trace, plan)
+        numbers.append(len(asked))
+    assert numbers[0] == numbers[1] > 5

@@ -23,6 +23,7 @@ from autopar.planner.named_plans import NamedPlans, excluded_by
 from autopar.planner.pipeline.stage_cache import Alike
 from autopar.planner.solving import Solving
 from autopar.sharding import classes_of, resolve, resolve_named
+from autopar.solve import SmallerProblem
 
 MESH = Mesh({"node": 2, "gpu": 2})
 GLOO = HardwareProfile.load("cpu-gloo")
@@ -89,20 +90,22 @@ def test_the_answer_without_the_excluded_strategies_is_that_of_the_constrained_c
     free = price(trace, classes_of(trace, MESH.shape), MESH, GLOO, budget_bytes=2**40)
     excluded = excluded_by(free, resolve_named(trace, plans, MESH))
     solving = Solving(options, Alike())
-    found = solving.without(free.problem, excluded, math.inf)
+    found = solving.without(SmallerProblem.of(free.problem, excluded), math.inf)
     asked = make_plan(trace, MESH, GLOO, PlanOptions(gap=0.0, constraints=plans)).plan
     assert found is not None
     assert found.objective_s <= asked.prediction.step_s * (1 + 1e-6), "it may run more ops again"
     assert all(found.strategies[n] not in out for n, out in excluded.items())
     assert found.objective_s == pytest.approx(asked.prediction.step_s, rel=1e-3)
-    assert solving.without(free.problem, excluded, 0.9 * found.objective_s) is None
+    assert (
+        solving.without(SmallerProblem.of(free.problem, excluded), 0.9 * found.objective_s) is None
+    )
 
 
 def test_multipliers_bound_the_choices_without_some_strategies() -> None:
     trace = traced(32, 64, 64, num_layers=3, dtype=torch.float32)
     free = price(trace, classes_of(trace, MESH.shape), MESH, GLOO, budget_bytes=2**40)
     solving = Solving(PlanOptions(gap=0.0).of_a_trace().begun(), Alike())
-    best = solving.without(free.problem, {}, math.inf)
+    best = solving.without(SmallerProblem.of(free.problem, {}), math.inf)
     assert best is not None and best.multipliers is not None
     num_higher = 0
     for n, op in enumerate(free.problem.ops):
@@ -110,7 +113,7 @@ def test_multipliers_bound_the_choices_without_some_strategies() -> None:
             continue
         excluded = {n: frozenset([best.strategies[n]])}
         bound_s = best.multipliers.bound_without(excluded)
-        found = solving.without(free.problem, excluded, math.inf)
+        found = solving.without(SmallerProblem.of(free.problem, excluded), math.inf)
         assert found is not None
         assert best.multipliers.bound_s <= bound_s <= found.objective_s * (1 + 1e-9)
         num_higher += bound_s > best.multipliers.bound_s * (1 + 1e-6)

@@ -15,6 +15,7 @@ from autopar.capture import capture
 from autopar.constraints import fsdp, megatron
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
+from autopar.core.solution import Solution
 from autopar.emit import Orders, apply_overlap
 from autopar.emit.overlap import Room
 from autopar.kernels import collectives as steps
@@ -22,6 +23,9 @@ from autopar.kernels.packing import into_bucket
 from autopar.planner import PlanOptions, make_plan
 from autopar.planner.candidates import Candidate
 from autopar.planner.comm_schedule import _WINDOWS, Ordering, Peaks, _pieces, _Plain
+from autopar.planner.emitter import Emitter
+from autopar.planner.learned_moments import LayerGroups
+from autopar.planner.timeline import simulated_s
 from autopar.plans import Overlap
 from autopar.program.program import StageProgram
 from autopar.program.reorder import order_of
@@ -128,3 +132,53 @@ def test_the_room_that_is_left_is_what_is_left_of_the_budget_rounded_down(
             room.at(place) >= 0.9 * size - 2 or size < 0.002 * max(left)
             for place, size in enumerate(left)
         )
+
+
+def test_orders_are_not_measured_if_none_can_have_a_step_below_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ordering: list[tuple[Ordering, Candidate]] = []
+    within = Ordering.fastest_within
+
+    def seen(self: Ordering, tried: Candidate, limit_s: float) -> Candidate | None:
+        ordering.append((self, tried))
+        return within(self, tried, limit_s)
+
+    monkeypatch.setattr(Ordering, "fastest_within", seen)
+    model, batch = zoo_small.llama(num_layers=2)
+    trace = capture(model, (), batch)
+    make_plan(trace, Mesh(2), PROFILE, PlanOptions(constraints=(fsdp(),)))
+    ((order, plain),) = ordering
+    found = order.fastest(plain)
+    seconds = simulated_s(found.program, found.plan)
+    same = order.fastest_within(plain, 1.01 * seconds)
+    assert same is not None and same.plan == found.plan
+
+    def refuse(_: StageProgram) -> int:
+        raise AssertionError("it is measured")
+
+    blind = replace(order, peak_bytes=refuse)
+    assert blind.fastest_within(plain, 0.9 * seconds) is None
+    with pytest.raises(AssertionError, match="measured"):
+        blind.fastest(plain)
+
+
+def test_another_bound_changes_the_proof_of_a_candidate_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emitted: list[tuple[Emitter, LayerGroups, Candidate]] = []
+    emit = Emitter.emit
+
+    def seen(self: Emitter, groups: LayerGroups, choices: Solution) -> Candidate:
+        emitted.append((self, groups, emit(self, groups, choices)))
+        return emitted[-1][2]
+
+    monkeypatch.setattr(Emitter, "emit", seen)
+    model, batch = zoo_small.llama(num_layers=2)
+    make_plan(capture(model, (), batch), Mesh(2), PROFILE, PlanOptions(constraints=(fsdp(),)))
+    emitter, groups, first = emitted[0]
+    groups = replace(groups, bound_s=first.bound_s / 2)
+    proven = emitter.prove(groups, first)
+    again = emit(emitter, groups, first.draft.choices)
+    assert proven.program is first.program and proven.plan == again.plan != first.plan
+    assert (proven.bound_s, proven.gap) == (again.bound_s, again.gap)

@@ -91,3 +91,14 @@ def test_ops_are_named_as_users_read_them() -> None:
     assert op_name(aten.mm.default) == "aten.mm.default"
     assert op_name(ops.dot) == "ops.dot"
     assert op_name(operator.getitem) == "operator.getitem"
+
+
+def test_a_node_is_described_once_and_a_copy_of_it_anew() -> None:
+    graph, larger = fx.Graph(), fx.Graph()
+    node = graph.call_function(aten.relu.default, (placeholder(graph, "x", 2),))
+    node.meta["val"] = torch.empty(2)
+    call = call_of(node)
+    copy = larger.node_copy(node, {node.args[0]: placeholder(larger, "x", 3)}.__getitem__)
+    copy.meta["val"] = torch.empty(3)
+    assert call_of(node) is call and call.keyed is call.keyed
+    assert call_of(copy).outputs == (TensorInfo((3,), F32),)

@@ -16,8 +16,8 @@ from autopar import ops
 from autopar.capture import capture
 from autopar.capture.trace import Trace
 from autopar.core.layout import Layout
-from autopar.rules import is_strategy
-from autopar.sharding import ClusterClass, classes_of, clusters_of, pattern_of
+from autopar.rules import Call, is_strategy
+from autopar.sharding import ClusterClass, classes_of, clusters, clusters_of, pattern_of
 
 MESH = (2, 2)
 HEADS = {ops.dot, ops.attention, ops.attention_backward, ops.embedding, ops.embedding_backward}
@@ -283,3 +283,17 @@ def test_where_a_node_reads_several_tensors_of_a_cluster_no_way_to_make_them_is_
     assert home[difference.name] != home[made.name]
     (product,) = (c for c in classes_of(trace, (2,)) if c.first.members[0].node == made.name)
     assert Layout.parse("S(0)") in {s.outer.outputs[0] for s in product.strategies}
+
+
+def test_nodes_of_equal_layers_share_what_they_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, find = list[Call](), clusters._find_possible
+    monkeypatch.setattr(
+        clusters, "_find_possible", lambda call, made: found.append(call) or find(call, made)
+    )
+    numbers = []
+    for num_layers in (3, 6):
+        model, batch = zoo_small.llama(num_layers=num_layers)
+        clusters_of(capture(model, (), batch))
+        numbers.append(len(found))
+        found.clear()
+    assert numbers[0] == numbers[1] > 50

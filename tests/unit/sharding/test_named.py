@@ -17,6 +17,7 @@ from autopar.errors import ConstraintError
 from autopar.planner import Planned, PlanOptions, make_plan
 from autopar.sharding import resolve
 from autopar.sharding.propagate import product_of, read_trace
+from autopar.sharding.resolve_presets import Walks
 from autopar.verification import verify_program
 
 TENSOR = constraints.tensor_parallel("1d", axes="gpu")
@@ -329,3 +330,15 @@ def test_axes_of_one_device_ask_for_nothing() -> None:
         Mesh({"a": 1, "b": 2}),
     )
     assert {axis for rows in forced.named.rows.values() for axis, _ in rows} == {1}
+
+
+def test_axes_of_different_sizes_share_a_walk_if_the_batch_is_a_multiple_of_both() -> None:
+    mesh = Mesh({"node": 2, "gpu": 4})
+    for batch, plan, is_shared in (
+        (8, constraints.fsdp, True),
+        (7, constraints.fsdp, False),
+        (7, lambda axis: constraints.tensor_parallel("1d", axes=axis), True),
+    ):
+        walks = Walks(traced(Block(), batch, 8))
+        (node,), (gpu,) = (walks.spreads(plan(axis), mesh).values() for axis in mesh.names)
+        assert (node is gpu) == is_shared

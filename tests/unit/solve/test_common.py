@@ -10,7 +10,15 @@ from tight_problems import problems
 
 from autopar.core.problem import Problem
 from autopar.core.solution import Solution
-from autopar.solve import Common, branch_and_cut, choices_or_least, common, solve
+from autopar.solve import (
+    Common,
+    Least,
+    SmallerProblem,
+    branch_and_cut,
+    choices_or_least,
+    common,
+    solve,
+)
 
 
 def answer(problem: Problem, shared: Common) -> Solution:
@@ -58,3 +66,47 @@ def test_problems_that_differ_in_more_than_moments_share_nothing() -> None:
     )
     for other in (replace(one, **change) for change in changes):
         assert shared.of(other) is None
+
+
+def test_a_smaller_problem_takes_over_moments_and_shares_the_rest() -> None:
+    one, other, *_ = problems()
+    excluded = {n: frozenset({0}) for n, op in enumerate(one.ops) if len(op.strategies) > 1}
+    smaller, shared = SmallerProblem.of(one, excluded), Common()
+    found = smaller.at_moments(other)
+    assert excluded and found == SmallerProblem.of(other, excluded) != smaller
+    choices_or_least(
+        smaller.problem, gap=0.02, time_limit_s=math.inf, solver="highs", common=shared
+    )
+    assert shared.of(found.problem) is not None
+    assert shared.of(SmallerProblem.of(other, excluded).problem) is None
+
+
+def test_once_a_plan_is_known_all_rows_at_once_are_solved_only_if_no_plan_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(branch_and_cut, "SMALL", 0)
+    solved, lightest = list[Problem](), branch_and_cut.Lightest
+    monkeypatch.setattr(
+        branch_and_cut,
+        "Lightest",
+        lambda problem, limit: solved.append(problem) or lightest(problem, limit),
+    )
+    one, other, *_ = problems()
+    shared = Common()
+    answer(one, shared)
+    answer(other, shared)
+    assert solved == [one]
+    nowhere = replace(other, budget_bytes=1)
+    found = [
+        choices_or_least(
+            nowhere,
+            gap=0.02,
+            time_limit_s=math.inf,
+            solver="highs",
+            bound_only=True,
+            common=Common(has_plan=known),
+        )
+        for known in (False, True)
+    ]
+    assert solved == [one, nowhere, nowhere]
+    assert isinstance(found[0], Least) and found[0] == found[1]
