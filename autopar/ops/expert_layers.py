@@ -188,30 +188,13 @@ def _between_backward(grad: Tensor, hidden: Tensor, act: str) -> Tensor:
 
 
 @_experts.register_fake
-def _(
-    x: Tensor,
-    ids: Tensor,
-    gates: Tensor,
-    up: Tensor,
-    down: Tensor,
-    act: str,
-    size: int,
-    start: int = 0,
-) -> Tensor:
+def _(x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], down.shape[1])
 
 
 @_experts_backward.register_fake
 def _(
-    grad: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    gates: Tensor,
-    up: Tensor,
-    down: Tensor,
-    act: str,
-    size: int,
-    start: int = 0,
+    grad: Tensor, x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tuple(t.new_empty(t.shape) for t in (x, gates, up, down))
 
@@ -295,16 +278,27 @@ class Exchange(Protocol):
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """Send the rows `index` of each rank's tensor, which are those of its pairs sorted by home
-        and expert, to their homes, and return the received rows. `tensors` is emptied.
+        """Send rows of each rank's tensor to their homes, and return the received rows.
 
         The result may be in memory that is overwritten after the next count; so may that of
         `send_back`.
+
+        Args:
+            what: what is sent.
+            tensors: rows [tokens, width] or gates; the list is emptied.
+            index: the rows to send: those of the rank's pairs, sorted by home and expert.
+            traffic: what `count` returned.
         """
 
     def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
         """Send the results of received rows back, and return those of the rows that each rank sent,
-        in the order in which it sent them. `rows` is emptied."""
+        in the order in which it sent them.
+
+        Args:
+            what: what was sent.
+            rows: the results [received rows, width]; the list is emptied.
+            traffic: what `count` returned.
+        """
 
 
 @dataclass(frozen=True, slots=True)

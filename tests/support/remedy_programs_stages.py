@@ -106,12 +106,12 @@ PROGRAMS: dict[str, Program] = {
     "planner/pipeline/pipeline_request.py PipelineRequest.cuts 0": Program(
         _staged(cuts=["layers.7"]), "the model can be cut at layers.1", _staged(cuts=["layers.1"])
     ),
-    "stages/seams.py usable_points 0": Program(
+    "stages/cutting.py usable_points 0": Program(
         _staged(Traced(), (X,), num=1),
         "leave out constraints.pipeline(): without it the axis is used for data",
         planned(Traced(), (X,)),
     ),
-    "planner/pipeline/stage_construction.py staged_search 0": Program(
+    "planner/pipeline/stage_construction.py pipeline_request 0": Program(
         _staged(_DEEP, (X,), outputs="dtensor"),
         'pass outputs="full"',
         _staged(_DEEP, (X,), outputs="full"),
