@@ -22,7 +22,7 @@ from autopar.kernels.fused import (
     scatter_norm_all,
     shards_of,
 )
-from autopar.kernels.normed import matmul_reduce_add_rmsnorm_reference
+from autopar.kernels.normed import AddNorm, matmul_reduce_add_rmsnorm_reference
 from autopar.kernels.overlapped import all_gather_matmul_reference, matmul_reduce_scatter_reference
 from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.routed import moe_combine_reference, moe_dispatch_reference
@@ -72,7 +72,7 @@ def gathered(world: int, dtype: torch.dtype) -> Numerics:
             [draw((INNER, COLUMNS), dtype, 1 + rank) for rank in range(world)],
         )
         shards = shards_of(x, 0, world)
-        made = gather_all(VirtualRanks(world), EQUATION, shards, others, 0, 0, ROWS, NUM_CHUNKS)
+        made = gather_all(VirtualRanks(world), EQUATION, shards, others, 0, 0, NUM_CHUNKS)
         exact = all_gather_matmul_reference(
             EQUATION, [s.double() for s in shards], [o.double() for o in others], 0, 0
         )
@@ -114,9 +114,11 @@ def scattered_and_normed(world: int, dtype: torch.dtype) -> Numerics:
             shards_of(draw((ROWS, COLUMNS), dtype, 98), 0, world),
             [draw((COLUMNS,), dtype, 99)] * world,
         )
-        made = scatter_norm_all(
-            VirtualRanks(world), EQUATION, pairs, residuals, weights, 0, NUM_CHUNKS, EPS, True
-        )
+        norms = [
+            AddNorm(residual, weight, EPS, rounded=True)
+            for residual, weight in zip(residuals, weights, strict=True)
+        ]
+        made = scatter_norm_all(VirtualRanks(world), EQUATION, pairs, norms, 0, NUM_CHUNKS)
         wide = (
             [(a.double(), b.double()) for a, b in pairs],
             [x.double() for x in residuals],

@@ -39,7 +39,8 @@ from torch import Tensor
 
 from autopar.kernels import library
 from autopar.kernels.chunked import Gather, Shards, gather, scatter
-from autopar.kernels.normed import prepare_norm
+from autopar.kernels.collectives import AxisGroup
+from autopar.kernels.normed import AddNorm, prepare_norm
 from autopar.kernels.overlapped import prepare_gather, prepare_scatter
 from autopar.kernels.peers import Blocks, Regions, SymmetricMemory
 from benchmarks.common import Row, run_rows
@@ -149,22 +150,14 @@ def pieces(
             "seq": in_turn(copy, multiply),
             "overlap": lambda: gather(peers, shards, {0: job}),
         }
+    group = AxisGroup("", peers.size, 0)
     if kernel == "matmul_reduce_add_rmsnorm":
         residual = torch.randn(-(-rows // peers.size), columns, dtype=a.dtype, device=device)
-        product, _, _ = prepare_norm(
-            EQUATION,
-            a,
-            b,
-            residual,
-            torch.ones(columns, dtype=a.dtype, device=device),
-            0,
-            peers.size,
-            0,
-            EPS,
-            True,
-        )
+        weight = torch.ones(columns, dtype=a.dtype, device=device)
+        norm = AddNorm(residual, weight, EPS, rounded=True)
+        product, _, _ = prepare_norm(EQUATION, (a, b), norm, 0, group)
     else:
-        product, _ = prepare_scatter(EQUATION, a, b, None, 0, peers.size, 0)
+        product, _ = prepare_scatter(EQUATION, (a, b), None, 0, group)
     parts = replace(product, produce=lambda begin, length, out: None)
     shards = Shards.of([rows, columns], 0, a.dtype, peers.size, num_chunks)
 

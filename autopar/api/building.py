@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +127,10 @@ def parallel_module(
             "auto", any(t.is_loss for t in program.outputs), plan.options.get("inference", False)
         )
         further = options if usual else replace(options, outputs=wanted)
-        made_for = (
-            order.request.hardware,
-            order.backend,
-        )  # a reference to the order would keep the plain model alive
-        module.variants = Variants(
-            partial(_variant, further, *made_for, Structure.of(model), devices)
+        builder = _VariantBuilder(
+            further, order.request.hardware, order.backend, Structure.of(model), devices
         )
+        module.variants = Variants(builder)
     return module
 
 
@@ -144,62 +140,77 @@ def _note_optimizer(module: nn.Module, plan: Plan) -> None:
     note_planned(module.parameters(), PlannedState(planned, num_copies.get(planned, 0), num_copies))
 
 
-def _variant(
-    first: PlanOptions,
-    asked: HardwareLike | None,
-    backend: Backend,
-    structure: Structure,
-    devices: DeviceMesh,
-    module: ParallelModule,
-    training: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> ParallelModule:
-    """Build a program for another mode or other batch shapes that shares the parameters of the
-    module.
+@dataclass(frozen=True, slots=True)
+class _VariantBuilder:
+    """Plans and builds further programs of a module, for another mode or a batch of other shapes.
 
-    Args:
-        first: options of the module, with `outputs` as further calls use it. asked: the hardware
-            that the module was compiled for.
+    It holds no reference to the `Order` of the module, which would keep the plain model alive.
+
+    Attributes:
+        options: the options of the module, with outputs as further calls have them.
+        hardware: the hardware that the module was compiled for; None for the default.
+        backend: what runs the graphs.
+        structure: the model without its parameters.
+        devices: the torch mesh of the module.
     """
-    # each rank holds the parameters of its stages only
-    alike = torch.is_grad_enabled() and module.program.is_single
-    trained = {name: p.requires_grad for name, p in module.named_parameters()} if alike else {}
-    agree(
-        f"{'train' if training else 'eval'} mode, {shapes_of(args, kwargs)}{told_trained(trained)}",
-        "batch or mode",
-        devices,
-    )
-    plan: Plan = module.plan
-    hardware = (
-        planned_for(plan) if asked is None else asked
-    )  # read where it is planned, on one rank
-    only_forward = not torch.is_grad_enabled()
-    asks = any(trained.values()) or any(
-        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
-    )
-    again, otherwise = (
-        replace(
-            options,
-            batch=first.batch,
-            outputs=first.outputs,
-            inference=options.inference and not asks,
-        )  # of a frozen model by itself
-        for options in asked_of(plan, storage_of(module))
-    )
-    if only_forward:
-        again, otherwise = beside_the_optimizer(plan, again), beside_the_optimizer(plan, otherwise)
-    with torch.enable_grad():
-        model = structure.as_called(training, trained)
-        order = Order(
-            PlanRequest(model, devices, hardware, again, is_further=True), None, backend, otherwise
+
+    options: PlanOptions
+    hardware: HardwareLike | None
+    backend: Backend
+    structure: Structure
+    devices: DeviceMesh
+
+    def __call__(
+        self, module: ParallelModule, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ParallelModule:
+        """Build a program for a call, over the parameters of the module.
+
+        Args:
+            module: the main module. training: the mode. args, kwargs: the call.
+        """
+        # each rank holds the parameters of its stages only
+        alike = torch.is_grad_enabled() and module.program.is_single
+        trained = {name: p.requires_grad for name, p in module.named_parameters()} if alike else {}
+        mode = "train" if training else "eval"
+        call = f"{mode} mode, {shapes_of(args, kwargs)}{told_trained(trained)}"
+        agree(call, "batch or mode", self.devices)
+        plan: Plan = module.plan
+        # read where it is planned, on one rank
+        hardware = planned_for(plan) if self.hardware is None else self.hardware
+        only_forward = not torch.is_grad_enabled()
+        asks = any(trained.values()) or any(
+            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
         )
-        made = parallel_module(order, args, kwargs, module)
-    made.train(training)
-    made.only_forward = (
-        only_forward and made.plan.options["inference"] and not plan.options.get("inference", False)
-    )
-    return made
+        again, otherwise = (
+            replace(
+                options,
+                batch=self.options.batch,
+                outputs=self.options.outputs,
+                inference=options.inference and not asks,
+            )  # of a frozen model by itself
+            for options in asked_of(plan, storage_of(module))
+        )
+        if only_forward:
+            again, otherwise = (
+                beside_the_optimizer(plan, again),
+                beside_the_optimizer(plan, otherwise),
+            )
+        with torch.enable_grad():
+            model = self.structure.as_called(training, trained)
+            order = Order(
+                PlanRequest(model, self.devices, hardware, again, is_further=True),
+                None,
+                self.backend,
+                otherwise,
+            )
+            made = parallel_module(order, args, kwargs, module)
+        made.train(training)
+        made.only_forward = (
+            only_forward
+            and made.plan.options["inference"]
+            and not plan.options.get("inference", False)
+        )
+        return made
 
 
 def _tell_of_gpus(kind: str, mesh: MeshLike) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autopar.analysis.microbatches import Microbatching
 from autopar.api.captured_call import ONE_STAGE
 from autopar.api.chooser import Chooser
 from autopar.api.tracing import by_rows
@@ -23,7 +22,8 @@ from autopar.errors import ConstraintError, InfeasibleError, size_text
 from autopar.planner import Planned
 from autopar.planner.clock import Clock
 from autopar.planner.min_memory import Need, prefer_fastest, proven_bytes
-from autopar.planner.pipeline.stage_construction import staged_search
+from autopar.planner.pipeline.pipeline_request import PipelineRequest
+from autopar.planner.pipeline.stage_construction import StagedSearch, pipeline_request
 from autopar.planner.report_infeasible import find_conflict
 from autopar.planner.search import finish_search, need_of, needs, prepare_search
 from autopar.request import PlanOptions
@@ -75,32 +75,17 @@ def in_one_piece(
     return PlanKind(Need(proven, options.budget(slowest(hardware))), lightest)
 
 
-def in_stages(
-    whole: Trace,
-    part: Trace,
-    how: Microbatching,
-    mesh: Mesh,
-    hardware: Hardware,
-    options: PlanOptions,
-    wish: Pipelined,
-    model_name: str,
-    clock: Clock,
-) -> PlanKind:
+def in_stages(asked: PipelineRequest, clock: Clock) -> PlanKind:
     """Describe the plans of a pipeline, or of one stage that processes microbatches sequentially.
 
     Args:
-        whole, part: the traces of the batch and of one microbatch.
-        how: how microbatches form the batch.
-        mesh, hardware, options, model_name: of the plans.
-        wish: the pipeline.
+        asked: the pipeline, and what it is planned for.
         clock: measures the phases.
 
     Raises:
         ConstraintError: if the constraints cannot hold.
     """
-    search = staged_search(
-        whole, part, how, mesh, hardware, options, wish, clock, model_name=model_name
-    )
+    search = StagedSearch(asked, clock)
     return PlanKind(search.proven_need(), search.lightest)
 
 
@@ -326,7 +311,7 @@ def _of_one_piece(chooser: Chooser) -> PlanKind:
 def _of_stages(chooser: Chooser, wish: Pipelined, num: int) -> PlanKind:
     here = replace(wish, schedule="1f1b" if wish.schedule == AUTO else wish.schedule)
     part, how = chooser.part(num, independent=here.independent)
-    return in_stages(
+    asked = pipeline_request(
         chooser.trace,
         by_rows(part, chooser.rows),
         how,
@@ -334,6 +319,6 @@ def _of_stages(chooser: Chooser, wish: Pipelined, num: int) -> PlanKind:
         chooser.hardware,
         chooser.options,
         here,
-        type(chooser.model).__name__,
-        Clock(chooser.progress),
+        model_name=type(chooser.model).__name__,
     )
+    return in_stages(asked, Clock(chooser.progress))

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar import ops
 from autopar.core.collective import Kind
 from autopar.core.layout import part_range
 from autopar.kernels import collectives
 from autopar.kernels.chunked import Gather, Scatter, Shards, gather, scatter
-from autopar.kernels.normed import Made, dot_reduce_add_rmsnorm, prepare_norm
+from autopar.kernels.normed import AddNorm, Made, dot_reduce_add_rmsnorm, prepare_norm
 from autopar.kernels.overlapped import (
+    ChunkedDim,
     all_gather_dot,
     dot_reduce_scatter,
     prepare_gather,
@@ -31,6 +31,7 @@ from autopar.kernels.overlapped import (
 )
 from autopar.kernels.peers import Peers
 from autopar.kernels.routed import Combine, Dispatch, Routes, combine, dispatch
+from autopar.ops.norms import RmsNorm
 
 
 def all_gather_matmul(
@@ -167,17 +168,8 @@ def gather_bound(
         a, b, equation, operand, dim, num_chunks, bias, starts: see `all_gather_matmul`. size, name,
             coordinate: the process group.
     """
-    group = collectives.AxisGroup(name, size, coordinate)
-    return all_gather_dot(
-        equation,
-        (a, b),
-        operand,
-        dim,
-        group,
-        num_chunks,
-        ops.dot,
-        bias=None if any(starts) else bias,
-    )
+    over = ChunkedDim(dim, collectives.AxisGroup(name, size, coordinate), num_chunks)
+    return all_gather_dot(equation, (a, b), operand, over, bias=None if any(starts) else bias)
 
 
 def scatter_bound(
@@ -199,10 +191,8 @@ def scatter_bound(
         a, b, addend, equation, dim, num_chunks, bias, starts: see `matmul_reduce_scatter`. size,
             name, coordinate: the process group.
     """
-    group = collectives.AxisGroup(name, size, coordinate)
-    return dot_reduce_scatter(
-        equation, (a, b), dim, group, num_chunks, ops.dot, addend, None if any(starts) else bias
-    )
+    over = ChunkedDim(dim, collectives.AxisGroup(name, size, coordinate), num_chunks)
+    return dot_reduce_scatter(equation, (a, b), over, addend, None if any(starts) else bias)
 
 
 def norm_bound(
@@ -228,10 +218,9 @@ def norm_bound(
         a, b, residual, weight, equation, dim, num_chunks, n, eps, dtype, rounded, out: see
             `matmul_reduce_add_rmsnorm`. size, name, coordinate: the process group.
     """
-    group, norm = collectives.AxisGroup(name, size, coordinate), (n, eps, dtype, rounded, out)
-    return dot_reduce_add_rmsnorm(
-        equation, (a, b), residual, weight, dim, group, num_chunks, *norm, ops.dot
-    )
+    over = ChunkedDim(dim, collectives.AxisGroup(name, size, coordinate), num_chunks)
+    norm = RmsNorm(n, eps, dtype, rounded, out)
+    return dot_reduce_add_rmsnorm(equation, (a, b), residual, weight, over, norm)
 
 
 KERNELS: Mapping[Callable[..., Any], Kind] = {
@@ -272,20 +261,21 @@ def gather_all(
     others: Sequence[Tensor],
     which: int,
     dim: int,
-    length: int,
     num_chunks: int,
+    *,
     biases: Sequence[Tensor | None] = (),
 ) -> list[tuple[Tensor, Tensor]]:
     """Run all_gather_matmul for all ranks.
 
     Args:
-        peers: a provider that has all ranks. equation, which, dim, num_chunks: see
-            `overlapped.all_gather_dot`.
-        shards, others, biases: each rank's operands and bias. length: of the whole dim.
+        peers: a provider that has all ranks. equation, which: see `overlapped.all_gather_dot`.
+        dim, num_chunks: see `overlapped.ChunkedDim`. shards, others, biases: each rank's operands
+            and bias.
 
     Returns:
         Each rank's gathered operand and product.
     """
+    length = sum(shard.shape[dim] for shard in shards)
     shape = [*shards[0].shape[:dim], length, *shards[0].shape[dim + 1 :]]
     jobs: dict[int, Gather] = {}
     products = []
@@ -310,8 +300,8 @@ def scatter_all(
     """Run matmul_reduce_scatter for all ranks.
 
     Args:
-        peers: a provider that has all ranks. equation, dim, num_chunks: see
-            `overlapped.dot_reduce_scatter`.
+        peers: a provider that has all ranks. equation: see `overlapped.dot_reduce_scatter`. dim,
+            num_chunks: see `overlapped.ChunkedDim`.
         pairs, addends, biases: each rank's operands, addend and bias.
 
     Returns:
@@ -320,10 +310,11 @@ def scatter_all(
     jobs: dict[int, Scatter] = {}
     shape: list[int] = []
     none = [None] * len(pairs)
-    for rank, ((a, b), addend, bias) in enumerate(
+    for rank, (pair, addend, bias) in enumerate(
         zip(pairs, addends or none, biases or none, strict=True)
     ):
-        jobs[rank], shape = prepare_scatter(equation, a, b, addend, dim, peers.size, rank, bias)
+        group = collectives.AxisGroup("", peers.size, rank)
+        jobs[rank], shape = prepare_scatter(equation, pair, addend, dim, group, bias)
     scatter(peers, Shards.of(shape, dim, pairs[0][0].dtype, peers.size, num_chunks), dim, jobs)
     return [jobs[rank].out for rank in range(peers.size)]
 
@@ -332,19 +323,16 @@ def scatter_norm_all(
     peers: Peers,
     equation: str,
     pairs: Sequence[tuple[Tensor, Tensor]],
-    residuals: Sequence[Tensor],
-    weights: Sequence[Tensor],
+    norms: Sequence[AddNorm],
     dim: int,
     num_chunks: int,
-    eps: float,
-    rounded: bool,
 ) -> list[Made]:
     """Run matmul_reduce_add_rmsnorm for all ranks.
 
     Args:
-        peers: a provider that has all ranks. equation, dim, num_chunks, eps, rounded: see
-            `normed.dot_reduce_add_rmsnorm`.
-        pairs, residuals, weights: each rank's operands.
+        peers: a provider that has all ranks. equation: see `normed.dot_reduce_add_rmsnorm`. dim,
+            num_chunks: see `overlapped.ChunkedDim`.
+        pairs, norms: each rank's factors, and its residual and norm.
 
     Returns:
         Each rank's y, squares and normed.
@@ -352,10 +340,9 @@ def scatter_norm_all(
     jobs: dict[int, Scatter] = {}
     shape: list[int] = []
     made = []
-    for rank, ((a, b), residual, weight) in enumerate(zip(pairs, residuals, weights, strict=True)):
-        jobs[rank], shape, own = prepare_norm(
-            equation, a, b, residual, weight, dim, peers.size, rank, eps, rounded
-        )
+    for rank, (pair, norm) in enumerate(zip(pairs, norms, strict=True)):
+        group = collectives.AxisGroup("", peers.size, rank)
+        jobs[rank], shape, own = prepare_norm(equation, pair, norm, dim, group)
         made.append(own)
     scatter(peers, Shards.of(shape, dim, pairs[0][0].dtype, peers.size, num_chunks), dim, jobs)
     return made

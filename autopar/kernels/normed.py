@@ -10,7 +10,7 @@ plain torch, equal to the last bit on the CPU. Rows are all dims but the last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from autopar.errors import KernelError
 from autopar.kernels import bound_ops, library
 from autopar.kernels.chunked import Scatter, Shards, check_chunked, result_shape, scatter, terms_of
 from autopar.kernels.collectives import AxisGroup
-from autopar.kernels.overlapped import Dot, prepare_scatter, scattered_gradients
+from autopar.kernels.overlapped import ChunkedDim, prepare_scatter, scattered_gradients
 from autopar.kernels.packing import ordered_sum
 from autopar.kernels.peers import APART, counts_memory, peers_of, runs_kernels, say_once
+from autopar.ops.norms import RmsNorm
 
 BAND = 64  # rows whose shares of the weight's gradient are summed together
 FLOATS = library.FLOATS
@@ -126,14 +127,8 @@ def _forward(
     if not library.has(residual.device):
         return reference_forward(parts, residual, weight, eps, rounded)
     made = with_room(residual.new_empty(residual.shape))
-    forward_into(
-        made,
-        [part.contiguous() for part in parts],
-        residual.contiguous(),
-        weight.contiguous(),
-        eps,
-        rounded,
-    )
+    norm = AddNorm(residual, weight, eps, rounded).contiguous()
+    forward_into(made, [part.contiguous() for part in parts], norm)
     return made
 
 
@@ -142,13 +137,30 @@ def with_room(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return y, y.new_empty(y.shape[:-1], dtype=library.wide(y.dtype)), y.new_empty(y.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class AddNorm:
+    """A residual to which a sum of parts is added, and the RMS norm of the result.
+
+    Attributes:
+        residual: [..., hidden].
+        weight: [hidden], of the residual's dtype.
+        eps: the ε of rstd.
+        rounded: whether y · rstd is rounded to the residual's dtype before it is multiplied by the
+            weight.
+    """
+
+    residual: Tensor
+    weight: Tensor
+    eps: float
+    rounded: bool
+
+    def contiguous(self) -> AddNorm:
+        """Return the same with contiguous tensors."""
+        return replace(self, residual=self.residual.contiguous(), weight=self.weight.contiguous())
+
+
 def forward_into(
-    made: tuple[Tensor, Tensor, Tensor],
-    parts: Sequence[Tensor],
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    rounded: bool,
+    made: tuple[Tensor, Tensor, Tensor], parts: Sequence[Tensor], norm: AddNorm
 ) -> None:
     """Fill y, squares and normed by the kernel.
 
@@ -156,13 +168,13 @@ def forward_into(
     kernel.
 
     Args:
-        made: y, squares and normed. parts, residual, weight, eps, rounded: see
-            `reduce_add_rmsnorm`; all contiguous.
+        made: y, squares and normed. parts: see `reduce_add_rmsnorm`. norm: the residual and the
+            norm. All tensors are contiguous.
     """
     y, squares, normed = made
     table = library.table((part.data_ptr() for part in parts), y.device)
-    held = (x.data_ptr() for x in (residual, weight, y, normed, squares))
-    settings = library.code_of(y.dtype), squares.numel(), y.shape[-1], eps, int(rounded)
+    held = (x.data_ptr() for x in (norm.residual, norm.weight, y, normed, squares))
+    settings = library.code_of(y.dtype), squares.numel(), y.shape[-1], norm.eps, int(norm.rounded)
     library.launch(
         "ap_reduce_add_rmsnorm_forward", y.device, table.data_ptr(), len(parts), *held, *settings
     )
@@ -269,53 +281,46 @@ def dot_reduce_add_rmsnorm(
     operands: tuple[Tensor, Tensor],
     residual: Tensor,
     weight: Tensor,
-    dim: int,
-    group: AxisGroup,
-    num_chunks: int,
-    n: int,
-    eps: float,
-    dtype: torch.dtype,
-    rounded: torch.dtype,
-    out: torch.dtype,
-    dot: Dot,
+    over: ChunkedDim,
+    norm: RmsNorm,
 ) -> Made:
-    """Return y, squares and normed of this rank's part, along `dim` of the result, of the sum of
+    """Return y, squares and normed of this rank's part, along a dim of the result, of the sum of
     all ranks' products.
 
-    If the kernels do not run, the steps run one after the other, and each of them rounds: the
-    product, `bound_ops.reduce_scatter`, the sum with the residual, `autopar.ops.square_sum` and
-    `autopar.ops.rms_norm`.
+    If the kernels do not run, the steps run one after the other, and each of them rounds:
+    `autopar.ops.dot`, `bound_ops.reduce_scatter`, the sum with the residual,
+    `autopar.ops.square_sum` and `autopar.ops.rms_norm`.
 
     Args:
-        equation, operands, dim, group, num_chunks, dot: see
-            `autopar.kernels.overlapped.dot_reduce_scatter`.
+        equation, operands, over: see `autopar.kernels.overlapped.dot_reduce_scatter`.
         residual, weight: see `reduce_add_rmsnorm`.
-        n, eps, dtype, rounded, out: see `autopar.ops.rms_norm`; for the possible dtypes see
-            `norms`. `n` is a whole row's length.
+        norm: of whole rows; for the possible dtypes see `norms`.
 
     Raises:
         KernelError: for other settings of the norm. ValueError: see `dot_reduce_scatter`.
     """
-    check_chunked(equation, terms_of(equation)[2][dim], num_chunks)
+    dim, group = over.dim, over.group
+    n, eps, dtype, rounded, out = norm
+    check_chunked(equation, terms_of(equation)[2][dim], over.num_chunks)
     if n != residual.shape[-1] or not norms(residual.dtype, weight.dtype, dtype, rounded, out):
         what = (
             f"no kernel norms {n} of {residual.shape[-1]} {residual.dtype}, in {dtype}, to"
             f" {rounded}, by {weight.dtype}, to {out}"
         )
         raise KernelError(what, remedy="leave the norm apart from the product")
-    settings = eps, rounded == residual.dtype
+    is_rounded = rounded == residual.dtype
     if group.size > 1 and runs_kernels(group, residual.device):
-        place = dim, group.size, group.name, group.coordinate, num_chunks
+        place = dim, group.size, group.name, group.coordinate, over.num_chunks
         return torch.ops.autopar.matmul_reduce_add_rmsnorm(
-            *operands, residual, weight, equation, *place, *settings
+            *operands, residual, weight, equation, *place, eps, is_rounded
         )
     if group.size > 1 and counts_memory(group):
-        _alone(equation, *operands, residual, weight, dim, group, *settings)
+        _alone(equation, operands, AddNorm(residual, weight, eps, is_rounded), dim, group)
     y = residual + bound_ops.reduce_scatter(
-        dot(equation, *operands, None), dim, "sum", group.size, group.name, group.coordinate
+        ops.dot(equation, *operands), dim, "sum", group.size, group.name, group.coordinate
     )
     squares = ops.square_sum(y, dtype)
-    return y, squares, ops.rms_norm(y, squares, weight, n, eps, dtype, rounded, out)
+    return y, squares, ops.rms_norm(y, squares, weight, *norm)
 
 
 def norms(
@@ -388,119 +393,71 @@ def matmul_reduce_add_rmsnorm(
         residual: like this rank's part along `dim` of the result. weight, eps, rounded: see
             `reduce_add_rmsnorm`.
     """
-    _check(equation, a, b, residual, weight, dim, size, coordinate)
-    peers, reason = peers_of(AxisGroup(name, size, coordinate), a.device)
-    a, b, residual, weight = (x.contiguous() for x in (a, b, residual, weight))
+    group, norm = AxisGroup(name, size, coordinate), AddNorm(residual, weight, eps, rounded)
+    _check(equation, a, b, norm, dim, group)
+    peers, reason = peers_of(group, a.device)
+    a, b, norm = a.contiguous(), b.contiguous(), norm.contiguous()
     if size == 1 or peers is None:
         if size > 1:
-            say_once(AxisGroup(name, size, coordinate), APART, reason)
+            say_once(group, APART, reason)
         part = bound_ops.reduce_scatter(
             torch.einsum(equation, a, b), dim, "sum", size, name, coordinate
         )
-        return forward_op([part], residual, weight, eps, rounded)
-    job, shape, made = prepare_norm(
-        equation, a, b, residual, weight, dim, size, coordinate, eps, rounded
-    )
+        return forward_op([part], norm.residual, norm.weight, eps, rounded)
+    job, shape, made = prepare_norm(equation, (a, b), norm, dim, group)
     scatter(peers, Shards.of(shape, dim, a.dtype, size, num_chunks), dim, {coordinate: job})
     return made
 
 
 def prepare_norm(
-    equation: str,
-    a: Tensor,
-    b: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    dim: int,
-    size: int,
-    rank: int,
-    eps: float,
-    rounded: bool,
+    equation: str, operands: tuple[Tensor, Tensor], norm: AddNorm, dim: int, group: AxisGroup
 ) -> tuple[Scatter, list[int], Made]:
     """Prepare a rank's part in matmul_reduce_add_rmsnorm. All tensors are contiguous.
 
     Args:
-        equation, a, b, residual, weight, dim, size, eps, rounded: see `matmul_reduce_add_rmsnorm`.
-        rank: this rank's place in the group.
+        equation, dim: see `matmul_reduce_add_rmsnorm`. operands: the factors. norm: the rank's
+            residual and its norm. group: this rank's process group.
 
     Returns:
         The part, the shape of the whole product, and the tensors that it fills.
     """
-    job, shape = prepare_scatter(equation, a, b, None, dim, size, rank)
+    job, shape = prepare_scatter(equation, operands, None, dim, group)
     made = with_room(job.out)
-    return (
-        replace(
-            job, add_up=lambda parts: forward_into(made, parts, residual, weight, eps, rounded)
-        ),
-        shape,
-        made,
-    )
+    return replace(job, add_up=lambda parts: forward_into(made, parts, norm)), shape, made
 
 
 def _alone(
-    equation: str,
-    a: Tensor,
-    b: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    dim: int,
-    group: AxisGroup,
-    eps: float,
-    rounded: bool,
+    equation: str, operands: tuple[Tensor, Tensor], norm: AddNorm, dim: int, group: AxisGroup
 ) -> None:
     """Allocate what a rank allocates in matmul_reduce_add_rmsnorm, except for what it shares. Of
     all chunks its own rows need the most."""
-    held = a.contiguous(), b.contiguous(), residual.contiguous(), weight.contiguous()
-    job, shape, _made = prepare_norm(
-        equation, *held, dim, group.size, group.coordinate, eps, rounded
-    )
+    a, b = operands[0].contiguous(), operands[1].contiguous()
+    job, shape, _made = prepare_norm(equation, (a, b), norm.contiguous(), dim, group)
     job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)
     _table = a.new_empty(group.size, dtype=torch.int64)  # of the parts' addresses
 
 
-def _check(
-    equation: str,
-    a: Tensor,
-    b: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    dim: int,
-    size: int,
-    coordinate: int,
-) -> None:
+def _check(equation: str, a: Tensor, b: Tensor, norm: AddNorm, dim: int, group: AxisGroup) -> None:
     """Raise KernelError if rows are split, or the residual is not like the rank's part of the
     product."""
-    part = result_shape(equation, a, b)
+    part, residual = result_shape(equation, a, b), norm.residual
     if not 0 <= dim < len(part) - 1:
         raise KernelError(
             f"{equation!r}, cut along dim {dim}, has no whole rows",
             remedy="scatter along a dim before the last",
         )
-    part[dim] = part_range(part[dim], (size,), (coordinate,))[1]
+    part[dim] = part_range(part[dim], (group.size,), (group.coordinate,))[1]
     if list(residual.shape) != part or not a.dtype == b.dtype == residual.dtype:
         what = (
             f"a residual {tuple(residual.shape)} {residual.dtype} beside a part {tuple(part)} of a"
             f" product of {a.dtype} and {b.dtype}"
         )
         raise KernelError(what, remedy="give a residual like the rank's part of the product")
-    check_normed([], residual, weight)
+    check_normed([], residual, norm.weight)
 
 
 @matmul_reduce_add_rmsnorm.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    equation: str,
-    dim: int,
-    size: int,
-    name: str,
-    coordinate: int,
-    num_chunks: int,
-    eps: float,
-    rounded: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(a: Tensor, b: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return with_room(residual.new_empty(residual.shape))
 
 

@@ -33,7 +33,8 @@ the larger: the kernel's with all that is not kept, and the decomposition's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ from autopar.kernels.chunked import (
 )
 from autopar.kernels.collectives import AxisGroup, sum_dtype
 from autopar.kernels.peers import APART, counts_memory, peers_of, runs_kernels, say_once
+from autopar.ops.products import dot
 
 # --------------------------------------------------------------------------------------------------
 # The gradients: each op's gradient is the other op.
@@ -154,44 +156,53 @@ def scattered_gradients(
     return in_order(first, d_mine, d_theirs), g
 
 
-Dot = Callable[[str, Tensor, Tensor, Tensor | None], Tensor]
+@dataclass(frozen=True, slots=True)
+class ChunkedDim:
+    """A dim that a group's ranks share, and that they send in chunks.
+
+    Attributes:
+        dim: of the operand that is gathered, or of the result that is scattered.
+        group: this rank's process group.
+        num_chunks: pieces of each rank's part, which are sent, and multiplied, one by one.
+    """
+
+    dim: int
+    group: AxisGroup
+    num_chunks: int
 
 
 def all_gather_dot(
     equation: str,
     operands: tuple[Tensor, Tensor],
     which: int,
-    dim: int,
-    group: AxisGroup,
-    num_chunks: int,
-    dot: Dot,
+    over: ChunkedDim,
     length: int | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gather operand `which` along its `dim`, and multiply it with the other one.
+    """Gather operand `which` along a dim, and multiply it with the other one.
+
+    If the kernels do not run, `autopar.ops.dot` computes the product.
 
     Args:
         equation: the product. operands: in the order of the equation; operand `which` is this
             rank's shard.
-        which, dim: the operand that is gathered, and its dim. group: this rank's process group.
-        num_chunks: pieces of each shard that are sent, and multiplied, one by one.
-        dot: computes the product if the kernels do not run, for example
-            ``autopar.ops.products.dot``.
+        which: the operand that is gathered. over: its dim that is gathered.
         length: the whole length of the dim, if its shards differ in length. bias: of the product.
 
     Returns:
         The gathered operand and the product.
 
     Raises:
-        ValueError: if the dim's letter is not in the result, or `num_chunks` is below 1.
+        ValueError: if the dim's letter is not in the result, or there is less than one chunk.
     """
-    check_chunked(equation, terms_of(equation)[which][dim], num_chunks)
+    dim, group = over.dim, over.group
+    check_chunked(equation, terms_of(equation)[which][dim], over.num_chunks)
     shard, other = operands[which], operands[1 - which]
     if group.size == 1:
         return shard, dot(equation, *operands, bias)
     if not runs_kernels(group, shard.device):
         if counts_memory(group):
-            _gather_alone(equation, shard, other, which, dim, group, length, bias)
+            _gather_alone(equation, operands, which, dim, group, length, bias)
         whole = bound_ops.all_gather(shard, dim, group.size, group.name, length)
         return whole, dot(equation, *in_order(which, whole, other), bias)
     whole_length = shard.shape[dim] * group.size if length is None else length
@@ -203,7 +214,7 @@ def all_gather_dot(
         group.size,
         group.name,
         group.coordinate,
-        num_chunks,
+        over.num_chunks,
     )
     return torch.ops.autopar.all_gather_matmul(shard, other, *settings, bias)
 
@@ -211,31 +222,29 @@ def all_gather_dot(
 def dot_reduce_scatter(
     equation: str,
     operands: tuple[Tensor, Tensor],
-    dim: int,
-    group: AxisGroup,
-    num_chunks: int,
-    dot: Dot,
+    over: ChunkedDim,
     addend: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return this rank's part, along `dim` of the result, of the sum of all ranks' products.
+    """Return this rank's part, along a dim of the result, of the sum of all ranks' products.
 
     The kernels add in the order of the ranks and in at least fp32. If they do not run, the sum is
     the process group's.
 
     Args:
-        equation, operands, group, num_chunks, dot: see `all_gather_dot`. dim: of the result.
+        equation, operands: see `all_gather_dot`. over: the dim of the result that is scattered.
         addend: added to this rank's product, or None. bias: of this rank's product.
 
     Raises:
         ValueError: see `all_gather_dot`.
     """
-    check_chunked(equation, terms_of(equation)[2][dim], num_chunks)
+    dim, group = over.dim, over.group
+    check_chunked(equation, terms_of(equation)[2][dim], over.num_chunks)
     if group.size > 1 and runs_kernels(group, operands[0].device):
-        settings = equation, dim, group.size, group.name, group.coordinate, num_chunks
+        settings = equation, dim, group.size, group.name, group.coordinate, over.num_chunks
         return torch.ops.autopar.matmul_reduce_scatter(*operands, addend, *settings, bias)
     if group.size > 1 and counts_memory(group) and operands[0].dtype in REDUCIBLE:
-        _scatter_alone(equation, *operands, addend, dim, group, bias)
+        _scatter_alone(equation, operands, addend, dim, group, bias)
     product = dot(equation, *operands, bias)
     if addend is not None:
         product = addend + product
@@ -321,8 +330,7 @@ def prepare_gather(
 
 def _gather_alone(
     equation: str,
-    x: Tensor,
-    other: Tensor,
+    operands: tuple[Tensor, Tensor],
     which: int,
     dim: int,
     group: AxisGroup,
@@ -331,11 +339,10 @@ def _gather_alone(
 ) -> None:
     """Allocate what a rank allocates in all_gather_matmul, except for what it shares. Of all chunks
     its own rows, which are multiplied at once, need the most."""
-    length = x.shape[dim] * group.size if length is None else length
-    shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
-    job, _product = prepare_gather(
-        equation, x.contiguous(), other.contiguous(), which, dim, shape, bias
-    )
+    shard, other = operands[which].contiguous(), operands[1 - which].contiguous()
+    length = shard.shape[dim] * group.size if length is None else length
+    shape = [*shard.shape[:dim], length, *shard.shape[dim + 1 :]]
+    job, _product = prepare_gather(equation, shard, other, which, dim, shape, bias)
     job.consume(*part_range(length, (group.size,), (group.coordinate,)))
 
 
@@ -379,30 +386,29 @@ def matmul_reduce_scatter(
             if size == 1
             else bound_ops.reduce_scatter(product, dim, "sum", size, name, coordinate)
         )
-    job, shape = prepare_scatter(equation, a, b, addend, dim, size, coordinate, bias)
+    job, shape = prepare_scatter(equation, (a, b), addend, dim, group, bias)
     scatter(peers, Shards.of(shape, dim, a.dtype, size, num_chunks), dim, {coordinate: job})
     return job.out
 
 
 def prepare_scatter(
     equation: str,
-    a: Tensor,
-    b: Tensor,
+    operands: tuple[Tensor, Tensor],
     addend: Tensor | None,
     dim: int,
-    size: int,
-    rank: int,
+    group: AxisGroup,
     bias: Tensor | None = None,
 ) -> tuple[Scatter, list[int]]:
     """Prepare a rank's part in matmul_reduce_scatter.
 
     Args:
-        equation, a, b, addend, dim, size, bias: see `matmul_reduce_scatter`. rank: this rank's
-            place in the group.
+        equation, addend, dim, bias: see `matmul_reduce_scatter`. operands: the factors. group: this
+            rank's process group.
 
     Returns:
         The part, and the shape of the whole product.
     """
+    a, b = operands
     shape = result_shape(equation, a, b)
     terms = terms_of(equation)
     letter = terms[2][dim]
@@ -419,7 +425,7 @@ def prepare_scatter(
         if addend is not None:
             out.add_(addend.narrow(dim, begin, rows))
 
-    own = part_range(shape[dim], (size,), (rank,))[1]
+    own = part_range(shape[dim], (group.size,), (group.coordinate,))[1]
     return (
         Scatter(a.new_empty(shape), a.new_empty([*shape[:dim], own, *shape[dim + 1 :]]), produce),
         shape,
@@ -428,8 +434,7 @@ def prepare_scatter(
 
 def _scatter_alone(
     equation: str,
-    a: Tensor,
-    b: Tensor,
+    operands: tuple[Tensor, Tensor],
     addend: Tensor | None,
     dim: int,
     group: AxisGroup,
@@ -437,9 +442,8 @@ def _scatter_alone(
 ) -> None:
     """Allocate what a rank allocates in matmul_reduce_scatter, as `_gather_alone` does. The product
     of the own rows goes to memory that is shared."""
-    job, shape = prepare_scatter(
-        equation, a.contiguous(), b.contiguous(), addend, dim, group.size, group.coordinate, bias
-    )
+    factors = operands[0].contiguous(), operands[1].contiguous()
+    job, shape = prepare_scatter(equation, factors, addend, dim, group, bias)
     job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)
 
 
@@ -449,17 +453,7 @@ def _scatter_alone(
 
 @all_gather_matmul.register_fake
 def _(
-    x: Tensor,
-    other: Tensor,
-    equation: str,
-    which: int,
-    dim: int,
-    length: int,
-    size: int,
-    name: str,
-    coordinate: int,
-    num_chunks: int,
-    bias: Tensor | None = None,
+    x: Tensor, other: Tensor, equation: str, which: int, dim: int, length: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
     whole = x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
     return whole, x.new_empty(result_shape(equation, *in_order(which, whole, other)))
@@ -467,17 +461,9 @@ def _(
 
 @matmul_reduce_scatter.register_fake
 def _(
-    a: Tensor,
-    b: Tensor,
-    addend: Tensor | None,
-    equation: str,
-    dim: int,
-    size: int,
-    name: str,
-    coordinate: int,
-    num_chunks: int,
-    bias: Tensor | None = None,
+    a: Tensor, b: Tensor, addend: Tensor | None, equation: str, dim: int, *settings: Any
 ) -> Tensor:
+    size, _name, coordinate, *_ = settings
     shape = result_shape(equation, a, b)
     shape[dim] = part_range(shape[dim], (size,), (coordinate,))[1]
     return a.new_empty(shape)

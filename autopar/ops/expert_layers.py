@@ -188,30 +188,13 @@ def _between_backward(grad: Tensor, hidden: Tensor, act: str) -> Tensor:
 
 
 @_experts.register_fake
-def _(
-    x: Tensor,
-    ids: Tensor,
-    gates: Tensor,
-    up: Tensor,
-    down: Tensor,
-    act: str,
-    size: int,
-    start: int = 0,
-) -> Tensor:
+def _(x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], down.shape[1])
 
 
 @_experts_backward.register_fake
 def _(
-    grad: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    gates: Tensor,
-    up: Tensor,
-    down: Tensor,
-    act: str,
-    size: int,
-    start: int = 0,
+    grad: Tensor, x: Tensor, ids: Tensor, gates: Tensor, up: Tensor, down: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tuple(t.new_empty(t.shape) for t in (x, gates, up, down))
 

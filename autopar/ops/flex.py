@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
 from autopar.ops.score_functions import SEEN, module_of, over_all, reads
-from autopar.ops.softmax_attention import read_heads, to_heads
+from autopar.ops.softmax_attention import Saved, read_heads, to_heads
 
 # --------------------------------------------------------------------------------------------------
 # Attention with functions of scores: by torch's compiled kernels, or of some scores at a time.
@@ -84,11 +84,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tenso
 
 
 def attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: Saved,
     grad: Tensor,
     grad_lse: Tensor | None,
     wanted: Sequence[int],
@@ -97,12 +93,13 @@ def attend_backward(
     """Return the gradients of q, k, v, and of the captured tensors in `wanted`.
 
     Args:
-        q, k, v, how: the arguments of `attend`.
-        out, lse: its results.
-        grad: gradient of `out`.
-        grad_lse: gradient of `lse`; None if it has none.
+        saved: the operands and results of `attend`.
+        grad: gradient [b, h, s, d] of `saved.out`.
+        grad_lse: gradient [b, h, s] of `saved.lse`; None if it has none.
         wanted: positions in `how.captured`.
+        how: as for `attend`.
     """
+    q, k, v, out, lse = saved
     if q.device.type == "cuda":
         return _backward_by_torch(q, k, v, grad, grad_lse, wanted, how)
     dq, dk, dv, *others = (
@@ -375,12 +372,11 @@ def _flex_attention_backward(
     """
     how = Scoring(captured, score, mask, scale, starts, own)
     if not heads:
-        return [
-            x.contiguous() for x in attend_backward(q, k, v, out, lse, grad, grad_lse, wanted, how)
-        ]
+        saved = Saved(q, k, v, out, lse)
+        return [x.contiguous() for x in attend_backward(saved, grad, grad_lse, wanted, how)]
     read = heads[0], heads[1], heads[2]
-    keys, values = (read_heads(x, q, read) for x in (k, v))
-    dq, dk, dv, *others = attend_backward(q, keys, values, out, lse, grad, grad_lse, wanted, how)
+    saved = Saved(q, read_heads(k, q, read), read_heads(v, q, read), out, lse)
+    dq, dk, dv, *others = attend_backward(saved, grad, grad_lse, wanted, how)
     return [
         x.contiguous() for x in (dq, to_heads(dk, k, q, read), to_heads(dv, v, q, read), *others)
     ]

@@ -23,12 +23,30 @@ counts what these read and write.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autopar.ops.blocks import row_blocks, wide_dtype
+
+
+class RmsNorm(NamedTuple):
+    """The settings of `rms_norm`, in the order of its arguments.
+
+    Attributes:
+        n: number of elements of a whole row.
+        eps: ε.
+        dtype: the dtype in which the model squares.
+        rounded: dtype to which the model rounds before it applies the weight.
+        out: dtype of the result.
+    """
+
+    n: int
+    eps: float
+    dtype: torch.dtype
+    rounded: torch.dtype
+    out: torch.dtype
 
 
 def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,23 @@ from autopar.core.placements import second_start
 # FlashAttention or the memory-efficient one; else matrix products.
 
 aten = torch.ops.aten
+
+
+class Saved(NamedTuple):
+    """The operands and results of an attention, which its backward reads.
+
+    Attributes:
+        q: queries [b, h, s, d].
+        k, v: keys and values [b, g, t, d], where g divides h.
+        out: the result [b, h, s, d].
+        lse: the log of the softmax's sum [b, h, s], at least float32.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 def attend(
@@ -56,26 +75,18 @@ def attend(
 
 
 def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
+    grad: Tensor, saved: Saved, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
     Args:
         grad: gradient of the result [b, h, s, d].
-        out, lse: the results of `attend`. They may be of more keys than `k`; the gradients are then
-            the share of these keys.
-        q, k, v, mask, is_causal, scale: as for `attention`.
+        saved: the operands and results of `attend`. The results may be of more keys than `saved.k`;
+            the gradients are then the share of these keys.
+        mask, is_causal, scale: as for `attention`.
     """
-    grad, q, k, v, out = _contiguous_rows(grad, q, k, v, out)
-    lse = lse.contiguous()
+    grad, q, k, v, out = _contiguous_rows(grad, saved.q, saved.k, saved.v, saved.out)
+    lse = saved.lse.contiguous()
     bias = _bias(mask, q.dtype)
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -126,13 +137,12 @@ def attend_backward(
             state[0],
             scale=scale,
         )
-    keys, values = _repeat_heads(k, q), _repeat_heads(v, q)
+    repeated = Saved(q, _repeat_heads(k, q), _repeat_heads(v, q), out, lse)
     if _efficient_fits(q):
-        dq, dk, dv = _efficient_backward(
-            grad, q, keys, values, out, lse, _aligned_bias(bias, q, k), is_causal, scale
-        )
+        aligned = _aligned_bias(bias, q, k)
+        dq, dk, dv = _efficient_backward(grad, repeated, aligned, is_causal, scale)
     else:
-        dq, dk, dv = _plain_backward(grad, q, keys, values, out, lse, bias, is_causal, scale)
+        dq, dk, dv = _plain_backward(grad, repeated, bias, is_causal, scale)
     return dq, _sum_heads(dk, k), _sum_heads(dv, v)
 
 
@@ -211,16 +221,9 @@ def _aligned_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _efficient_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float,
+    grad: Tensor, saved: Saved, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = saved
     rows = torch.nn.functional.pad(
         lse, (0, -lse.shape[-1] % 32)
     )  # the kernel's own padding, which `attention` cut off
@@ -245,16 +248,9 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: f
 
 
 def _plain_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float,
+    grad: Tensor, saved: Saved, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = saved
     weights = _scores(q, k, bias, is_causal, scale).sub_(lse.unsqueeze(-1)).exp_().to(q.dtype)
     inner = (
         torch.matmul(grad, v.transpose(-2, -1))
@@ -330,53 +326,29 @@ def _attend_range(
 
 
 def attend_placed_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    start: int,
-    mirrored_in: int | None = None,
+    grad: Tensor, saved: Saved, scale: float, start: int, mirrored_in: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, and of all keys and values.
 
     Args:
         grad: gradient of the result [b, h, s, d].
-        out, lse: the results of `attend_placed`.
-        q, k, v, scale, start, mirrored_in: as for `attend_placed`.
+        saved: the operands and results of `attend_placed`.
+        scale, start, mirrored_in: as for `attend_placed`.
     """
+    q, k, v, out, lse = saved
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, first in _runs(q, start, mirrored_in):
-        own = [x[:, :, rows] for x in (grad, q, out, lse)]
-        for keys, is_causal in zip(_ranges(own[0].shape[2], k, first), (False, True), strict=True):
-            if _length(keys):
-                _add_gradients(
-                    (dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]),
-                    own,
-                    k[:, :, keys],
-                    v[:, :, keys],
-                    scale,
-                    is_causal,
-                )
+        own_grad, own_q, own_out, own_lse = (x[:, :, rows] for x in (grad, q, out, lse))
+        ranges = _ranges(own_q.shape[2], k, first)  # of keys
+        for keys, is_causal in zip(ranges, (False, True), strict=True):
+            if not _length(keys):
+                continue
+            own = Saved(own_q, k[:, :, keys], v[:, :, keys], own_out, own_lse)
+            totals = dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]
+            parts = attend_backward(own_grad, own, None, is_causal, scale)
+            for total, part in zip(totals, parts, strict=True):
+                total.add_(part)
     return dq, dk, dv
-
-
-def _add_gradients(
-    into: tuple[Tensor, Tensor, Tensor],
-    rows: list[Tensor],
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    is_causal: bool,
-) -> None:
-    """Add the gradients of consecutive queries and one range of keys."""
-    grad, q, out, lse = rows
-    for sums, found in zip(
-        into, attend_backward(grad, q, k, v, out, lse, None, is_causal, scale), strict=True
-    ):
-        sums.add_(found)
 
 
 def _runs(q: Tensor, start: int, mirrored_in: int | None) -> list[tuple[slice, int]]:
@@ -475,9 +447,10 @@ def attention_backward(
             grad, q, *own, out, lse, mask, is_causal, scale, q_start, None, mirrored_in
         )
         return dq, to_heads(dk, k, q, heads), to_heads(dv, v, q, heads)
+    saved = Saved(q, k, v, out, lse)
     if q_start is None or not is_causal:
-        return attend_backward(grad, q, k, v, out, lse, mask, is_causal, scale)
-    return attend_placed_backward(grad, q, k, v, out, lse, scale, q_start, mirrored_in)
+        return attend_backward(grad, saved, mask, is_causal, scale)
+    return attend_placed_backward(grad, saved, scale, q_start, mirrored_in)
 
 
 def _heads_read(q: Tensor, heads: Heads) -> tuple[int, int, bool]:

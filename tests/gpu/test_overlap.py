@@ -89,7 +89,6 @@ def test_whole_numbers_are_gathered_multiplied_and_scattered_exactly(
             moved(others),
             which,
             dim,
-            operands[which].shape[dim],
             num_chunks,
         )
         for (whole, y), (expected, product) in zip(
@@ -119,7 +118,7 @@ def test_a_thousand_epochs_with_random_delays_use_the_same_memory_without_a_rese
     for epoch in range(1000):
         mine, other = x + epoch % 13, w - epoch % 5
         for whole, y in gather_all(
-            peers, "mk,kn->mn", shards_of(mine, 0, size), [other] * size, 0, 0, 67, 2
+            peers, "mk,kn->mn", shards_of(mine, 0, size), [other] * size, 0, 0, 2
         ):
             wrong += (whole != mine).sum() + (y != mine @ other).sum()
         pairs = [(mine + rank, other) for rank in range(size)]
@@ -169,7 +168,7 @@ def test_sums_with_residuals_and_their_norms_are_the_references_to_the_last_bit_
         )
         for _ in range(20):
             found = scatter_norm_all(
-                peers, equation, there.pairs, there.residuals, there.weights, 0, 2, EPS, rounded
+                peers, equation, there.pairs, there.norms(rounded=rounded), 0, 2
             )
             assert same([[x.cpu() for x in made] for made in found], expected)
 
@@ -260,7 +259,7 @@ def test_a_signal_that_comes_before_its_data_changes_the_numbers() -> None:
         if early:
             regions.flags[1][0] = 1
         torch.cuda.synchronize()
-        return gather_all(peers, "mk,kn->mn", shards_of(x, 0, 2), [w, w], 0, 0, 64, 1)[0][0]
+        return gather_all(peers, "mk,kn->mn", shards_of(x, 0, 2), [w, w], 0, 0, 1)[0][0]
 
     assert torch.equal(gathered_by_rank_0(early=False), x)
     assert not torch.equal(gathered_by_rank_0(early=True), x)

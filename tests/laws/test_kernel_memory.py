@@ -31,6 +31,7 @@ from autopar.kernels.fused import (
 )
 from autopar.kernels.peers import VirtualRanks
 from autopar.ops import dot
+from autopar.ops.norms import RmsNorm
 from autopar.planner import PlanOptions, make_plan
 from autopar.plans import KERNELS_BUFFERS, Plan, Prediction
 from autopar.program.abstract_executor import LiveBytes
@@ -68,7 +69,6 @@ class Sharing:
             if KERNELS[node.target] == "all_gather":  # type: ignore[index]
                 which, dim = (int(n) for n in settings[1:])  # type: ignore[arg-type]
                 shards, others = [p[which] for p in pairs], [p[1 - which] for p in pairs]
-                length = shards[0].shape[dim] * len(group)
                 made: Sequence[Any] = gather_all(
                     peers,
                     str(settings[0]),
@@ -76,24 +76,18 @@ class Sharing:
                     others,
                     which,
                     dim,
-                    length,
                     int(num_chunks),
-                    biases,
+                    biases=biases,
                 )  # type: ignore[arg-type]
             elif norms:
                 residual, weight, equation, dim = settings
-                residuals, weights = ([env[x][rank] for rank in group] for x in (residual, weight))  # type: ignore[index]
                 eps = float(node.args[9])  # type: ignore[arg-type]
+                added = [
+                    normed.AddNorm(env[residual][rank], env[weight][rank], eps, rounded=False)  # type: ignore[index]
+                    for rank in group
+                ]
                 made = scatter_norm_all(
-                    peers,
-                    str(equation),
-                    pairs,
-                    residuals,
-                    weights,
-                    int(dim),
-                    int(num_chunks),
-                    eps,
-                    rounded=False,
+                    peers, str(equation), pairs, added, int(dim), int(num_chunks)
                 )  # type: ignore[arg-type]
             else:
                 addend, equation, dim = settings
@@ -174,9 +168,8 @@ def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
             others,
             which,
             dim,
-            (a, b)[which].shape[dim],
             num_chunks,
-            [bias] * size,
+            biases=[bias] * size,
         )
     shared = sum(
         x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags)
@@ -194,14 +187,11 @@ def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
         )
         with LiveBytes() as alone:
             alone.register([added])
-            overlapped._gather_alone(
-                equation, fake[which], fake[1 - which], which, dim, group, None, added
-            )
+            overlapped._gather_alone(equation, fake, which, dim, group, None, added)
         with LiveBytes() as counted:
             counted.register([added])
-            overlapped.all_gather_dot(
-                equation, fake, which, dim, group, num_chunks, dot, None, added
-            )
+            over = overlapped.ChunkedDim(dim, group, num_chunks)
+            overlapped.all_gather_dot(equation, fake, which, over, None, added)
         with LiveBytes() as apart:
             apart.register([added])
             whole = overlapped.bound_ops.all_gather(fake[which], dim, size, "")
@@ -246,10 +236,11 @@ def test_what_lives_in_a_scattering_kernel_is_what_a_fake_group_counts(
         )
         with LiveBytes() as alone:
             alone.register([added])
-            overlapped._scatter_alone(equation, *fake, added, dim, group)
+            overlapped._scatter_alone(equation, fake, added, dim, group)
         with LiveBytes() as counted:
             counted.register([added])
-            overlapped.dot_reduce_scatter(equation, fake, dim, group, 1, dot, added)
+            over = overlapped.ChunkedDim(dim, group, 1)
+            overlapped.dot_reduce_scatter(equation, fake, over, added)
     assert alone.peak_bytes == memory.peak_bytes - shared - (size - 1) * results >= results
     assert counted.peak_bytes >= alone.peak_bytes
 
@@ -264,17 +255,8 @@ def test_what_lives_in_a_norming_kernel_is_what_a_fake_group_counts(
 ) -> None:
     size, ranks, peers = 3, ranks_of(equation, left, right, dim, 3), VirtualRanks(3)
     with LiveBytes() as memory:
-        made = scatter_norm_all(
-            peers,
-            equation,
-            ranks.pairs[:1] * size,
-            ranks.residuals,
-            ranks.weights,
-            dim,
-            1,
-            EPS,
-            False,
-        )
+        norms = ranks.norms(rounded=False)
+        made = scatter_norm_all(peers, equation, ranks.pairs[:1] * size, norms, dim, 1)
     shared = sum(
         x.untyped_storage().nbytes() for r in peers._regions.values() for x in (*r.data, *r.flags)
     )
@@ -283,13 +265,14 @@ def test_what_lives_in_a_norming_kernel_is_what_a_fake_group_counts(
     )  # what is made, and the product, whole
     with FakeTensorMode() as mode:
         a, b, residual, weight = (mode.from_tensor(x) for x in ranks.of(0))
-        norm = residual.shape[-1], EPS, torch.float32, torch.float32, torch.float32
+        norm = RmsNorm(residual.shape[-1], EPS, torch.float32, torch.float32, torch.float32)
+        group = AxisGroup("", size, 0)
+        over = overlapped.ChunkedDim(dim, group, 1)
         with LiveBytes() as counted:
-            normed.dot_reduce_add_rmsnorm(
-                equation, (a, b), residual, weight, dim, AxisGroup("", size, 0), 1, *norm, dot
-            )
+            normed.dot_reduce_add_rmsnorm(equation, (a, b), residual, weight, over, norm)
         with LiveBytes() as alone:
-            normed._alone(equation, a, b, residual, weight, dim, AxisGroup("", size, 0), EPS, False)
+            added = normed.AddNorm(residual, weight, EPS, rounded=False)
+            normed._alone(equation, (a, b), added, dim, group)
     assert alone.peak_bytes == memory.peak_bytes - shared - (size - 1) * results >= results
     assert counted.peak_bytes >= alone.peak_bytes
 

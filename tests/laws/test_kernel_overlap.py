@@ -68,9 +68,8 @@ def test_all_gather_matmul_is_its_reference_to_the_last_bit(provider: str, size:
                     others,
                     which,
                     dim,
-                    operands[which].shape[dim],
                     num_chunks,
-                    biases,
+                    biases=biases,
                 )
                 for (whole, y), (expected, product) in zip(
                     found,
@@ -120,7 +119,7 @@ def test_a_bias_is_rounded_with_its_product_in_every_chunk() -> None:
         for shape in ((12, 64), (24, 64), (24,))
     )
     for _, y in gather_all(
-        VirtualRanks(2), "mk,nk->mn", shards_of(x, 0, 2), [w] * 2, 0, 0, 12, 2, [bias] * 2
+        VirtualRanks(2), "mk,nk->mn", shards_of(x, 0, 2), [w] * 2, 0, 0, 2, biases=[bias] * 2
     ):
         assert_rounded(
             y, [(torch.cat([x, torch.ones(12, 1)], 1), torch.cat([w, bias[:, None]], 1).t())]
@@ -137,7 +136,7 @@ def test_random_products_are_those_in_fp64_but_for_rounding(size: int, dtype: to
         for _ in range(size)
     ]
     with HostThreads(size) as peers:
-        gathered = gather_all(peers, "mk,kn->mn", shards_of(x, 0, size), [w] * size, 0, 0, 13, 2)
+        gathered = gather_all(peers, "mk,kn->mn", shards_of(x, 0, size), [w] * size, 0, 0, 2)
         scattered = torch.cat(scatter_all(peers, "mk,kn->mn", pairs, 0, 2))
     for _, y in gathered:
         assert_rounded(y, [(x, w)])
@@ -169,7 +168,7 @@ def test_many_epochs_use_the_same_memory_without_a_reset_and_ranks_may_be_late(s
         for epoch in range(200):
             shards = shards_of(x + epoch, 0, size)
             others = [w - epoch % 5] * size
-            found = gather_all(peers, "mk,kn->mn", shards, others, 0, 0, 7, 2)
+            found = gather_all(peers, "mk,kn->mn", shards, others, 0, 0, 2)
             assert all(
                 torch.equal(whole, x + epoch) and torch.equal(y, (x + epoch) @ others[0])
                 for whole, y in found

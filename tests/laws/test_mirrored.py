@@ -122,18 +122,21 @@ def counted(
     half of them."""
     pairs = 0.0
 
-    def seen(kernel: Any, first: int) -> Any:
+    attend = softmax_attention.attend
+
+    def seen(kernel: Any) -> Any:
         def run(*operands: Any) -> Any:
             nonlocal pairs
-            q, k, *_, is_causal, _ = operands[first:]
+            *tensors, _mask, is_causal, _scale = operands
+            q, k, *_ = tensors if kernel is attend else tensors[1]
             pairs += q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] / (2 if is_causal else 1)
             return kernel(*operands)
 
         return run
 
-    monkeypatch.setattr(softmax_attention, "attend", seen(softmax_attention.attend, 0))
+    monkeypatch.setattr(softmax_attention, "attend", seen(attend))
     monkeypatch.setattr(
-        softmax_attention, "attend_backward", seen(softmax_attention.attend_backward, 1)
+        softmax_attention, "attend_backward", seen(softmax_attention.attend_backward)
     )
     found = []
     for rank in range(program.mesh.num_devices):

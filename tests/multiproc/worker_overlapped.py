@@ -16,7 +16,7 @@ from autopar.kernels import normed, overlapped
 from autopar.kernels import overlapped as overlapped_references
 from autopar.kernels.collectives import AxisGroup
 from autopar.kernels.fused import shards_of
-from autopar.ops.products import dot
+from autopar.ops.norms import RmsNorm
 
 
 def run(rank: int) -> dict[str, Any]:
@@ -26,19 +26,16 @@ def run(rank: int) -> dict[str, Any]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("autopar.kernels").addHandler(handler)
     group = AxisGroup(dist.group.WORLD.group_name, 3, rank)
+    over = overlapped.ChunkedDim(0, group, 2)
     x, w = whole_numbers((8, 3), 1), whole_numbers((3, 4), 2)
     pairs = [(x + other, w - other) for other in range(3)]
     wrong = []
     for _ in range(2):
         shards = shards_of(x, 0, 3)
-        gathered, y = overlapped.all_gather_dot(
-            "mk,kn->mn", (shards[rank], w), 0, 0, group, 2, dot, 8
-        )
-        part = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], 0, group, 2, dot)
+        gathered, y = overlapped.all_gather_dot("mk,kn->mn", (shards[rank], w), 0, over, 8)
+        part = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], over)
         addends = [y * other for other in range(3)]
-        added = overlapped.dot_reduce_scatter(
-            "mk,kn->mn", pairs[rank], 0, group, 2, dot, addends[rank]
-        )
+        added = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], over, addends[rank])
         expected = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)[
             rank
         ]
@@ -54,10 +51,8 @@ def run(rank: int) -> dict[str, Any]:
             wrong += [] if torch.equal(found, wanted) else [name]
     ranks = ranks_of("mk,kn->mn", (8, 3), (3, 16), 0, 3)
     a, b, residual, weight = ranks.of(rank)
-    norm = 16, EPS, torch.float32, torch.float32, torch.float32
-    made = normed.dot_reduce_add_rmsnorm(
-        "mk,kn->mn", (a, b), residual, weight, 0, group, 2, *norm, dot
-    )
+    norm = RmsNorm(16, EPS, torch.float32, torch.float32, torch.float32)
+    made = normed.dot_reduce_add_rmsnorm("mk,kn->mn", (a, b), residual, weight, over, norm)
     total = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", ranks.pairs, 0)[rank]
     squares = ops.square_sum(residual + total, torch.float32)
     wanted = residual + total, squares, ops.rms_norm(residual + total, squares, weight, *norm)

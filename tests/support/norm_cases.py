@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.kernels.chunked import result_shape
 from autopar.kernels.fused import shards_of
+from autopar.kernels.normed import AddNorm
 
 EPS = 1e-5
 # equation, shapes of both operands, dim of the result: none is even under all worlds, one has fewer
@@ -36,6 +37,12 @@ class Ranks:
         return Ranks(
             pairs, [x.to(device) for x in self.residuals], [x.to(device) for x in self.weights]
         )
+
+    def norms(self, *, rounded: bool) -> list[AddNorm]:
+        return [
+            AddNorm(residual, weight, EPS, rounded)
+            for residual, weight in zip(self.residuals, self.weights, strict=True)
+        ]
 
     def of(self, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return *self.pairs[rank], self.residuals[rank], self.weights[rank]

@@ -16,8 +16,10 @@ from autopar.kernels import build, collectives, library, normed
 from autopar.kernels import normed as normed_scatter
 from autopar.kernels.bound_ops import part_of
 from autopar.kernels.collectives import AxisGroup, use_groups
+from autopar.kernels.overlapped import ChunkedDim
 from autopar.kernels.packing import BucketLayout, pack, places
 from autopar.kernels.peers import Blocks, VirtualRanks, provide_peers
+from autopar.ops.norms import RmsNorm
 from tests.support.remedy_programs import Program
 
 _EQUATION, _EPS, _F32 = "mk,kn->mn", 1e-6, torch.float32
@@ -83,16 +85,15 @@ def _normed(parts: Any, x: torch.Tensor = _X, weight: torch.Tensor = _W) -> Call
 
 def _scattered(dim: int = 0, residual: torch.Tensor = _X) -> Callable[[], object]:
     """The operands of a product whose result is scattered and normed."""
-    return lambda: normed_scatter._check(_EQUATION, _A, _B, residual, _W, dim, 2, 0)
+    norm, group = normed.AddNorm(residual, _W, _EPS, rounded=False), AxisGroup("", 2, 0)
+    return lambda: normed_scatter._check(_EQUATION, _A, _B, norm, dim, group)
 
 
 def _product(n: int) -> Callable[[], object]:
-    group, residual = AxisGroup("", 1, 0), torch.ones(4, 8)
-    settings = _EPS, _F32, _F32, _F32, ops.dot
+    over, residual = ChunkedDim(0, AxisGroup("", 1, 0), 1), torch.ones(4, 8)
+    norm = RmsNorm(n, _EPS, _F32, _F32, _F32)
     return _as_references(
-        lambda: normed_scatter.dot_reduce_add_rmsnorm(
-            _EQUATION, (_A, _B), residual, _W, 0, group, 1, n, *settings
-        )
+        lambda: normed_scatter.dot_reduce_add_rmsnorm(_EQUATION, (_A, _B), residual, _W, over, norm)
     )
 
 

@@ -111,7 +111,7 @@ PROGRAMS: dict[str, Program] = {
         "leave out constraints.pipeline(): without it the axis is used for data",
         planned(Traced(), (X,)),
     ),
-    "planner/pipeline/stage_construction.py staged_search 0": Program(
+    "planner/pipeline/stage_construction.py pipeline_request 0": Program(
         _staged(_DEEP, (X,), outputs="dtensor"),
         'pass outputs="full"',
         _staged(_DEEP, (X,), outputs="full"),

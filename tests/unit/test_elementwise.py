@@ -19,6 +19,7 @@ from autopar.ops.score_functions import (
     promoted_text,
     read_function,
 )
+from autopar.ops.softmax_attention import Saved
 
 SIZES = (2, 4, 6, 6)
 
@@ -91,7 +92,7 @@ def test_torchs_own_call_with_the_functions_of_a_part_gives_the_same(kind: str) 
         given = [*grads] if seen.all() else [grads[0], None]
         due = kernels._backward_by_torch(q, k, v, *given, wanted, how)
     torch.testing.assert_close((out, lse), expected, rtol=1e-12, atol=1e-12)
-    made = attend_backward(q, k, v, out, lse, *given, wanted, how)
+    made = attend_backward(Saved(q, k, v, out, lse), *given, wanted, how)
     torch.testing.assert_close(made, due, rtol=1e-12, atol=1e-12)
 
 
@@ -116,7 +117,11 @@ def test_results_do_not_depend_on_how_many_scores_are_there_at_a_time(
             out,
             lse,
             *attend_backward(
-                q, k, v, out, lse, torch.ones_like(out), torch.ones_like(lse).mul_(0.1), wanted, how
+                Saved(q, k, v, out, lse),
+                torch.ones_like(out),
+                torch.ones_like(lse).mul_(0.1),
+                wanted,
+                how,
             ),
         ]
 

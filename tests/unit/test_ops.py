@@ -499,7 +499,9 @@ def test_the_plain_attention_of_other_devices_is_the_same() -> None:
     torch.testing.assert_close(torch.matmul(scores.softmax(-1), v), out)
     torch.testing.assert_close(scores.logsumexp(-1), lse)
     for got, want in zip(
-        attention_kernels._plain_backward(grad, q, k, v, out, lse, None, True, 0.3),
+        attention_kernels._plain_backward(
+            grad, attention_kernels.Saved(q, k, v, out, lse), None, True, 0.3
+        ),
         ops.attention_backward(grad, q, k, v, out, lse, None, True, 0.3),
         strict=True,
     ):

@@ -50,10 +50,12 @@ def _plain(
     ), scores.logsumexp(-1)
 
 
-def _plain_backward(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-    grad, q, k, v, *rest = operands
+def _plain_backward(
+    grad: Tensor, saved: attention_kernels.Saved, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, *_ = saved
     keys, values = attention_kernels._repeat_heads(k, q), attention_kernels._repeat_heads(v, q)
-    dq, dk, dv = attention_kernels._plain_backward(grad, q, keys, values, *rest)
+    dq, dk, dv = attention_kernels._plain_backward(grad, saved._replace(k=keys, v=values), *rest)
     return dq, attention_kernels._sum_heads(dk, k), attention_kernels._sum_heads(dv, v)
 
 
@@ -116,18 +118,20 @@ def test_kernels_compute_what_is_seen_and_square_causal_attention(
     """Only where it is square FlashAttention takes it. What is computed is what is priced, of
     the last part."""
     asked: list[tuple[int, int, bool]] = []
+    attend = attention_kernels.attend
 
-    def seen(kernel: Any, first: int) -> Any:
+    def seen(kernel: Any) -> Any:
         def run(*operands: Any) -> Any:
-            q, k, *_, is_causal, _ = operands[first:]
+            *tensors, _mask, is_causal, _scale = operands
+            q, k, *_ = tensors if kernel is attend else tensors[1]
             asked.append((q.shape[2], k.shape[2], is_causal))
             return kernel(*operands)
 
         return run
 
-    monkeypatch.setattr(attention_kernels, "attend", seen(attention_kernels.attend, 0))
+    monkeypatch.setattr(attention_kernels, "attend", seen(attend))
     monkeypatch.setattr(
-        attention_kernels, "attend_backward", seen(attention_kernels.attend_backward, 1)
+        attention_kernels, "attend_backward", seen(attention_kernels.attend_backward)
     )
     q, k, v = drawn(1, 2, 6, 8), drawn(1, 2, 24, 8), drawn(1, 2, 24, 8)
     args = (None, True, 0.3, start)

@@ -512,18 +512,10 @@ def make_staged_plan(
         TooSlow: where the bound shows that no plan beats the limit.
     """
     try:
-        return staged_search(
-            whole,
-            part,
-            how,
-            mesh,
-            hardware,
-            options,
-            wish,
-            Clock(progress),
-            model_name=model_name,
-            limit_s=limit_s,
-        ).run()
+        asked = pipeline_request(
+            whole, part, how, mesh, hardware, options, wish, model_name=model_name
+        )
+        return StagedSearch(asked, Clock(progress), limit_s).run()
     except ConstraintError as error:
         here = replace(wish, microbatches=how.num)
         raise with_conflict_of_stages(
@@ -547,7 +539,7 @@ def check_order(whole: Trace, mesh: Mesh, num: int, wish: Pipelined) -> None:
     in_order(wish, mesh, num, waits=waits, trained=bool(whole.differentiable))
 
 
-def staged_search(
+def pipeline_request(
     whole: Trace,
     part: Trace,
     how: Microbatching,
@@ -555,18 +547,14 @@ def staged_search(
     hardware: Hardware,
     options: PlanOptions,
     wish: Pipelined,
-    clock: Clock,
     *,
     model_name: str = "",
-    limit_s: float = math.inf,
-) -> StagedSearch:
-    """Prepare the search of `make_staged_plan`.
+) -> PipelineRequest:
+    """Check the request for a pipeline, and fill in what it leaves open.
 
     Args:
         whole, part, how, mesh, hardware, options, wish: as in `make_staged_plan`.
-        clock: measures phases.
         model_name: for the plan's fingerprint.
-        limit_s: a plan that is no faster is not wanted.
 
     Raises:
         ConstraintError: if a constraint does not fit this mesh, or the schedule does not run.
@@ -589,7 +577,6 @@ def staged_search(
             what, remedy='pass outputs="full": then they come whole on every rank'
         )
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
-    asked = PipelineRequest(
+    return PipelineRequest(
         part, how, batch_bytes, returned, mesh, hardware, options, wish, model_name, whole
     )
-    return StagedSearch(asked, clock, limit_s)

@@ -50,7 +50,7 @@ def test_products_are_gathered_and_scattered(
     for epoch in range(1, 4):
         x, w = whole_numbers(shape, epoch), whole_numbers((width, 6), 7)
         shards, others = shards_of(x, dim, size), [w + rank for rank in range(size)]
-        found = gather_all(peers, equation, shards, others, 0, dim, 7, 2)
+        found = gather_all(peers, equation, shards, others, 0, dim, 2)
         expected = overlapped.all_gather_matmul_reference(equation, shards, others, 0, dim)
         assert all(
             torch.equal(a, b)
@@ -108,7 +108,6 @@ def test_no_blocks_and_too_many_are_refused(blocks: Blocks) -> None:
             [torch.ones(3, 2)],
             0,
             0,
-            4,
             1,
         )
 
@@ -149,7 +148,8 @@ def test_sums_are_added_to_residuals_and_normed(size: int, dtype: torch.dtype) -
         ranks = ranks_of(equation, left, right, dim, size, dtype, seed=epoch)
         for rounded in (False, True):
             settings = ranks.pairs, ranks.residuals, ranks.weights, dim
-            found = scatter_norm_all(peers, equation, *settings, 2, EPS, rounded)
+            norms = ranks.norms(rounded=rounded)
+            found = scatter_norm_all(peers, equation, ranks.pairs, norms, dim, 2)
             assert same(
                 found, normed.matmul_reduce_add_rmsnorm_reference(equation, *settings, EPS, rounded)
             )

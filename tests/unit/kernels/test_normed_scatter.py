@@ -23,7 +23,9 @@ from autopar.kernels import peers as providers
 from autopar.kernels.bind import bind
 from autopar.kernels.collectives import AxisGroup, use_groups
 from autopar.kernels.fused import scatter_norm_all
+from autopar.kernels.overlapped import ChunkedDim
 from autopar.kernels.peers import HostThreads, Peers, VirtualRanks
+from autopar.ops.norms import RmsNorm
 
 OP = torch.ops.autopar.matmul_reduce_add_rmsnorm
 EQUATION = "mk,kn->mn"
@@ -52,15 +54,7 @@ def found(
 ) -> list[tuple[Tensor, ...]]:
     return list(
         scatter_norm_all(
-            peers,
-            equation,
-            ranks.pairs,
-            ranks.residuals,
-            ranks.weights,
-            dim,
-            num_chunks,
-            EPS,
-            rounded,
+            peers, equation, ranks.pairs, ranks.norms(rounded=rounded), dim, num_chunks
         )
     )
 
@@ -252,9 +246,9 @@ def called(
     ranks: Ranks, rank: int, group: AxisGroup, rounded: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     a, b, residual, weight = ranks.of(rank)
-    norm = residual.shape[-1], EPS, library.wide(a.dtype), rounded, a.dtype
+    norm = RmsNorm(residual.shape[-1], EPS, library.wide(a.dtype), rounded, a.dtype)
     return normed_scatter.dot_reduce_add_rmsnorm(
-        EQUATION, (a, b), residual, weight, 0, group, 2, *norm, ops.dot
+        EQUATION, (a, b), residual, weight, ChunkedDim(0, group, 2), norm
     )
 
 
@@ -396,9 +390,8 @@ def test_norms_that_the_kernel_does_not_take_are_refused(
     n: int, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype
 ) -> None:
     with pytest.raises(KernelError, match=f"no kernel norms {n} of 8"):
-        normed_scatter.dot_reduce_add_rmsnorm(
-            EQUATION, (A, B), X, W, 0, GROUP, 1, n, EPS, dtype, rounded, out, ops.dot
-        )
+        norm = RmsNorm(n, EPS, dtype, rounded, out)
+        normed_scatter.dot_reduce_add_rmsnorm(EQUATION, (A, B), X, W, ChunkedDim(0, GROUP, 1), norm)
 
 
 def test_which_norms_the_kernel_takes() -> None:
@@ -414,6 +407,5 @@ def test_which_norms_the_kernel_takes() -> None:
 
 def test_a_product_cannot_be_cut_into_nothing() -> None:
     with pytest.raises(ValueError, match="0 chunks"):
-        normed_scatter.dot_reduce_add_rmsnorm(
-            EQUATION, (A, B), X, W, 0, GROUP, 0, 8, EPS, F32, F32, F32, ops.dot
-        )
+        norm = RmsNorm(8, EPS, F32, F32, F32)
+        normed_scatter.dot_reduce_add_rmsnorm(EQUATION, (A, B), X, W, ChunkedDim(0, GROUP, 0), norm)
