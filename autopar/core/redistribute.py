@@ -217,7 +217,16 @@ def cheapest_chain(
     price: Price,
     share: Price | None = None,
 ) -> tuple[Step, ...]:
-    """The cheapest chain of collectives from `source` to `target`, each by itself."""
+    """Return the cheapest chain of collectives from `source` to `target`, each by itself.
+
+    Args:
+        shape: shape of the whole tensor.
+        dtype: its dtype.
+        mesh_shape: devices on each axis of the mesh.
+        source, target: the layouts at the ends of the chain.
+        price: seconds of a collective by itself.
+        share: seconds of a collective as a part of a bucket; None if there are no buckets.
+    """
     graph = layout_graph(shape, dtype, mesh_shape, [source], [target], price, share=share)
     arcs = cheapest_tree(graph, [graph.index[source]], [graph.index[target]])
     return tuple(

@@ -162,12 +162,20 @@ def start_all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Started
 
 
 def all_reduce_(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
-    """Reduce a tensor in its own memory, which nothing else may read; see `all_reduce`."""
+    """Reduce a tensor in its own memory, which nothing else may read.
+
+    Args:
+        x, reduce_op, size, name: see `all_reduce`.
+    """
     return finish_all_reduce(start_all_reduce_(x, reduce_op, size, name), reduce_op, size, name)
 
 
 def start_all_reduce_(x: Tensor, reduce_op: str, size: int, name: str) -> Started:
-    """Issue an `all_reduce_`. A tensor that is not contiguous is copied."""
+    """Issue an `all_reduce_`. A tensor that is not contiguous is copied.
+
+    Args:
+        x, reduce_op, size, name: see `all_reduce`.
+    """
     if size == 1:
         return [x]
     come = _summable(x.contiguous())

@@ -278,16 +278,27 @@ class Exchange(Protocol):
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """Send the rows `index` of each rank's tensor, which are those of its pairs sorted by home
-        and expert, to their homes, and return the received rows. `tensors` is emptied.
+        """Send rows of each rank's tensor to their homes, and return the received rows.
 
         The result may be in memory that is overwritten after the next count; so may that of
         `send_back`.
+
+        Args:
+            what: what is sent.
+            tensors: rows [tokens, width] or gates; the list is emptied.
+            index: the rows to send: those of the rank's pairs, sorted by home and expert.
+            traffic: what `count` returned.
         """
 
     def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
         """Send the results of received rows back, and return those of the rows that each rank sent,
-        in the order in which it sent them. `rows` is emptied."""
+        in the order in which it sent them.
+
+        Args:
+            what: what was sent.
+            rows: the results [received rows, width]; the list is emptied.
+            traffic: what `count` returned.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,15 @@ class DirectCalls:
         trains: bool,
     ) -> Sequence[Tensor]:
         """Run forward and, if a parameter trains or an input asks for its gradient, let autograd
-        run backward later. Autograd passes the factor of the loss, so `scale` is not used."""
+        run backward later.
+
+        Args:
+            inputs: the local inputs, in the order of the program's.
+            parameters: the DTensors of `held`, in its order.
+            buffers: the DTensors of the buffers, by name.
+            scale: not used, since autograd passes the factor of the loss.
+            trains: whether a parameter trains.
+        """
         asking = [x for x, t in zip(inputs, self._stage.inputs, strict=True) if t.has_gradient]
         trains = trains or (torch.is_grad_enabled() and any(x.requires_grad for x in asking))
         watched = Watched()
@@ -113,7 +121,13 @@ class DirectCalls:
         keep: bool,
     ) -> tuple[list[Tensor], list[Any]]:
         """Run forward, and return the outputs in the form for the user and the values that backward
-        needs. Tensors of the user among these values are watched for changes."""
+        needs.
+
+        Args:
+            inputs, parameters, buffers: as for `run`.
+            watched: watches tensors of the user among the values that backward needs for changes.
+            keep: whether backward will run; else no values are returned for it.
+        """
         stage, resting = self._stage, [buffers[t.name] for t in self._stage.buffers]
         with torch.no_grad(), torch.autocast(self._devices.device_type, enabled=False):
             with DisableTorchFunctionSubclass():
@@ -176,7 +190,13 @@ class DirectCalls:
     def clip_gradients(
         self, parameters: Iterable[tuple[str, Tensor]], max_norm: float, norm_type: float
     ) -> Tensor:
-        """Scale the gradients of parameters; see `autopar.runtime.backward.clip_grad_norm_`."""
+        """Scale the gradients of parameters; see `autopar.runtime.backward.clip_grad_norm_`.
+
+        Args:
+            parameters: the parameters, with their names.
+            max_norm: the largest norm of all gradients together.
+            norm_type: the order of the norm.
+        """
         return clip_grad_norm_((p for _, p in parameters), max_norm, norm_type)
 
     def mark_constant(self, ctx: Any, outputs: Sequence[Tensor]) -> None:

@@ -101,9 +101,15 @@ class ScheduledCalls:
         *,
         trains: bool,
     ) -> list[Tensor | None]:
-        """Run a step. A rank whose stages train nothing takes part in backward, too, so that
-        `trains` is not used. If gradients are enabled and the model returns a loss, backward has
-        run."""
+        """Run a step. If gradients are enabled and the model returns a loss, backward has run.
+
+        Args:
+            inputs: the local inputs of the batch, in the order of the program's.
+            parameters: the DTensors of `held`, in its order.
+            buffers: the DTensors of the buffers, by name.
+            scale: the factor of the loss.
+            trains: not used, since a rank whose stages train nothing takes part in backward, too.
+        """
         local = {name: self._storages[name].local(b) for name, b in buffers.items()}
         named = {t.name: x for t, x in zip(self._program.inputs, inputs, strict=True)}
         parts, loss = self._calls.how.parts(named, local), self._calls.how.loss
@@ -127,8 +133,14 @@ class ScheduledCalls:
         self, parameters: Iterable[tuple[str, Tensor]], max_norm: float, norm_type: float
     ) -> Tensor:
         """Scale the gradients of parameters, with the norm over all stages; see
-        `autopar.runtime.backward.clip_over_stages`. A parameter that several stages hold counts
-        once."""
+        `autopar.runtime.backward.clip_over_stages`.
+
+        Args:
+            parameters: the parameters of this rank's stages, with their names. One that several
+                stages hold counts once.
+            max_norm: the largest norm of all gradients together.
+            norm_type: the order of the norm.
+        """
         elsewhere = self._calls.exchange.counted_elsewhere()
         counted = [(p, name not in elsewhere) for name, p in parameters]
         group = self._calls.exchange.group
