@@ -41,7 +41,7 @@ from autopar.request import PlanOptions
 from autopar.version import VERSION
 
 # --------------------------------------------------------------------------------------------------
-# The command ``autopar plan``: its options. `autopar.cli.planning` runs it.
+# The command ``autopar plan``: its options. `autopar.cli.models` runs it.
 
 LpFile = Annotated[
     Path | None,
@@ -109,10 +109,10 @@ def plan_command(
     axes = read_mesh(mesh, devices_per_node)
     devices = hardware_of(hardware, axes)
     chosen = PlanOptions(**read_options(options))
-    from autopar.cli import planning  # imported here because it loads torch
+    from autopar.cli import models  # imported here because it loads torch
 
-    chosen = planning.with_stages(chosen, pipeline, schedule, chunks, offload=offload)
-    planning.plan_named(named, axes, devices, chosen, out_file, lp_file)
+    chosen = models.with_stages(chosen, pipeline, schedule, chunks, offload=offload)
+    models.plan_named(named, axes, devices, chosen, out_file, lp_file)
 
 
 def _check_stages(axis: str | None, schedule: str | None, chunks: int | None) -> None:

@@ -18,7 +18,7 @@ import typer
 
 from autopar.core.mesh import read_hardware
 from autopar.errors import AutoparError, PlanError
-from autopar.hf.specs import KNOWN, parse
+from autopar.hf.models import KNOWN, parse
 from autopar.request import OPTIONS
 
 F = TypeVar("F", bound=Callable[..., None])

@@ -12,7 +12,6 @@ from autopar.plans.flips import (
     Flips,
     idle_axes,
 )
-from autopar.plans.load import beyond_shares_s, counted_time, forward_load, load_of, moved_load
 from autopar.plans.parts import (
     KERNELS_BUFFERS,
     RESTING,
@@ -30,7 +29,17 @@ from autopar.plans.parts import (
     Prediction,
     RunnerUp,
 )
-from autopar.plans.plan import FORMAT, VERSION, Pipeline, Plan
+from autopar.plans.plan import (
+    FORMAT,
+    VERSION,
+    Pipeline,
+    Plan,
+    beyond_shares_s,
+    counted_time,
+    forward_load,
+    load_of,
+    moved_load,
+)
 from autopar.plans.proof import (
     OnProfile,
     Potential,

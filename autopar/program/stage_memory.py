@@ -172,8 +172,8 @@ def _collect_unsimulated(work: StageWork, num_more: int) -> None:
 def _forwards_first(
     work: StageWork, num: int, num_more: int, returned: Returned, *, trained: bool
 ) -> None:
-    """Run the stage as `autopar.program.transfers` and `autopar.runtime.outer_loss` do, holding
-    what they hold."""
+    """Run the stage as `autopar.program.transfers` and `autopar.runtime.scheduled_calls` do, and
+    hold what they hold."""
     for number in range(num):
         if number == num - 1:
             _collect_unsimulated(work, num_more)

@@ -19,24 +19,318 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from autopar.errors import RuntimeStateError
 from autopar.kernels.bind import bind
 from autopar.ops import random
-from autopar.program.executor import Executor
+from autopar.program.executor import Executor, parts_of
 from autopar.program.program import Program, ProgramTensor, StageProgram
 from autopar.program.stage_work import StageWork, outputs_kept
 from autopar.request import Outputs
-from autopar.runtime.backward import clip_over_stages
+from autopar.runtime.backward import (
+    as_given,
+    clip_over_stages,
+    first_derivatives_only,
+    ran_twice,
+    which_are_plain,
+)
 from autopar.runtime.guarded_outputs import refuse_backward
-from autopar.runtime.loss_scaling import LossScale, share_overflows
-from autopar.runtime.outer_loss import Answered, Published, ScaledStep
+from autopar.runtime.loss_scaling import LossScale, may_be_multiplied, share_overflows
 from autopar.runtime.parameters import Storage
 from autopar.runtime.pipeline_runtime import StageCalls, StageExchange
-from autopar.runtime.rank_comm import rank
+from autopar.runtime.rank_agreement import announced
+from autopar.runtime.rank_comm import by_all, rank
+
+# --------------------------------------------------------------------------------------------------
+# Autograd functions of calls of programs with several stages or microbatches.
+#
+# If the model returns no loss, a call runs all forwards, and backward of the user's loss runs all
+# backwards. If it returns a loss, a call runs forward and backward, and may run again for another
+# factor of the loss.
+
+
+class Answered(torch.autograd.Function):
+    """The forwards of all microbatches and, as their derivative, the backwards."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        calls: StageCalls,
+        parts: list[dict[str, Tensor]],
+        buffers: Mapping[str, Tensor],
+        anchor: Tensor,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Run all forwards, and return the outputs of the batch that a call returns.
+
+        Args:
+            calls: the pipeline of this rank.
+            parts: the inputs of each microbatch, by name.
+            buffers: the local buffers, by name.
+            anchor: a tensor that requires a gradient, so that backward also runs on ranks whose
+                parameters are all frozen.
+            parameters: the parameters of this rank.
+        """
+        works = calls.new_works()
+        with torch.autocast(anchor.device.type, enabled=False):
+            calls.begin(works, parts, 1.0, buffers, parameters, keep=True)
+            calls.runner(works).forward()
+            outputs = calls.gather_outputs(works)
+        ctx.calls, ctx.works, ctx.parameters = calls, works, parameters
+        ctx.watched = calls.watched_of(works, parameters, outputs)
+        ctx.are_plain = which_are_plain(parameters)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(outputs[t.name] for t in calls.kept if not t.has_gradient))
+        return tuple(outputs[t.name] for t in calls.kept)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        """Run all backwards, and return the gradients of this rank's parameters.
+
+        Raises:
+            RuntimeStateError: if backward has run before.
+        """
+        calls, works, parameters = ctx.calls, ctx.works, ctx.parameters
+        ctx.works = ctx.parameters = None
+        if works is None:
+            raise ran_twice()
+        with announced("runs backward", calls.world):
+            return (
+                None,
+                None,
+                None,
+                None,
+                *as_given(Answered._gradients(ctx, works, parameters, tangents), ctx.are_plain),
+            )
+
+    @staticmethod
+    def _gradients(
+        ctx: Any,
+        works: dict[int, StageWork],
+        parameters: Sequence[Tensor],
+        tangents: Sequence[Tensor | None],
+    ) -> Sequence[Tensor | None]:
+        calls = ctx.calls
+        calls.check_returned(tangents, ctx.watched)
+        returned = {t.name: x for t, x in zip(calls.kept, tangents, strict=True) if t.has_gradient}
+        absent = [name for name, x in returned.items() if x is None]
+        (work,) = works.values()
+        with torch.autocast(work.device.type, enabled=False):
+            parts = parts_of(
+                {name: x for name, x in returned.items() if x is not None},
+                calls.program.microbatches,
+            )
+            unused = calls.find_unused(frozenset(absent))
+            work.answer(parts, unused.tangents[calls.rank], unused.gradients[calls.rank])
+            calls.runner(works).backward()
+            found: Sequence[Tensor | None] = calls.wrap_gradients(
+                calls.finish(works, parameters, keep=True), unused.parameters
+            )
+        return found
+
+
+# --------------------------------------------------------------------------------------------------
+# A call of stages or microbatches that runs again if its loss was multiplied by another factor than
+# assumed.
+
+
+class ScaledStep:
+    """Forward and backward of one call, which can run again with another factor.
+
+    Args:
+        calls: the pipeline of this rank.
+        scale: the factor that calls assume.
+        parts: the inputs of each microbatch, by name.
+        buffers: the local buffers before the call, by name.
+        parameters: the parameters of this rank.
+    """
+
+    def __init__(
+        self,
+        calls: StageCalls,
+        scale: LossScale,
+        parts: list[dict[str, Tensor]],
+        buffers: Mapping[str, Tensor],
+        parameters: Sequence[Tensor],
+    ) -> None:
+        self._calls, self._scale, self._assumed = calls, scale, scale.assumed_factor
+        self._operands: tuple[Any, ...] | None = (parts, buffers, parameters)
+        self._before: dict[str, Tensor] | None = {}
+        if calls.mutates:
+            kept = calls.is_fp16 or scale.assumed_factor != 1.0
+            self._before = (
+                {name: buffers[name].clone() for name in calls.mutated_buffers} if kept else None
+            )
+        self._versions = [(name, x, _version(x)) for name, x in self._changeable_tensors()]
+
+    def run(self) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+        """Run the step, and return the batch's outputs by path and the gradients of this rank."""
+        assert self._operands is not None, (
+            "a step lets go of its operands when its gradients are handed out"
+        )
+        parts, buffers, parameters = self._operands
+        return self._calls.step(parts, buffers, parameters, scale=self._assumed, keep=True)
+
+    def gradients(self, tangent: Tensor, made: list[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients for a tangent of the loss.
+
+        Args:
+            tangent: the tangent of the loss, a scalar.
+            made: the gradients of `run`. The list is emptied.
+
+        Raises:
+            RuntimeStateError: if the step has to run again, and a tensor that it reads was changed.
+        """
+        found, made[:] = [*made], []
+        wanted = float(tangent)
+        assumed = float(torch.tensor(self._assumed, dtype=tangent.dtype))
+        if may_be_multiplied(assumed, wanted, is_fp16=self._calls.is_fp16):
+            if assumed != wanted:
+                for gradient in found:
+                    if gradient is not None:
+                        gradient.mul_(wanted / assumed)
+            self._scale.confirm()
+        else:
+            found.clear()  # their memory is needed
+            found = self._again(wanted)
+            self._scale.learn(wanted)
+        self._operands, self._before, self._versions = None, None, []
+        return found
+
+    def _again(self, tangent: float) -> list[Tensor | None]:
+        """Return the gradients of a second run, which does not change buffers."""
+        assert self._operands is not None, "gradients are asked for once"
+        parts, buffers, parameters = self._operands
+        if self._before is None:
+            what = (
+                f"the loss was multiplied by {tangent:g}, backward ran inside the call with"
+                f" {self._assumed:g}, and buffers have changed"
+            )
+            raise RuntimeStateError(
+                what, remedy="set pm.loss_scale = scaler.get_scale() before the first call"
+            )
+        remedy = (
+            "run backward before whatever changes it, or set pm.loss_scale to the factor of the"
+            " loss before the call"
+        )
+        # all ranks run again, or none
+        by_all(lambda: self._check_unchanged(tangent, remedy), "backward", remedy)
+        device = self._calls.device_type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            return self._calls.step(
+                parts,
+                {**buffers, **self._before},
+                parameters,
+                scale=tangent,
+                keep=True,
+                returns=False,
+            )[1]
+
+    def _check_unchanged(self, tangent: float, remedy: str) -> None:
+        changed = next(
+            (
+                (name, before)
+                for name, x, before in self._versions
+                if before is None or _version(x) != before
+            ),
+            None,
+        )
+        if changed is not None:
+            name, before = changed
+            unknown = "was made under torch.inference_mode, which does not count changes"
+            why = unknown if before is None else "was changed since the call"
+            raise RuntimeStateError(
+                f"the loss was multiplied by {tangent:g}, backward ran inside the call with"
+                f" {self._assumed:g}, and the step cannot run again: {name} {why}",
+                remedy=remedy,
+            )
+
+    def _changeable_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors that a second run reads and the user may change, by their names in
+        errors."""
+        assert self._operands is not None, "the step has not run"
+        parts, buffers, parameters = self._operands
+        named = [
+            (f"parameter {t.name!r}", x) for t, x in zip(self._calls.held, parameters, strict=True)
+        ]
+        named += [(name, x.to_local()) for name, x in named if isinstance(x, DTensor)]
+        named += [
+            (f"buffer {name!r}", x)
+            for name, x in buffers.items()
+            if name not in self._calls.mutated_buffers
+        ]
+        return named + [(f"input {name!r}", x) for part in parts for name, x in part.items()]
+
+
+def _version(x: Tensor) -> int | None:
+    """Return the version counter of a tensor; None under inference mode, which has none."""
+    return None if x.is_inference() else x._version
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss of a step whose backward has run. Its `backward` publishes the gradients.
+
+
+class Published(torch.autograd.Function):
+    """The loss. Its backward publishes gradients that are known already, or runs the step again for
+    another factor of the loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        calls: StageCalls,
+        step: ScaledStep,
+        loss: list[Tensor],
+        gradients: list[Tensor | None],
+        anchor: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        """Return the loss. It is passed in a list, so that it is no input of the function: inputs
+        are returned as views, which cannot be changed in place.
+
+        Args:
+            calls: the pipeline of this rank.
+            step: the step that computed the loss.
+            loss: the loss alone.
+            gradients: the gradients of the step.
+            anchor: a tensor that requires a gradient, so that backward also runs on ranks whose
+                parameters are all frozen.
+            parameters: the parameters of this rank.
+        """
+        ctx.calls, ctx.gradients, ctx.step, ctx.are_plain = (
+            calls,
+            gradients,
+            step,
+            which_are_plain(parameters),
+        )
+        return loss[0]
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, tangent: Tensor) -> tuple[Any, ...]:
+        """Return the gradients for a tangent of the loss.
+
+        Raises:
+            RuntimeStateError: if backward has run before, or the step cannot run again.
+        """
+        made, step, ctx.gradients, ctx.step = ctx.gradients, ctx.step, None, None
+        if made is None:
+            raise ran_twice()
+        with announced("runs backward", ctx.calls.world):
+            ctx.calls.check_tangent(tangent)
+            gradients = ctx.calls.wrap_gradients(step.gradients(tangent, made))
+        return (None, None, None, None, None, *as_given(gradients, ctx.are_plain))
+
+
+# --------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("autopar")
 

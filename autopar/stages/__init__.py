@@ -6,9 +6,16 @@ neighbours. Pricing, planning, emission, the interpreter and the prediction of m
 on a stage as on a whole trace.
 """
 
-from autopar.stages.cutting import Cut, cut_trace
+from autopar.stages.cutting import (
+    NO_PIPELINE,
+    Cut,
+    Seams,
+    cut_trace,
+    find_refusal,
+    seams,
+    usable_points,
+)
 from autopar.stages.placing import CutPoint, cut_points
-from autopar.stages.seams import NO_PIPELINE, Seams, find_refusal, seams, usable_points
 
 __all__ = [
     "NO_PIPELINE",

@@ -22,7 +22,7 @@ from autopar.rules.trial import run
 from autopar.validation.samples import SAMPLES
 
 # --------------------------------------------------------------------------------------------------
-# The placements of tensors on the axis in time, as `autopar.validation.time_placements` finds
+# The placements of tensors on the axis in time, as `autopar.validation.microbatch_graphs` finds
 # them.
 
 Kind = Literal["split", "whole", "term", "place", "zero", "wrong", "open"]
@@ -31,7 +31,7 @@ Kind = Literal["split", "whole", "term", "place", "zero", "wrong", "open"]
 @dataclass(frozen=True, slots=True)
 class TimePlacement:
     """The placement of a microbatch's tensor in the batch's (see
-    `autopar.validation.time_placements`).
+    `autopar.validation.microbatch_graphs`).
 
     Attributes:
         origin: key of the node from which a ``wrong`` or an ``open`` one follows.

@@ -14,7 +14,7 @@ from autopar.breakdown import breakdown
 from autopar.constraints import fsdp, pipeline
 from autopar.explanation.difference import HIDDEN, WAITING, Share, beside_modules
 from autopar.plans import Plan
-from autopar.plans.load import load_of
+from autopar.plans.plan import load_of
 from benchmarks import zoo
 
 STAGES = {"stage": 2, "data": 2}

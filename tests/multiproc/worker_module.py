@@ -228,7 +228,7 @@ def loading(rank: int) -> dict[str, Any]:
 
 def optimizers(rank: int) -> dict[str, Any]:
     """Three steps of each optimizer beside the plain model; those refused say why. From the second
-    step on, local tensors take it (`autopar.runtime.local_steps`)."""
+    step on, local tensors take it (`autopar.runtime.optimizers`)."""
     result: dict[str, Any] = {}
     for name in (*SUPPORTED, *REFUSED):
         plain, parallel = Toy(), build()

@@ -25,11 +25,11 @@ from autopar.core.mesh import Mesh
 from autopar.emit import emit
 from autopar.plans import Plan
 from autopar.program.program import Program, StageProgram
-from autopar.validation import Validation, op_law, time_placements, validate
+from autopar.validation import Validation, microbatch_graphs, op_law, validate
 from autopar.verification import Verification, verify_program
 
 Call = tuple[nn.Module, dict[str, torch.Tensor]]
-_REMEMBERED = (op_law._judge, op_law._on_one_axis, op_law._trials, time_placements._place_results)
+_REMEMBERED = (op_law._judge, op_law._on_one_axis, op_law._trials, microbatch_graphs._place_results)
 
 
 def forget() -> None:

@@ -20,8 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from autopar import HardwareProfile, hf
 from autopar.cli.commands import _check_stages, clear_command
-from autopar.cli.models import built, turning_of
-from autopar.cli.planning import _save
+from autopar.cli.models import _save, built, turning_of
 from autopar.cli.shared_options import NamedModel, check_dtype, check_there
 from autopar.explanation import explain
 from autopar.integrations.libraries import LEAST, library
@@ -318,13 +317,13 @@ MODELS: dict[str, Program] = {
     "hf/models.py _of_users 0": Program(
         _function("model.py:raises"), "correct the function", _function("model.py:made")
     ),
-    "hf/specs.py parse 0": Program(
+    "hf/models.py parse 0": Program(
         lambda: hf.build("nothing"), "write TYPE:JSON", _named("llama", _TEXT, seq=4)
     ),
-    "hf/specs.py parse 1": Program(
+    "hf/models.py parse 1": Program(
         _named("llama", "{'hidden_size': 8}"), "in double quotes", _named("llama", _TEXT, seq=4)
     ),
-    "hf/specs.py parse 2": Program(
+    "hf/models.py parse 2": Program(
         _named("llama", "[8]"), '{"name": value, ...}', _named("llama", _TEXT, seq=4)
     ),
     "cli/commands.py clear_command 0": Program(
@@ -361,7 +360,7 @@ MODELS: dict[str, Program] = {
         "pass --pipeline AXIS or --pipeline auto too, or omit --schedule",
         lambda: (_check_stages("stage", "gpipe", None), _check_stages(None, None, None)),
     ),
-    "cli/planning.py _save 0": Program(
+    "cli/models.py _save 0": Program(
         _within(lambda folder: _save(made_plan(), folder / "absent" / "plan.json")),
         "check the path",
         _within(lambda folder: _save(made_plan(), folder / "another.json")),

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Mesh, Plan, constraints
-from autopar.api.building import _device_type
-from autopar.api.specialize import Structure
+from autopar.api.building import Structure, _device_type
 from autopar.api.tracing import refuse_parts
 from autopar.capture import Trace, capture
 from autopar.constraints.together import elsewhere
@@ -206,7 +205,7 @@ PROGRAMS: dict[str, Program] = {
     "api/building.py _device_type 0": Program(
         _placed("cuda"), "move the model to one type of device", _placed("cpu")
     ),
-    "api/specialize.py Structure.as_called 0": Program(
+    "api/building.py Structure.as_called 0": Program(
         lambda: Structure.of(Locked(True)).as_called(True, {}),
         "compile the model for that call and load its state with load_state_dict",
         _called(Locked(True), X),

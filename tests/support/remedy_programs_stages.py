@@ -106,7 +106,7 @@ PROGRAMS: dict[str, Program] = {
     "planner/pipeline/pipeline_request.py PipelineRequest.cuts 0": Program(
         _staged(cuts=["layers.7"]), "the model can be cut at layers.1", _staged(cuts=["layers.1"])
     ),
-    "stages/seams.py usable_points 0": Program(
+    "stages/cutting.py usable_points 0": Program(
         _staged(Traced(), (X,), num=1),
         "leave out constraints.pipeline(): without it the axis is used for data",
         planned(Traced(), (X,)),

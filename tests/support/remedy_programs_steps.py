@@ -427,15 +427,15 @@ PROGRAMS: dict[str, Program] = {
         "set a positive number",
         of_module(lambda module: setattr(module, "loss_scale", 2.0), num_microbatches=2),
     ),
-    "runtime/outer_loss.py ScaledStep._check_unchanged 0": Program(
+    "runtime/scheduled_calls.py ScaledStep._check_unchanged 0": Program(
         _scaled(False, changes=True),
         "set pm.loss_scale to the factor of the loss before the call",
         _scaled(True, changes=True),
     ),
-    "runtime/outer_loss.py ScaledStep._check_unchanged 0 | order": Program(
+    "runtime/scheduled_calls.py ScaledStep._check_unchanged 0 | order": Program(
         _scaled(False, changes=True), "run backward before whatever changes it", _scaled(False)
     ),
-    "runtime/outer_loss.py ScaledStep._again 0": Program(
+    "runtime/scheduled_calls.py ScaledStep._again 0": Program(
         _scaled(False, noise=True),
         "set pm.loss_scale = scaler.get_scale() before the first call",
         _scaled(True, noise=True),

@@ -377,7 +377,7 @@ def test_a_function_that_raises_is_told_with_its_own_line(here: Path, command: C
 def test_what_is_mistyped_is_told_before_a_model_is_built(
     here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.cli.planning.built", lambda *_, **__: pytest.fail("it was built"))
+    monkeypatch.setattr("autopar.cli.models.built", lambda *_, **__: pytest.fail("it was built"))
     mesh = ("plan", "--model", "gpt2", "--mesh")
     options = (
         ("--hardware", "abacus"),

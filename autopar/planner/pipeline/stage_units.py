@@ -21,8 +21,8 @@ from autopar.cost.priced import Priced
 from autopar.errors import ConstraintError
 from autopar.planner.pipeline.cuts import fastest_path
 from autopar.solve import Evaluation
+from autopar.stages.cutting import NO_PIPELINE
 from autopar.stages.placing import Placing
-from autopar.stages.seams import NO_PIPELINE
 
 _SLOWER_WITH_RECOMPUTATION = 4 / 3  # forward again, of forward and twice as much backward
 

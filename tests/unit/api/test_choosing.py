@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.api import captured_call, pipeline_search, plan
+from autopar.api import captured_call, plan
 from autopar.api import chooser as chooser_module
 from autopar.api.alternatives import EFFORTS, Alternative, SearchStatus, WorkBudget
 from autopar.api.chooser import Chooser
@@ -105,7 +105,7 @@ def search(
 
     monkeypatch.setattr(Chooser, "_bound_s", bound_s)
     monkeypatch.setattr(Chooser, "_least_batch_s", lambda self, axis: batch_s)
-    monkeypatch.setattr(pipeline_search, "most_parts", lambda trace: 64)
+    monkeypatch.setattr(chooser_module, "most_parts", lambda trace: 64)
     monkeypatch.setattr(Chooser, "_most_chunks", lambda self, wish, num, num_parts: 1)
     chosen = PlanOptions(**{"outputs": "loss", **options})
     profile, batch = HardwareProfile.load(device), {"x": torch.zeros(samples, 2)}
@@ -489,7 +489,7 @@ def test_where_much_is_run_again_microbatches_are_tried_while_they_are_faster(
 
 
 def test_the_numbers_of_a_batch_are_one_and_those_that_fill_the_stages() -> None:
-    numbers_of = pipeline_search.numbers_of
+    numbers_of = chooser_module.numbers_of
     assert numbers_of((1, 2, 3, 4, 6, 8, 12, 24), 2) == (1, 2, 3, 4, 6, 8, 12)
     assert numbers_of((1, 2, 4), 8) == (1, 4), "too few for the stages: as many as there are"
     assert numbers_of((1,), 4) == (1,)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime import local_steps
+from autopar.runtime import optimizers
 from autopar.runtime.dtensor import HeldTensor
 from autopar.runtime.module import ParallelModule
 
@@ -63,7 +63,7 @@ def advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 OPTIMIZERS = [
-    *((cls, {}) for cls in local_steps.ELEMENTWISE),
+    *((cls, {}) for cls in optimizers.ELEMENTWISE),
     (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
     (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
     (torch.optim.AdamW, {"fused": True}),
@@ -142,4 +142,4 @@ def test_steps_that_need_the_parameters_themselves_get_them(
         weight.grad = None
         weight.grad = torch.zeros(5, 6)
     on_parameters.clear()
-    assert local_steps.take(optimizer, (optimizer, *given), {}) is None
+    assert optimizers.take(optimizer, (optimizer, *given), {}) is None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.rules import Call, call_of
-from autopar.validation.time_placements import placements_in_time
+from autopar.validation.microbatch_graphs import placements_in_time
 from autopar.validation.time_trials import TERM, WHOLE, TimePlacement, split_dim
 
 ROWS, COLUMNS = 12, 5
