@@ -25,6 +25,7 @@ from autopar.emit.context import PlanIndex, TensorKey, local_call
 from autopar.errors import ChangedPlanError
 from autopar.kernels import fused
 from autopar.kernels.chunked import Shards
+from autopar.ops.norms import RmsNorm
 from autopar.plans import Communication, InKernel
 from autopar.rules import call_of, operands_of, where_of
 from autopar.sharding import pattern_of
@@ -206,7 +207,7 @@ def _gather(
         phase.get(each, layout, node.meta["key"])
         for each, layout in zip(refs, layouts, strict=True)
     ]
-    args = (*operands[:2], node.args[0], operand, c.dim, c.axis, _kernel(step).num_chunks)
+    args = (*operands[:2], node.args[0], operand, _chunked(step))
     both = _call(
         phase,
         fused.all_gather_matmul,
@@ -232,7 +233,7 @@ def _gather(
 def _scatter(
     phase: BuildsPhase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], step: Communication
 ) -> None:
-    c, product, addend = step.collective, product_of(node, step), None
+    product, addend = product_of(node, step), None
     if product is not node:
         others = [
             (ref, layout)
@@ -246,7 +247,7 @@ def _scatter(
         phase.get(ref, layout, product.meta["key"])
         for ref, layout in zip(refs, strategy.inputs, strict=True)
     ]
-    args = (*operands[:2], addend, product.args[0], c.dim, c.axis, _kernel(step).num_chunks)
+    args = (*operands[:2], addend, product.args[0], _chunked(step))
     here = _call(
         phase,
         fused.matmul_reduce_scatter,
@@ -259,6 +260,12 @@ def _scatter(
     if product is not node:
         here.meta["kernel"] = replace(here.meta["kernel"], others=(node.meta["key"],))
     phase.define((node.name, 0), step.target, here)
+
+
+def _chunked(step: Communication) -> fused.ChunkedAxis:
+    """Return the dim that a kernel's collective gathers or scatters, in its chunks."""
+    c = step.collective
+    return fused.ChunkedAxis(c.dim, c.axis, _kernel(step).num_chunks)
 
 
 def _bias(
@@ -283,7 +290,7 @@ def _norm(
 
     The product is `refs[place]`.
     """
-    c, product, chosen = step.collective, phase.job.nodes[refs[place][0]], phase.job.index.chosen
+    product, chosen = phase.job.nodes[refs[place][0]], phase.job.index.chosen
     after = normed_after(product)
     if after is None or after.total is not node:
         what = f"the plan has {_kernel(step).node} normed, and no norm of its sum follows"
@@ -295,17 +302,7 @@ def _norm(
     weight = phase.get(
         (scale.name, 0), chosen[after.norm.meta["key"]].inputs[2], after.norm.meta["key"]
     )
-    args = (
-        a,
-        b,
-        residual,
-        weight,
-        product.args[0],
-        c.dim,
-        c.axis,
-        _kernel(step).num_chunks,
-        *settings,
-    )
+    args = (a, b, residual, weight, product.args[0], _chunked(step), RmsNorm(*settings))
     here = _call(phase, fused.matmul_reduce_add_rmsnorm, args, product, refs[place], step)
     here.meta["kernel"] = replace(
         here.meta["kernel"], others=tuple(made.meta["key"] for made in after)

@@ -156,14 +156,10 @@ def _bind_part(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -
 
 
 def _bind_kernel(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
-    node.target, place = fused.BOUND[node.target]
-    group = groups[node.args[place]]
-    node.args = (
-        *node.args[:place],
-        group.size,
-        group.name,
-        group.coordinate,
-        *node.args[place + 1 :],
+    node.target = fused.BOUND[node.target]
+    node.args = tuple(
+        arg.bind(groups[arg.axis]) if isinstance(arg, fused.ChunkedAxis) else arg
+        for arg in node.args
     )
 
 

@@ -12,9 +12,8 @@ with their peers and keep, and of the temporaries the larger of both ways.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from autopar.core.collective import Kind
@@ -34,14 +33,35 @@ from autopar.kernels.routed import Combine, Dispatch, Routes, combine, dispatch
 from autopar.ops.norms import RmsNorm
 
 
+class ChunkedAxis(NamedTuple):
+    """A dim that a mesh axis splits, and that is sent in chunks: an argument of the kernels' nodes.
+    `bind` replaces it by a `ChunkedDim`.
+
+    Attributes:
+        dim: of the operand that is gathered, or of the result that is scattered.
+        axis: the mesh axis.
+        num_chunks: the chunks in which each rank's part is sent.
+    """
+
+    dim: int
+    axis: int
+    num_chunks: int
+
+    def bind(self, group: collectives.AxisGroup) -> ChunkedDim:
+        """Return the dim over this rank's group along the axis."""
+        return ChunkedDim.of(self.dim, group, self.num_chunks)
+
+    def bind_here(self) -> ChunkedDim:
+        """Return the dim over the group that `collectives.use_groups` has set for the axis."""
+        return self.bind(collectives.group_of(self.axis))
+
+
 def all_gather_matmul(
     a: Tensor,
     b: Tensor,
     equation: str,
     operand: int,
-    dim: int,
-    axis: int,
-    num_chunks: int,
+    over: ChunkedAxis,
     bias: Tensor | None = None,
     starts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
@@ -49,27 +69,13 @@ def all_gather_matmul(
 
     Args:
         a, b: the factors; one of them is this rank's part. equation: the product, see `ops.dot`.
-        operand: which factor is gathered, 0 or 1. dim: its dim that is split. axis: the mesh axis.
-        num_chunks: the chunks in which each rank's part is sent. bias, starts: of the product, see
-            `ops.dot`.
+        operand: which factor is gathered, 0 or 1. over: its dim that is split. bias, starts: of the
+            product, see `ops.dot`.
 
     Returns:
         The whole factor, and ``ops.dot(equation, …)`` of it.
     """
-    group = collectives.group_of(axis)
-    return gather_bound(
-        a,
-        b,
-        equation,
-        operand,
-        dim,
-        group.size,
-        group.name,
-        group.coordinate,
-        num_chunks,
-        bias,
-        starts,
-    )
+    return gather_bound(a, b, equation, operand, over.bind_here(), bias, starts)
 
 
 def matmul_reduce_scatter(
@@ -77,9 +83,7 @@ def matmul_reduce_scatter(
     b: Tensor,
     addend: Tensor | None,
     equation: str,
-    dim: int,
-    axis: int,
-    num_chunks: int,
+    over: ChunkedAxis,
     bias: Tensor | None = None,
     starts: Sequence[int] = (),
 ) -> Tensor:
@@ -87,25 +91,10 @@ def matmul_reduce_scatter(
 
     Args:
         a, b: the factors. addend: added to this rank's product before the sum, or None.
-        equation: the product, see `ops.dot`. dim: the result's dim that is split. axis: the mesh
-            axis.
-        num_chunks: the chunks in which each rank's part is sent. bias, starts: of the product, see
-            `ops.dot`.
+        equation: the product, see `ops.dot`. over: the result's dim that is split. bias, starts: of
+            the product, see `ops.dot`.
     """
-    group = collectives.group_of(axis)
-    return scatter_bound(
-        a,
-        b,
-        addend,
-        equation,
-        dim,
-        group.size,
-        group.name,
-        group.coordinate,
-        num_chunks,
-        bias,
-        starts,
-    )
+    return scatter_bound(a, b, addend, equation, over.bind_here(), bias, starts)
 
 
 def matmul_reduce_add_rmsnorm(
@@ -114,39 +103,18 @@ def matmul_reduce_add_rmsnorm(
     residual: Tensor,
     weight: Tensor,
     equation: str,
-    dim: int,
-    axis: int,
-    num_chunks: int,
-    n: int,
-    eps: float,
-    dtype: torch.dtype,
-    rounded: torch.dtype,
-    out: torch.dtype,
+    over: ChunkedAxis,
+    norm: RmsNorm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `matmul_reduce_scatter` added to a residual, ``ops.square_sum(…, dtype)`` of this sum,
-    and ``ops.rms_norm`` of both.
+    """Return `matmul_reduce_scatter` added to a residual, ``ops.square_sum(…, norm.dtype)`` of this
+    sum, and ``ops.rms_norm`` of both.
 
     Args:
-        a, b, equation, dim, axis, num_chunks: see `matmul_reduce_scatter`. residual: like this
-            rank's part of the result. weight: of the norm.
-        n, eps, dtype, rounded, out: of the norm; for the possible dtypes see
-            `autopar.kernels.normed.norms`.
+        a, b, equation, over: see `matmul_reduce_scatter`. residual: like this rank's part of the
+            result. weight: of the norm.
+        norm: the norm's settings; for the possible dtypes see `autopar.kernels.normed.norms`.
     """
-    group = collectives.group_of(axis)
-    settings = (
-        equation,
-        dim,
-        group.size,
-        group.name,
-        group.coordinate,
-        num_chunks,
-        n,
-        eps,
-        dtype,
-        rounded,
-        out,
-    )
-    return norm_bound(a, b, residual, weight, *settings)
+    return norm_bound(a, b, residual, weight, equation, over.bind_here(), norm)
 
 
 def gather_bound(
@@ -154,21 +122,16 @@ def gather_bound(
     b: Tensor,
     equation: str,
     operand: int,
-    dim: int,
-    size: int,
-    name: str,
-    coordinate: int,
-    num_chunks: int,
+    over: ChunkedDim,
     bias: Tensor | None = None,
     starts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Run `all_gather_matmul` in a process group.
 
     Args:
-        a, b, equation, operand, dim, num_chunks, bias, starts: see `all_gather_matmul`. size, name,
-            coordinate: the process group.
+        a, b, equation, operand, bias, starts: see `all_gather_matmul`. over: the dim that is
+            gathered.
     """
-    over = ChunkedDim(dim, collectives.AxisGroup(name, size, coordinate), num_chunks)
     return all_gather_dot(equation, (a, b), operand, over, bias=None if any(starts) else bias)
 
 
@@ -177,21 +140,16 @@ def scatter_bound(
     b: Tensor,
     addend: Tensor | None,
     equation: str,
-    dim: int,
-    size: int,
-    name: str,
-    coordinate: int,
-    num_chunks: int,
+    over: ChunkedDim,
     bias: Tensor | None = None,
     starts: Sequence[int] = (),
 ) -> Tensor:
     """Run `matmul_reduce_scatter` in a process group.
 
     Args:
-        a, b, addend, equation, dim, num_chunks, bias, starts: see `matmul_reduce_scatter`. size,
-            name, coordinate: the process group.
+        a, b, addend, equation, bias, starts: see `matmul_reduce_scatter`. over: the dim that is
+            scattered.
     """
-    over = ChunkedDim(dim, collectives.AxisGroup(name, size, coordinate), num_chunks)
     return dot_reduce_scatter(equation, (a, b), over, addend, None if any(starts) else bias)
 
 
@@ -201,25 +159,15 @@ def norm_bound(
     residual: Tensor,
     weight: Tensor,
     equation: str,
-    dim: int,
-    size: int,
-    name: str,
-    coordinate: int,
-    num_chunks: int,
-    n: int,
-    eps: float,
-    dtype: torch.dtype,
-    rounded: torch.dtype,
-    out: torch.dtype,
+    over: ChunkedDim,
+    norm: RmsNorm,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `matmul_reduce_add_rmsnorm` in a process group.
 
     Args:
-        a, b, residual, weight, equation, dim, num_chunks, n, eps, dtype, rounded, out: see
-            `matmul_reduce_add_rmsnorm`. size, name, coordinate: the process group.
+        a, b, residual, weight, equation, norm: see `matmul_reduce_add_rmsnorm`. over: the dim that
+            is scattered.
     """
-    over = ChunkedDim(dim, collectives.AxisGroup(name, size, coordinate), num_chunks)
-    norm = RmsNorm(n, eps, dtype, rounded, out)
     return dot_reduce_add_rmsnorm(equation, (a, b), residual, weight, over, norm)
 
 
@@ -230,12 +178,12 @@ KERNELS: Mapping[Callable[..., Any], Kind] = {
 }
 """What a plan's kernels are emitted as, and the collective that each does."""
 
-BOUND: Mapping[Callable[..., Any], tuple[Callable[..., Any], int]] = {
-    all_gather_matmul: (gather_bound, 5),
-    matmul_reduce_scatter: (scatter_bound, 5),
-    matmul_reduce_add_rmsnorm: (norm_bound, 6),
+BOUND: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    all_gather_matmul: gather_bound,
+    matmul_reduce_scatter: scatter_bound,
+    matmul_reduce_add_rmsnorm: norm_bound,
 }
-"""Each in a process group, and which of its own arguments is the axis."""
+"""Each in a process group, with a `ChunkedDim` for the `ChunkedAxis`."""
 
 
 # --------------------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def dot_reduce_add_rmsnorm(
     Raises:
         KernelError: for other settings of the norm. ValueError: see `dot_reduce_scatter`.
     """
-    dim, group = over.dim, over.group
+    dim, group = over.dim, AxisGroup(over.name, over.size, over.coordinate)
     n, eps, dtype, rounded, out = norm
     check_chunked(equation, terms_of(equation)[2][dim], over.num_chunks)
     if n != residual.shape[-1] or not norms(residual.dtype, weight.dtype, dtype, rounded, out):
@@ -310,9 +310,8 @@ def dot_reduce_add_rmsnorm(
         raise KernelError(what, remedy="leave the norm apart from the product")
     is_rounded = rounded == residual.dtype
     if group.size > 1 and runs_kernels(group, residual.device):
-        place = dim, group.size, group.name, group.coordinate, over.num_chunks
         return torch.ops.autopar.matmul_reduce_add_rmsnorm(
-            *operands, residual, weight, equation, *place, eps, is_rounded
+            *operands, residual, weight, equation, *over, eps, is_rounded
         )
     if group.size > 1 and counts_memory(group):
         _alone(equation, operands, AddNorm(residual, weight, eps, is_rounded), dim, group)

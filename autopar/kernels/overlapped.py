@@ -34,8 +34,7 @@ the larger: the kernel's with all that is not kept, and the decomposition's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -156,19 +155,30 @@ def scattered_gradients(
     return in_order(first, d_mine, d_theirs), g
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkedDim:
-    """A dim that a group's ranks share, and that they send in chunks.
+class ChunkedDim(NamedTuple):
+    """A dim that a group's ranks share, and that they send in chunks; a node of a graph may have it
+    as an argument.
 
     Attributes:
         dim: of the operand that is gathered, or of the result that is scattered.
-        group: this rank's process group.
+        size, name, coordinate: this rank's process group, as in `AxisGroup`.
         num_chunks: pieces of each rank's part, which are sent, and multiplied, one by one.
     """
 
     dim: int
-    group: AxisGroup
+    size: int
+    name: str
+    coordinate: int
     num_chunks: int
+
+    @staticmethod
+    def of(dim: int, group: AxisGroup, num_chunks: int) -> ChunkedDim:
+        """Return a dim that the ranks of a group share.
+
+        Args:
+            dim, num_chunks: see `ChunkedDim`. group: this rank's process group.
+        """
+        return ChunkedDim(dim, group.size, group.name, group.coordinate, num_chunks)
 
 
 def all_gather_dot(
@@ -195,7 +205,7 @@ def all_gather_dot(
     Raises:
         ValueError: if the dim's letter is not in the result, or there is less than one chunk.
     """
-    dim, group = over.dim, over.group
+    dim, group = over.dim, AxisGroup(over.name, over.size, over.coordinate)
     check_chunked(equation, terms_of(equation)[which][dim], over.num_chunks)
     shard, other = operands[which], operands[1 - which]
     if group.size == 1:
@@ -238,11 +248,10 @@ def dot_reduce_scatter(
     Raises:
         ValueError: see `all_gather_dot`.
     """
-    dim, group = over.dim, over.group
+    dim, group = over.dim, AxisGroup(over.name, over.size, over.coordinate)
     check_chunked(equation, terms_of(equation)[2][dim], over.num_chunks)
     if group.size > 1 and runs_kernels(group, operands[0].device):
-        settings = equation, dim, group.size, group.name, group.coordinate, over.num_chunks
-        return torch.ops.autopar.matmul_reduce_scatter(*operands, addend, *settings, bias)
+        return torch.ops.autopar.matmul_reduce_scatter(*operands, addend, equation, *over, bias)
     if group.size > 1 and counts_memory(group) and operands[0].dtype in REDUCIBLE:
         _scatter_alone(equation, operands, addend, dim, group, bias)
     product = dot(equation, *operands, bias)

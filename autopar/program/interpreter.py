@@ -26,6 +26,7 @@ from autopar.kernels.collectives import fake_groups
 from autopar.kernels.fused import KERNELS, matmul_reduce_add_rmsnorm
 from autopar.ops.expert_layers import Together
 from autopar.ops.in_place import functional_form
+from autopar.ops.norms import RmsNorm
 from autopar.program.program import ProgramTensor
 from autopar.program.splitting import join, reduce
 from autopar.rules import where_of
@@ -54,38 +55,36 @@ def run_kernel(
     """
     a, b, *others = operands
     assert a is not None and b is not None, "the factors of a product"
+    args: tuple[Any, ...] = node.args
     if node.target is matmul_reduce_add_rmsnorm:
-        equation, dim, axis, _, n, eps, *dtypes = node.args[4:]
-        parts = moved("reduce_scatter", _products(str(equation), a, b, biases), (dim, "sum", axis))
-        return _norm_parts(parts, others, n, eps, in_dtype(dtypes))
-    *settings, axis, _ = node.args[2:]
+        equation, over, norm = args[4:]
+        products = _products(str(equation), a, b, biases)
+        parts = moved("reduce_scatter", products, (over.dim, "sum", over.axis))
+        return _norm_parts(parts, others, in_dtype(norm))
+    *settings, over = args[2:]
     if KERNELS[node.target] == "all_gather":
-        equation, operand, dim = settings
+        equation, operand = settings
         factors = [a, b]
-        factors[operand] = whole = moved("all_gather", factors[operand], (dim, axis))
+        factors[operand] = whole = moved("all_gather", factors[operand], (over.dim, over.axis))
         return list(
             zip(whole, _products(str(equation), factors[0], factors[1], biases), strict=True)
         )
-    _, equation, dim = settings
+    _, equation = settings
     products = _products(str(equation), a, b, biases)
     if others and others[0] is not None:
         products = [x + product for x, product in zip(others[0], products, strict=True)]
-    return moved("reduce_scatter", products, (dim, "sum", axis))
+    return moved("reduce_scatter", products, (over.dim, "sum", over.axis))
 
 
-def _norm_parts(
-    parts: ByRank, others: Sequence[ByRank | None], n: Any, eps: Any, dtypes: Sequence[torch.dtype]
-) -> ByRank:
+def _norm_parts(parts: ByRank, others: Sequence[ByRank | None], norm: RmsNorm) -> ByRank:
     """Return the sums with the residuals, their squares and norms."""
     residuals, weights = others
     assert residuals is not None and weights is not None, "a norm has both"
-    (squared_in, *rounded), results = dtypes, []
+    results = []
     for residual, part, weight in zip(residuals, parts, weights, strict=True):
         total = residual + part
-        squares = ops.square_sum(total, squared_in)
-        results.append(
-            (total, squares, ops.rms_norm(total, squares, weight, n, eps, squared_in, *rounded))
-        )
+        squares = ops.square_sum(total, norm.dtype)
+        results.append((total, squares, ops.rms_norm(total, squares, weight, *norm)))
     return results
 
 

@@ -73,16 +73,17 @@ def _planned_strategy(walk: Walking, node: fx.Node, key: str) -> tuple[fx.Node, 
 
 
 def _state_gathered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
-    a, b, equation, operand, dim, axis, _ = node.args
-    whole = move(
-        walk.traced, walk.env[(a, b)[operand]], "all_gather", (dim, axis), None, walk.mesh_shape
-    )
+    args: tuple[Any, ...] = node.args
+    a, b, equation, operand, over = args
+    moved = walk.env[(a, b)[operand]]
+    whole = move(walk.traced, moved, "all_gather", (over.dim, over.axis), None, walk.mesh_shape)
     made = _product(walk, node, origin, strategy, [a, b], str(equation), {int(operand): whole})
     return Several((whole, made))
 
 
 def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State:
-    a, b, addend, equation, dim, axis, _ = node.args
+    args: tuple[Any, ...] = node.args
+    a, b, addend, equation, over = args
     others = node.meta["kernel"].others
     strategy = (
         walk.chosen[str(node.meta["key"])] if others else strategy
@@ -92,20 +93,24 @@ def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: St
         raise MoveError("it adds what its plan does not, or the other way round")
     if others:
         summed = _state_added(walk, node, others[0], summed, walk.env[addend])
-    return move(walk.traced, summed, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)
+    settings = over.dim, "sum", over.axis
+    return move(walk.traced, summed, "reduce_scatter", settings, None, walk.mesh_shape)
 
 
 def _state_normed(walk: Walking, node: fx.Node, origin: fx.Node, strategy: Strategy) -> Several:
-    a, b, residual, weight, equation, dim, axis, _, *settings = node.args
+    args: tuple[Any, ...] = node.args
+    a, b, residual, weight, equation, over, norm_settings = args
     product = _product(walk, node, origin, strategy, [a, b], str(equation), {})
-    part = move(walk.traced, product, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)
+    scattered = over.dim, "sum", over.axis
+    part = move(walk.traced, product, "reduce_scatter", scattered, None, walk.mesh_shape)
     total_key, squares_key, norm_key = node.meta["kernel"].others
     total = _state_added(walk, node, total_key, part, walk.env[residual])
     squares_of, squares_at = _planned_strategy(walk, node, squares_key)
     squares = _state_of_result(walk, squares_of, squares_at, [total])
     norm_of, norm_at = _planned_strategy(walk, node, norm_key)
     norm = _state_of_result(walk, norm_of, norm_at, [total, squares, walk.env[weight]])
-    if list(norm_of.args[3:]) != settings or squares_of.args[1:] != (settings[2],):
+    settings = list(norm_settings)
+    if list(norm_of.args[3:]) != settings or squares_of.args[1:] != (norm_settings.dtype,):
         raise MoveError(f"its norm has settings {settings}, the model's {list(norm_of.args[3:])}")
     return Several((total, squares, norm))
 

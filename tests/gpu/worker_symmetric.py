@@ -35,9 +35,9 @@ def run(rank: int) -> dict[str, Any]:
     for epoch in range(50):
         whole, pairs = x + epoch % 7, [(x + epoch % 7 + other, w) for other in range(size)]
         gathered, y = overlapped.all_gather_dot(
-            "mk,kn->mn", (shards_of(whole, 0, size)[rank], w), 0, ChunkedDim(0, group, 2), 67
+            "mk,kn->mn", (shards_of(whole, 0, size)[rank], w), 0, ChunkedDim.of(0, group, 2), 67
         )
-        part = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], ChunkedDim(0, group, 2))
+        part = overlapped.dot_reduce_scatter("mk,kn->mn", pairs[rank], ChunkedDim.of(0, group, 2))
         expected = overlapped_references.matmul_reduce_scatter_reference("mk,kn->mn", pairs, 0)[
             rank
         ]

@@ -54,7 +54,8 @@ class Sharing:
         self, ranks: Ranks, phase: str, node: fx.Node, env: Mapping[fx.Node, Sequence[Any]]
     ) -> list[Any]:
         norms = node.target is matmul_reduce_add_rmsnorm
-        a, b, *settings, axis, num_chunks = node.args[:8] if norms else node.args
+        a, b, *settings, over = node.args[:6] if norms else node.args
+        dim, axis, num_chunks = over  # type: ignore[misc]
         result: list[Any] = [None] * len(ranks.ranks)
         bias, starts = node.kwargs.get("bias"), node.kwargs.get("starts", ())
         for number, group in enumerate(ranks.mesh.groups(int(axis))):  # type: ignore[arg-type]
@@ -67,7 +68,7 @@ class Sharing:
                 env[bias][rank] if own else None for rank, own in zip(group, begins, strict=True)
             ]  # type: ignore[index]
             if KERNELS[node.target] == "all_gather":  # type: ignore[index]
-                which, dim = (int(n) for n in settings[1:])  # type: ignore[arg-type]
+                which = int(settings[1])  # type: ignore[arg-type]
                 shards, others = [p[which] for p in pairs], [p[1 - which] for p in pairs]
                 made: Sequence[Any] = gather_all(
                     peers,
@@ -80,8 +81,8 @@ class Sharing:
                     biases=biases,
                 )  # type: ignore[arg-type]
             elif norms:
-                residual, weight, equation, dim = settings
-                eps = float(node.args[9])  # type: ignore[arg-type]
+                residual, weight, equation = settings
+                eps = float(node.args[6].eps)  # type: ignore[union-attr]
                 added = [
                     normed.AddNorm(env[residual][rank], env[weight][rank], eps, rounded=False)  # type: ignore[index]
                     for rank in group
@@ -90,7 +91,7 @@ class Sharing:
                     peers, str(equation), pairs, added, int(dim), int(num_chunks)
                 )  # type: ignore[arg-type]
             else:
-                addend, equation, dim = settings
+                addend, equation = settings
                 addends = [] if addend is None else [env[addend][rank] for rank in group]  # type: ignore[index]
                 made = scatter_all(
                     peers, str(equation), pairs, int(dim), int(num_chunks), addends, biases
@@ -190,7 +191,7 @@ def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
             overlapped._gather_alone(equation, fake, which, dim, group, None, added)
         with LiveBytes() as counted:
             counted.register([added])
-            over = overlapped.ChunkedDim(dim, group, num_chunks)
+            over = overlapped.ChunkedDim.of(dim, group, num_chunks)
             overlapped.all_gather_dot(equation, fake, which, over, None, added)
         with LiveBytes() as apart:
             apart.register([added])
@@ -239,7 +240,7 @@ def test_what_lives_in_a_scattering_kernel_is_what_a_fake_group_counts(
             overlapped._scatter_alone(equation, fake, added, dim, group)
         with LiveBytes() as counted:
             counted.register([added])
-            over = overlapped.ChunkedDim(dim, group, 1)
+            over = overlapped.ChunkedDim.of(dim, group, 1)
             overlapped.dot_reduce_scatter(equation, fake, over, added)
     assert alone.peak_bytes == memory.peak_bytes - shared - (size - 1) * results >= results
     assert counted.peak_bytes >= alone.peak_bytes
@@ -267,7 +268,7 @@ def test_what_lives_in_a_norming_kernel_is_what_a_fake_group_counts(
         a, b, residual, weight = (mode.from_tensor(x) for x in ranks.of(0))
         norm = RmsNorm(residual.shape[-1], EPS, torch.float32, torch.float32, torch.float32)
         group = AxisGroup("", size, 0)
-        over = overlapped.ChunkedDim(dim, group, 1)
+        over = overlapped.ChunkedDim.of(dim, group, 1)
         with LiveBytes() as counted:
             normed.dot_reduce_add_rmsnorm(equation, (a, b), residual, weight, over, norm)
         with LiveBytes() as alone:

@@ -223,7 +223,9 @@ KERNELS = {
         "kernels", "its parts begin at", without("matmul_reduce_scatter", "starts")
     ),
     "a kernel scatters along another dim": Fault(
-        "kernels", "matmul_reduce_scatter|operand", changed("matmul_reduce_scatter", arg_4=2)
+        "kernels",
+        "matmul_reduce_scatter|operand",
+        changed("matmul_reduce_scatter", arg_4=lambda n: n.args[4]._replace(dim=2)),
     ),
     "a kernel gathers its other factor": Fault(
         "kernels", "all_gather", changed("all_gather_matmul", "backward", arg_3=1)

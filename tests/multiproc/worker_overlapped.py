@@ -26,7 +26,7 @@ def run(rank: int) -> dict[str, Any]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("autopar.kernels").addHandler(handler)
     group = AxisGroup(dist.group.WORLD.group_name, 3, rank)
-    over = overlapped.ChunkedDim(0, group, 2)
+    over = overlapped.ChunkedDim.of(0, group, 2)
     x, w = whole_numbers((8, 3), 1), whole_numbers((3, 4), 2)
     pairs = [(x + other, w - other) for other in range(3)]
     wrong = []

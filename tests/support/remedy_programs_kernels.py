@@ -90,7 +90,7 @@ def _scattered(dim: int = 0, residual: torch.Tensor = _X) -> Callable[[], object
 
 
 def _product(n: int) -> Callable[[], object]:
-    over, residual = ChunkedDim(0, AxisGroup("", 1, 0), 1), torch.ones(4, 8)
+    over, residual = ChunkedDim.of(0, AxisGroup("", 1, 0), 1), torch.ones(4, 8)
     norm = RmsNorm(n, _EPS, _F32, _F32, _F32)
     return _as_references(
         lambda: normed_scatter.dot_reduce_add_rmsnorm(_EQUATION, (_A, _B), residual, _W, over, norm)

@@ -248,7 +248,7 @@ def called(
     a, b, residual, weight = ranks.of(rank)
     norm = RmsNorm(residual.shape[-1], EPS, library.wide(a.dtype), rounded, a.dtype)
     return normed_scatter.dot_reduce_add_rmsnorm(
-        EQUATION, (a, b), residual, weight, ChunkedDim(0, group, 2), norm
+        EQUATION, (a, b), residual, weight, ChunkedDim.of(0, group, 2), norm
     )
 
 
@@ -318,15 +318,16 @@ def test_the_step_of_a_graph_is_bound_to_its_group_and_runs() -> None:
     ranks = ranks_of(EQUATION, (11, 3), (3, 16), 0, 1)
     graph = fx.Graph()
     operands = [graph.placeholder(name) for name in ("a", "b", "residual", "weight")]
+    norm = RmsNorm(16, EPS, F32, F32, F32)
     node = graph.call_function(
-        fused.matmul_reduce_add_rmsnorm, (*operands, EQUATION, 0, 1, 2, 16, EPS, F32, F32, F32)
+        fused.matmul_reduce_add_rmsnorm, (*operands, EQUATION, fused.ChunkedAxis(0, 1, 2), norm)
     )
     graph.output(node)
     groups, whole = [AxisGroup("other", 4, 2), AxisGroup("", 1, 0)], fx.GraphModule({}, graph)
     module = bind(whole, groups)
     (bound_node,) = (n for n in module.graph.nodes if n.op == "call_function")
     assert bound_node.target is fused.norm_bound
-    assert bound_node.args[4:] == (EQUATION, 0, 1, "", 0, 2, 16, EPS, F32, F32, F32)
+    assert bound_node.args[4:] == (EQUATION, ChunkedDim.of(0, groups[1], 2), norm)
     with use_groups(groups):
         made = whole(*ranks.of(0))
     assert same(
@@ -391,7 +392,9 @@ def test_norms_that_the_kernel_does_not_take_are_refused(
 ) -> None:
     with pytest.raises(KernelError, match=f"no kernel norms {n} of 8"):
         norm = RmsNorm(n, EPS, dtype, rounded, out)
-        normed_scatter.dot_reduce_add_rmsnorm(EQUATION, (A, B), X, W, ChunkedDim(0, GROUP, 1), norm)
+        normed_scatter.dot_reduce_add_rmsnorm(
+            EQUATION, (A, B), X, W, ChunkedDim.of(0, GROUP, 1), norm
+        )
 
 
 def test_which_norms_the_kernel_takes() -> None:
@@ -408,4 +411,6 @@ def test_which_norms_the_kernel_takes() -> None:
 def test_a_product_cannot_be_cut_into_nothing() -> None:
     with pytest.raises(ValueError, match="0 chunks"):
         norm = RmsNorm(8, EPS, F32, F32, F32)
-        normed_scatter.dot_reduce_add_rmsnorm(EQUATION, (A, B), X, W, ChunkedDim(0, GROUP, 0), norm)
+        normed_scatter.dot_reduce_add_rmsnorm(
+            EQUATION, (A, B), X, W, ChunkedDim.of(0, GROUP, 0), norm
+        )

@@ -219,13 +219,13 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(kernels: No
         for epoch in range(100):
             whole = x + epoch
             gathered, y = overlapped.all_gather_dot(
-                "mk,kn->mn", (shards_of(whole, 0, 3)[rank], w), 0, ChunkedDim(0, group, 2), 11
+                "mk,kn->mn", (shards_of(whole, 0, 3)[rank], w), 0, ChunkedDim.of(0, group, 2), 11
             )
             part = overlapped.dot_reduce_scatter(
-                "mk,kn->mn", (whole + rank, w), ChunkedDim(0, group, 2)
+                "mk,kn->mn", (whole + rank, w), ChunkedDim.of(0, group, 2)
             )
             added = overlapped.dot_reduce_scatter(
-                "mk,kn->mn", (whole + rank, w), ChunkedDim(0, group, 2), y * rank
+                "mk,kn->mn", (whole + rank, w), ChunkedDim.of(0, group, 2), y * rank
             )
             expected = shards_of(
                 sum(((whole + other) @ w for other in range(3)), torch.zeros(11, 4)), 0, 3
@@ -245,19 +245,20 @@ def test_ranks_that_go_at_their_own_pace_get_each_epochs_own_numbers(kernels: No
 
 def test_along_an_axis_of_size_one_there_is_only_the_product() -> None:
     x, w, group = torch.randn(5, 3), torch.randn(3, 4), AxisGroup("", 1, 0)
-    whole, y = overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, ChunkedDim(0, group, 2))
+    whole, y = overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, ChunkedDim.of(0, group, 2))
     assert whole is x
     assert torch.equal(y, dot("mk,kn->mn", x, w))
     assert torch.equal(
-        overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), ChunkedDim(0, group, 2)), y
+        overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), ChunkedDim.of(0, group, 2)), y
     )
     assert torch.equal(
-        overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), ChunkedDim(0, group, 2), y), 2 * y
+        overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), ChunkedDim.of(0, group, 2), y), 2 * y
     )
 
 
 def test_a_step_has_the_bias_where_its_part_of_what_is_summed_over_is_the_first() -> None:
     x, w, bias = whole_numbers((5, 3), 1), whole_numbers((3, 4), 2), whole_numbers((4,), 3)
+    over = ChunkedDim(dim=0, size=1, name="", coordinate=0, num_chunks=2)
     for starts, added in (
         ((), bias),
         ((0,), bias),
@@ -265,17 +266,17 @@ def test_a_step_has_the_bias_where_its_part_of_what_is_summed_over_is_the_first(
         ((3,), 0 * bias),
         ((0, 3), 0 * bias),
     ):
-        _, y = fused.gather_bound(x, w, "mk,kn->mn", 0, 0, 1, "", 0, 2, bias, starts)
-        part = fused.scatter_bound(x, w, None, "mk,kn->mn", 0, 1, "", 0, 2, bias, starts)
+        _, y = fused.gather_bound(x, w, "mk,kn->mn", 0, over, bias, starts)
+        part = fused.scatter_bound(x, w, None, "mk,kn->mn", over, bias, starts)
         assert torch.equal(y, x @ w + added) and torch.equal(part, y)
 
 
 def test_a_fake_group_has_the_shapes_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     x, w, group = torch.randn(4, 3), torch.randn(3, 4), AxisGroup("", 3, 1)
-    whole, y = overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, ChunkedDim(0, group, 2), 11)
+    whole, y = overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, ChunkedDim.of(0, group, 2), 11)
     assert (tuple(whole.shape), tuple(y.shape)) == ((11, 3), (11, 4))
     assert tuple(
-        overlapped.dot_reduce_scatter("mk,kn->mn", (whole, w), ChunkedDim(0, group, 2)).shape
+        overlapped.dot_reduce_scatter("mk,kn->mn", (whole, w), ChunkedDim.of(0, group, 2)).shape
     ) == (4, 4)
     assert not caplog.records
 
@@ -295,10 +296,10 @@ def test_without_shared_memory_the_collective_and_the_product_run_and_the_log_sa
     x, w, group = whole_numbers((4, 3), 1), whole_numbers((3, 4), 2), AxisGroup("gloo", 2, 1)
     with caplog.at_level(logging.WARNING, "autopar.kernels"):
         for _ in range(2):
-            whole, y = overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, ChunkedDim(0, group, 2))
-            part = overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), ChunkedDim(0, group, 2))
+            whole, y = overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, ChunkedDim.of(0, group, 2))
+            part = overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), ChunkedDim.of(0, group, 2))
             added = overlapped.dot_reduce_scatter(
-                "mk,kn->mn", (x, w), ChunkedDim(0, group, 2), x @ w
+                "mk,kn->mn", (x, w), ChunkedDim.of(0, group, 2), x @ w
             )
             same = (
                 GATHER(x, w, "mk,kn->mn", 0, 0, 8, 2, "gloo", 1, 2),
@@ -413,9 +414,9 @@ def test_a_product_is_written_where_it_belongs(equation: str) -> None:
 def test_a_product_cannot_be_cut_along_what_is_summed_or_into_nothing() -> None:
     x, w, group = torch.ones(2, 3), torch.ones(3, 4), AxisGroup("", 2, 0)
     with pytest.raises(ValueError, match="must be in the result"):
-        overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, ChunkedDim(1, group, 1))
+        overlapped.all_gather_dot("mk,kn->mn", (x, w), 0, ChunkedDim.of(1, group, 1))
     with pytest.raises(ValueError, match="0 chunks"):
-        overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), ChunkedDim(0, group, 0))
+        overlapped.dot_reduce_scatter("mk,kn->mn", (x, w), ChunkedDim.of(0, group, 0))
     with pytest.raises(ValueError, match="not a product of two"):
         check_chunked("mk->m", "m", 1)
 
