@@ -35,6 +35,8 @@ _INNER = 2**31  # most elements of the inner dims together
 # Cost of one element in eager mode: passes over 32-bit numbers, each of which reads and writes four
 # bytes.
 NUM_PASSES = 25
+Window = tuple[Sequence[int], Sequence[int]]
+"""The place of a part in a whole: the index of its first element per dim, and the whole's shape."""
 _ATEN = torch.ops.aten
 WITHOUT_GENERATOR: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
@@ -61,8 +63,7 @@ def keep_mask(
     shape: Sequence[int],
     p: float,
     draw: int,
-    starts: Sequence[int] | None = None,
-    sizes: Sequence[int] | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """Draw a boolean mask whose elements are False with probability `p` (to within 2⁻³²).
 
@@ -71,13 +72,12 @@ def keep_mask(
         shape: shape of the mask, or of the part.
         p: the probability.
         draw: number of the draw within the step.
-        starts: for a part the index of its first element in the whole, per dim.
-        sizes: for a part the shape of the whole.
+        window: where a part is in the whole; None for a whole.
     """
     threshold = round(p * 2**32) - 2**31
     if threshold >= 2**31:
         return torch.zeros(tuple(shape), dtype=torch.bool, device=state.device)
-    return _bits(state, shape, draw, starts, sizes) >= threshold
+    return _bits(state, shape, draw, window) >= threshold
 
 
 def uniform(
@@ -87,8 +87,7 @@ def uniform(
     high: float,
     dtype: torch.dtype,
     draw: int,
-    starts: Sequence[int] | None = None,
-    sizes: Sequence[int] | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """Draw uniform numbers from [`low`, `high`), in steps of 2⁻²⁴ of the range, or larger steps if
     `dtype` has fewer digits. In [0, 1) the end is never drawn; in other ranges it may be, by
@@ -97,9 +96,9 @@ def uniform(
     Args:
         low, high: the range.
         dtype: dtype of the result.
-        state, shape, draw, starts, sizes: as for `keep_mask`.
+        state, shape, draw, window: as for `keep_mask`.
     """
-    unit = _unit(_bits(state, shape, draw, starts, sizes), _DIGITS.get(dtype, 24))
+    unit = _unit(_bits(state, shape, draw, window), _DIGITS.get(dtype, 24))
     return unit.mul_(high - low).add_(low).to(dtype)
 
 
@@ -110,8 +109,7 @@ def normal(
     std: float,
     dtype: torch.dtype,
     draw: int,
-    starts: Sequence[int] | None = None,
-    sizes: Sequence[int] | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """Draw normal numbers (Box and Muller, "A Note on the Generation of Random Normal Deviates",
     1958).
@@ -119,12 +117,10 @@ def normal(
     Args:
         mean, std: mean and standard deviation.
         dtype: dtype of the result.
-        state, shape, draw, starts, sizes: as for `keep_mask`.
+        state, shape, draw, window: as for `keep_mask`.
     """
-    radius = (
-        _unit(_bits(state, shape, draw, starts, sizes)).neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
-    )
-    angle = _unit(_bits(state, shape, draw, starts, sizes, stream=1)).mul_(2 * math.pi).cos_()
+    radius = _unit(_bits(state, shape, draw, window)).neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
+    angle = _unit(_bits(state, shape, draw, window, stream=1)).mul_(2 * math.pi).cos_()
     return radius.mul_(angle).mul_(std).add_(mean).to(dtype)
 
 
@@ -135,17 +131,16 @@ def randint(
     high: int,
     dtype: torch.dtype,
     draw: int,
-    starts: Sequence[int] | None = None,
-    sizes: Sequence[int] | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """Draw integers from `low` to `high` − 1 with equal probabilities (to within 2⁻³²).
 
     Args:
         low, high: the range, of at most `LARGEST_RANGE` integers.
         dtype: dtype of the result.
-        state, shape, draw, starts, sizes: as for `keep_mask`.
+        state, shape, draw, window: as for `keep_mask`.
     """
-    bits = _bits(state, shape, draw, starts, sizes).to(torch.int64).add_(2**31)
+    bits = _bits(state, shape, draw, window).to(torch.int64).add_(2**31)
     return bits.mul_(high - low).bitwise_right_shift_(32).add_(low).to(dtype)
 
 
@@ -183,15 +178,10 @@ def gamma(alpha: Tensor, normals: Tensor, uniforms: Tensor, last: Tensor) -> Ten
 
 
 def _bits(
-    state: Tensor,
-    shape: Sequence[int],
-    draw: int,
-    starts: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-    stream: int = 0,
+    state: Tensor, shape: Sequence[int], draw: int, window: Window | None, stream: int = 0
 ) -> Tensor:
     """32 random bits per element, as int32."""
-    starts, sizes = starts or [0] * len(shape), sizes or shape
+    starts, sizes = window or ([0] * len(shape), shape)
     split = len(sizes)  # dims from here on are the inner ones
     while split and math.prod(sizes[split - 1 :]) <= _INNER:
         split -= 1

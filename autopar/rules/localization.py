@@ -83,12 +83,12 @@ def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[Site], L
 
 
 def _drawn(site: Site) -> Local:
-    """Set the starts of the part and the sizes of the whole."""
+    """Set the shape of the part, and the window that it is of the whole."""
     layout, shape = site.strategy.outputs[0], site.call.outputs[0].shape
     if not any(isinstance(p, Shard) for p in layout.placements):
         return same(site)
     starts = tuple(site.start(layout, size, dim) for dim, size in enumerate(shape))
-    return site.change(shape=site.output_shape(), starts=starts, sizes=shape)
+    return site.change(shape=site.output_shape(), window=(starts, shape))
 
 
 def _attention(query: int) -> Callable[[Site], Local]:

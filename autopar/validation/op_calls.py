@@ -66,7 +66,7 @@ def expected_call(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> 
             for dim, size in enumerate(shape)
         )
         args = (call.args[0], _local_sizes(call, strategy, mesh_shape), *call.args[2:])
-        return Local(call.target, args, {**call.kwargs, "starts": starts, "sizes": shape})
+        return Local(call.target, args, {**call.kwargs, "window": (starts, shape)})
     return localize(call, strategy, mesh_shape)
 
 

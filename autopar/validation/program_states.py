@@ -104,7 +104,7 @@ def _check_parts(kind: Callable[..., Tensor]) -> None:
     whole = kind(state, sizes, *settings, draw=1)
     for row, rows, column, columns in _PARTS:
         starts = (row, column)
-        part = kind(state, (rows, columns), *settings, draw=1, starts=starts, sizes=sizes)
+        part = kind(state, (rows, columns), *settings, draw=1, window=(starts, sizes))
         if not torch.equal(part, whole[row : row + rows, column : column + columns]):
             raise _error(kind, f"the part of {rows} × {columns} from {starts} on is none of it")
 

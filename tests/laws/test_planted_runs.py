@@ -33,10 +33,10 @@ _begin, _arriving, _leaving = (
 
 
 def bits_of(change: Callable[..., tuple[Any, ...]]) -> Callable[[Patch], Any]:
-    """Random bits for other arguments: state, shape, draw, starts, sizes, stream."""
+    """Random bits for other arguments: state, shape, draw, window, stream."""
 
-    def bits(state: Any, shape: Any, draw: Any, starts: Any, sizes: Any, stream: int = 0) -> Any:
-        return _bits(*change(state, shape, draw, starts, sizes, stream))
+    def bits(state: Any, shape: Any, draw: Any, window: Any, stream: int = 0) -> Any:
+        return _bits(*change(state, shape, draw, window, stream))
 
     return lambda patch: patch.setattr(random, "_bits", bits)
 
@@ -118,18 +118,18 @@ DRAWS = {
     "all draws of a step are one": Fault(
         "dropout",
         "draw 0 of step 0 and draw 1 of step 0 are correlated",
-        plant=bits_of(lambda s, n, d, a, z, t: (s, n, 0, a, z, t)),
+        plant=bits_of(lambda s, n, d, w, t: (s, n, 0, w, t)),
     ),
     "all steps draw alike": Fault(
         "dropout",
         "step 0 and .* step 1 are correlated",
-        plant=bits_of(lambda s, n, d, a, z, t: (s * 0, n, d, a, z, t)),
+        plant=bits_of(lambda s, n, d, w, t: (s * 0, n, d, w, t)),
     ),
     "a step's second draw is the next step's first": Fault(
-        "dropout", "correlated", plant=bits_of(lambda s, n, d, a, z, t: (s + d, n, 0, a, z, t))
+        "dropout", "correlated", plant=bits_of(lambda s, n, d, w, t: (s + d, n, 0, w, t))
     ),
     "all ranks draw alike": Fault(
-        "dropout", "is none of it", plant=bits_of(lambda s, n, d, a, z, t: (s, n, d, None, None, t))
+        "dropout", "is none of it", plant=bits_of(lambda s, n, d, w, t: (s, n, d, None, t))
     ),
     "rows draw alike": Fault(
         "dropout",

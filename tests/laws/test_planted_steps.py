@@ -63,10 +63,12 @@ DRAWS = {
         "dropout", "argument draw is 0, expected 1", changed("keep_mask", at=1, draw=0)
     ),
     "every rank draws the first part": Fault(
-        "dropout", "argument starts", without("keep_mask", "starts")
+        "dropout", "argument window", without("keep_mask", "window")
     ),
     "every rank draws of its own part": Fault(
-        "dropout", "argument sizes", changed("keep_mask", sizes=(4, 8))
+        "dropout",
+        "argument window",
+        changed("keep_mask", window=lambda n: (n.kwargs["window"][0], (4, 8))),
     ),
     "more is dropped": Fault("dropout", "argument 2 is 0.5", changed("keep_mask", arg_2=0.5)),
     "the state of draws stays": Fault("dropout", "writes buffers", saying(mutated=())),

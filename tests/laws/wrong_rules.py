@@ -474,7 +474,7 @@ def _shrunk_draw(site: Any) -> Local:
     starts = tuple(
         site.start(site.strategy.outputs[0], size, dim) for dim, size in enumerate(shape)
     )
-    return _change(site, shape=site.output_shape(), starts=starts, sizes=site.output_shape())
+    return _change(site, shape=site.output_shape(), window=(starts, site.output_shape()))
 
 
 def _numbered_from(

@@ -15,15 +15,15 @@ from autopar.ops import random
 
 STATE = random.initial_state(1)
 KINDS: dict[str, Callable[..., Tensor]] = {
-    "keep_mask": lambda shape, draw, *part: random.keep_mask(STATE, shape, 0.3, draw, *part),
-    "uniform": lambda shape, draw, *part: random.uniform(
-        STATE, shape, -1.0, 3.0, torch.float64, draw, *part
+    "keep_mask": lambda shape, draw, part=None: random.keep_mask(STATE, shape, 0.3, draw, part),
+    "uniform": lambda shape, draw, part=None: random.uniform(
+        STATE, shape, -1.0, 3.0, torch.float64, draw, part
     ),
-    "normal": lambda shape, draw, *part: random.normal(
-        STATE, shape, 1.0, 2.0, torch.float32, draw, *part
+    "normal": lambda shape, draw, part=None: random.normal(
+        STATE, shape, 1.0, 2.0, torch.float32, draw, part
     ),
-    "randint": lambda shape, draw, *part: random.randint(
-        STATE, shape, -5, 1000, torch.int64, draw, *part
+    "randint": lambda shape, draw, part=None: random.randint(
+        STATE, shape, -5, 1000, torch.int64, draw, part
     ),
 }
 
@@ -45,7 +45,7 @@ def test_a_part_is_a_window_of_the_whole_wherever_inner_dims_begin(
     sizes, starts, shape = window
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random, "_INNER", inner)
-        whole, part = KINDS[kind](sizes, 3), KINDS[kind](shape, 3, starts, sizes)
+        whole, part = KINDS[kind](sizes, 3), KINDS[kind](shape, 3, (starts, sizes))
     assert torch.equal(
         part, whole[tuple(slice(a, a + n) for a, n in zip(starts, shape, strict=True))]
     )
@@ -57,7 +57,7 @@ def test_a_part_deep_inside_a_tensor_of_more_than_2_32_elements_differs_from_the
     for start in ((0, 0, 0), (2**11, 0, 0), (0, 2**13, 0), (2**12 - 1, 2**14 - 1, 2**12)):
         seen.add(
             tuple(
-                random.randint(STATE, (1, 1, 64), 0, 2**31, torch.int64, 0, start, sizes)
+                random.randint(STATE, (1, 1, 64), 0, 2**31, torch.int64, 0, (start, sizes))
                 .flatten()
                 .tolist()
             )
