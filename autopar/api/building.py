@@ -64,7 +64,7 @@ from autopar.runtime.rank_comm import rank
 
 # --------------------------------------------------------------------------------------------------
 # Prepare further programs of a compiled module: keep the structure of its model, the request of
-# its plan, and the layouts in which its parameters rest.
+# its plan, and the layouts in which its parameters are stored.
 
 
 # Maximum number of elements of a buffer that keeps its values, such as a mask for 256 positions.
@@ -321,7 +321,7 @@ def _note_optimizer(module: nn.Module, plan: Plan) -> None:
 class _VariantBuilder:
     """Plans and builds further programs of a module, for another mode or a batch of other shapes.
 
-    It does not hold the `Order` of the module, which would keep the plain model alive.
+    It holds no reference to the `Order` of the module, which would keep the plain model alive.
 
     Attributes:
         options: the options of the module, with outputs as further calls have them.
@@ -345,7 +345,7 @@ class _VariantBuilder:
         Args:
             module: the main module. training: the mode. args, kwargs: the call.
         """
-        # stages hold other parameters on other ranks
+        # each rank holds the parameters of its stages only
         alike = torch.is_grad_enabled() and module.program.is_single
         trained = {name: p.requires_grad for name, p in module.named_parameters()} if alike else {}
         mode = "train" if training else "eval"

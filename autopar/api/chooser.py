@@ -42,8 +42,8 @@ from autopar.program.schedule import num_rounds
 from autopar.stages.placing import most_parts
 
 # --------------------------------------------------------------------------------------------------
-# Pipelines of a captured call: the numbers of microbatches that may be tried along an axis, their
-# bounds, and the plan for one of them with the requested schedule, or the fastest.
+# Pipelines of a captured call: the numbers of microbatches to try along an axis, their bounds, and
+# the plan for one of them with the requested or the fastest schedule.
 
 
 _NEEDY = 3  # numbers of microbatches per axis whose memory is examined if nothing fits

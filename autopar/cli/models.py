@@ -1,4 +1,4 @@
-"""Build the models that commands name, and plan them."""
+"""Build and plan the models that the options of a command name."""
 
 from __future__ import annotations
 

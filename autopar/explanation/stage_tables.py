@@ -37,12 +37,11 @@ from autopar.explanation.summary import (
 from autopar.plans import Flip, Pipeline, Plan, forward_load
 
 # --------------------------------------------------------------------------------------------------
-# Lines about how the seconds of a step come about.
+# Lines about the composition of the step time.
 #
-# All devices of a stage do the same. A stage *waits* while its devices have nothing to do: with
-# times τ of a microbatch per stage and M microbatches, stage s waits step − M · τ_s (the bubble,
-# and the difference to the slowest stage). If a device holds several stages, the sum of their times
-# counts.
+# All devices of a stage do the same work. A stage *waits* while its devices are idle: with times τ
+# of a microbatch per stage and M microbatches, stage s waits for step − M · τ_s (the bubble, and
+# the difference to the slowest stage). If a device holds several stages, their times are added.
 
 
 _ROUNDING = 1e-12  # share of the step
