@@ -351,7 +351,7 @@ def test_callbacks_that_work_on_the_plain_model_are_refused(name: str) -> None:
         callbacks=[CALLBACKS[name]()],
         **QUIET,
     )
-    with pytest.raises(AutoparError, match=f"does not take {name}") as refusal:
+    with pytest.raises(AutoparError, match=f"does not support {name}") as refusal:
         trainer.fit(Classifier(), batches(8, 1))
     assert refusal.value.remedy
 
