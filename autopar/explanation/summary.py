@@ -142,7 +142,7 @@ def objective(plan: Plan) -> str:
     by_search = f" reported by the search, {share(proof.certified_gap)} certified by arithmetic"
     by = by_search if proof.certified_gap - proof.gap > _SAME else ", certified by arithmetic"
     asked = plan.options.get("gap", proof.gap)
-    by += f", {share(asked)} requested" if proof.gap - asked > _SAME else ""
+    by += f", {share(asked)} was requested" if proof.gap - asked > _SAME else ""
     return (
         f"objective {seconds(proof.objective_s)}, proven bound {seconds(proof.bound_s)}, gap"
         f" {share(proof.gap)}{by} ({proof.solver}: {proof.num_variables} variables,"

@@ -11,7 +11,7 @@ from autopar.plans.plan import Plan
 
 COMPUTE = "compute"
 FARTHEST = 64.0  # larger factors are not tried
-NO_CHOICE = "no choice can change: the constraints leave no alternative strategy"
+NO_CHOICE = "no choice can change: the constraints leave no choice of another strategy"
 NO_OTHER = "no choice can change: no op has another strategy on this mesh"
 NO_DEARER = "no choice can change: all runner-ups cost the same, or several stages decide together"
 NO_FLIP = (

@@ -377,7 +377,7 @@ def test_one_changed_claim_is_found(made: Made, name: str) -> None:
                 p,
                 prediction=replace(p.prediction, timeline=(("", "forward", "compute", 0.0, 1.0),)),
             ),
-            "decisions beside",
+            "decisions outside its stages",
         ),
         (
             lambda p: replace(p, proof=replace(p.proof, balance=(1.0, 1.5))),

@@ -147,6 +147,6 @@ def test_where_no_choice_turns_what_is_returned_says_why() -> None:
     some = Flips([Flip("up", "R -> R", 1.0, COMPUTE, 2.0)], NO_FLIP)
     assert (
         not some.why
-        and str(some) == "up would take R -> R from 2 times the speed of compute on"
+        and str(some) == "up would change to R -> R from 2 times the speed of compute on"
         and some == tuple(some)
     )

@@ -157,7 +157,7 @@ def test_a_scalar_beside_is_the_loss_as_far_as_it_has_a_gradient() -> None:
     [
         ({"num_microbatches": 2}, ConstraintError, "returns no loss"),
         ({"outputs": "loss"}, CaptureError, "returns no loss"),
-        ({"batch": "local"}, ConstraintError, "each rank's own loss"),
+        ({"batch": "local"}, ConstraintError, "the weight of each rank's loss"),
     ],
 )
 def test_what_needs_the_loss_is_refused(

@@ -183,7 +183,7 @@ def test_a_model_without_a_sequence_is_refused() -> None:
             hardware="h100-sxm",
             constraints=(ALONE,),
         )
-    with pytest.raises(ConstraintError, match="grids split"):
+    with pytest.raises(ConstraintError, match="grids already shard"):
         tensor_parallel("2d", axes=("a", "b"), sequence=True)
 
 

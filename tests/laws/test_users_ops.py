@@ -120,7 +120,7 @@ def test_ops_without_a_rule_are_discovered_planned_and_verified() -> None:
         and not replicated
     )
     assert autopar.verify(plan, model, BATCH).ok
-    assert "found by experiment" in str(
+    assert "discovered by experiment" in str(
         autopar.explain(plan)
     ) and "tests_users_ops.squash.default" in str(autopar.explain(plan))
 

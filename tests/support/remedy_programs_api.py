@@ -105,7 +105,7 @@ MESHES: dict[str, Program] = {
     ),
     "core/mesh.py Mesh.parse 0": Program(
         lambda: Mesh.parse("gpu=2,gpu=4"),
-        "each axis a name of its own",
+        "each axis a unique name",
         lambda: Mesh.parse("node=2,gpu=4"),
     ),
     "core/mesh.py Mesh.parse 1": Program(
@@ -116,7 +116,7 @@ MESHES: dict[str, Program] = {
     ),
     "core/mesh.py _check_axes 1": Program(
         lambda: Mesh([*Mesh(2).axes, *Mesh(4).axes]),
-        "each axis a name of its own",
+        "each axis a unique name",
         lambda: Mesh([*Mesh({"node": 2}).axes, *Mesh(4).axes]),
     ),
     "core/mesh.py _check_axes 2": Program(
@@ -170,7 +170,7 @@ HARDWARE: dict[str, Program] = {
         _hardware(_BY_STAGE, (1, 2)), 'autopar.Mesh({"stage": 2, ...})', _hardware(_BY_STAGE)
     ),
     "core/mesh.py _mixed_hardware 0": Program(
-        _hardware(7), "name a profile", _hardware("cpu-gloo")
+        _hardware(7), "the name of a profile", _hardware("cpu-gloo")
     ),
     "core/mesh.py _mixed_hardware 1": Program(
         _hardware({}), "devices may differ along one axis", _hardware(_BY_STAGE)
@@ -187,7 +187,7 @@ HARDWARE: dict[str, Program] = {
         _hardware({"node": ["cpu-gloo"] * 2}), "its axes are stage", _hardware(_BY_STAGE)
     ),
     "core/mesh.py _on 1": Program(
-        _hardware({"stage": ["cpu-gloo"]}), "pass 2, one per index", _hardware(_BY_STAGE)
+        _hardware({"stage": ["cpu-gloo"]}), "pass 2 profiles, one per index", _hardware(_BY_STAGE)
     ),
     "core/hardware/profile.py _path 1": Program(
         _hardware("cpu"), "cpu-gloo", _hardware("cpu-gloo")
@@ -199,7 +199,7 @@ HARDWARE: dict[str, Program] = {
     ),
     "core/hardware/profile.py HardwareProfile.read 1": Program(
         _file("{", HardwareProfile.load),
-        "mend the file",
+        "correct the file",
         _file(json.dumps(_PROFILE), HardwareProfile.load),
     ),
     "core/hardware/profile.py ProfileReader.error 0": Program(
@@ -216,7 +216,7 @@ PLANS: dict[str, Program] = {
         lambda: Plan.of(made_plan()),
     ),
     "plans/plan.py Plan.load 0": Program(
-        _file(None, Plan.load), "Plan.save writes it", _file(_plan(), Plan.load)
+        _file(None, Plan.load), "Plan.save writes plan files", _file(_plan(), Plan.load)
     ),
     "plans/plan.py Plan.loads 0": Program(
         _file(_plan()[:-9], Plan.load), "save it again", _file(_plan(), Plan.load)
@@ -265,7 +265,7 @@ OPTIONS: dict[str, Program] = {
 CALLS: dict[str, Program] = {
     "api/arguments.py as_call 0": Program(
         lambda: as_call(7),  # type: ignore[arg-type]
-        "a sequence of positions",
+        "a sequence of positional arguments",
         lambda: as_call([7]),
     ),
     "request.py as_constraints 0": Program(

@@ -268,7 +268,7 @@ MODELS: dict[str, Program] = {
         _named("llama/AutoModelForCausalLM", _TEXT, seq=4),
     ),
     "hf/models.py _config 0": Program(
-        _named("lama", _TEXT), "for example llama", _named("llama", _TEXT, seq=4)
+        _named("lama", _TEXT), "such as llama", _named("llama", _TEXT, seq=4)
     ),
     "hf/models.py _config 1": Program(
         _named("llama", {**_TEXT, "hiden_size": 16}),
@@ -318,7 +318,7 @@ MODELS: dict[str, Program] = {
         _function("model.py:raises"), "correct the function", _function("model.py:made")
     ),
     "hf/models.py parse 0": Program(
-        lambda: hf.build("nothing"), "write TYPE:JSON", _named("llama", _TEXT, seq=4)
+        lambda: hf.build("nothing"), "pass TYPE:JSON", _named("llama", _TEXT, seq=4)
     ),
     "hf/models.py parse 1": Program(
         _named("llama", "{'hidden_size': 8}"), "in double quotes", _named("llama", _TEXT, seq=4)

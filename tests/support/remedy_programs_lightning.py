@@ -217,7 +217,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "integrations/lightning_modules.py check_trainer 1": Program(
         _fit(asked=_averaging),
-        "p.to_local() of the compiled module's parameters in a hook of your own",
+        "p.to_local() of the compiled module's parameters in a custom hook",
         _fit(asked=_own_average),
     ),
     "integrations/lightning_strategy.py WholeBatches.setup_environment 0": Program(

@@ -242,7 +242,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "api/what_if.py flips 0 | elsewhere": Program(
         lambda: autopar.flips(made(), MODEL, BATCH, hardware="h100-sxm"),
-        "ask autopar.what_if about this one",
+        "call autopar.what_if with this one",
         _asked(made, hardware="h100-sxm"),
     ),
     "planner/transfer_plan.py _check 0": Program(
@@ -286,7 +286,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "core/terminal.py check_writable 1": Program(
         _written(lambda folder: folder / "plans" / "plan.json"),
-        "check the path, or make the folder",
+        "check the path, or create the folder",
         _written(_with_folder),
     ),
     "core/terminal.py parse_size 0": Program(

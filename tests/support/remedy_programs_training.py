@@ -306,7 +306,7 @@ TRAINER: dict[str, Program] = {
     **_arguments(),
     "integrations/trainer.py check_arguments 1": Program(
         _made(set_to={"_n_gpu": 4}),
-        "name one GPU in CUDA_VISIBLE_DEVICES",
+        "select one GPU with CUDA_VISIBLE_DEVICES",
         _made(set_to={"_n_gpu": 1}),
     ),
     "integrations/trainer.py check_inputs 0": Program(
@@ -382,7 +382,7 @@ TRAINER: dict[str, Program] = {
                 _shared().Tagger().state_dict(), assign=True
             )
         ),
-        "write that of trainer.compiled()",
+        "write the parameter of the same name of trainer.compiled()",
         _trained(
             lambda trainer: trainer.compiled().load_state_dict(_shared().Tagger().state_dict())
         ),
@@ -451,7 +451,7 @@ ADAPTERS: dict[str, Program] = {
     ),
     "integrations/pretrained.py load_adapter 0": Program(
         _in_folder(lambda folder: autopar.load_adapter(_tagger(), _shared().Tagger(), folder)),
-        "pass what get_peft_model returned",
+        "pass the result of get_peft_model",
         _loaded(2),
     ),
     "integrations/pretrained.py _active 0": Program(
@@ -468,7 +468,7 @@ ADAPTERS: dict[str, Program] = {
     ),
     "integrations/pretrained.py _match_keys 0": Program(
         _adapted(autopar.load_adapter),
-        "name the folder that holds adapter_model.safetensors",
+        "pass the folder that contains adapter_model.safetensors",
         _loaded(2),
     ),
     "integrations/pretrained.py _match_keys 1": Program(

@@ -167,7 +167,7 @@ def test_what_if_leaves_out_and_adds_constraints_as_plan_spells_them(
     for more, complains in (
         (("--without", "fsdp"), "the plan has no constraint fsdp"),
         (("--without", "ddp('gpu')"), "the plan has no constraint ddp(axes=['gpu'])"),
-        (("--without", "ddp("), "no constraint"),
+        (("--without", "ddp("), "is not a constraint"),
         (("--constraint", "ddp('node')"), "the plan already has the constraint ddp(axes=['node'])"),
     ):
         code, _, complaint = command("what-if", "forced.json", *asked, *more)

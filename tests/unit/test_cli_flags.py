@@ -14,8 +14,8 @@ from autopar.cli.shared_options import as_flags
         ('pass outputs="full": then', "pass --outputs full: then"),
         ("pass constraints=(autopar.constraints.pipeline(),)", "pass --constraint 'pipeline()'"),
         (
-            "To force it: constraints=[autopar.constraints.fsdp()]",
-            "To force it: --constraint 'fsdp()'",
+            "To force sharding: constraints=[autopar.constraints.fsdp()]",
+            "To force sharding: --constraint 'fsdp()'",
         ),
         (
             "constraints=[autopar.constraints.pipeline('node')] gives",

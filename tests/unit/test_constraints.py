@@ -254,7 +254,7 @@ def test_stages_and_kinds_that_are_not_there_are_refused_and_what_is_there_is_na
         tensor_parallel("4d", axes=("a", "b"))
     with pytest.raises(
         ConstraintError,
-        match=r"megatron\(recompute='all'\) is not there(.|\n)*\"none\", \"full\" or \"selective\"",
+        match=r"in megatron, got 'all'(.|\n)*\"none\", \"full\" or \"selective\"",
     ):
         megatron(recompute="all")  # type: ignore[arg-type]
     with pytest.raises(ConstraintError, match=r"must be positive, got 0"):

@@ -42,7 +42,7 @@ def test_a_plan_that_shares_nothing_along_an_axis_says_so() -> None:
     assert idle_axes(free) == ("node", "gpu")
     told = (
         "not parallelized over node and gpu: on cpu-gloo communication would cost more than it"
-        " saves. To force it: "
+        " saves. To force sharding: "
     )
     assert any(told in line for line in autopar.explain(free).summary())
     asked = autopar.plan(
@@ -58,8 +58,8 @@ def test_a_plan_that_shares_nothing_along_an_axis_says_so() -> None:
 @pytest.mark.parametrize(
     ("axes", "asked", "advice"),
     [
-        ({"node": 2, "gpu": 2}, (), "To force it: --constraint 'fsdp()'"),
-        ({"node": 2, "gpu": 2}, (ddp("node"),), "To force it: --constraint 'fsdp(\"gpu\")'"),
+        ({"node": 2, "gpu": 2}, (), "To force sharding: --constraint 'fsdp()'"),
+        ({"node": 2, "gpu": 2}, (ddp("node"),), "To force sharding: --constraint 'fsdp(\"gpu\")'"),
         (
             {"node": 2, "gpu": 2, "one": 1},
             (pipeline("node", microbatches=2),),

@@ -42,4 +42,4 @@ def test_one_that_is_proven_as_closely_as_asked_for_says_nothing(
     plan = autopar.plan(model, MESH, example_inputs=batch, constraints=asked, gap=0.05, **HOW)
     assert plan.proof.gap <= 0.05
     assert not [r for r in caplog.records if "is not excluded" in r.getMessage()]
-    assert "was asked for" not in str(autopar.explain(plan))
+    assert "was requested" not in str(autopar.explain(plan))

@@ -17,7 +17,7 @@ from autopar.capture import Trace, capture
 from autopar.constraints import fsdp
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.emit import emit, emit_stage, legality
+from autopar.emit import emit, emit_stage, program_builder
 from autopar.errors import EmissionError, PlanError
 from autopar.kernels import collectives as steps
 from autopar.planner import Planned, PlanOptions, make_plan
@@ -269,9 +269,9 @@ def test_a_parameter_that_cannot_rest_so_is_refused(planned: tuple[Trace, Planne
 
 
 def test_collectives_of_equal_layers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, numbers, ask = list[object](), list[int](), legality.neighbours
+    asked, numbers, ask = list[object](), list[int](), program_builder.neighbours
     monkeypatch.setattr(
-        legality, "neighbours", lambda *of, **more: asked.append(of) or ask(*of, **more)
+        program_builder, "neighbours", lambda *of, **more: asked.append(of) or ask(*of, **more)
     )
     for num_layers in (3, 6):
         model, batch = zoo_small.llama(num_layers=num_layers)
@@ -279,7 +279,7 @@ def test_collectives_of_equal_layers_are_checked_once(monkeypatch: pytest.Monkey
         plan = make_plan(
             trace, Mesh(2), HardwareProfile.load("h100-sxm"), PlanOptions(constraints=(fsdp(),))
         ).plan
-        legality._leads.cache_clear()
+        program_builder._leads.cache_clear()
         asked.clear()
         emit_stage(trace, plan)
         numbers.append(len(asked))

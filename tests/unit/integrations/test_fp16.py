@@ -152,7 +152,7 @@ def test_accelerate_refuses_modules_that_were_not_compiled_for_its_precision_and
     assert "with accelerator.autocast()" in refusal.value.remedy
     assert accelerator.prepare(narrow) is narrow
     AcceleratorState._reset_state(True)
-    with pytest.raises(RuntimeStateError, match="nothing scales its loss") as refusal:
+    with pytest.raises(RuntimeStateError, match="its loss is not scaled") as refusal:
         autopar.Accelerator(cpu=True).prepare(narrow)
     AcceleratorState._reset_state(True)
     assert 'precision="bf16"' in refusal.value.remedy

@@ -329,7 +329,7 @@ def test_frozen_children_beside_it_are_left_as_they_are(caplog: pytest.LogCaptur
     ours, _ = both(Taught, lambda: batches(14, 1))
     assert (
         type(ours.teacher) is Net
-        and "teacher: every rank holds and computes all of it" in caplog.text
+        and "teacher is not compiled: every rank holds and computes all of it" in caplog.text
     )
 
 
@@ -351,7 +351,7 @@ def test_callbacks_that_work_on_the_plain_model_are_refused(name: str) -> None:
         callbacks=[CALLBACKS[name]()],
         **QUIET,
     )
-    with pytest.raises(AutoparError, match=f"does not take {name}") as refusal:
+    with pytest.raises(AutoparError, match=f"does not support {name}") as refusal:
         trainer.fit(Classifier(), batches(8, 1))
     assert refusal.value.remedy
 
@@ -447,9 +447,9 @@ REFUSED: dict[str, tuple[type[Classifier], dict[str, Any], Any, str]] = {
         batches(8, 1),
         "was run on the first batch and failed before it called net: TypeError",
     ),
-    "a step without the model": (Aside, {}, batches(8, 1), "did not call net itself"),
+    "a step without the model": (Aside, {}, batches(8, 1), "does not call net directly"),
     "no batch": (Classifier, {}, batches(0, 1), "no batch"),
-    "a stream": (Classifier, {}, DataLoader(Stream(), batch_size=4), "perhaps once"),
+    "a stream": (Classifier, {}, DataLoader(Stream(), batch_size=4), "perhaps only once"),
     "two optimizers": (TwoOptimizers, {}, batches(8, 1), "2 optimizers"),
 }
 

@@ -133,7 +133,7 @@ def test_what_has_no_such_files_is_refused(stepped: tuple[Any, Any, Path], tmp_p
     module, _, folder = stepped
     with pytest.raises(RuntimeStateError, match="no save_pretrained"):
         autopar.save_pretrained(module, Tagger(), tmp_path)
-    with pytest.raises(RuntimeStateError, match="no peft model"):
+    with pytest.raises(RuntimeStateError, match="not a peft model"):
         autopar.load_adapter(module, base(), folder)
     prompts = get_peft_model(
         base(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")

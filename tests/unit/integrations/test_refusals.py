@@ -61,7 +61,7 @@ GIVEN = {
         "would train nothing",
     ),
     "model_init": ({"model_init": Tagger}, "model_init"),
-    "no model": ({"model": None}, "no model"),
+    "no model": ({"model": None}, "is not a model"),
     "a model on meta": ({"model": Tagger().to("meta")}, "on meta"),
 }
 
@@ -110,7 +110,7 @@ def test_a_library_that_is_absent_or_too_old_is_named_with_what_to_install(
     assert library(name, "this test").__name__ == name
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.9.1")
     with pytest.raises(
-        AutoparError, match=rf"needs {name} {LEAST[name]} or newer, and 0\.9\.1 is installed"
+        AutoparError, match=rf"needs {name} {LEAST[name]} or newer, but 0\.9\.1 is installed"
     ) as old:
         library(name, "this test")
 
