@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.analysis.microbatches import Microbatching, find_microbatching
 from autopar.capture.trace import Parameter, Trace
-from autopar.core.collective import Collective
+from autopar.core.collective import JOINING, Collective
 from autopar.core.layout import Layout
 from autopar.emit.buckets import apply_buckets
 from autopar.emit.context import (
@@ -193,7 +193,7 @@ class _GraphBuilder:
     def _length(self, p: Parameter, step: Communication) -> dict[str, int]:
         """Return the whole length of the dim that a step joins, if its parts differ in length."""
         c = step.collective
-        uneven = c.kind in ("all_gather", "all_to_all") and p.view[c.dim] % step.source.num_shards(
+        uneven = c.kind in JOINING and p.view[c.dim] % step.source.num_shards(
             c.dim, self.mesh_shape
         )
         return {"length": p.view[c.dim]} if uneven else {}
