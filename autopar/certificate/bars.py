@@ -37,13 +37,13 @@ def bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -> Iterato
         return
     derived, said = tuple(_bars(plan, program, crossing)), plan.prediction.timeline
     if len(derived) != len(said):
-        yield Finding("time", f"the time line has {len(derived)} bars, not {len(said)}")
+        yield Finding("time", f"the timeline has {len(derived)} bars, not {len(said)}")
         return
     end_s = max((start_s + time_s for *_, start_s, time_s in derived), default=0.0)
     for bar, claimed in zip(derived, said, strict=True):
         apart = max(abs(bar[3] - claimed[3]), abs(bar[4] - claimed[4]))
         if bar[:3] != claimed[:3] or apart > NEAR * end_s:
-            yield Finding("time", f"on the time line is {_shown(bar)}, not {_shown(claimed)}")
+            yield Finding("time", f"the timeline has {_shown(bar)}, not {_shown(claimed)}")
             return
 
 
@@ -114,4 +114,4 @@ def _layer(key: str) -> str:
 def _shown(bar: Bar) -> str:
     label, phase, kind, start_s, time_s = bar
     named = f"{kind} of {label or 'the model'} in {phase}"
-    return f"{named}, {time_s:.6g} s from {start_s:.6g} s on"
+    return f"{named}, {time_s:.6g} s starting at {start_s:.6g} s"

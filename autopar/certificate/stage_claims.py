@@ -122,7 +122,7 @@ def words(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
         if c.module != _module(c.node):
             yield Finding(
                 "words",
-                f"a collective of {_module(c.node) or 'the model'} is said to be of"
+                f"a collective of {_module(c.node) or 'the model'} is attributed to"
                 f" {c.module or 'the model'}",
                 c.node,
             )
@@ -176,12 +176,12 @@ def _bars(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
     }
     ends = dict.fromkeys(_LANES, 0.0)
     for label, phase, kind, start_s, duration_s in plan.prediction.timeline:
-        bar = f"{kind} of {label or 'the model'} in {phase} on the time line"
+        bar = f"{kind} of {label or 'the model'} in {phase} on the timeline"
         if label not in known or kind not in _LANES or phase not in _PHASES:
-            yield Finding("words", f"there is no {bar}")
+            yield Finding("words", f"the plan has no {bar}")
         elif duration_s < 0.0 or start_s < ends[kind] * (1.0 - NEAR):
             yield Finding(
-                "words", f"{bar} begins at {start_s:.6g} s, before the one before it ends"
+                "words", f"{bar} starts at {start_s:.6g} s, before the one before it ends"
             )
         else:
             ends[kind] = start_s + duration_s
@@ -247,12 +247,13 @@ def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> It
         if derived.get(kind) != claimed.get(kind):
             yield Finding(
                 "memory",
-                f"{kind} on the host are {derived.get(kind, 0)} bytes, not {claimed.get(kind, 0)}",
+                f"{kind} in host memory are {derived.get(kind, 0)} bytes, not"
+                f" {claimed.get(kind, 0)}",
             )
     if sum(derived.values()) > budget_bytes:
         yield Finding(
             "memory",
-            f"on the host are {sum(derived.values())} bytes, over the budget of {budget_bytes}",
+            f"in host memory are {sum(derived.values())} bytes, over the budget of {budget_bytes}",
         )
 
 

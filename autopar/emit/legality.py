@@ -52,7 +52,8 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
         at = index.chosen[input_key(i.path)].inputs[0]
         if not at.is_replicated:
             raise ChangedPlanError(
-                f"the gradient of input {i.path!r} would come as {at}: it goes whole to every rank"
+                f"the gradient of input {i.path!r} would have layout {at}, but every rank needs"
+                " the full gradient"
             )
     for (_, tensor), steps in index.steps.items():
         for step in steps.values():
@@ -87,7 +88,7 @@ def _check_borders(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: b
         ):
             shown = ", ".join(map(str, layouts)) or "no layout"
             raise ChangedPlanError(
-                f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}"
+                f"{key} of shape {tuple(value.shape)} cannot have layout {shown} on mesh {mesh}"
             )
 
 
@@ -143,13 +144,13 @@ def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
                 said = tuple(c.collective for c in left.pop((str(phase), key), ()))
                 if said != own_moves(call_of(node), choices[key], mesh.shape):
                     what = (
-                        f"{key} moves by itself in {phase} otherwise than its strategy"
-                        f" {choices[key]} does"
+                        f"the internal communication of {key} in {phase} differs from that of its"
+                        f" strategy {choices[key]}"
                     )
                     raise ChangedPlanError(what, where=where_of(node))
     for phase, key in left:
         raise ChangedPlanError(
-            f"the plan has {key} move by itself in {phase}, where it does not run"
+            f"the plan has internal communication of {key} in {phase}, where it does not run"
         )
 
 
@@ -173,7 +174,7 @@ def _check_step(
 ) -> None:
     moved = getattr(torch, str(step.collective.dtype), None)
     if tensor not in values:
-        raise ChangedPlanError(f"the plan moves {tensor}, which the model does not make")
+        raise ChangedPlanError(f"the plan communicates {tensor}, which the model does not compute")
     shape, dtype = values[tensor]
     wide = isinstance(moved, torch.dtype) and torch.promote_types(dtype, moved) == moved
     legal = wide and _fits(step.source, shape, mesh)

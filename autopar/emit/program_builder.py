@@ -182,8 +182,8 @@ class _GraphBuilder:
             if step is None or step in chain:
                 when = "at the end" if each.result else "at the begin"
                 what = (
-                    f"{key} goes from {each.source} to {each.target} {when} of a step, and the plan"
-                    " does not say how"
+                    f"{key} changes from {each.source} to {each.target} {when} of a step, but the"
+                    " plan has no collectives for it"
                 )
                 raise ChangedPlanError(what)
             chain.append(step)
@@ -330,8 +330,8 @@ def emit(
         for name in sorted(leaving.keys() | arriving.keys()):
             if leaving.get(name) != arriving.get(name):
                 what = (
-                    f"{name} leaves stage {number} as {leaving.get(name)} and arrives at the next"
-                    f" as {arriving.get(name)}"
+                    f"{name} is sent by stage {number} as {leaving.get(name)} but received by the"
+                    f" next as {arriving.get(name)}"
                 )
                 raise ChangedPlanError(what)
     return Program(

@@ -180,14 +180,14 @@ class ScaledStep:
         if self._before is None:
             what = (
                 f"the loss was multiplied by {tangent:g}, backward ran inside the call with"
-                f" {self._assumed:g}, and buffers have changed"
+                f" {self._assumed:g}, and buffers changed meanwhile"
             )
             raise RuntimeStateError(
                 what, remedy="set pm.loss_scale = scaler.get_scale() before the first call"
             )
         remedy = (
-            "run backward before whatever changes it, or set pm.loss_scale to the factor of the"
-            " loss before the call"
+            "run backward before anything changes the tensor, or set pm.loss_scale to the factor"
+            " of the loss before the call"
         )
         # all ranks run again, or none
         by_all(lambda: self._check_unchanged(tangent, remedy), "backward", remedy)
@@ -213,8 +213,8 @@ class ScaledStep:
         )
         if changed is not None:
             name, before = changed
-            unknown = "was made under torch.inference_mode, which does not count changes"
-            why = unknown if before is None else "was changed since the call"
+            unknown = "was created under torch.inference_mode, which does not record changes"
+            why = unknown if before is None else "was changed after the call"
             raise RuntimeStateError(
                 f"the loss was multiplied by {tangent:g}, backward ran inside the call with"
                 f" {self._assumed:g}, and the step cannot run again: {name} {why}",

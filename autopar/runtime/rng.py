@@ -59,7 +59,7 @@ class Drawing(Standing):
             RuntimeStateError: if the model draws no random numbers.
         """
         if self._drawn_from() is None and self.variants is None:
-            raise RuntimeStateError("the model draws no random numbers: it has no random state")
+            raise RuntimeStateError("the model draws no random numbers, so it has no random state")
         self._set(state)
 
     def _set(self, state: int | Tensor) -> None:

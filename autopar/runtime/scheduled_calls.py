@@ -183,9 +183,9 @@ def _tell_of_missing(program: Program, names: Sequence[str]) -> None:
     if not names or rank() != 0:
         return
     num = program.microbatches.num
-    why = f"the batch runs in {num} microbatches" if num > 1 else "the last stage makes it"
+    why = f"the batch runs in {num} microbatches" if num > 1 else "only the last stage computes it"
     log.warning(
-        '%s, because %s; outputs="full" returns it, and outputs="loss" says that it is not wanted',
+        '%s, because %s; outputs="full" returns it, outputs="loss" silences this warning',
         _describe_missing(program, names),
         why,
     )
@@ -199,7 +199,7 @@ def _describe_missing(program: Program, names: Sequence[str]) -> str:
         for name in names[:3]
     )
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{shown}{more} {'comes' if len(names) == 1 else 'come'} as None"
+    return f"{shown}{more} {'is' if len(names) == 1 else 'are'} None"
 
 
 def _held_by(stages: Iterable[StageProgram], trained: Collection[str]) -> tuple[ProgramTensor, ...]:

@@ -88,7 +88,10 @@ def _check_parts(kind: Callable[..., Tensor]) -> None:
         starts = (row, column)
         part = kind(state, (rows, columns), *settings, draw=1, starts=starts, sizes=sizes)
         if not torch.equal(part, whole[row : row + rows, column : column + columns]):
-            raise _error(kind, f"the part of {rows} × {columns} from {starts} on is none of it")
+            raise _error(
+                kind,
+                (f"the shard of {rows} × {columns} at {starts} does not match the full tensor"),
+            )
 
 
 def _error(kind: Callable[..., Tensor], why: str) -> ValidationError:
@@ -113,8 +116,8 @@ def check_draws(trace: Trace) -> None:
             here = node.args[0], number
             if here in seen:
                 what = (
-                    f"{node.meta['key']} draws the numbers of {seen[here].meta['key']}: both are"
-                    f" draw {number} of a step"
+                    f"{node.meta['key']} draws the same numbers as {seen[here].meta['key']}: both"
+                    f" are draw {number} of a step"
                 )
                 raise invalid(what, where_of(node))
             if type(number) is not int or not 0 <= number < _LARGEST:
@@ -136,6 +139,4 @@ def _check_state(trace: Trace, states: set[fx.Node]) -> None:
         and after.args[1] == 1
     )
     if {state.name for state in states} != held or not goes_on:
-        raise invalid(
-            "random draws do not all follow from one state that goes on by one at each call"
-        )
+        raise invalid("random draws do not all use one state that advances by one per call")

@@ -68,7 +68,7 @@ def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: St
     )  # a sum runs again as its own strategies say
     summed = _product(walk, node, origin, strategy, [a, b], str(equation), {})
     if (addend is None) != (not others):
-        raise MoveError("it adds what its plan does not, or the other way round")
+        raise MoveError("its residual addition does not match the plan")
     if others:
         summed = _state_added(walk, node, others[0], summed, walk.env[addend])
     return move(walk.traced, summed, "reduce_scatter", (dim, "sum", axis), None, walk.mesh_shape)
@@ -95,7 +95,7 @@ def _state_added(walk: Walking, node: fx.Node, key: str, one: Any, other: Any) -
     first = walk.traced.reads(origin)[0]
     states = [one, other] if isinstance(one, State) and one.ref == first else [other, one]
     if len(origin.args) != _FACTORS or origin.kwargs:
-        raise MoveError(f"{key} is no plain sum")
+        raise MoveError(f"{key} is not a plain sum")
     return _state_of_result(walk, origin, strategy, states)
 
 
@@ -136,7 +136,7 @@ def _product(
     if local.target is not ops.dot or local.args[0] != equation:
         raise MoveError(f"it computes {equation!r}, expected {local.args[0]!r}")
     if not matches(starts, local.kwargs.get("starts", ()), walk.env, walk.mesh_shape):
-        raise MoveError(f"its parts begin at {starts}, expected {local.kwargs.get('starts', ())}")
+        raise MoveError(f"its shards start at {starts}, expected {local.kwargs.get('starts', ())}")
     states = [instead.get(i, walk.env[factor]) for i, factor in enumerate(factors)]
     return _state_of_result(
         walk, origin, strategy, states if bias is None else [*states, walk.env[bias]]

@@ -189,7 +189,7 @@ class _Program:
         found = []
         for tensor in self.program.sums:
             if tensor.name not in self.gradients:
-                raise invalid(f"there is a sum for {tensor.name!r}, which has no gradient")
+                raise invalid(f"the program has a sum for {tensor.name!r}, which has no gradient")
             ref, _ = self.gradients[tensor.name]
             own = self.traced.value(ref).dtype
             if own.is_floating_point and max(own.itemsize, 4) > tensor.dtype.itemsize:
@@ -200,7 +200,7 @@ class _Program:
                 raise invalid(what)
             found.append(Sum(tensor.name, ref, tensor.layout, tensor.dtype))
         if self.program.accumulates and [s.parameter for s in found] != list(self.gradients):
-            raise invalid("the program has no sum for some parameter that has a gradient")
+            raise invalid("a parameter with a gradient has no sum in the program")
         return found
 
     # What comes out.
@@ -300,8 +300,8 @@ class _Program:
     def _check_border(self, kind: str, tensor: ProgramTensor, planned: Strategy | None) -> None:
         layouts = () if planned is None else planned.inputs if kind == "output" else planned.outputs
         if layouts != (tensor.layout,) or tensor.layout.has_partial or tensor.layout.special:
-            lies = f"{kind} {tensor.name!r} lies as {tensor.layout}"
-            raise invalid(f"{lies}, the plan has it as {layouts}")
+            lies = f"{kind} {tensor.name!r} has layout {tensor.layout}"
+            raise invalid(f"{lies}, but the plan has {layouts}")
 
     def _check_memory(self, forward_memory: Memory) -> None:
         program, mesh_shape = self.program, self.program.mesh.shape

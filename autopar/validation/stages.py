@@ -51,7 +51,7 @@ def _check_nodes(own: dict[str, fx.Node], stage: Trace, number: int) -> None:
                 raise _error(node, number, "the trace of one microbatch has no such node")
             continue
         if node.target is not origin.target or _named(node) != _named(origin):
-            raise _error(node, number, "it is another call than in the trace of one microbatch")
+            raise _error(node, number, "its call differs from the trace of one microbatch")
 
 
 def _named(node: fx.Node) -> object:
@@ -79,10 +79,10 @@ def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
             raise _error(
                 node,
                 number,
-                "it is no tensor of the model or of the batch, and comes from no other stage",
+                "it is not a tensor of the model or the batch, and no other stage sends it",
             )
     if left := sorted(handed.keys() - crossing.keys()):
-        what = "the stage before hands it over, and this stage does not take it"
+        what = "the previous stage sends it, but this stage does not receive it"
         raise _missing_error(stage, number, left[0], what)
 
 
@@ -99,11 +99,11 @@ def _check_handed(
         handed: values that the stage before passes → the gradients that it waits for.
     """
     if name not in handed:
-        raise _missing_error(stage, number, name, "the stage before does not hand it over")
+        raise _missing_error(stage, number, name, "the previous stage does not send it")
     returned = _results(stage)[gradient].name if gradient is not None else ""
     if returned != handed[name]:
         what = (
-            f"its gradient goes back as {returned or 'nothing'}, and the stage before waits for"
+            f"its gradient returns as {returned or 'nothing'}, but the previous stage expects"
             f" {handed[name] or 'none'}"
         )
         raise _missing_error(stage, number, name, what)
@@ -125,7 +125,7 @@ def _check_returns(part: Trace, stages: Sequence[Trace]) -> None:
     for stage in (part, *stages):  # of a buffer that a stage changes it returns the new value
         for name, position in stage.mutated.items():
             if _results(stage)[position].name != _results(part)[part.mutated[name]].name:
-                raise invalid(f"a stage writes buffer {name!r} with another value than the model")
+                raise invalid(f"a stage writes a different value to buffer {name!r} than the model")
     written = {name for stage in stages for name in stage.mutated}
     if missing := sorted(part.mutated.keys() - written):
         raise invalid(f"no stage writes buffer {missing[0]!r}")
@@ -174,5 +174,5 @@ def _error(node: fx.Node, number: int, why: str) -> ValidationError:
 def _missing_error(stage: Trace, number: int, name: str, why: str) -> ValidationError:
     node = next((n for n in stage.graph.nodes if n.name == name), None)
     if node is None:
-        return invalid(f"{name} at the border of stage {number} is not justified: {why}")
+        return invalid(f"{name} at the boundary of stage {number} is not justified: {why}")
     return _error(node, number, why)

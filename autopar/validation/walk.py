@@ -77,7 +77,7 @@ class GraphWalk:
                 self.env[node] = next(remaining, None)
                 if self.env[node] is None:
                     raise unjustified_error(
-                        node, self.phase, "the graph takes more than the program passes"
+                        node, self.phase, "the graph has more inputs than the program passes"
                     )
                 continue
             try:
@@ -85,9 +85,9 @@ class GraphWalk:
             except MoveError as error:
                 raise unjustified_error(node, self.phase, str(error)) from error
             except (IndexError, KeyError, TypeError, ValueError) as error:
-                why = f"its arguments {node.args} are of no form that is known ({error})"
+                why = f"its arguments {node.args} have an unknown form ({error})"
                 raise unjustified_error(node, self.phase, why) from error
-        raise AssertionError("a graph has an output")
+        raise AssertionError("a graph must have an output")
 
     def _state(self, node: fx.Node) -> Any:
         place = place_of(node, self.env)
@@ -122,7 +122,7 @@ class GraphWalk:
     def _pick(self, node: fx.Node) -> Any:
         source, number = self.env[node.args[0]], int(node.args[1])
         if not isinstance(source, Several) or not 0 <= number < len(source.parts):
-            raise MoveError("it picks a result of what has one")
+            raise MoveError("it selects a result of an op with a single result")
         return source.parts[number]
 
     def _start(self, node: fx.Node) -> InFlight:
@@ -139,16 +139,16 @@ class GraphWalk:
             *settings,
             node.kwargs.get("length"),
         ):
-            raise MoveError("it finishes what was not started with these settings")
+            raise MoveError("it waits for a collective that was not started with these settings")
         if [user.target for user in source.users] != [steps.finish]:
-            raise MoveError("what it started is read by others as well")
+            raise MoveError("other nodes also read the result of the start")
         return flying.made
 
     def _add(self, node: fx.Node) -> Sum:
         total, gradient = (self.env[x] for x in node.args)
         if not isinstance(total, Sum) or total.is_added:
             raise MoveError(
-                f"it adds to {shown(total)}, which is no sum that waits for this microbatch"
+                f"it adds to {shown(total)}, which is not a sum that expects this microbatch"
             )
         of, casts = self.gradients[total.parameter]
         if not isinstance(gradient, State) or gradient.ref not in (of, *casts):

@@ -30,7 +30,9 @@ def validate(trace: Trace, plan: Plan, program: Program) -> Validation:
     """
     pipeline, how = plan.as_pipeline, program.microbatches
     if how.num != pipeline.num_microbatches:
-        what = f"the program has {how.num} microbatches, the plan {pipeline.num_microbatches}"
+        what = (
+            f"the program has {how.num} microbatches, but the plan has {pipeline.num_microbatches}"
+        )
         raise invalid(what)
     part = trace if how.num == 1 else program.trace
     found = validate_microbatches(trace, part, how, promised=pipeline.independent)
@@ -42,7 +44,10 @@ def validate(trace: Trace, plan: Plan, program: Program) -> Validation:
     _check_crossings(program)
     _check_shared(stages, program)
     if program.schedule != pipeline.schedule:
-        what = f"the program runs as {program.schedule!r}, the plan as {pipeline.schedule!r}"
+        what = (
+            f"the schedule of the program is {program.schedule!r}, but the plan has"
+            f" {pipeline.schedule!r}"
+        )
         raise invalid(what)
     check_order(program, pipeline.schedule, pipeline.num_ranks)
     return found
@@ -55,8 +60,8 @@ def _check_sums(program: Program) -> None:
         trained = [t.name for t in stage.parameters if t.has_gradient]
         if trained and program.microbatches.num > 1 and not stage.accumulates:
             what = (
-                f"stage {number} adds up no gradients of {program.microbatches.num} microbatches,"
-                f" {trained[0]!r} among them"
+                f"stage {number} does not sum gradients over {program.microbatches.num}"
+                f" microbatches, although it trains {trained[0]!r}"
             )
             raise invalid(what)
 
@@ -69,8 +74,8 @@ def _check_crossings(program: Program) -> None:
         if leaving != arriving:
             name = next(n for n in (*leaving, *arriving) if leaving.get(n) != arriving.get(n))
             what = (
-                f"{name} leaves stage {number} as {leaving.get(name)}, and arrives at the next as"
-                f" {arriving.get(name)}"
+                f"{name} is sent by stage {number} as {leaving.get(name)}, but the next stage"
+                f" expects {arriving.get(name)}"
             )
             raise invalid(what)
 
@@ -86,11 +91,13 @@ def _check_shared(stages: tuple[Trace, ...], program: Program) -> None:
     if dict(program.shared) != due:
         name = next(n for n in (*due, *program.shared) if due.get(n) != program.shared.get(n))
         what = (
-            f"the gradient of {name!r} is added over stages {program.shared.get(name, ())}, and"
-            f" stages {due.get(name, ())} hold it"
+            f"the gradient of {name!r} is summed over stages {program.shared.get(name, ())}, but"
+            f" stages {due.get(name, ())} hold the parameter"
         )
         raise invalid(what)
     for name, held in due.items():
         rests = {t.layout for s in held for t in program.stages[s].parameters if t.name == name}
         if len(rests) > 1:
-            raise invalid(f"the copies of {name!r} in stages {held} rest in different layouts")
+            raise invalid(
+                f"the copies of {name!r} in stages {held} are stored in different layouts"
+            )

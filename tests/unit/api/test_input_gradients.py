@@ -186,7 +186,8 @@ def test_inference_has_none_and_says_so() -> None:
     with torch.no_grad():
         module(x)
     with pytest.raises(
-        RuntimeStateError, match="which the program does not compute: it was made for inference"
+        RuntimeStateError,
+        match="but the program does not compute one: the program was compiled for inference",
     ):
         module(x)
 

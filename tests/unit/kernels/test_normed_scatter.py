@@ -350,7 +350,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         "the last dim",
         lambda: OP(A, B, torch.ones(4, 4), W, EQUATION, 1, 2, "", 0, 1, EPS, False),
-        "has no whole rows",
+        "has no full rows",
     ),
     (
         "the residual's shape",
@@ -395,7 +395,7 @@ def test_operands_that_do_not_fit_are_refused(call: Any, message: str) -> None:
 def test_norms_that_the_kernel_does_not_take_are_refused(
     n: int, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype
 ) -> None:
-    with pytest.raises(KernelError, match=f"no kernel norms {n} of 8"):
+    with pytest.raises(KernelError, match=f"no kernel computes this norm: {n} of 8"):
         normed_scatter.dot_reduce_add_rmsnorm(
             EQUATION, (A, B), X, W, 0, GROUP, 1, n, EPS, dtype, rounded, out, ops.dot
         )

@@ -414,7 +414,7 @@ def test_a_product_cannot_be_cut_along_what_is_summed_or_into_nothing() -> None:
 
 def test_virtual_ranks_refuse_the_work_of_one_and_names_are_given_once() -> None:
     peers = VirtualRanks(2)
-    with pytest.raises(KernelError, match="work together"):
+    with pytest.raises(KernelError, match="must run together"):
         peers.run((0,), ())
     with (
         providers.provide_peers("twice", peers),

@@ -104,10 +104,10 @@ def staged_refusal(
 
 
 def said_of(*found: str) -> str:
-    return f"; {', '.join(found[:-1])} and {found[-1]} conflict: of these, all but any one can hold"
+    return f"; {', '.join(found[:-1])} and {found[-1]} {END}"
 
 
-END = "conflict: of these, all but any one can hold"
+END = "conflict: without any one of them, the others can hold"
 NAME = "pipeline('stage', microbatches={})"
 
 
@@ -159,7 +159,7 @@ def test_of_stages_that_do_not_fit_the_one_that_needs_most_is_named_and_so_much_
     }
     with pytest.raises(
         InfeasibleError,
-        match=r"stage 1 of 2: .*; 2 stages do not fit, and of them this one needs the most",
+        match=r"stage 1 of 2: .*; 2 stages do not fit; this one needs the most",
     ) as caught:
         autopar.plan(Layers(), autopar.Mesh({"stage": 2}), memory_bytes=2000, **ask)
     with pytest.raises(InfeasibleError):

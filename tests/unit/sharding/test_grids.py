@@ -188,7 +188,7 @@ class Scaled(nn.Module):
 def test_a_model_without_linears_is_refused() -> None:
     with pytest.raises(
         ConstraintError,
-        match=r"tensor_parallel\('2d', axes=\['a', 'b'\]\): the model has no linear to split",
+        match=r"tensor_parallel\('2d', axes=\['a', 'b'\]\): the model has no linear layer to shard",
     ):
         planned(traced(Scaled())[0], SQUARE)
 
