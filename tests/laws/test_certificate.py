@@ -522,7 +522,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "what counts as overlapping compute": (
         lambda p: with_part(p, "communications", lambda c: c.slack == "critical", beside=True),
-        "moves: .* does not count as running",
+        "moves: .* does not count as overlapping",
     ),
     "what does not count so": (
         lambda p: with_part(p, "communications", lambda c: c.beside, beside=False),
@@ -551,7 +551,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "the time of what runs again": (
         lambda p: with_part(p, "entries", lambda e: e.again_s, again_s=lambda e: e.again_s * 2),
-        "time: one instance takes .* runs again",
+        "time: one instance takes .* when recomputed",
     ),
     "the peak": (prediction(peak_bytes=lambda p: p.peak_bytes - 4), "memory: the peak is"),
     "bytes by kind": (

@@ -400,7 +400,7 @@ MUTANTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "one is missing": (without(is_own), "moves: with .* which differs from the plan"),
     "one is listed twice": (
         lambda p: replace(p, communications=(*p.communications, own(p)[0])),
-        "moves: with .* says otherwise",
+        "moves: with .* differs from the plan",
     ),
     "its bytes": (
         changed(is_own, collective=lambda c: replace(c.collective, bytes=c.collective.bytes // 2)),

@@ -454,8 +454,8 @@ def test_one_axis_dispatches() -> None:
     with pytest.raises(
         ConstraintError,
         match=(
-            r"tokens='dispatched'\) cannot hold: tokens are dispatched along one mesh axis of an"
-            r" op, not 2"
+            r"tokens='dispatched'\) cannot hold: an op can dispatch tokens along one mesh axis"
+            r" only, not 2"
         ),
     ):
         planned(Mesh({"a": 2, "b": 2}), expert_parallel(("a", "b"), tokens="dispatched"))

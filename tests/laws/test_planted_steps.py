@@ -146,7 +146,7 @@ STAGES = {
     ),
     "what stages share rests otherwise": Fault(
         "tied",
-        "'table.weight' lies as",
+        "'table.weight' has layout",
         saying(
             1,
             parameters=lambda p: tuple(
@@ -171,7 +171,7 @@ BORDERS = {
     ),
     "a parameter rests elsewhere than planned": Fault(
         "split",
-        "lies as",
+        "has layout",
         saying(
             parameters=lambda p: (
                 replace(p.parameters[0], layout=p.parameters[1].layout),

@@ -324,8 +324,8 @@ def test_an_op_that_cannot_be_split_there_is_said_with_what_of_it_cannot() -> No
     }
     plan = autopar.plan(model, autopar.Mesh({"a": 2, "b": 2}), **ask)
     said = (
-        r"the plan has input_ids of shape \(4, 12\), which cannot have layout 'S\(0\) S\(0\)' on mesh"
-        r" a=2,b=4"
+        r"the plan has input_ids of shape \(4, 12\), which cannot have layout 'S\(0\) S\(0\)' on"
+        r" mesh a=2,b=4"
     )
     with pytest.raises(PlanError, match=said + r"(.|\n)*smaller axes"):
         autopar.what_if(plan, model, batch, mesh={"a": 2, "b": 4})

@@ -430,9 +430,7 @@ def test_outputs_of_microbatches_are_the_batchs_in_the_models_dtypes(
     assert not caplog.messages
     found = compile(model, 1, example_inputs=batch, num_microbatches=2)(**batch)
     assert found["scores"] is None and found["hits"] is None
-    told = (
-        "output 1 (hits), output 2 (scores) come as None, because the batch runs in 2 microbatches"
-    )
+    told = "output 1 (hits), output 2 (scores) are None, because the batch runs in 2 microbatches"
     assert told in caplog.text and 'outputs="full" returns' in caplog.text
 
 

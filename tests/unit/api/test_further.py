@@ -269,8 +269,8 @@ def test_there_are_not_any_number_of_programs(
     with caplog.at_level(logging.WARNING):
         module(**batch(5))
     assert (
-        "argument 'x' is torch.float32 (5, 8), the program takes torch.float32 (8, 8): planning for"
-        " this call, too" in caplog.text
+        "argument 'x' is torch.float32 (5, 8), but the program expects torch.float32 (8, 8):"
+        " planning again for this call" in caplog.text
     )
     module(**batch(5, 1))
     with pytest.raises(

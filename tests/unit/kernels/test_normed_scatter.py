@@ -315,7 +315,7 @@ def test_without_shared_memory_the_steps_run_one_after_the_other_and_the_log_say
         [part], ranks.residuals[1], ranks.weights[1], EPS, rounded == BF16
     )
     assert same([whole], [reference])
-    assert ["do not reach each other's memory" in record.message for record in caplog.records] == [
+    assert ["cannot access each other's memory" in record.message for record in caplog.records] == [
         True
     ]
 

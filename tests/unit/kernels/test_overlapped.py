@@ -303,7 +303,7 @@ def test_without_shared_memory_the_collective_and_the_product_run_and_the_log_sa
     assert torch.equal(added, 2 * part)
     assert torch.equal(same[0][1], y)
     assert torch.equal(same[1], part)
-    assert ["do not reach each other's memory" in record.message for record in caplog.records] == [
+    assert ["cannot access each other's memory" in record.message for record in caplog.records] == [
         True
     ]
 

@@ -60,8 +60,8 @@ def refusal(*constraints: Constraint) -> str:
 def test_conflicting_constraints_are_named_as_the_user_wrote_them_and_others_are_not() -> None:
     said = refusal(fsdp("b"), layout("down", weight="R R"), layout("up", weight="S(0) R"), ddp("a"))
     assert said.endswith(
-        "; layout('up', weight='S(0) R') and ddp(axes=['a']) conflict: of these, all but any one"
-        " can hold"
+        "; layout('up', weight='S(0) R') and ddp(axes=['a']) conflict: without any one of them,"
+        " the others can hold"
     )
 
 

@@ -93,10 +93,10 @@ CHANGES: dict[str, tuple[Callable[[Any, Any, pytest.MonkeyPatch], Any], str]] = 
         lambda model, *_: model.settings.shift.add_(1.0),
         r"the model's settings\.shift was written since",
     ),
-    "of the class": (_set("model.body.size", 3.0), r"the model's body\.size is 3\.0, and was 2\.0"),
+    "of the class": (_set("model.body.size", 3.0), r"the model's body\.size is 3\.0, but was 2\.0"),
     "a variable": (
         lambda _, around, __: around(beta=2.0),
-        r"the variable beta around \S+Net\.forward is 2\.0, and was 1\.0",
+        r"the variable beta around \S+Net\.forward is 2\.0, but was 1\.0",
     ),
     "a variable's tensor": (
         lambda _, around, __: around(weights=torch.zeros(4)),
@@ -153,7 +153,7 @@ def test_a_constant_may_be_set_to_what_it_was() -> None:
     model, around = made()
     module: Any = autopar.compile(model, example_inputs=(X,), hardware="cpu-gloo")
     before, model.body.center = model.body.center, torch.ones(4)
-    with pytest.raises(RuntimeStateError, match="another tensor"):
+    with pytest.raises(RuntimeStateError, match="was replaced"):
         module(X)
     model.body.center = before
     around(beta=float("1"))
@@ -166,7 +166,7 @@ def test_what_another_mode_reads_is_looked_at_there() -> None:
     module.eval()
     module(X)
     model.settings.depth = 3
-    with pytest.raises(RuntimeStateError, match=r"the model's settings\.depth is 3, and was 1"):
+    with pytest.raises(RuntimeStateError, match=r"the model's settings\.depth is 3, but was 1"):
         module(X)
     module.train()
     module(X)

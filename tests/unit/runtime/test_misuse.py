@@ -158,7 +158,7 @@ def test_an_attribute_that_is_set_on_the_plain_model_after_it_was_compiled_is_re
     plain.factor = 3.0
     with pytest.raises(
         RuntimeStateError,
-        match=r"the model's factor is 3\.0, and was 2\.0 when the model was captured[\s\S]*buffer",
+        match=r"the model's factor is 3\.0, but was 2\.0 when the model was captured[\s\S]*buffer",
     ):
         module(**BATCH)
     plain.factor = 2.0

@@ -158,8 +158,8 @@ def test_a_layout_in_which_a_parameter_cannot_rest_is_refused_by_its_name_and_sh
     narrow = traced(6, 10, 8, num_layers=1, dtype=torch.float32)
     options = PlanOptions(constraints=(layout("layers.*.up", storage=storage),))
     message = (
-        rf"layers\.0\.up\.weight of shape \(10, 6\) cannot be stored as {re.escape(storage)} on mesh"
-        r" a=2,b=2"
+        rf"layers\.0\.up\.weight of shape \(10, 6\) cannot be stored as {re.escape(storage)} on"
+        r" mesh a=2,b=2"
     )
     with pytest.raises(ConstraintError, match=message):
         make_plan(narrow, MESH, HardwareProfile.load("cpu-gloo"), options)
