@@ -136,7 +136,7 @@ class _Pass:
                 place = 0
             if self.raises.conflict:
                 node = sites[min(place, len(sites) - 1)].node
-                raise refusal(node, self.num, "terms that are joined cannot be made to weigh alike")
+                raise refusal(node, self.num, "joined terms cannot be given equal weights")
         self._refuse_updates()
         inputs = {i.path: self.labels[i.node, 0] for i in self.whole.inputs}
         cut = {path: label for path, label in inputs.items() if label.kind == "split"}
@@ -155,7 +155,7 @@ class _Pass:
     def _refuse_updates(self) -> None:
         for name, position in self.whole.mutated.items():
             if name != random.STATE:
-                why = f"buffer {name!r} would be updated {self.num} times a step"
+                why = f"buffer {name!r} would be updated {self.num} times per step"
                 raise refusal(self._results[position], self.num, why)
 
     # One node.
@@ -270,7 +270,7 @@ class _Pass:
             if p.gradient is None or label.kind in ("zero", "open") or power == 0:
                 continue
             if power is None or power > 0:
-                why = f"the gradient of parameter {p.name!r} is {label}, and not a sum over samples"
+                why = f"the gradient of parameter {p.name!r} is {label}, not a sum over samples"
                 raise refusal(self._results[p.gradient], self.num, why)
             low[self._output.name, p.gradient] = -power
         return self.raises.add(low) if low else []

@@ -92,11 +92,11 @@ class Label:
 
     def __str__(self) -> str:
         if self.kind == "split":
-            return f"a part of the samples, along dim {self.dim}"
+            return f"a slice of the samples, along dim {self.dim}"
         if self.kind == "term":
             return "a sum over samples" if self.power == 0 else f"{_of(self.power)} over samples"
         if self.kind == "whole" and self.power:
-            return "what no sample is part of, but of which each microbatch has another share"
+            return "a value independent of samples, with a different share in each microbatch"
         return _WORDS[self.kind]
 
 
@@ -105,10 +105,10 @@ def _of(power: int) -> str:
 
 
 _WORDS = {
-    "whole": "what no sample is part of",
+    "whole": "a value independent of samples",
     "place": "positions of samples in the batch",
     "zero": "zeros",
-    "open": "what no rule knows",
+    "open": "a value without a rule",
 }
 WHOLE, TERM, MEAN, ZERO, OPEN = (
     Label("whole"),

@@ -23,7 +23,9 @@ from autopar.rules import Call, call_of, operands_of, where_of
 # --------------------------------------------------------------------------------------------------
 # Errors of batches that cannot be split into microbatches: the node, the reason, and the remedy.
 
-REMEDY = "pass microbatches=1 or num_microbatches=1, or no number, and stages take the whole batch"
+REMEDY = (
+    "pass microbatches=1 or num_microbatches=1, or no number, so that stages take the whole batch"
+)
 
 
 def refusal(node: fx.Node, num: int, why: str, remedy: str = REMEDY) -> CoupledError:
@@ -37,7 +39,7 @@ def refusal(node: fx.Node, num: int, why: str, remedy: str = REMEDY) -> CoupledE
     """
     key = node.meta.get("key", node.name)
     place = "" if node.meta.get("module") else " (in the model's own forward)"
-    what = f"the batch cannot be worked through in {num} microbatches: at {key}{place} {why}"
+    what = f"the batch cannot be split into {num} microbatches: at {key}{place} {why}"
     return CoupledError(what, where=_where(node), remedy=remedy)
 
 
@@ -54,17 +56,22 @@ def why_not(node: fx.Node, reads: Sequence[Label], unknown: Mapping[str, str]) -
         The reason and the remedy, for `refusal`.
     """
     if not reads:
-        why = "what it makes follows from the number of samples, of which a microbatch has fewer"
+        why = "its result depends on the number of samples, and a microbatch has fewer"
         return why, REMEDY
     shown = " and ".join(dict.fromkeys(map(str, reads)))
     if node.target in ADDITIONS and all(read.as_term is not None for read in reads):
-        remedy = f"give all terms one denominator, such as the number of samples, or {REMEDY}"
-        return f"it joins terms that weigh differently: {shown}", remedy
+        remedy = f"use one denominator for all terms, such as the number of samples, or {REMEDY}"
+        return f"it joins terms with different weights: {shown}", remedy
     operands = zip(operands_of(node), reads, strict=True)
     late = [unknown[o.name] for o, r in operands if r.kind == "term" and o.name in unknown]
-    why = f"it reads {shown}, of which a microbatch's are not enough to make the batch's"
+    why = (
+        f"it reads {shown}, and the values of microbatches do not determine the value of the batch"
+    )
     if late:
-        why += f"; the batch's follows from {late[-1]}, and is not known before the last of them"
+        why += (
+            f"; the value of the batch depends on {late[-1]}, which is known only after the last"
+            " microbatch"
+        )
     return why, REMEDY
 
 
@@ -123,9 +130,9 @@ def find_sites(whole: Trace, part: Trace, num: int) -> list[CallPair]:
             return CallPair(node, operands, None, None)
         its = here.get(node.meta["key"])
         if its is None:
-            raise refusal(node, num, "the graph of one microbatch has no such op")
+            raise refusal(node, num, "the graph of one microbatch does not have this op")
         if [words[0][o.name] for o in operands] != [words[1][o.name] for o in operands_of(its)]:
-            raise refusal(node, num, "the op of one microbatch reads what other ops make")
+            raise refusal(node, num, "the op of one microbatch reads the results of other ops")
         return CallPair(node, operands, call_of(node), call_of(its))
 
     nodes = _calls_needed(whole)

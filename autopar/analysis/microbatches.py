@@ -183,8 +183,8 @@ def _placeholders(trace: Trace) -> list[str]:
 
 def _otherwise() -> ConstraintError:
     return ConstraintError(
-        "the loss of one sample is computed otherwise than that of two",
-        remedy="use microbatches of two samples or more",
+        "the loss of one sample is computed differently from that of two",
+        remedy="use microbatches of two or more samples",
     )
 
 

@@ -54,7 +54,9 @@ class BucketWalk:
             if len(set(taken)) < len(taken)
             else ()
         ):
-            yield Finding("buckets", f"what makes {target} in {phase} is in buckets twice", node)
+            yield Finding(
+                "buckets", (f"the collective to {target} in {phase} is in two buckets"), node
+            )
         for bucket in self.plan.buckets:
             where = bucket.members[0].node if bucket.members else ""
             for what in self._find_faults(bucket):
@@ -72,7 +74,7 @@ class BucketWalk:
         steps = [self._step(bucket.phase, m.node, m.result, m.target) for m in bucket.members]
         found = [step for step in steps if step is not None]
         if len(found) < len(steps) or len(found) < 2:
-            yield f"of its {len(steps)} members the plan moves {len(found)}"
+            yield f"the plan has {len(found)} of the collectives of its {len(steps)} members"
             return
         yield from self._check_members(bucket, found)
         c = bucket.collective
@@ -83,7 +85,10 @@ class BucketWalk:
             c.kind, c.axis, -1 if c.kind == "all_reduce" else 0, -1, c.reduce_op, c.dtype, num_bytes
         )
         if c != whole:
-            yield f"a device puts in {num_bytes} bytes along dim {whole.dim}, and not as {c} has it"
+            yield (
+                f"a device contributes {num_bytes} bytes along dim {whole.dim}, which differs"
+                f" from {c}"
+            )
             return
         yield from self._check_time(bucket, found)
 
@@ -96,11 +101,11 @@ class BucketWalk:
                 for what in self._member(c, step, self._shape(member.node, member.result))
             )
             if bucket.phase != "step" and not self._may_wait(step):
-                yield f"{member.node} is {step.slack}: an op waits for it, or it waits for one"
+                yield f"{member.node} is {step.slack}: it depends on an op, or an op depends on it"
         if bucket.phase != "step" and len({step.slack for step in found}) > 1:
             yield "some members may be prefetched, others deferred"
         if bucket.phase == "step" and len({m.result for m in bucket.members}) > 1:
-            yield "some members belong to the begin of a step, some to its end"
+            yield "some members run at the start of a step, others at its end"
         yield from self._in_order(bucket, found)
 
     def _check_time(self, bucket: Bucket, found: Sequence[Communication]) -> Iterator[str]:
@@ -115,7 +120,7 @@ class BucketWalk:
             Rates(self.plan.mesh, self.profile),
         )
         if sum(sizes) > rates.most_in_bucket(bucket.collective):
-            yield "it is larger than a bucket may be"
+            yield "it exceeds the largest bucket size"
         time_s = rates.bucket_s(bucket.collective, sizes) / shared
         saved_s = sum(step.by_itself_s for step in found) - time_s
         if not near(bucket.time_s, time_s):
@@ -136,19 +141,19 @@ class BucketWalk:
         """What keeps a collective from being in a bucket."""
         own, sizes = step.collective, self.plan.mesh.shape
         if own.kind not in SHARING:
-            yield f"moves by {own.kind}, for which there are no buckets"
+            yield f"uses {own.kind}, which is not bucketed"
         if (own.kind, own.axis, own.dtype, own.reduce_op) != (c.kind, c.axis, c.dtype, c.reduce_op):
             yield (
-                f"moves by {own.kind} of {own.dtype} along axis {own.axis}, its bucket by {c.kind}"
-                f" of {c.dtype} along axis {c.axis}"
+                f"uses {own.kind} of {own.dtype} along axis {own.axis}, but its bucket uses"
+                f" {c.kind} of {c.dtype} along axis {c.axis}"
             )
         if step.kernel is not None:
-            yield "is moved by a kernel, together with a product"
+            yield "is communicated by a kernel together with a matrix product"
         if own.dtype not in FLOATS:
-            yield f"is of {own.dtype}, and buckets are of floating tensors"
+            yield f"is {own.dtype}, but buckets hold floating-point tensors only"
         for layout in (step.source, step.target):
             if not is_even(layout, shape, sizes):
-                yield f"is unevenly split as {layout}"
+                yield f"is sharded unevenly as {layout}"
 
     @staticmethod
     def _may_wait(step: Communication) -> bool:
@@ -167,7 +172,7 @@ class BucketWalk:
                     bucket.phase, a.node, a.result, step.target
                 ):
                     yield (
-                        f"{b.node} as {other.target} waits for {step.target}, which is in the same"
+                        f"{b.node} as {other.target} depends on {step.target}, which is in the same"
                         " bucket"
                     )
 

@@ -44,7 +44,9 @@ def ruled_out_by_case(
     read = [_read(case, ops, num_axes) for case in cases]
     missing = _find_uncovered(read, {})
     if missing is not None:
-        raise UnprovenCases(f"the cases of the proof leave out choices where {_text(missing)}")
+        raise UnprovenCases(
+            f"the cases of the proof do not cover choices in which {_text(missing)}"
+        )
     found = []
     for conditions in read:
         ruled_out: dict[int, set[int]] = {}
@@ -61,15 +63,15 @@ def _read(case: ProofCase, ops: Mapping[str, int], num_axes: int) -> Conditions:
     for c in case.conditions:
         if c.node not in ops:
             raise UnprovenCases(
-                f"a condition is of {c.node!r}, with which no op of the problem begins"
+                f"a condition names {c.node!r}, which is not the first node of an op of the problem"
             )
         if not 0 <= c.axis < num_axes:
             raise UnprovenCases(
-                f"a condition is of axis {c.axis}, and the mesh has {num_axes} axes"
+                f"a condition names axis {c.axis}, but the mesh has {num_axes} axes"
             )
     found = {(c.node, c.axis): c.is_whole for c in case.conditions}
     if len(found) < len(case.conditions):
-        raise UnprovenCases("a case has two conditions of one op and axis")
+        raise UnprovenCases("a case has two conditions on one op and axis")
     return found
 
 
@@ -96,7 +98,7 @@ def _is_whole(layouts: Sequence[Layout], axis: int) -> bool:
 
 def _text(conditions: Conditions) -> str:
     said = (
-        f"{node} {'runs' if is_whole else 'does not run'} whole along axis {axis}"
+        f"{node} {'is' if is_whole else 'is not'} replicated along axis {axis}"
         for (node, axis), is_whole in conditions.items()
     )
     return " and ".join(said) or "no condition holds"

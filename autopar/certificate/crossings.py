@@ -40,12 +40,12 @@ def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
         if position not in places:
             yield Finding(
                 "model",
-                f"stage {number} begins at forward node {position}, where no layer or part of the"
-                " model begins",
+                f"stage {number} starts at forward node {position}, which is not the start of a"
+                " layer or module",
             )
         elif module not in places[position]:
             yield Finding(
-                "model", f"stage {number} begins with {places[position][0]!r}, not {module!r}"
+                "model", f"stage {number} starts with {places[position][0]!r}, not {module!r}"
             )
     for number, said in enumerate(pipeline.crossings):
         yield from _differences(number, said, _crossed_values(part, made, pipeline, number))
@@ -58,7 +58,7 @@ def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         for name, value in stage.options.items():
             if value != plan.options.get(name):
                 what = (
-                    f"stage {number} is planned with {name}={value!r}, the plan with"
+                    f"stage {number} is planned with {name}={value!r}, but the plan with"
                     f" {plan.options.get(name)!r}"
                 )
                 yield Finding("memory" if name == "memory_bytes" else "model", what)
@@ -66,7 +66,7 @@ def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         if not 0 < share <= plan.budget_of(number):
             yield Finding(
                 "memory",
-                f"stage {number} is planned within {share} bytes, which is no share of"
+                f"stage {number} is planned within {share} bytes, which is not a share of"
                 f" {plan.budget_of(number)}",
             )
     most = int(plan.options.get("memory_bytes", 0))
@@ -102,22 +102,22 @@ def _differences(
     for key in (key for key in derived if key not in told):
         yield Finding(
             "moves",
-            f"it goes {where}, as {_shown(derived[key])}, and the plan does not say so",
+            f"it is sent {where} as {_shown(derived[key])}, which is missing in the plan",
             key,
         )
     for key in (key for key, times in told.items() if times > 1):
-        yield Finding("moves", f"the plan says twice how it goes {where}", key)
+        yield Finding("moves", f"the plan lists it twice {where}", key)
     for crossed in said:
         if crossed.node not in derived:
-            yield Finding("moves", f"nothing of this name goes {where}", crossed.node)
+            yield Finding("moves", f"no tensor of this name is sent {where}", crossed.node)
         elif crossed != derived[crossed.node]:
             yield Finding(
                 "moves",
-                f"it goes {where} as {_shown(derived[crossed.node])}, not as {_shown(crossed)}",
+                f"it is sent {where} as {_shown(derived[crossed.node])}, not as {_shown(crossed)}",
                 crossed.node,
             )
 
 
 def _shown(crossed: Crossed) -> str:
-    back = "whose gradient comes back" if crossed.returns else "of which no gradient comes back"
+    back = "with a gradient sent back" if crossed.returns else "without a gradient sent back"
     return f"{str(crossed.layout)!r} of {crossed.bytes} bytes, {back}"

@@ -85,20 +85,20 @@ class Decisions:
             c.node.format(*i) for e in self.plan.entries for c in e.recompute for i in e.instances
         }
         for key in sorted(self.facts.keys - set(said)):
-            yield Finding("layouts", "the plan decides nothing about this node of the model", key)
+            yield Finding("layouts", "the plan has no decision for this node of the model", key)
         for key in sorted((set(said) | again) - self.facts.keys - self._rests.keys()):
             yield Finding("layouts", "the model has no such node", key)
         for key in sorted(
             {key for key in said if said.count(key) > 1} if len(set(said)) < len(said) else ()
         ):
-            yield Finding("layouts", "the plan decides about this node twice", key)
+            yield Finding("layouts", "the plan has two decisions for this node", key)
         yield from (f for e in self.plan.entries for f in self._check_arity(e))
 
     def _check_arity(self, entry: Entry) -> Iterator[Finding]:
         """Each strategy has as many layouts as the node has tensors, so that they can be looked
         up."""
         if not entry.instances:
-            yield Finding("layouts", "it stands for no nodes", entry.key)
+            yield Finding("layouts", "it has no nodes", entry.key)
             return
         for choice in (*entry.nodes, *entry.recompute):
             key = choice.node.format(*entry.instances[0])
@@ -126,7 +126,7 @@ class Decisions:
             if together not in self._said_of(op):
                 yield Finding(
                     "layouts",
-                    "the nodes of this entry are not one decision of the problem",
+                    "the nodes of this entry do not form one decision of the problem",
                     entry.key,
                 )
                 continue
@@ -134,7 +134,8 @@ class Decisions:
             if (entry.kind, entry.phase) != (stated.kind, stated.phase):
                 yield Finding(
                     "layouts",
-                    f"it is a {stated.kind} of {stated.phase}, not a {entry.kind} of {entry.phase}",
+                    f"it is a {stated.kind} node of {stated.phase}, not a {entry.kind} node of"
+                    f" {entry.phase}",
                     entry.key,
                 )
             yield from self._check_strategies(entry, op, entry.nodes, "")
@@ -164,12 +165,13 @@ class Decisions:
     def _check_again(self, entry: Entry, op: int) -> Iterator[Finding]:
         if [c.node for c in entry.recompute] != [c.node for c in entry.nodes]:
             yield Finding(
-                "layouts", "backward runs other nodes again than the entry has", entry.key
+                "layouts", "the nodes that backward recomputes differ from the entry's", entry.key
             )
         elif not self.priced.problem.ops[op].recomputable:
             yield Finding(
                 "layouts",
-                "backward may not run it again: it is no op of forward, or another layer reads it",
+                "backward cannot recompute it: it is not an op of forward, or another layer reads"
+                " it",
                 entry.key,
             )
         else:
@@ -202,7 +204,7 @@ class Decisions:
             if key in self.facts.nodes and not is_strategy(
                 call_of(self.facts.nodes[key]), choice.strategy.plain, sizes
             ):
-                yield Finding("layouts", f"no rule lets it run {when}as {choice.strategy}", key)
+                yield Finding("layouts", f"no rule allows {choice.strategy}{when}", key)
             if key in self.parameters:
                 p, at = self.parameters[key], strategies[-1].outputs[0]
                 fits = (
@@ -213,7 +215,7 @@ class Decisions:
                 )
                 if not fits or not held_so(at, strategies, accumulates=self.context.accumulates):
                     what = (
-                        f"it cannot rest as {at} with its gradient as"
+                        f"it cannot be stored as {at} with its gradient as"
                         f" {_list_inputs(choice.strategy)}"
                     )
                     yield Finding("layouts", what, key)
@@ -228,7 +230,7 @@ class Decisions:
     def _check_times(self, entry: Entry) -> Iterator[Finding]:
         for choices, said_s, when in (
             (entry.nodes, entry.time_s, ""),
-            (entry.recompute, entry.again_s, " when it runs again"),
+            (entry.recompute, entry.again_s, " when recomputed"),
         ):
             try:
                 derived = self.time_s(entry, choices) if choices else 0.0
@@ -308,7 +310,8 @@ class Decisions:
             return self.profile.memory_bandwidth_bytes_per_s
         if self.profile.host is None:
             raise HardwareError(
-                f"profile {self.profile.name!r} says nothing of the hosts' memory, where it rests"
+                f"it is stored in host memory, for which profile {self.profile.name!r} has no"
+                " figures"
             )
         return self.profile.host.memory_bandwidth_bytes_per_s
 

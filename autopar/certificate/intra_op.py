@@ -89,8 +89,8 @@ def check_routed(
         ):
             yield Finding(
                 "kernels",
-                f"what it moves by itself in {phase} is no {name}, all of it goes between peers or"
-                " none",
+                f"its internal communication in {phase} is not a {name}: all of it goes between"
+                " peers or none",
                 key,
             )
             return
@@ -110,15 +110,19 @@ def check_routed(
             )
     if total_s <= profile.launch_overhead_s:
         yield Finding(
-            "kernels", f"its route saves nothing in {phase}, and the problem does not offer it", key
+            "kernels", f"its route saves nothing in {phase}, so the problem does not offer it", key
         )
     axis = said[0].collective.axis
     if mesh.link(axis) != "intra":
         yield Finding(
-            "kernels", f"ranks along {mesh.axes[axis].name!r} do not reach each other's memory", key
+            "kernels",
+            (f"ranks along {mesh.axes[axis].name!r} cannot access each other's memory"),
+            key,
         )
     if (num_ranks := mesh.shape[axis]) > _MOST_RANKS:
-        yield Finding("kernels", f"there are {num_ranks} ranks, and routes know {_MOST_RANKS}", key)
+        yield Finding(
+            "kernels", (f"routes support at most {_MOST_RANKS} ranks, not {num_ranks}"), key
+        )
 
 
 def count_shared(
@@ -193,7 +197,9 @@ class OwnWalk:
                 ):
                     yield from self._node(node, phase, choices[key], left.pop((key, phase), ()))
         for key, phase in left:
-            yield Finding("moves", f"it moves by itself in {phase}, where it does not run", key)
+            yield Finding(
+                "moves", (f"it has internal communication in {phase}, but does not run there"), key
+            )
 
     def _node(
         self, node: fx.Node, phase: str, strategy: Strategy, said: Sequence[Communication]
@@ -206,8 +212,8 @@ class OwnWalk:
             )
             yield Finding(
                 "moves",
-                f"with {strategy} it moves {shown} by itself in {phase}, and the plan says"
-                " otherwise",
+                f"with {strategy} its internal communication in {phase} is {shown}, which differs"
+                " from the plan",
                 key,
             )
             return
@@ -215,22 +221,22 @@ class OwnWalk:
             if (c.result, c.slack, c.beside) != (0, "critical", False):
                 yield Finding(
                     "moves",
-                    f"nothing runs beside what it moves by itself in {phase}, and the plan says"
-                    " otherwise",
+                    f"nothing overlaps its internal communication in {phase}, which differs from"
+                    " the plan",
                     key,
                 )
             if (c.source, c.target) != (strategy.inputs[0], strategy.outputs[0]):
                 yield Finding(
                     "moves",
-                    f"what it moves by itself in {phase} is from {c.source} to {c.target}, it runs"
-                    f" as {strategy}",
+                    f"its internal communication in {phase} is from {c.source} to {c.target}, but"
+                    f" it runs as {strategy}",
                     key,
                 )
             time_s = self.rates.alone_s(c.collective)
             if not near(c.time_s, time_s):
                 yield Finding(
                     "moves",
-                    f"an {c.collective.kind} of its own in {phase} takes {time_s:.6g} s, not"
+                    f"its internal {c.collective.kind} in {phase} takes {time_s:.6g} s, not"
                     f" {c.time_s:.6g} s",
                     key,
                 )

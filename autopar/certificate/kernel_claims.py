@@ -100,9 +100,9 @@ class NormWalk:
         if len(self.facts.nodes[self.product].args) > 3:
             yield "its product has a bias"
         if not self._is_plain_sum():
-            yield "it is added to what is not like it"
+            yield "the added tensor has a different shape or dtype"
         if not self._is_plain_norm():
-            yield "the norm is computed or rounded in another way"
+            yield "the norm is computed or rounded differently"
         yield from self._check_layouts(layout)
 
     def _is_plain_sum(self) -> bool:
@@ -134,17 +134,17 @@ class NormWalk:
     def _check_layouts(self, layout: Layout) -> Iterator[str]:
         summing, squaring, norming = self.strategies
         if summing is None or {*summing.inputs, *summing.outputs} != {layout}:
-            yield "the sum does not lie as what is scattered"
+            yield "the layout of the sum differs from the scattered tensor"
         if squaring is None or norming is None or squaring.inputs != (layout,):
-            yield "the squares are taken of something that lies otherwise"
+            yield "the squared tensor has a different layout"
         elif (
             norming.inputs[:2] != (layout, squaring.outputs[0])
             or norming.outputs != (layout,)
             or squaring.outputs[0].has_partial
         ):
-            yield "the norm is not of rows as they lie"
+            yield "the norm is not over full rows"
         elif not norming.inputs[2].is_replicated:
-            yield "the norm has a part of its weight"
+            yield "the norm has only a shard of its weight"
 
     def calls(self) -> tuple[tuple[Call, Strategy], ...]:
         """The calls that the kernel computes besides its product, with their strategies."""
@@ -200,11 +200,11 @@ class KernelWalk:
         last one."""
         tensor = self.facts.tensors.get(key)
         if tensor is None or not self._is_offered(tensor, key, phase):
-            yield "the problem offers none here"
+            yield "the problem offers no kernel here"
             return
         name = NAMES["reduce_scatter"] if kernel.name == NORMED else kernel.name
         if name != NAMES.get(step.collective.kind) or step.collective.reduce_op not in ("", "sum"):
-            yield "that kernel does no such collective"
+            yield "the kernel does not support this collective"
             return
         yield from self._check_peers(step)
         if step.collective.kind == "all_gather":
@@ -213,10 +213,10 @@ class KernelWalk:
             product = self._find_maker(tensor, kernel)
         chosen = self._strategy_of(product, kernel)
         if product is None or chosen is None:
-            yield f"{kernel.node} is no product at its end"
+            yield f"{kernel.node} is not a matrix product at its end"
             return
         if product.operand > 1:
-            yield f"{kernel.node} has it as its bias, which is no factor"
+            yield f"{kernel.node} has it as its bias, which is not a factor"
             return
         yield from self._check_end(tensor, step, steps, product, chosen)
         yield from self._check_product(key, phase, step, kernel, product, chosen)
@@ -269,10 +269,10 @@ class KernelWalk:
     def _check_peers(self, step: Communication) -> Iterator[str]:
         """Whether compute waits for the collective, and its ranks reach each other's memory."""
         if step.beside:
-            yield "it runs beside compute anyway"
+            yield "it overlaps compute already"
         if self.mesh.link(step.collective.axis) != "intra":
             yield (
-                f"ranks along {self.mesh.axes[step.collective.axis].name!r} do not reach each"
+                f"ranks along {self.mesh.axes[step.collective.axis].name!r} cannot access each"
                 " other's memory"
             )
 
@@ -292,14 +292,14 @@ class KernelWalk:
             after: the sum and the norm after the product; None where there are none.
         """
         if after is None or kernel.again or phase != "forward":
-            yield "no sum and norm of it come after it in forward"
+            yield "forward has no sum and norm after it"
         if after is None:
             return
         yield from after.wrong(step.target)
         if step.target in self.claims.kept.get(key, ()):
-            yield "what it norms is kept by itself, too"
+            yield "the operand of the norm is also kept for backward"
         if self._normed.setdefault(after.nodes[0].name, product.key) != product.key:
-            yield "another product of the sum has its norm"
+            yield "another product of the sum already includes the norm"
 
     def _find_reader(self, tensor: Tensor, kernel: InKernel, phase: str) -> TensorReader | None:
         """Return the first reader of a tensor that matches the kernel's node pattern; None if there
@@ -355,11 +355,11 @@ class KernelWalk:
             or step.kernel.again
             or total.phase != "backward"
         ):
-            yield "what it scatters is no sum of two that the product can be added up in"
+            yield "its operand is not a sum of two tensors into which the product can accumulate"
         if [r.key for r in summand.readers] != [total.key] or summand.phase != total.phase:
-            yield "its product is read for something else, too"
+            yield "another op also reads the product"
         if strategy is None or {*strategy.inputs, *strategy.outputs} != {step.source}:
-            yield "the sum is not made of parts that lie as it does"
+            yield "the terms of the sum have a different layout"
 
     def _check_end(
         self,
@@ -374,16 +374,16 @@ class KernelWalk:
         node = self.facts.nodes[product.key]
         if product.operand < 0:
             if chosen.outputs[0] != step.source:
-                yield "the product makes it in another layout"
+                yield "the product returns another layout"
             if sum(other.source == step.source for other in steps) > 1 or self._read_whole(
                 tensor, step.source
             ):
-                yield "what it scatters is read in one piece"
+                yield "another op reads the full tensor"
             if step.collective.dtype != str(tensor.dtype).removeprefix("torch."):
-                yield "it is reduced in another dtype"
+                yield "it is reduced in a different dtype"
             return
         if chosen.inputs[product.operand] != step.target:
-            yield "the product reads it in another layout"
+            yield "the product reads another layout"
         others = [
             other for number, other in enumerate(operands_of(node)) if number != product.operand
         ]
@@ -391,7 +391,7 @@ class KernelWalk:
             made_in and (made_in, node.meta["phase"]) != ("forward", "backward")
             for made_in in map(self._phase_of, others)
         ):
-            yield "what else the product reads may not be there when it is read first"
+            yield "another operand of the product may not be available at its first use"
 
     def _crosses(self, key: tuple[str, int]) -> bool:
         """Whether a tensor comes from another stage."""
@@ -415,7 +415,7 @@ class KernelWalk:
     def _check_alone(self, product: str, kernel: InKernel, name: str, tensor: str) -> Iterator[str]:
         way, tensors = self._doing.setdefault((product, kernel.again), (name, set()))
         if way != name or tensor in tensors:
-            yield "its product does another collective"
+            yield "its product already has another collective"
         tensors.add(tensor)
 
     def _check_saving(
@@ -433,13 +433,13 @@ class KernelWalk:
         dim, info = c.dim, call.outputs[0] if product.operand < 0 else call.inputs[product.operand]
         split = step.target if product.operand < 0 else step.source
         if info.shape[dim] % split.num_shards(dim, sizes):
-            yield "parts differ in length"
+            yield "shards differ in length"
             return
         if product.operand >= 0:
             terms = terms_of(call)
             letter = terms[product.operand][dim]
             if letter not in terms[2] or letter in terms[1 - product.operand]:
-                yield "the product sums over what is gathered, or has it in both factors"
+                yield "the product contracts the gathered dim, or both factors have it"
                 return
             dim = terms[2].index(letter)
         self._note_shared(step, kernel, info)
@@ -453,7 +453,7 @@ class KernelWalk:
                 f" {kernel.num_chunks}"
             )
         if saved_s <= self.profile.launch_overhead_s:
-            yield "it saves nothing, and the problem does not offer it"
+            yield "it saves nothing, so the problem does not offer it"
 
     def _note_shared(self, step: Communication, kernel: InKernel, info: TensorInfo) -> None:
         gathers, c = step.collective.kind == "all_gather", step.collective

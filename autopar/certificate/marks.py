@@ -30,22 +30,24 @@ def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
     mark = plan.fingerprint
     if mark.model != trace.fingerprint:
         other = (
-            "the plan is for another model: its fingerprint is "
-            f"{mark.model[:12]}, this one's {trace.fingerprint[:12]}"
+            "the plan is for another model: its fingerprint is"
+            f" {mark.model[:12]}, but this model's is {trace.fingerprint[:12]}"
         )
         yield Finding("model", mark.other_batch(trace.batch_in_words) or other)
     elif mark.inputs and mark.inputs != trace.batch_in_words:
         yield Finding(
             "model",
-            f"the batch is {_list_inputs(trace.batch_in_words)}, not {_list_inputs(mark.inputs)}",
+            f"the inputs are {_list_inputs(trace.batch_in_words)}, not {_list_inputs(mark.inputs)}",
         )
     if (mark.profile_hash, mark.profile) != (hardware.hash, hardware.name):
         what = f"the plan is for profile {mark.profile!r} of hash {mark.profile_hash}"
-        yield Finding("model", f"{what}, this is {hardware.name!r} of {hardware.hash}")
+        yield Finding(
+            "model", (f"{what}, but the profile is {hardware.name!r} of hash {hardware.hash}")
+        )
     axis, profiles = (hardware.axis, hardware.profiles) if isinstance(hardware, Mixed) else ("", ())
     if (mark.axis, mark.profiles) != (axis, tuple((each.name, each.hash) for each in profiles)):
-        what = f"the plan names other devices along an axis than {hardware.name!r}"
-        yield Finding("model", f"{what}, which it says that it is for")
+        what = f"the plan has other devices along an axis than profile {hardware.name!r}"
+        yield Finding("model", f"{what}, for which it was planned")
     yield from _check_options(plan)
 
 
@@ -60,8 +62,8 @@ def named_so(report: Certificate, plan: Plan, name: str) -> Certificate:
     if plan.fingerprint.model_name == name:
         return report
     what = (
-        f"the plan is for a {plan.fingerprint.model_name or 'model without a name'}, this is a"
-        f" {name}"
+        f"the plan is for {plan.fingerprint.model_name or 'a model without a name'}, but this"
+        f" model is {name}"
     )
     return replace(report, findings=(*report.findings, Finding("model", what)))
 
@@ -69,18 +71,18 @@ def named_so(report: Certificate, plan: Plan, name: str) -> Certificate:
 def check_capture(trace: Trace, plan: Plan) -> Iterator[Finding]:
     """Whether the model was captured as the plan says."""
     if plan.capture != str(trace.folding):
-        yield Finding("words", f"the model is captured {trace.folding}, not {plan.capture}")
+        yield Finding("words", f"the model was captured {trace.folding}, not {plan.capture}")
 
 
 def notes(plan: Plan) -> Iterator[str]:
     """Yield remarks on the plan that do not affect its claims."""
     here = torch.__version__.split("+")[0]
     if plan.fingerprint.torch != here:
-        yield f"planned with torch {plan.fingerprint.torch}, this is {here}"
+        yield f"planned with torch {plan.fingerprint.torch}, but this is torch {here}"
     if plan.fingerprint.autopar != VERSION:
-        yield f"planned with autopar {plan.fingerprint.autopar}, this is {VERSION}"
+        yield f"planned with autopar {plan.fingerprint.autopar}, but this is autopar {VERSION}"
     if not plan.fingerprint.inputs:
-        yield "fingerprint.inputs is empty: the plan does not say for which batch it is"
+        yield "fingerprint.inputs is empty: the plan does not record its batch"
 
 
 def of_stages(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
@@ -90,10 +92,16 @@ def of_stages(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
         here = (said.model_name, said.autopar, said.torch)
         if (mark.model_name, mark.autopar, mark.torch) != here:
             what = (
-                f"stage {number} is of {mark.model_name!r} by autopar {mark.autopar} and torch"
+                f"stage {number} is for {mark.model_name!r}, by autopar {mark.autopar} and torch"
                 f" {mark.torch}"
             )
-            yield Finding("model", f"{what}, the plan of {here[0]!r} by {here[1]} and {here[2]}")
+            yield Finding(
+                "model",
+                (
+                    f"{what}, but the plan is for {here[0]!r}, by autopar {here[1]} and torch"
+                    f" {here[2]}"
+                ),
+            )
 
 
 def _check_options(plan: Plan) -> Iterator[Finding]:
@@ -103,11 +111,11 @@ def _check_options(plan: Plan) -> Iterator[Finding]:
         if name not in options:
             yield Finding("model", f"the plan does not record its option {name}")
     if options.get("optimizer") not in OPTIMIZERS:
-        what = f"the plan is for optimizer {options.get('optimizer')!r}, which is not known"
+        what = f"the plan is for unknown optimizer {options.get('optimizer')!r}"
         yield Finding("model", what)
     without = [entry.key for stage in plan.stages for entry in stage.entries if entry.replicated]
     if options.get("strict") and without:
-        what = "it runs replicated for want of a rule, and strict=True refuses that"
+        what = "it has no sharding rule and runs replicated, which strict=True does not allow"
         yield Finding("model", what, without[0])
 
 
@@ -116,7 +124,7 @@ def as_asked(plan: Plan) -> Iterator[Finding]:
     microbatches and the pipeline."""
     rows = plan.options.get("loss_rows", AUTO)
     if rows not in (AUTO, plan.loss_rows):
-        what = f"the loss has {plan.loss_rows} rows at a time, where {rows} are asked for"
+        what = f"the loss uses {plan.loss_rows} rows at a time, but {rows} were requested"
         yield Finding("model", what)
     yield from _check_pipeline(plan)
 
@@ -126,7 +134,7 @@ def _check_pipeline(plan: Plan) -> Iterator[Finding]:
     pipeline, num = plan.as_pipeline, plan.num_microbatches
     asked_num = plan.options.get("num_microbatches", AUTO)
     if asked_num not in (AUTO, num):
-        yield Finding("model", f"there are {num} microbatches, where {asked_num} are asked for")
+        yield Finding("model", f"the plan has {num} microbatches, but {asked_num} were requested")
     try:
         asked = _read_asked_pipeline(plan)
     except AutoparError as error:
@@ -134,8 +142,8 @@ def _check_pipeline(plan: Plan) -> Iterator[Finding]:
         return
     promised = asked is not None and asked.independent
     if pipeline.independent != promised:
-        what = f"samples are{'' if promised else ' not'} independent by the promise in the options"
-        yield Finding("model", f"{what}, and the pipeline says otherwise")
+        what = f"the options {'' if promised else 'do not '}promise independent samples"
+        yield Finding("model", f"{what}, which differs from the pipeline")
     if asked is not None:
         yield from _compare_pipelines(pipeline, asked)
 
@@ -167,7 +175,7 @@ def _compare_pipelines(pipeline: Pipeline, asked: Pipelined) -> Iterator[Finding
     }
     for what, (said, had) in wanted.items():
         if said is not None and said != had:
-            yield Finding("model", f"the pipeline's {what} is {had!r}, where {said!r} is asked for")
+            yield Finding("model", f"the pipeline's {what} is {had!r}, but {said!r} was requested")
 
 
 def _list_inputs(inputs: tuple[tuple[str, str], ...]) -> str:

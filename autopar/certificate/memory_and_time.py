@@ -64,7 +64,7 @@ def emission(plan: Plan, claims: Claims, program: StageProgram) -> Iterator[Find
             if (node.target in dispatched.TOGETHER) != bool(node.meta.get("own")):
                 yield Finding(
                     "emission",
-                    f"it does not run in {phase} as the plan has it move",
+                    f"it does not run in {phase}, but the plan has its communication there",
                     node.meta["key"],
                 )
             for kind, axis, num_bytes in _read_collectives(node):
@@ -76,9 +76,9 @@ def emission(plan: Plan, claims: Claims, program: StageProgram) -> Iterator[Find
         what = f"{abs(listed[where])} {kind} ({abs(sizes[where])} bytes) in {phase}{along}"
         more = (listed[where], sizes[where]) > (0, 0)
         excess = (
-            "the plan lists and the program does not run"
+            "the plan lists, but the program does not run"
             if more
-            else "the program runs beyond the plan"
+            else "the program runs, but the plan does not list"
         )
         yield Finding("emission", f"{what} {excess}")
 
@@ -122,7 +122,8 @@ def overlap(plan: Plan, program: StageProgram, held: Overlap, slowdown: float) -
     if held != plan.overlap:
         said, seen = ((o.forward_bytes, o.backward_bytes) for o in (plan.overlap, held))
         yield Finding(
-            "overlap", f"early steps hold at most {seen} bytes in forward and backward, not {said}"
+            "overlap",
+            (f"early collectives hold at most {seen} bytes in forward and backward, not {said}"),
         )
     hidden_s = (
         sum(phase.hidden_s for phase in simulate_program(program, plan))
@@ -234,7 +235,7 @@ def memory(
     found: list[Finding] = []
     for k in plan.kept:
         if not k.instances:
-            found.append(Finding("kept values", "it stands for no tensors", k.node))
+            found.append(Finding("kept values", "it has no tensors", k.node))
             continue
         tensor = facts.tensors[k.node.format(*k.instances[0]), k.result]
         held = sum(
@@ -362,7 +363,7 @@ def times(plan: Plan, found: Seconds) -> Iterator[Finding]:
         ("communication", communication_s, claimed.communication_s),
         ("what kernels save", found.in_kernels_s, claimed.in_kernels_s),
         (
-            "what is beyond shares of buckets",
+            "time in addition to shares of buckets",
             beyond_shares_s(plan.communications),
             claimed.beyond_shares_s,
         ),
@@ -393,7 +394,7 @@ def _bars(
         communication_s += beyond_s - local_s - saved_s
     for kind, derived in (("compute", compute_s), ("communication", communication_s)):
         yield (
-            f"{kind} on the time line",
+            f"{kind} on the timeline",
             derived,
             sum(bar[4] for bar in claimed.timeline if bar[2] == kind),
         )

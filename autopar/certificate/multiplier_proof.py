@@ -390,7 +390,7 @@ class Stored:
         balance = proof.balance
         if not all(0.0 <= share <= 1.0 for share in balance):
             self.findings.append(
-                Finding("bound", f"balance {balance} is no pair of shares, and proves nothing")
+                Finding("bound", f"balance {balance} is not a pair of shares, so it proves nothing")
             )
             return 0.0
         return lower_bound(
@@ -440,7 +440,7 @@ class Stored:
                 self.findings.append(
                     Finding(
                         "bound",
-                        "a multiplier is of layouts of which some are not among the problem's",
+                        "a multiplier names layouts that the problem does not have",
                         version.node,
                     )
                 )
@@ -471,10 +471,7 @@ class Stored:
                         index[layout]: worth for layout, worth in potential.values_s.items()
                     }
                     return (v, i, potential.phase != value.phase), by_layout
-        what = (
-            f"a multiplier is of {potential.reader} reading it in layouts of which some are not"
-            " among the problem's"
-        )
+        what = f"a multiplier of {potential.reader} names layouts that the problem does not have"
         self.findings.append(Finding("bound", what, potential.node))
         return None
 
@@ -487,7 +484,9 @@ class Stored:
             row = moments.row(place, seconds) if moments else None
             if row is None:
                 self.findings.append(
-                    Finding("bound", "no row of memory holds for every plan at this point", place)
+                    Finding(
+                        "bound", ("no memory constraint holds for every plan at this point"), place
+                    )
                 )
             else:
                 rows.append(row)
@@ -517,23 +516,25 @@ def check_proof(proof: Proof, bound_s: float) -> Iterator[Finding]:
     if not bound_s <= proof.objective_s + slack:
         yield Finding(
             "bound",
-            f"the multipliers prove {bound_s:.9g} s, and the objective is only"
+            f"the multipliers prove {bound_s:.9g} s, but the objective is only"
             f" {proof.objective_s:.9g} s",
         )
     if not proof.searched_bound_s <= proof.objective_s + slack:
         yield Finding(
             "bound",
-            f"the search claims {proof.searched_bound_s:.9g} s, and the objective is only"
+            f"the search claims {proof.searched_bound_s:.9g} s, but the objective is only"
             f" {proof.objective_s:.9g} s",
         )
     if not abs(max(proof.certified_bound_s, proof.searched_bound_s) - proof.bound_s) <= slack:
         searched = (
-            f"a search, by its word, {proof.searched_bound_s:.9g} s"
+            f"the search claims {proof.searched_bound_s:.9g} s"
             if proof.searched_bound_s
             else "no search any"
         )
-        what = f"the multipliers are said to prove {proof.certified_bound_s:.9g} s, and {searched}"
-        yield Finding("bound", f"the bound is said to be {proof.bound_s:.9g} s: {what}")
+        what = (
+            f"the multipliers are claimed to prove {proof.certified_bound_s:.9g} s, and {searched}"
+        )
+        yield Finding("bound", f"the bound is claimed to be {proof.bound_s:.9g} s: {what}")
     gap = (
         max(proof.objective_s - proof.bound_s, 0.0) / proof.objective_s
         if proof.objective_s

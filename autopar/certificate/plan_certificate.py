@@ -166,8 +166,8 @@ def _bound_s(
         found.append(
             Finding(
                 "bound",
-                f"there are multipliers on {[each.profile for each in plan.proof.on_profiles]}, not"
-                f" on {said}",
+                "the plan has multipliers on"
+                f" {[each.profile for each in plan.proof.on_profiles]}, not on {said}",
             )
         )
         return 0.0, 0
@@ -315,7 +315,7 @@ class _Stages:
                 f"with {pipeline.num_microbatches} microbatches gradients"
                 f" {'are' if context.accumulates else 'are not'} added to sums"
             )
-            raise PlanError(f"{what}, and the plan says otherwise")
+            raise PlanError(f"{what}, which differs from the plan")
         profile = profile_of(self.hardware, pipeline.axis, number)
         budget = pipeline.budgets[number] if pipeline.budgets else plan.budget_of(number)
         within = replace(staged, options={**plan.options, "memory_bytes": budget})
@@ -366,8 +366,8 @@ def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> It
     if returned.waits and pipeline.schedule != "gpipe" and not alone:
         yield Finding(
             "emission",
-            f"no backward runs among forwards, for which {pipeline.schedule} is planned: all"
-            " forwards come first",
+            f"no backward runs between forwards, although {pipeline.schedule} is planned: all"
+            " forwards run first",
         )
     if (
         returned.waits
@@ -377,14 +377,14 @@ def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> It
     ):
         yield Finding(
             "emission",
-            "backward waits for a loss of the whole batch, so that microbatches one after another"
-            " have no use",
+            "backward waits for a loss of the whole batch, so running microbatches one after"
+            " another is useless",
         )
     if part.loss is None and plan.options.get("outputs", "dtensor") != "full":
         yield Finding(
             "emission",
-            f"outputs={plan.options.get('outputs', 'dtensor')!r} returns nothing of a model without"
-            " a loss in stages",
+            f"outputs={plan.options.get('outputs', 'dtensor')!r} returns nothing for a staged model"
+            " without a loss",
         )
 
 
@@ -393,7 +393,7 @@ def _check_handing(pipeline: Pipeline, num_bytes: int, time_s: float) -> Iterato
     if pipeline.handed_bytes != num_bytes or not near(time_s, pipeline.handed_s):
         yield Finding(
             "time",
-            f"outputs of {num_bytes} bytes go to all stages in {time_s:.9g} s, not"
+            f"outputs of {num_bytes} bytes are sent to all stages in {time_s:.9g} s, not"
             f" {pipeline.handed_bytes} bytes in {pipeline.handed_s:.9g} s",
         )
 
@@ -417,7 +417,7 @@ def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> 
         if len(rests) > 1:
             yield Finding(
                 "layouts",
-                f"its copies rest as {' and '.join(sorted(rests))}, and would be updated apart",
+                f"its copies are stored as {' and '.join(sorted(rests))} and would diverge",
                 name,
             )
     yield from _figures(plan, pipeline, handed_s)
@@ -462,10 +462,12 @@ def _least_s(pipeline: Pipeline, bounds: Sequence[float]) -> float:
 _OF_THE_SLOWEST = {  # figure of a prediction → what it is of a step
     "compute_s": "the slowest stage's compute",
     "communication_s": "the slowest stage's communication",
-    "in_kernels_s": "what the slowest stage's kernels save",
-    "in_buckets_s": "what the slowest stage's buckets save",
-    "beyond_shares_s": "what the slowest stage's collectives take beyond shares of buckets",
-    "hidden_s": "what the slowest stage hides",
+    "in_kernels_s": "the time saved by the slowest stage's kernels",
+    "in_buckets_s": "the time saved by the slowest stage's buckets",
+    "beyond_shares_s": (
+        "the time of the slowest stage's collectives in addition to shares of buckets"
+    ),
+    "hidden_s": "the hidden time of the slowest stage",
 }
 
 
@@ -485,7 +487,7 @@ def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Findin
         said[what] = of_all, getattr(claimed, name)
     for what, (derived, number) in said.items():
         if not near(derived, number):
-            yield Finding("time", f"{what} takes {derived:.9g} s, not {number:.9g} s")
+            yield Finding("time", f"{what} is {derived:.9g} s, not {number:.9g} s")
     alone = pipeline.num_chunks == 1  # else ranks are what is full (`shared_memory`)
     if alone and (
         claimed.peak_bytes != fullest.peak_bytes
@@ -494,12 +496,10 @@ def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Findin
         yield Finding(
             "memory",
             f"the fullest stage's peak is {fullest.peak_bytes} bytes, not {claimed.peak_bytes}, or"
-            " is made up otherwise",
+            " has different parts",
         )
     if dict(claimed.host_bytes) != dict(pipeline.host_bytes):
-        yield Finding(
-            "memory", "what the device with most on its host has there is made up otherwise"
-        )
+        yield Finding("memory", "the host memory of the device that uses most has different parts")
 
 
 def _sum_stages(

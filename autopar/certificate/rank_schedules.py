@@ -43,14 +43,14 @@ def interleaves(pipeline: Pipeline) -> Iterator[Finding]:
     microbatches."""
     if (pipeline.schedule == INTERLEAVED) != (pipeline.num_chunks > 1):
         yield Finding(
-            "memory", f"{pipeline.schedule} does not hold {pipeline.num_chunks} stages on a rank"
+            "memory", f"{pipeline.schedule} does not support {pipeline.num_chunks} stages per rank"
         )
     elif pipeline.num_chunks > 1 and not num_rounds(
         len(pipeline.rank_bytes), pipeline.num_microbatches
     ):
         yield Finding(
             "emission",
-            f"{pipeline.num_microbatches} microbatches are no equal rounds over"
+            f"{pipeline.num_microbatches} microbatches is not a multiple of"
             f" {len(pipeline.rank_bytes)} ranks",
         )
 
@@ -94,7 +94,7 @@ def shared_memory(
     ):
         yield Finding(
             "memory",
-            f"the fullest rank's peak is not {claimed.peak_bytes} bytes, or is made up otherwise",
+            f"the fullest rank's peak is not {claimed.peak_bytes} bytes, or has different parts",
         )
 
 

@@ -77,9 +77,7 @@ class Rates:
         if c.axis < 0:
             host = self.profile.host
             if host is None:
-                raise HardwareError(
-                    f"profile {self.profile.name!r} says nothing of the host's memory"
-                )
+                raise HardwareError(f"profile {self.profile.name!r} has no figures for host memory")
             return launch_s + host.latency_s + c.bytes / host.bandwidth_bytes_per_s
         n = self.mesh.shape[c.axis]
         if n == 1:

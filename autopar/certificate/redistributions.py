@@ -63,13 +63,13 @@ class MoveWalk:
             ):
                 yield Finding(
                     "moves",
-                    f"{len(steps)} collectives are of a tensor that the model does not make in"
+                    f"{len(steps)} collectives are for a tensor that the model does not compute in"
                     f" {phase}",
                     _name(*tensor),
                 )
         for tensor in self.claims.kept:
             if tensor not in self.facts.tensors:
-                yield Finding("kept values", "the model makes no such tensor", _name(*tensor))
+                yield Finding("kept values", "the model has no such tensor", _name(*tensor))
 
     def findings(self) -> Iterator[Finding]:
         """Yield every claim about redistribution that does not hold."""
@@ -101,7 +101,9 @@ class MoveWalk:
             yield from self._check_backward(tensor, made, at_hand, kept)
         elif kept or self.claims.steps.get((here, "forward")):
             yield Finding(
-                "kept values", "forward cannot keep or move what backward makes", _name(*here)
+                "kept values",
+                ("forward cannot keep or communicate a value of backward"),
+                _name(*here),
             )
 
     def _check_backward(
@@ -169,12 +171,10 @@ class MoveWalk:
             ) and step.collective.kind != "slice"
             if step.beside != counts:
                 said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
-                what = (
-                    f"{said} {'counts' if counts else 'does not count'} as running beside compute"
-                )
+                what = f"{said} {'counts' if counts else 'does not count'} as overlapping compute"
                 yield Finding(
                     "moves",
-                    f"{what}, and the plan says otherwise",
+                    f"{what}, which differs from the plan",
                     _name(tensor.key, tensor.result),
                 )
 
@@ -183,7 +183,7 @@ class MoveWalk:
     ) -> Finding:
         """The finding that a phase reads layouts that nothing makes."""
         what = (
-            f"{phase} reads it as {_list(missing)}, and nothing makes that: at hand is"
+            f"{phase} reads it as {_list(missing)}, which no collective returns; available:"
             f" {_list(at_hand) or 'nothing'}"
         )
         claim = "kept values" if phase != tensor.phase and not at_hand else "moves"
@@ -201,11 +201,11 @@ class MoveWalk:
         for step in steps:
             said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
             if step.source not in at_hand:
-                yield Finding("moves", f"{said} starts from what nothing makes", where)
+                yield Finding("moves", f"{said} reads a layout that does not exist", where)
             if step.target not in wanted and all(other.source != step.target for other in steps):
-                yield Finding("moves", f"{said} makes what nobody reads", where)
+                yield Finding("moves", f"{said} returns a layout that is never read", where)
             if step.target in sources or targets.count(step.target) > 1:
-                yield Finding("moves", f"{said} makes what is at hand already", where)
+                yield Finding("moves", f"{said} returns a layout that already exists", where)
             yield from self.steps_of(tensor, step)
 
     def steps_of(self, tensor: Tensor, step: Communication) -> Iterator[Finding]:
@@ -219,13 +219,13 @@ class MoveWalk:
         takes."""
         c, shape, sizes = step.collective, tensor.shape, self.mesh.shape
         if not all(layout.fits(shape, sizes) for layout in (step.source, step.target)):
-            yield f"a tensor of shape {shape} cannot lie so on mesh {self.mesh}"
+            yield f"a tensor of shape {shape} cannot have this layout on mesh {self.mesh}"
             return
         if apply_collective(step.source, c, step.target) != step.target or (
             c.axis >= 0 and sizes[c.axis] == 1
         ):
             along = f" of dim {c.dim} along axis {self.mesh.names[c.axis]}" if c.axis >= 0 else ""
-            yield f"a {c.kind}{along} does not lead there"
+            yield f"a {c.kind}{along} does not return this layout"
             return
         yield from self._check_bytes(tensor, step)
         yield from self._check_time(tensor, step)
@@ -236,13 +236,13 @@ class MoveWalk:
         c, shape, sizes = step.collective, tensor.shape, self.mesh.shape
         dtype = tensor.sum_dtype if c.reduce_op else tensor.dtype
         if c.dtype != str(dtype).removeprefix("torch."):
-            yield f"it moves {c.dtype}, the tensor asks for {dtype}"
+            yield f"it moves {c.dtype}, but the tensor is {dtype}"
         put_in = held_bytes(shape, dtype, step.source, sizes)
         if c.bytes != put_in:
-            yield f"a device puts in {put_in} bytes, not {c.bytes}"
+            yield f"a device contributes {put_in} bytes, not {c.bytes}"
         taken = held_bytes(shape, dtype, step.target, sizes) - put_in if c.kind == "halo" else 0
         if c.halo_bytes != taken:
-            yield f"a device takes {taken} bytes from its neighbours, not {c.halo_bytes}"
+            yield f"a device receives {taken} bytes from its neighbors, not {c.halo_bytes}"
 
     def _check_time(self, tensor: Tensor, step: Communication) -> Iterator[str]:
         """Whether a collective takes the time that the profile says, by itself or as a share of a
@@ -257,7 +257,7 @@ class MoveWalk:
         if shares != (step.alone_s is not None):
             yield (
                 f"it {'counts as a share of a bucket' if shares else 'has no share of a bucket'},"
-                " and the plan says otherwise"
+                " which differs from the plan"
             )
         for when, time_s, said_s in (
             ("", counted_s, step.time_s),
@@ -288,13 +288,13 @@ def _find_wrongly_kept(
     """
     for layout in kept:
         if layout not in at_hand or (layout.host and layout.on_device() in kept):
-            yield f"{layout} is kept, which forward does not make"
+            yield f"{layout} is kept, but forward does not compute it"
         if layout not in read:
-            yield f"{layout} is kept, which backward does not read"
+            yield f"{layout} is kept, but backward does not read it"
     if len(set(kept)) < len(kept):
         yield "a layout is kept twice"
     for layout in sorted((rests & read) - set(kept), key=str):
-        yield f"backward reads it where it rests, as {layout}, which is not said to be kept"
+        yield f"backward reads its storage layout {layout}, which is not listed as kept"
 
 
 def _check_slacks(
@@ -409,8 +409,8 @@ def _check_path(
         if step is None:
             yield Finding(
                 "moves",
-                f"nothing leads from {at} to {target} {'at the end' if result else 'at the begin'}"
-                " of a step",
+                f"no collectives lead from {at} to {target}"
+                f" {'at the end' if result else 'at the start'} of a step",
                 key,
             )
             return
@@ -418,4 +418,6 @@ def _check_path(
         yield from walk.steps_of(tensor, step)
         at = step.target
     if left:
-        yield Finding("moves", f"{len(left)} collectives of a step make what nobody reads", key)
+        yield Finding(
+            "moves", (f"{len(left)} collectives of a step return layouts that are never read"), key
+        )

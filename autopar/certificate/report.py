@@ -123,11 +123,11 @@ COMPARED: tuple[str, ...] = (
 )
 """Held against the model, the hardware, and what other fields say."""
 
-_ASKED = "as asked for: the claims hold for it"
+_ASKED = "as requested: the claims hold for it"
 _SEARCH = "the search's word"
-_ROOM = "room that early steps are given, of which what they hold is derived"
-_WITNESS = "multipliers, of which only what they prove is checked"
-_DIVIDES = "what divides the choices into cases, of which only that they cover all is checked"
+_ROOM = "memory reserved for early collectives, whose use is derived"
+_WITNESS = "multipliers, checked only by the bound that they prove"
+_DIVIDES = "the division of choices into cases, checked only for coverage"
 
 UNVERIFIED: Mapping[str, str] = {
     "mesh.axes": _ASKED,
@@ -148,10 +148,10 @@ UNVERIFIED: Mapping[str, str] = {
     },
     "pipeline.budgets": _ASKED,
     "pipeline.rank_budgets": _ASKED,
-    "starts": "groups of layers, under which every decision is checked",
+    "starts": "groups of layers; every decision is checked under them",
     "overlap.forward_room": _ROOM,
     "overlap.backward_room": _ROOM,
-    "entries.runner_up": "the search's word, but that the problem offers it",
+    "entries.runner_up": "claimed by the search; only checked to be offered by the problem",
     "entries.fallbacks.reason": "why experiments found no rule may differ between machines",
     "proof.num_variables": _SEARCH,
     "proof.num_constraints": _SEARCH,
@@ -160,11 +160,11 @@ UNVERIFIED: Mapping[str, str] = {
     "proof.memory_price_s_per_gib": _SEARCH,
     "proof.searched_bound_s": _SEARCH,
     "communications.why": _SEARCH,
-    "alone_s": "how long unequal devices wait for the slowest is the planner's word",
-    "entries.source": "the file may have changed since",
-    "fingerprint.autopar": "what made the plan",
-    "fingerprint.torch": "what made the plan",
-    "prediction.timeline": "how seconds are divided among parts, where nothing runs beside compute",
+    "alone_s": "the planner's claim of how long unequal devices wait for the slowest",
+    "entries.source": "the file may have changed",
+    "fingerprint.autopar": "the version that created the plan",
+    "fingerprint.torch": "the version that created the plan",
+    "prediction.timeline": "the division of seconds among parts, without overlap",
     "proof.balance": _WITNESS,
     "proof.memory_s": _WITNESS,
     "proof.potentials": _WITNESS,
@@ -400,12 +400,12 @@ class Certificate:
             )
         if self.certified_bound_s is not None and self.certified_gap is not None:
             more = (
-                f"{seconds(self.claimed_bound_s)} by the search's word (gap"
-                f" {share(self.claimed_gap)}), which nothing here proves"
+                f"{seconds(self.claimed_bound_s)} claimed by the search (gap"
+                f" {share(self.claimed_gap)}), not proven here"
             )
             is_less = self.certified_gap - self.claimed_gap > _SAME
             yield (
-                f"bound     {seconds(self.certified_bound_s)} by arithmetic from"
+                f"bound     {seconds(self.certified_bound_s)} proven by arithmetic from"
                 f" {self.num_multipliers} multipliers"
                 f" (gap {share(self.certified_gap)}),"
                 f" {more if is_less else 'all that is claimed'}"

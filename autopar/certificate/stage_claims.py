@@ -75,13 +75,13 @@ def bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -> Iterato
         return
     derived, said = tuple(_derived_bars(plan, program, crossing)), plan.prediction.timeline
     if len(derived) != len(said):
-        yield Finding("time", f"the time line has {len(derived)} bars, not {len(said)}")
+        yield Finding("time", f"the timeline has {len(derived)} bars, not {len(said)}")
         return
     end_s = max((start_s + time_s for *_, start_s, time_s in derived), default=0.0)
     for bar, claimed in zip(derived, said, strict=True):
         apart = max(abs(bar[3] - claimed[3]), abs(bar[4] - claimed[4]))
         if bar[:3] != claimed[:3] or apart > NEAR * end_s:
-            yield Finding("time", f"on the time line is {_shown(bar)}, not {_shown(claimed)}")
+            yield Finding("time", f"the timeline has {_shown(bar)}, not {_shown(claimed)}")
             return
 
 
@@ -152,7 +152,7 @@ def _layer(key: str) -> str:
 def _shown(bar: Bar) -> str:
     label, phase, kind, start_s, time_s = bar
     named = f"{kind} of {label or 'the model'} in {phase}"
-    return f"{named}, {time_s:.6g} s from {start_s:.6g} s on"
+    return f"{named}, {time_s:.6g} s starting at {start_s:.6g} s"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def words(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
         if c.module != _module(c.node):
             yield Finding(
                 "words",
-                f"a collective of {_module(c.node) or 'the model'} is said to be of"
+                f"a collective of {_module(c.node) or 'the model'} is attributed to"
                 f" {c.module or 'the model'}",
                 c.node,
             )
@@ -301,12 +301,12 @@ def _bars(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
     }
     ends = dict.fromkeys(_LANES, 0.0)
     for label, phase, kind, start_s, duration_s in plan.prediction.timeline:
-        bar = f"{kind} of {label or 'the model'} in {phase} on the time line"
+        bar = f"{kind} of {label or 'the model'} in {phase} on the timeline"
         if label not in known or kind not in _LANES or phase not in _PHASES:
-            yield Finding("words", f"there is no {bar}")
+            yield Finding("words", f"the plan has no {bar}")
         elif duration_s < 0.0 or start_s < ends[kind] * (1.0 - NEAR):
             yield Finding(
-                "words", f"{bar} begins at {start_s:.6g} s, before the one before it ends"
+                "words", f"{bar} starts at {start_s:.6g} s, before the one before it ends"
             )
         else:
             ends[kind] = start_s + duration_s
@@ -372,12 +372,13 @@ def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> It
         if derived.get(kind) != claimed.get(kind):
             yield Finding(
                 "memory",
-                f"{kind} on the host are {derived.get(kind, 0)} bytes, not {claimed.get(kind, 0)}",
+                f"{kind} in host memory are {derived.get(kind, 0)} bytes, not"
+                f" {claimed.get(kind, 0)}",
             )
     if sum(derived.values()) > budget_bytes:
         yield Finding(
             "memory",
-            f"on the host are {sum(derived.values())} bytes, over the budget of {budget_bytes}",
+            f"in host memory are {sum(derived.values())} bytes, over the budget of {budget_bytes}",
         )
 
 

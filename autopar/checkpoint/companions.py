@@ -218,7 +218,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         or not set(parts.values()) <= {MODULE, OPTIMIZER}
         or parts.keys() & states.keys()
     ):
-        raise ValueError("it does not say what is in parts")
+        raise ValueError("it does not list its sharded entries")
     return states, parts
 
 
@@ -241,8 +241,8 @@ def _read_old(path: Path) -> dict[str, Any]:
 # The states themselves.
 
 _ALIKE = (
-    "let it be alike on all ranks; or let each pass what all have: found = [None] * world_size, "
-    "torch.distributed.all_gather_object(found, mine), save(..., mine={'of ranks': found})"
+    "pass an object that is the same on all ranks, or gather one: found = [None] * world_size; "
+    "torch.distributed.all_gather_object(found, mine); save(..., mine={'of ranks': found})"
 )
 
 
@@ -275,18 +275,18 @@ class ValueState:
         encode(self.value(), (self.name,), tensors)
         for name, tensor in tensors.sharded.items():
             if any(p.is_partial() for p in tensor.placements):
-                what = f"{name} of {self.name} is not summed up: each rank has a term of it"
+                what = f"{name} of {self.name} is a partial sum: each rank holds one term"
                 raise RuntimeStateError(
-                    what, remedy="save what x.full_tensor() returns, which every rank calls"
+                    what, remedy="save the result of x.full_tensor(), called on every rank"
                 )
             if tensor.device_mesh.size() != num_ranks():
                 what = (
-                    f"{name} of {self.name} is of one stage, of {tensor.device_mesh.size()} of"
-                    f" {num_ranks()} ranks"
+                    f"{name} of {self.name} belongs to one pipeline stage, on"
+                    f" {tensor.device_mesh.size()} of {num_ranks()} ranks"
                 )
                 remedy = (
-                    "save the module or the optimizer that it is of under a name of its own; copies"
-                    " of weights as AveragedModel(pm)"
+                    "save its module or optimizer under a separate name; pass copies of weights as"
+                    " AveragedModel(pm)"
                 )
                 raise RuntimeStateError(what, remedy=remedy)
         return {_key(name): checkpointable(tensor) for name, tensor in tensors.sharded.items()}
@@ -357,19 +357,19 @@ def parts_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool) -> l
 def _check_own(holder: Holder, optimizer: Optimizer) -> None:
     own = set(holder.parameters())
     if any(p not in own for group in optimizer.param_groups for p in group["params"]):
-        what = "the optimizer has parameters that are not of the model"
+        what = "the optimizer has parameters that do not belong to the model"
         remedy = (
-            "pass it by name, and the modules of the other parameters, too: save(step, pm,"
+            "pass the optimizer and the modules of the other parameters by name: save(step, pm,"
             " head=head, optimizer_of_both=optimizer)"
         )
         raise RuntimeStateError(what, remedy=remedy)
     if has_lists(optimizer):
         what = (
-            f"the state of {type(optimizer).__name__} has lists of tensors, which are not of one"
-            " parameter each"
+            f"the state of {type(optimizer).__name__} has lists of tensors that do not belong to"
+            " one parameter each"
         )
         raise RuntimeStateError(
-            what, remedy="pass it by name, and load it so: save(step, pm, lbfgs=optimizer)"
+            what, remedy="pass it by name, also when loading: save(step, pm, lbfgs=optimizer)"
         )
 
 
@@ -402,12 +402,12 @@ def others_of(holder: Holder, others: Mapping[str, Any]) -> dict[str, Saved]:
             if any(p not in known for group in other.param_groups for p in group["params"]):
                 what = (
                     f"{name}={type(other).__name__} has parameters of a module that is not saved"
-                    " with it"
+                    " in this checkpoint"
                 )
                 raise RuntimeStateError(
                     what,
                     remedy=(
-                        f"pass that module by name, too: save(step, pm, optimizer, {name}=...,"
+                        f"pass that module by name as well: save(step, pm, optimizer, {name}=...,"
                         " critic=...)"
                     ),
                 )
@@ -417,12 +417,12 @@ def others_of(holder: Holder, others: Mapping[str, Any]) -> dict[str, Saved]:
         ):
             found[name] = ValueState(name, other)
         else:
-            what = f"{name}={type(other).__name__} has no state_dict and load_state_dict"
+            what = f"{name}={type(other).__name__} has no state_dict or no load_state_dict"
             raise RuntimeStateError(
                 what,
                 remedy=(
-                    "pass what has both, such as a scheduler or a StatefulDataLoader; or a dict of"
-                    " values"
+                    "pass an object with both, such as a scheduler or a StatefulDataLoader, or a"
+                    " dict of values"
                 ),
             )
     return found
@@ -488,8 +488,8 @@ def _check_alike(parts: Mapping[str, Saved], written: Others) -> None:
         said = {rank: each[name] for rank, each in enumerate(everywhere) if name in each}
         if different := [rank for rank, mark in said.items() if mark != next(iter(said.values()))]:
             what = (
-                f"{name} differs between ranks {next(iter(said))} and {different[0]}, and one of"
-                " them would be saved for all"
+                f"{name} differs between ranks {next(iter(said))} and {different[0]}, and only"
+                " one value can be saved"
             )
             raise RuntimeStateError(what, where="what is saved with the model", remedy=_ALIKE)
 
@@ -528,7 +528,7 @@ def with_saved(
                 f" {type(others[name]).__name__}"
             )
             raise RuntimeStateError(
-                what, where=str(place), remedy="load it into what it was saved of"
+                what, where=str(place), remedy="load it into an object of the class that was saved"
             )
     return found
 

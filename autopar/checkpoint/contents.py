@@ -151,7 +151,7 @@ def _metadata_of(data: Any) -> Metadata:
         or not isinstance(values, dict)
         or tensors.keys() & values.keys()
     ):
-        raise ValueError("it does not list tensors and values, each under a name of its own")
+        raise ValueError("it does not list tensors and values under unique names")
     metadata = Metadata(
         {},
         planner_data=SavedValues((key, decode(value, (key,))) for key, value in values.items()),
@@ -186,14 +186,14 @@ def _read_tensor(
             or not isinstance(box[0], str)
             or not _FILE.fullmatch(box[0])
         ):
-            raise ValueError(f"a box of {key} does not name a file, where it begins, and its sizes")
+            raise ValueError(f"a box of {key} does not give its file, offset and sizes")
         chunk = ChunkStorageMetadata(_read_sizes(key, box[1]), _read_sizes(key, box[2]))
         if math.prod(chunk.sizes) == 0 < math.prod(tensor.size):
             raise ValueError(f"a box of {key} is empty")
         tensor.chunks.append(chunk)
         found[MetadataIndex(key, chunk.offsets)] = SavedBox(box[0], dtype, chunk.sizes)
     if len(found) != len(boxes):
-        raise ValueError(f"two boxes of {key} begin at the same element")
+        raise ValueError(f"two boxes of {key} start at the same element")
     return tensor, found
 
 
@@ -212,14 +212,14 @@ def _find_fault(tensor: TensorStorageMetadata) -> str:
     shape, boxes = tensor.size, [box for box in tensor.chunks if math.prod(box.sizes)]
     for box in boxes:
         if not len(shape) == len(box.offsets) == len(box.sizes):
-            return "have other dims than it"
+            return "have a different number of dims"
         if any(
             start < 0 or size < 0 or start + size > of
             for start, size, of in zip(box.offsets, box.sizes, shape, strict=True)
         ):
-            return "reach out of it"
+            return "exceed its shape"
     if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
-        return "do not fill it"
+        return "do not cover it"
     return "overlap" if _overlap(boxes) else ""
 
 

@@ -149,7 +149,7 @@ class _Unpickler(pickle.Unpickler):
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
             return found
-        what = f"{FILE} of the checkpoint is refused: it would make or call {module}.{name}"
+        what = f"{FILE} of the checkpoint is refused: it would create or call {module}.{name}"
         raise unsafe(what, self._place)
 
 

@@ -36,7 +36,7 @@ from autopar.runtime.rank_comm import by_all, by_first, num_ranks, of_all, rank
 
 FORMAT, VERSION, OLD_VERSION = "autopar-checkpoint", 3, 2
 ABOUT = "autopar.json"
-SHARE = "put checkpoints into a folder that all machines share, by its whole path"
+SHARE = "use a folder that all machines share, with its absolute path"
 SEEN_WITHIN_S, PAUSE_S = (
     30.0,
     0.5,
@@ -61,7 +61,9 @@ def seen_by_all(place: Path, within_s: float) -> None:
     blind = [number for number, sees in enumerate(of_all(place.is_dir())) if not sees]
     if blind:
         raise RuntimeStateError(
-            f"ranks {blind} do not see the folder that rank 0 made", where=str(place), remedy=SHARE
+            f"ranks {blind} do not see the folder that rank 0 created",
+            where=str(place),
+            remedy=SHARE,
         )
 
 
@@ -114,7 +116,7 @@ def _read_manifest(place: Path) -> tuple[Mapping[str, Any], str]:
     try:
         about = read_json((place / ABOUT).read_text(encoding="utf-8"))
         if not isinstance(about, dict):
-            raise ValueError("it is not an object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         return {}, f"{ABOUT} cannot be read ({type(error).__name__}: {error})"
     if about.get("format") != FORMAT or about.get("version") not in (VERSION, OLD_VERSION):
@@ -128,16 +130,16 @@ def _read_manifest(place: Path) -> tuple[Mapping[str, Any], str]:
             else "the version of autopar that"
         )
         remedy = (
-            f"read it with {written} wrote it; this one reads {FORMAT!r}, versions {OLD_VERSION}"
-            f" and {VERSION}"
+            f"read it with {written} wrote it; this version reads {FORMAT!r}, versions"
+            f" {OLD_VERSION} and {VERSION}"
         )
         raise RuntimeStateError(what, remedy=remedy)
     if about.pop("checksum", None) != _own_checksum(about):
-        return {}, f"{ABOUT} is not as it was written"
+        return {}, f"{ABOUT} was changed after it was written"
     if fault := _find_fault(about):
         return {}, f"{ABOUT} {fault}"
     missing = [
-        f"{name} is not there" for name in sorted(about["files"]) if not (place / name).is_file()
+        f"{name} does not exist" for name in sorted(about["files"]) if not (place / name).is_file()
     ]
     return about, ", ".join(missing[:3])
 
@@ -159,16 +161,16 @@ def _find_fault(about: Mapping[str, Any]) -> str:
         if not isinstance(about.get(name, {} if name == "tied" else ...), kind)
     ]
     if wrong:
-        return f"has no {wrong[0]}, or one of another kind"
+        return f"has no {wrong[0]}, or one of the wrong type"
     if not -(2**63) <= (about["random_state"] or 0) < 2**63 or not all(
         isinstance(name, str) for name in about.get("tied", {}).values()
     ):
-        return "has a random state or tied names that mean nothing"
+        return "has an invalid random state or invalid tied names"
     files = about["files"]
     if not all(type(checksum) is int for checksum in files.values()) or any(
         Path(name).name != name for name in files
     ):
-        return "names files that are not in its folder"
+        return "lists files outside its folder"
     missing = _NEEDED[about["version"]] - files.keys()
     return f"does not list {min(missing)}" if missing else ""
 
@@ -183,7 +185,7 @@ def _find_damage(place: Path, wanted: Mapping[str, int]) -> list[str]:
     for name, checksum in wanted.items():
         try:
             if _checksum(place / name) != checksum:
-                found.append(f"{name} is not as it was written")
+                found.append(f"{name} was changed after it was written")
         except FileNotFoundError:
             raise
         except OSError as error:  # such as a read error of the disk
@@ -219,8 +221,7 @@ WITHIN_S, AT_EXIT_S = 1800.0, 60.0
 _POLL_S = 0.02
 _DONE, _FAILED = ".done", ".failed"
 _FREE_SPACE = (
-    "see the reason: free space on the disk, or name another folder. Earlier checkpoints are as"
-    " they were"
+    "see the reason: free disk space, or choose another folder. Earlier checkpoints are unchanged"
 )
 Finish = Callable[["Saving", Mapping[str, int]], object]
 
@@ -268,7 +269,7 @@ class Saving:
         for name in sums:
             if not (self.place / name).is_file():
                 raise RuntimeStateError(
-                    f"step {self.step} is not whole: {name} is not there", remedy=SHARE
+                    f"step {self.step} is incomplete: {name} does not exist", remedy=SHARE
                 )
             if name.endswith(SUFFIX):
                 TensorFile(self.place / name)
@@ -374,7 +375,7 @@ def _leave_failed(saving: Saving, error: Exception) -> None:
     try:
         _mark(saving, _FAILED, str(error))
     except OSError as reason:
-        log.error("rank %d cannot tell rank 0 so: %s", saving.rank, reason)
+        log.error("rank %d cannot report this to rank 0: %s", saving.rank, reason)
 
 
 def _collect_marks(saving: Saving) -> dict[str, int]:
@@ -401,9 +402,9 @@ def _collect_marks(saving: Saving) -> dict[str, int]:
         if not is_ending and not threading.main_thread().is_alive():
             deadline, is_ending = min(deadline, time.monotonic() + AT_EXIT_S), True
         if missing and (time.monotonic() > deadline or not saving.place.is_dir()):
-            what = f"ranks {sorted(missing)} did not write their parts in time"
+            what = f"ranks {sorted(missing)} did not write their shards in time"
             raise RuntimeStateError(
-                what, remedy="see what became of them; the checkpoint before this one is as it was"
+                what, remedy="check these ranks; the previous checkpoint is unchanged"
             )
         if missing:
             time.sleep(_POLL_S)

@@ -75,7 +75,7 @@ def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> No
     except dcp.api.CheckpointException as error:
         reason, remedy = find_reasons(error)
         changed = (
-            ". What it was read into is in part overwritten"
+            ". The target objects are partly overwritten"
             if getattr(reader, "has_begun", True)
             else ""
         )
@@ -216,7 +216,10 @@ def _check_fits(key: str, here: Any, saved: Any) -> None:
     if not _fits(here, saved):
         what = f"{key} is {saved!r:.40} in the checkpoint, {here!r:.40} here"
         raise RuntimeStateError(
-            what, remedy="load it into what it was saved of, or take another checkpoint"
+            what,
+            remedy=(
+                "load it into the model and optimizer that were saved, or use another checkpoint"
+            ),
         )
 
 

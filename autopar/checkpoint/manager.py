@@ -114,19 +114,19 @@ def check_alone(known: Mapping[int, str], found: Mapping[int, Path]) -> None:
     if strange:
         step = max(strange)
         what = (
-            f"another run saves into this folder, too: step {step} is of {strange[step]}, this run"
-            f" is {this_run()}"
+            f"another run also saves into this folder: step {step} was saved by {strange[step]},"
+            f" this run is {this_run()}"
         )
         remedy = (
-            "let one of them go on: end the other, or name another folder. Started again, this one"
-            f" goes on after step {max(found)}"
+            "end one of the two runs, or choose another folder. If this run is restarted, it"
+            f" continues after step {max(found)}"
         )
         raise RuntimeStateError(what, remedy=remedy)
 
 
 log = logging.getLogger("autopar")
 _NAME = re.compile(r"step_(\d{9,})")
-_KEPT = "Earlier checkpoints are as they were"
+_KEPT = "Earlier checkpoints are unchanged"
 
 
 class Checkpoints:
@@ -172,8 +172,8 @@ class Checkpoints:
         different = [number for number, steps in enumerate(seen) if steps != seen[0]]
         if different:
             what = (
-                f"ranks {different} do not see the checkpoints that rank 0 sees:"
-                f" {seen[different[0]]} against {seen[0]}"
+                f"ranks {different} see different checkpoints from rank 0:"
+                f" {seen[different[0]]} instead of {seen[0]}"
             )
             raise RuntimeStateError(what, where=str(self.folder), remedy=SHARE)
         return seen[0]
@@ -274,7 +274,7 @@ class Checkpoints:
         if rank() == 0 and (
             begun := [each.name for each in sorted(self.folder.glob("step_*.part"))]
         ):
-            log.warning("not saved to the end, and not loaded: %s", ", ".join(begun))
+            log.warning("incomplete checkpoints are not loaded: %s", ", ".join(begun))
         if not steps:
             return 0
         known = by_first(lambda: runs_of(self._find_checkpoints()), str(self.folder))
@@ -297,9 +297,9 @@ class Checkpoints:
         ):
             holder.random_state = about["random_state"]
         if rank() == 0:
-            log.warning("going on after step %d, saved on mesh %s", steps[-1], about["mesh"])
+            log.warning("continuing after step %d, saved on mesh %s", steps[-1], about["mesh"])
             if left:
-                log.warning("saved there and not asked for: %s", ", ".join(left))
+                log.warning("saved in the checkpoint but not loaded: %s", ", ".join(left))
         return steps[-1]
 
     def export(
@@ -328,14 +328,12 @@ class Checkpoints:
         steps = self.steps()
         if not steps or step not in (None, *steps):
             what = (
-                "there is no checkpoint"
-                if step is None
-                else f"there is no checkpoint of step {step}"
+                "no checkpoint exists" if step is None else f"no checkpoint of step {step} exists"
             )
             remedy = (
-                f"there are steps {', '.join(map(str, steps))}"
+                f"choose one of steps {', '.join(map(str, steps))}"
                 if steps
-                else "name the folder that Checkpoints saved into"
+                else "pass the folder that Checkpoints saved into"
             )
             raise RuntimeStateError(what, where=str(self.folder), remedy=remedy)
         newest = steps[-1] if step is None else step
@@ -345,7 +343,7 @@ class Checkpoints:
             remedy = (
                 f"export another step: {others}"
                 if others
-                else "copy it again from where it was saved: there is no other"
+                else "copy it again from its source: no other checkpoint exists"
             )
             raise RuntimeStateError(
                 f"{place.name} is damaged: {damage}", where=str(place), remedy=remedy
@@ -360,7 +358,7 @@ class Checkpoints:
         there is none; every rank calls it."""
         about, damage = read_about(self._place(step))
         if not damage and about.get("step") != step:
-            damage = f"it was saved as step {about.get('step')}, and its folder was renamed since"
+            damage = f"it was saved as step {about.get('step')}, and its folder was renamed"
         return about, damage
 
     def _remedy(self, steps: Sequence[int]) -> str:
@@ -372,13 +370,15 @@ class Checkpoints:
                 damage = refusal.what
             if not damage:
                 others = (
-                    f" and {', '.join(map(str, steps[-number:-1]))}, damaged too"
+                    f" and {', '.join(map(str, steps[-number:-1]))}, which are damaged too"
                     if number > 1
                     else ""
                 )
-                return f"remove it{others}: step {step} is whole, and is taken then"
-        return "remove it to begin anew: " + (
-            "no earlier one is whole" if len(steps) > 1 else "there is no earlier one"
+                return f"remove it{others}: step {step} is complete and is used instead"
+        return "remove it to start from the beginning: " + (
+            "no earlier checkpoint is complete"
+            if len(steps) > 1
+            else "no earlier checkpoint exists"
         )
 
     def _place(self, step: int) -> Path:
@@ -414,9 +414,16 @@ class Checkpoints:
         found = self._find_checkpoints()
         check_alone(self._known, found)
         if later := [n for n in sorted(found) if n > step]:
-            what = f"step {step} is not saved beside later ones: {', '.join(map(str, later))}"
+            what = (
+                f"step {step} cannot be saved because later steps exist:"
+                f" {', '.join(map(str, later))}"
+            )
             raise RuntimeStateError(
-                what, remedy="load before you train, remove those, or name another folder"
+                what,
+                remedy=(
+                    "load a checkpoint before training, remove the later steps, or choose another"
+                    " folder"
+                ),
             )
         writing = self._part(step, this_run())
         if writing.exists():
@@ -442,16 +449,14 @@ class Checkpoints:
         self.wait()
         if not isinstance(step, int) or step < 0:
             raise RuntimeStateError(
-                f"step={step!r} is no number of steps",
-                remedy="pass how many steps were made, from 0",
+                f"step={step!r} is not a number of steps",
+                remedy="pass the number of completed steps, 0 or more",
             )
         holder = holder_of(module)
         parts = parts_of(holder, optimizer, weights=self.weights)
         beside, written = beside_of(holder, others)
         holder.check_values()
-        run = by_first(
-            lambda: self._begun(step), str(self.folder), "name a folder that can be written to"
-        )
+        run = by_first(lambda: self._begun(step), str(self.folder), "choose a writable folder")
         writing, state = self._part(step, run), state_of([*parts, *beside.values()])
         with self._another_run_first():
             seen_by_all(writing, SEEN_WITHIN_S)

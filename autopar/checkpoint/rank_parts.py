@@ -167,7 +167,7 @@ def _check_kind(key: str, tensor: Any) -> None:
         what = (
             f"{key} is a tensor of layout {tensor.layout}, dtype {tensor.dtype}, on {tensor.device}"
         )
-        raise RuntimeStateError(what, remedy="save it as dense tensors that have values")
+        raise RuntimeStateError(what, remedy="save dense tensors that have values")
 
 
 def _is_empty_box(item: WriteItem) -> bool:

@@ -35,13 +35,13 @@ _NAMES = {
     torch.uint8: _BYTES,
     torch.bool: "BOOL",
 }
-UNSAFE = "do not use it unless you know who wrote it; take another checkpoint, or save anew"
+UNSAFE = "do not use it unless you know who wrote it; use another checkpoint, or save again"
 """The remedy for a file that would run code, or that no version of autopar wrote."""
 
 
 def damage_error(what: str, path: Path) -> RuntimeStateError:
     """Return the error for a damaged file of a checkpoint."""
-    remedy = "take another checkpoint, or copy this one again from where it was saved"
+    remedy = "use another checkpoint, or copy this one again from its source"
     return RuntimeStateError(what, where=str(path), remedy=remedy)
 
 
@@ -133,12 +133,12 @@ class TensorFile:
             RuntimeStateError: if the dtype or shape differs, or there is no tensor of that name.
         """
         if name not in self.names:
-            raise self._refuse(f"does not hold {name}")
+            raise self._refuse(f"does not contain {name}")
         part = self._content.get_slice(name)
         found, wanted = (part.get_dtype(), tuple(part.get_shape())), in_file(dtype, shape)
         if found != wanted:
             raise self._refuse(
-                f"holds {name} as {found[0]} {found[1]}, and {wanted[0]} {wanted[1]} was saved"
+                f"contains {name} as {found[0]} {found[1]}, but {wanted[0]} {wanted[1]} was saved"
             )
 
     def read(

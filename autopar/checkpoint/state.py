@@ -105,10 +105,7 @@ class ModuleState:
         bare = self.label.removeprefix("the ")
         return [
             *_find_missing(wanted, saved, self),
-            *(
-                f"{key.removeprefix(self.prefix)} of its {bare} is not in this one"
-                for key in beyond
-            ),
+            *(f"{key.removeprefix(self.prefix)} of its {bare} is missing here" for key in beyond),
         ]
 
     def undo(self) -> None:
@@ -369,13 +366,15 @@ def _find_missing(
     for key, value in wanted.items():
         name, there = key.removeprefix(part.prefix), saved.state_dict_metadata.get(key)
         if there is None:
-            wrong.append(f"{name} of {part.label} is not in it")
+            wrong.append(f"{name} of {part.label} is missing")
         elif (
             isinstance(there, TensorStorageMetadata)
             and isinstance(value, Tensor)
             and there.size != value.shape
         ):
-            wrong.append(f"{name} is {tuple(there.size)} in it, {tuple(value.shape)} here")
+            wrong.append(
+                f"{name} is {tuple(there.size)} in the checkpoint, {tuple(value.shape)} here"
+            )
     return wrong
 
 
@@ -391,10 +390,8 @@ def _check_same(
     if any(key.startswith(_OPTIMIZER) for each in wanted for key in each) and not _has_optimizer(
         saved
     ):
-        remedy = "load the model alone: checkpoints.load(pm)"
-        raise RuntimeStateError(
-            "the checkpoint holds no optimizer", where=str(place), remedy=remedy
-        )
+        remedy = "load only the model: checkpoints.load(pm)"
+        raise RuntimeStateError("the checkpoint has no optimizer", where=str(place), remedy=remedy)
     wrong = [
         line for part, keys in zip(parts, wanted, strict=True) for line in part.faults(keys, saved)
     ]
@@ -402,11 +399,11 @@ def _check_same(
     if found:
         rank, lines = found[0]
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
-        what = f"the checkpoint is of another model or optimizer: {'; '.join(lines[:3])}{more}" + (
-            f" (rank {rank})" if rank else ""
-        )
+        what = (
+            f"the checkpoint does not match the model or optimizer: {'; '.join(lines[:3])}{more}"
+        ) + (f" (rank {rank})" if rank else "")
         raise RuntimeStateError(
             what,
             where=str(place),
-            remedy="load it into what it was saved of, or name another folder",
+            remedy="load it into the model and optimizer that were saved, or choose another folder",
         )

@@ -99,7 +99,7 @@ def decode(data: Any, path: Keys, find: Find | None = None) -> Any:
     tag, content = next(iter(data.items()))
     decoder = _DECODERS.get(tag)
     if len(data) != 1 or decoder is None:
-        raise ValueError(f"{say_path(path)} is of an unknown kind: {', '.join(data):.40}")
+        raise ValueError(f"{say_path(path)} has an unknown type: {', '.join(data):.40}")
     try:
         return decoder(content, path, find)
     except (TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -122,8 +122,8 @@ def say_path(path: Keys) -> str:
 
 def _refuse(path: Keys, fault: str) -> RuntimeStateError:
     remedy = (
-        "let its state_dict return tensors, arrays, numbers, texts, bytes, lists, tuples, sets and"
-        " dicts"
+        "let its state_dict return tensors, arrays, numbers, strings, bytes, lists, tuples, sets"
+        " and dicts"
     )
     return RuntimeStateError(
         f"{say_path(path)} {fault}, which a checkpoint cannot hold without a pickle", remedy=remedy
@@ -251,7 +251,7 @@ def _decode_text(make: Callable[[str], Any]) -> Callable[..., Any]:
             TypeError: if the content is not a string.
         """
         if type(content) is not str:
-            raise TypeError("a text is expected")
+            raise TypeError("expected a string")
         return make(content)
 
     return decoder
@@ -265,7 +265,7 @@ def _decode_items(make: Callable[[list[Any]], Any]) -> Callable[..., Any]:
             TypeError: if the content is not a list.
         """
         if type(content) is not list:
-            raise TypeError("a list is expected")
+            raise TypeError("expected a list")
         return make(decode(content, path, find))
 
     return decoder

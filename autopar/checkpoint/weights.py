@@ -101,7 +101,7 @@ class WeightFiles:
         missing = [name for name in indexed or () if name not in known]
         if missing:
             raise _weights_damage_error(
-                f"the index says that {missing[0]!r} is in a file that does not hold it", path
+                f"the index lists {missing[0]!r} in a file that does not contain it", path
             )
         return WeightFiles(path, known, shapes, dtypes)
 
@@ -140,9 +140,9 @@ def _files_of(path: Path) -> tuple[Sequence[Path], Mapping[str, str] | None]:
         path = choices[0]
     if not path.is_file():
         raise RuntimeStateError(
-            "there are no weights",
+            "no weights found",
             where=str(path),
-            remedy="name a .safetensors file, or a folder that holds some",
+            remedy="pass a .safetensors file, or a folder with such files",
         )
     if not path.name.endswith(INDEX_SUFFIX):
         return [path], None
@@ -159,32 +159,32 @@ def _files_of(path: Path) -> tuple[Sequence[Path], Mapping[str, str] | None]:
 def _weights_damage_error(what: str, path: Path) -> RuntimeStateError:
     """Return the error for a damaged file of weights."""
     return RuntimeStateError(
-        what, where=str(path), remedy="download or copy it again, and the files that it goes with"
+        what, where=str(path), remedy="download or copy it and the other weight files again"
     )
 
 
 def _none_of(folder: Path, choices: Sequence[Path]) -> RuntimeStateError:
     if choices:
         what, remedy = (
-            f"there are several: {', '.join(each.name for each in choices[:4])}",
-            "name one of them",
+            f"several sets of weights found: {', '.join(each.name for each in choices[:4])}",
+            "pass the path of one of them",
         )
         return RuntimeStateError(what, where=str(folder), remedy=remedy)
     others = [each.name for pattern in _UNREAD for each in sorted(folder.glob(pattern))]
     if others:
         what = (
-            f"there are weights in pickles alone ({others[0]}), which are not read, since reading"
-            " one may run what is in it"
+            f"the weights are only in pickle files ({others[0]}), which are not read because"
+            " reading a pickle can run code"
         )
         remedy = (
-            "load them into the plain model, and model.save_pretrained(...) or"
-            " safetensors.torch.save_model(...) it"
+            "load them into the plain model, and save it with model.save_pretrained(...) or"
+            " safetensors.torch.save_model(...)"
         )
         return RuntimeStateError(what, where=str(folder), remedy=remedy)
     return RuntimeStateError(
-        "there are no .safetensors files",
+        "no .safetensors files found",
         where=str(folder),
-        remedy="name a folder that holds weights",
+        remedy="pass a folder with weights",
     )
 
 
@@ -286,11 +286,11 @@ log = logging.getLogger("autopar")
 MAX_FILE_BYTES = 5_000_000_000
 _PART = ".autopar.part"
 _FIT = (
-    "name the model's own weights; rename= maps its names to theirs, strict=False leaves what is"
-    " missing as it is"
+    "pass the model's own weights; rename= maps its names to names in the files, and strict=False"
+    " leaves missing weights unchanged"
 )
-_HALF = "download or copy the file again, and load it: some weights have changed already"
-_KEPT = "Weights that were there are as they were"
+_HALF = "download or copy the file again, and load it: some weights are already overwritten"
+_KEPT = "Existing weights are unchanged"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -467,7 +467,7 @@ def _writing_into(folder: Path) -> Iterator[Path]:
         shutil.rmtree(written, ignore_errors=True)
         written.mkdir(parents=True)
 
-    by_first(begin, str(folder), "name a folder that can be written to")
+    by_first(begin, str(folder), "choose a writable folder")
     seen_by_all(written, SEEN_WITHIN_S)
     try:
         yield written
@@ -548,13 +548,15 @@ def _match_names(
         if there is None:
             missing.append(names[0])
         elif tuple(tensor.shape) != files.shapes[there]:
-            wrong.append(f"{there} is {files.shapes[there]} there, {tuple(tensor.shape)} here")
+            wrong.append(
+                f"{there} is {files.shapes[there]} in the files, {tuple(tensor.shape)} here"
+            )
         elif tensor.is_floating_point() != (files.dtypes[there] in _FLOATS):
-            wrong.append(f"{there} is {files.dtypes[there]} there, {tensor.dtype} here")
+            wrong.append(f"{there} is {files.dtypes[there]} in the files, {tensor.dtype} here")
         else:
             pieces += _pieces(there, tensor)
     if strict:
-        wrong += [f"{rename(name)} is not there" for name in missing]
+        wrong += [f"{rename(name)} is missing" for name in missing]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise RuntimeStateError(
@@ -584,8 +586,8 @@ def _tell(files: WeightFiles, wanted: Collection[str], missing: Sequence[str]) -
     """Log the names that are missing in the files, and those that are not in the model."""
     beyond = [name for name in files.files if name not in wanted]
     for names, what in (
-        (missing, "not in the files, and left as they are"),
-        (beyond, "in the files, and not in the model"),
+        (missing, "missing in the files, so left unchanged"),
+        (beyond, "in the files but not in the model"),
     ):
         if names:
             log.warning(

@@ -30,13 +30,13 @@ def host_budget(forced: Forced, profile: HardwareProfile) -> int:
         return 0
     if profile.host is None:
         what = (
-            f"profile {profile.name!r} says nothing of the hosts' memory, in which"
-            f" {forced.offload or stored[0]} would have things lie"
+            f"profile {profile.name!r} has no figures for host memory, but"
+            f" {forced.offload or stored[0]} requires host storage"
         )
         raise HardwareError(
             what,
             remedy=(
-                'give a copy of the profile the field "host" and pass its path, or plan without'
+                'add the field "host" to a copy of the profile and pass its path, or plan without'
                 " offload"
             ),
         )

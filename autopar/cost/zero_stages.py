@@ -234,7 +234,7 @@ def cannot_rest(
         mesh: the mesh.
     """
     asked = forced.describe_storage(p.name)
-    what = f"{p.name} of shape {p.shape} cannot rest as {asked} on mesh {mesh}"
+    what = f"{p.name} of shape {p.shape} cannot be stored as {asked} on mesh {mesh}"
     if not forced.filter_storage(p.name, layouts):
         some = (
             layout
@@ -245,16 +245,16 @@ def cannot_rest(
         told = ", ".join(left[:_MOST_TOLD]) + (
             f" and {len(left) - _MOST_TOLD} more" if len(left) > _MOST_TOLD else ""
         )
-        possible = f"{what}: with its other constraints it can rest as {told or 'nothing'}"
+        possible = f"{what}: with its other constraints it can be stored as {told or 'nothing'}"
         return ConstraintError(possible, remedy="force one of these, or drop a constraint")
     seen = (
-        f"{what}: these are dims of {tuple(p.view)}, and no DTensor holds two inner parts of a dim,"
-        " or one cut out of mesh order"
+        f"{what}: these are dims of {tuple(p.view)}, and no DTensor can shard two inner parts of a"
+        " dim, or one part out of mesh order"
     )
     return ConstraintError(
         seen,
         remedy=(
-            "split one part of it, such as heads, over axes in mesh order, and another dim over"
-            " others"
+            "shard one part of it, such as heads, over axes in mesh order, and another dim over"
+            " other axes"
         ),
     )

@@ -120,8 +120,8 @@ def apply_buckets(program: StageProgram, plan: Plan) -> StageProgram:
     for bucket in left.values():
         first = bucket.members[0].node if bucket.members else "nothing"
         raise ChangedPlanError(
-            f"a bucket in {bucket.phase}, of {first} first, holds what no graph of the program"
-            " moves"
+            f"a bucket in {bucket.phase}, starting with {first}, has collectives that no graph of"
+            " the program runs"
         )
     return replace(program, **changed, collectives=tuple(emitted))
 
@@ -219,7 +219,7 @@ class _Together:
         )
         if not legal or on_bucket(members, mesh_shape) != bucket.collective:
             what = (
-                f"{', '.join(m.node for m in bucket.members)} cannot be one"
+                f"{', '.join(m.node for m in bucket.members)} cannot share one"
                 f" {bucket.collective.kind} in {bucket.phase}"
             )
             raise ChangedPlanError(what)
@@ -254,7 +254,7 @@ def _rebuilt(graph: fx.Graph, together: Sequence[_Together], mesh_shape: Sequenc
         buckets[stands] = each
         for node in each.nodes:
             if node in taken:
-                raise ChangedPlanError(f"{node.meta['key']} is in buckets twice")
+                raise ChangedPlanError(f"{node.meta['key']} is in two buckets")
             taken.add(node)
             at[node] = stands
     waits: TopologicalSorter[int] = TopologicalSorter()
@@ -267,7 +267,7 @@ def _rebuilt(graph: fx.Graph, together: Sequence[_Together], mesh_shape: Sequenc
             buckets[number].bucket.members[0].node for number in error.args[1] if number in buckets
         ]
         raise WaitingError(
-            f"members of the bucket of {', '.join(inside)} wait for each other"
+            f"members of the bucket of {', '.join(inside)} depend on each other"
         ) from error
     return _write_in_order(nodes, waits, buckets, mesh_shape)
 

@@ -132,7 +132,7 @@ def product_of(made: fx.Node, step: Communication) -> fx.Node:
     for node in made.users if gathers else (made, *added):
         if node.target is ops.dot and pattern_of(node.meta["key"])[0] == pattern:
             return node
-    what = f"{step.collective.kind} what it does not {'read' if gathers else 'make'}"
+    what = f"{step.collective.kind} a tensor that it does not {'read' if gathers else 'return'}"
     raise ChangedPlanError(f"the plan has {pattern} {what}", where=where_of(made))
 
 
@@ -293,7 +293,7 @@ def _norm(
     product, chosen = phase.job.nodes[refs[place][0]], phase.job.index.chosen
     after = normed_after(product)
     if after is None or after.total is not node:
-        what = f"the plan has {_kernel(step).node} normed, and no norm of its sum follows"
+        what = f"the plan fuses a norm into {_kernel(step).node}, but no norm of its sum follows"
         raise ChangedPlanError(what, where=where_of(node))
     reads = zip(operands_of(product), chosen[product.meta["key"]].inputs, strict=True)
     a, b = (phase.get((x.name, 0), layout, product.meta["key"]) for x, layout in reads)

@@ -266,8 +266,8 @@ class PhaseBuilder:
             if layout in self.have.get(ref, {}):
                 return self.have[ref][layout]
         raise ChangedPlanError(
-            f"{self.phase} needs {self.job.key(ref)} as {layout} for {wanted_by}, and nothing in"
-            " the plan makes it",
+            f"{self.phase} needs {self.job.key(ref)} as {layout} for {wanted_by}, but no collective"
+            " of the plan returns it",
             where=where_of(node),
         )
 

@@ -86,7 +86,8 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
         at = index.chosen[input_key(i.path)].inputs[0]
         if not at.is_replicated:
             raise ChangedPlanError(
-                f"the gradient of input {i.path!r} would come as {at}: it goes whole to every rank"
+                f"the gradient of input {i.path!r} would have layout {at}, but every rank needs"
+                " the full gradient"
             )
     for (_, tensor), steps in index.steps.items():
         for step in steps.values():
@@ -121,7 +122,7 @@ def _check_borders(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: b
         ):
             shown = ", ".join(map(str, layouts)) or "no layout"
             raise ChangedPlanError(
-                f"{key} of shape {tuple(value.shape)} cannot lie as {shown} on mesh {mesh}"
+                f"{key} of shape {tuple(value.shape)} cannot have layout {shown} on mesh {mesh}"
             )
 
 
@@ -177,13 +178,13 @@ def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
                 said = tuple(c.collective for c in left.pop((str(phase), key), ()))
                 if said != own_moves(call_of(node), choices[key], mesh.shape):
                     what = (
-                        f"{key} moves by itself in {phase} otherwise than its strategy"
-                        f" {choices[key]} does"
+                        f"the internal communication of {key} in {phase} differs from that of its"
+                        f" strategy {choices[key]}"
                     )
                     raise ChangedPlanError(what, where=where_of(node))
     for phase, key in left:
         raise ChangedPlanError(
-            f"the plan has {key} move by itself in {phase}, where it does not run"
+            f"the plan has internal communication of {key} in {phase}, where it does not run"
         )
 
 
@@ -206,7 +207,7 @@ def _check_step(
     tensor: TensorKey, step: Communication, values: dict[TensorKey, _Value], mesh: Mesh
 ) -> None:
     if tensor not in values:
-        raise ChangedPlanError(f"the plan moves {tensor}, which the model does not make")
+        raise ChangedPlanError(f"the plan communicates {tensor}, which the model does not compute")
     shape, dtype = values[tensor]
     if not _leads((tuple(shape), dtype), step.collective, step.source, step.target, mesh):
         c = step.collective
@@ -375,8 +376,8 @@ class _GraphBuilder:
             if step is None or step in chain:
                 when = "at the end" if each.result else "at the begin"
                 what = (
-                    f"{key} goes from {each.source} to {each.target} {when} of a step, and the plan"
-                    " does not say how"
+                    f"{key} changes from {each.source} to {each.target} {when} of a step, but the"
+                    " plan has no collectives for it"
                 )
                 raise ChangedPlanError(what)
             chain.append(step)
@@ -523,8 +524,8 @@ def emit(
         for name in sorted(leaving.keys() | arriving.keys()):
             if leaving.get(name) != arriving.get(name):
                 what = (
-                    f"{name} leaves stage {number} as {leaving.get(name)} and arrives at the next"
-                    f" as {arriving.get(name)}"
+                    f"{name} is sent by stage {number} as {leaving.get(name)} but received by the"
+                    f" next as {arriving.get(name)}"
                 )
                 raise ChangedPlanError(what)
     return Program(

@@ -36,7 +36,7 @@ def part_of(length: int, size: int) -> int:
     part = -(-length // size)
     if part * (size - 1) >= length:
         raise LayoutError(
-            f"a dim of length {length} cannot be split over {size} ranks",
+            f"a dim of length {length} cannot be sharded over {size} ranks",
             remedy="choose another layout or mesh",
         )
     return part

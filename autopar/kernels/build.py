@@ -115,12 +115,12 @@ def cache_folder() -> Path:
             / "kernels"
         )
         return private_folder(
-            wanted, "compiled kernels", f"name a folder of your own: {_NAME_ANOTHER}"
+            wanted, "compiled kernels", f"choose a private folder: {_NAME_ANOTHER}"
         )
     except RuntimeError as error:
         raise KernelError(
-            "there is no home folder for a cache of kernels",
-            remedy=f"name a folder: {_NAME_ANOTHER}",
+            "no home folder exists for the kernel cache",
+            remedy=f"choose a folder: {_NAME_ANOTHER}",
         ) from error
     except OSError as error:
         raise _unwritable(error) from error
@@ -129,7 +129,7 @@ def cache_folder() -> Path:
 def _unwritable(error: OSError) -> KernelError:
     """Return the error for a cache folder that cannot be made or written to."""
     return KernelError(
-        f"the cache of kernels cannot be written: {error}", remedy=f"name another: {_NAME_ANOTHER}"
+        f"the kernel cache cannot be written: {error}", remedy=f"choose another: {_NAME_ANOTHER}"
     )
 
 
@@ -150,8 +150,8 @@ def compiler(kind: str) -> list[str]:
     found = shutil.which(name)
     if found is None:
         raise KernelError(
-            f"there is no {name} to compile the {kind} kernels",
-            remedy=f"install it, or name one: {variable}=/path/to/it",
+            f"no {name} was found to compile the {kind} kernels",
+            remedy=f"install it, or set its path: {variable}=/path/to/it",
         )
     return [found, *flags]
 
@@ -182,12 +182,12 @@ def build_library(
     """
     if kind == "cuda" and variant in HOST_ONLY:
         raise KernelError(
-            f"the variant {variant} is of the host only", remedy="build it with kind host"
+            f"variant {variant} is only available for the host", remedy="build it with kind host"
         )
     if variant not in VARIANTS:
         raise KernelError(
-            f"there is no variant {variant!r} of the kernels",
-            remedy=f"ask for one of {', '.join(VARIANTS)}",
+            f"unknown variant {variant!r} of the kernels",
+            remedy=f"use one of {', '.join(VARIANTS)}",
         )
     start = compiler(kind)
     if kind == "host":
@@ -230,8 +230,8 @@ def _build(
 ) -> Built:
     if not files:
         raise KernelError(
-            f"there are no kernels in {folder}",
-            remedy="install the package whole: its folder csrc is missing",
+            f"no kernels found in {folder}",
+            remedy="reinstall the package: its folder csrc is missing",
         )
     cache, stem = cache_folder(), f"{name}-{_key(command, files, folder)}"
     place = cache / f"{stem}{suffix}"
@@ -259,12 +259,12 @@ def _read_cached(place: Path, stem: str) -> str | None:
             )
             if wanted == _digest(place):
                 return report
-            reason = f"{place} is not as it was written"
+            reason = f"{place} was changed after it was written"
     except FileNotFoundError:  # nothing was compiled yet, or not to the end
         return None
     except (OSError, ValueError) as error:
         reason = f"{place} cannot be read ({error})"
-    warn_once(f"{reason}: it is compiled again")
+    warn_once(f"{reason}: compiling it again")
     return None
 
 
@@ -296,7 +296,7 @@ def _compile(
             what = f"the kernels ({name}) did not compile:\n{' '.join(line)}\n{report.strip()}"
             variables = " or ".join(variable for variable, _ in COMPILERS.values())
             raise KernelError(
-                what, remedy=f"see what the compiler says, or name another compiler in {variables}"
+                what, remedy=f"see the compiler output, or set another compiler in {variables}"
             )
         said.write_text(report, encoding="utf-8")
         digest.write_text(_digest(made), encoding="utf-8")
@@ -367,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = asked or [kind for kind in COMPILERS if has_compiler(kind)]
     failed = not kinds
     if failed:
-        complain("there is neither g++ nor nvcc: the references in torch will run")
+        complain("neither g++ nor nvcc was found: the torch reference implementations will run")
     for kind in kinds:
         try:
             built = build_library(

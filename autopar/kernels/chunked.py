@@ -343,11 +343,11 @@ def check_chunked(equation: str, letter: str, num_chunks: int) -> None:
     left, right, result = terms_of(equation)
     if letter not in result or letter not in left + right:
         raise ValueError(
-            f"{equation!r} cannot be taken in chunks along {letter!r}: it must be in the result and"
-            " in an operand"
+            f"{equation!r} cannot be computed in chunks along {letter!r}: it must be in the"
+            " result and in an operand"
         )
     if num_chunks < 1:
-        raise ValueError(f"a shard cannot be cut into {num_chunks} chunks")
+        raise ValueError(f"a shard cannot be split into {num_chunks} chunks")
 
 
 @lru_cache(maxsize=4096)

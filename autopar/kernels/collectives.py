@@ -280,7 +280,7 @@ def current_groups() -> Groups:
     groups = _current.get()
     if groups is None:
         raise RuntimeStateError(
-            "a communication step ran outside any process groups",
+            "a communication step ran without process groups",
             remedy=(
                 "run the graph inside use_groups(...), bind it with bind(graph, groups), or use the"
                 " lockstep interpreter"

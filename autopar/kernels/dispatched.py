@@ -191,10 +191,12 @@ def exchange_of(
     group = AxisGroup(name, size, coordinate)
     peers, reason = peers_of(group, x.device)
     if peers is not None and size > MOST_RANKS:
-        peers, reason = None, f"the kernels know {MOST_RANKS} ranks, not {size}"
+        peers, reason = None, f"the kernels support at most {MOST_RANKS} ranks, not {size}"
     if peers is not None:
         return BetweenPeers(peers, (coordinate,), most)
-    say_once(group, "rows go to their experts by an all-to-all of the process group", reason)
+    say_once(
+        group, ("rows are sent to their experts with an all-to-all of the process group"), reason
+    )
     return InGroup(size, name)
 
 

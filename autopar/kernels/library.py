@@ -194,7 +194,7 @@ def function(kind: str, name: str) -> Callable[..., int]:
     """
     library, reason = _load_library(kind, _variant())
     if library is None:
-        raise KernelError(f"{name} is not there: {reason}", remedy="call the reference instead")
+        raise KernelError(f"{name} is not available: {reason}", remedy="call the reference instead")
     return getattr(library, name)
 
 
@@ -235,7 +235,7 @@ def code_of(dtype: torch.dtype) -> int:
     """
     if dtype not in DTYPES:
         raise KernelError(
-            f"kernels do not know {dtype}", remedy=f"use one of {', '.join(map(str, DTYPES))}"
+            f"kernels do not support {dtype}", remedy=f"use one of {', '.join(map(str, DTYPES))}"
         )
     return DTYPES.index(dtype)
 
@@ -263,17 +263,21 @@ _LEAST = (8, 0)  # of the architectures that are compiled for; PTX serves later 
 def _load_library(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
     """Return the library and an empty reason, or None and the reason."""
     if variant == "reference":
-        return None, "AUTOPAR_KERNELS=reference asks for the references in torch"
+        return None, "AUTOPAR_KERNELS=reference selects the torch reference implementations"
     if (
         kind == "cuda"
         and torch.cuda.is_available()
         and (has := torch.cuda.get_device_capability()) < _LEAST
     ):
         reason = (
-            f"they are for GPUs of compute capability {_LEAST[0]}.{_LEAST[1]} and later, this one"
-            f" has {has[0]}.{has[1]}"
+            f"they require GPUs of compute capability {_LEAST[0]}.{_LEAST[1]} or later, but this"
+            f" one has {has[0]}.{has[1]}"
         )
-        _LOG.warning("autopar's %s kernels run as their references in torch: %s", kind, reason)
+        _LOG.warning(
+            ("autopar's %s kernels are replaced by torch reference implementations: %s"),
+            kind,
+            reason,
+        )
         return None, reason
     from autopar.kernels.build import (
         # here, so that build, which is also a command, is not imported with the package
@@ -284,7 +288,11 @@ def _load_library(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(build_library(kind, variant).path))
     except (KernelError, OSError) as error:
         reason = f"{error.what} ({error.remedy})" if isinstance(error, KernelError) else str(error)
-        _LOG.warning("autopar's %s kernels run as their references in torch: %s", kind, reason)
+        _LOG.warning(
+            ("autopar's %s kernels are replaced by torch reference implementations: %s"),
+            kind,
+            reason,
+        )
         return None, reason
     for name, types in SIGNATURES.items():
         if hasattr(library, name):

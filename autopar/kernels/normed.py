@@ -121,9 +121,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_normed([*parts, residual], residual, weight)
     if not parts:
-        raise KernelError(
-            "there is no peer whose part could be added", remedy="give at least one part"
-        )
+        raise KernelError("no peer has a partial sum to add", remedy="pass at least one part")
     if not library.has(residual.device):
         return reference_forward(parts, residual, weight, eps, rounded)
     made = with_room(residual.new_empty(residual.shape))
@@ -212,16 +210,18 @@ def check_normed(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
         or tuple(weight.shape) != tuple(x.shape[-1:])
     ):
         what = f"a norm of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)}"
-        raise KernelError(what, remedy="give floats [..., hidden] and a weight [hidden]")
+        raise KernelError(
+            what, remedy=("pass floating-point tensors [..., hidden] and a weight [hidden]")
+        )
     for other in (*like, weight):
         if other is not weight and other.shape != x.shape:
             raise KernelError(
-                f"a part is {tuple(other.shape)}, the residual {tuple(x.shape)}",
-                remedy="give parts like the residual",
+                f"a part is {tuple(other.shape)}, but the residual is {tuple(x.shape)}",
+                remedy="pass parts with the shape of the residual",
             )
         if other.dtype != x.dtype or other.device != x.device:
-            what = f"{other.dtype} on {other.device} beside {x.dtype} on {x.device}"
-            raise KernelError(what, remedy="give all in one dtype on one device")
+            what = f"{other.dtype} on {other.device} with {x.dtype} on {x.device}"
+            raise KernelError(what, remedy="pass all tensors in one dtype on one device")
 
 
 @_forward.register_fake
@@ -304,10 +304,10 @@ def dot_reduce_add_rmsnorm(
     check_chunked(equation, terms_of(equation)[2][dim], over.num_chunks)
     if n != residual.shape[-1] or not norms(residual.dtype, weight.dtype, dtype, rounded, out):
         what = (
-            f"no kernel norms {n} of {residual.shape[-1]} {residual.dtype}, in {dtype}, to"
-            f" {rounded}, by {weight.dtype}, to {out}"
+            f"no kernel computes this norm: {n} of {residual.shape[-1]} {residual.dtype}, in"
+            f" {dtype}, to {rounded}, by {weight.dtype}, to {out}"
         )
-        raise KernelError(what, remedy="leave the norm apart from the product")
+        raise KernelError(what, remedy="compute the norm separately from the product")
     is_rounded = rounded == residual.dtype
     if group.size > 1 and runs_kernels(group, residual.device):
         return torch.ops.autopar.matmul_reduce_add_rmsnorm(
@@ -442,16 +442,19 @@ def _check(equation: str, a: Tensor, b: Tensor, norm: AddNorm, dim: int, group: 
     part, residual = result_shape(equation, a, b), norm.residual
     if not 0 <= dim < len(part) - 1:
         raise KernelError(
-            f"{equation!r}, cut along dim {dim}, has no whole rows",
+            f"{equation!r}, split along dim {dim}, has no full rows",
             remedy="scatter along a dim before the last",
         )
     part[dim] = part_range(part[dim], (group.size,), (group.coordinate,))[1]
     if list(residual.shape) != part or not a.dtype == b.dtype == residual.dtype:
         what = (
-            f"a residual {tuple(residual.shape)} {residual.dtype} beside a part {tuple(part)} of a"
-            f" product of {a.dtype} and {b.dtype}"
+            f"a residual {tuple(residual.shape)} {residual.dtype} does not match a part"
+            f" {tuple(part)} of a product of {a.dtype} and {b.dtype}"
         )
-        raise KernelError(what, remedy="give a residual like the rank's part of the product")
+        raise KernelError(
+            what,
+            remedy=("pass a residual with the shape and dtype of the rank's part of the product"),
+        )
     check_normed([], residual, norm.weight)
 
 

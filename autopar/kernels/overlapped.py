@@ -383,7 +383,7 @@ def matmul_reduce_scatter(
     group = AxisGroup(name, size, coordinate)
     peers, reason = peers_of(group, a.device)
     if peers is not None and a.dtype not in REDUCIBLE:
-        peers, reason = None, f"the kernels do not add up {a.dtype}"
+        peers, reason = None, f"the kernels do not sum {a.dtype}"
     a, b = a.contiguous(), b.contiguous()
     if size == 1 or peers is None:
         if size > 1:

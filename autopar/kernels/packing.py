@@ -117,8 +117,9 @@ def places(layout: BucketLayout) -> tuple[tuple[tuple[int, int, int, int, int], 
     segments = layout.segments()
     if max(*segments, *layout.lengths()) >= LIMIT:
         raise KernelError(
-            f"a tensor has {max(segments)} elements of a rank, kernels count to {LIMIT - 1}",
-            remedy="pack it in several",
+            f"a tensor has {max(segments)} elements per rank, but kernels support at most"
+            f" {LIMIT - 1}",
+            remedy="pack it in several tensors",
         )
     chunks = [-(-segment // CHUNK) for segment in segments]
     begins = zip(accumulate(segments, initial=0), accumulate(chunks, initial=0), strict=True)
@@ -390,7 +391,7 @@ def _unpack(
     _check(layout, shapes, [*wanted, bucket.dtype], first, count)
     if tuple(bucket.shape) != (count, layout.row):
         raise KernelError(
-            f"the bucket is {tuple(bucket.shape)}, its layout says {(count, layout.row)}",
+            f"the bucket is {tuple(bucket.shape)}, but its layout is {(count, layout.row)}",
             where="autopar::unpack",
         )
     if not wanted or not library.has(bucket.device):
@@ -446,12 +447,12 @@ def _check(
 ) -> None:
     """Raise KernelError if tensors of these shapes and dtypes are no bucket of that layout."""
     if first < 0 or count < 1 or first + count > layout.parts:
-        what = f"there are no ranks {first} to {first + count - 1} of {layout.parts}"
-        raise KernelError(what, remedy="give first and count within the parts")
+        what = f"ranks {first} to {first + count - 1} do not exist among {layout.parts}"
+        raise KernelError(what, remedy="pass first and count within the parts")
     for dtype in dtypes:
         if dtype not in FLOATS:
             raise KernelError(
-                f"{dtype} cannot go through a bucket", remedy="pack only floating tensors"
+                f"{dtype} tensors cannot be bucketed", remedy="pack only floating-point tensors"
             )
     for shape, wanted in zip(shapes, layout.local_sizes(first, count), strict=True):
         if shape != wanted:
@@ -465,7 +466,7 @@ def _whole_sizes(
     for tensor, dim in zip(tensors, dims, strict=True):
         if not 0 <= dim < tensor.dim():
             raise KernelError(
-                f"a tensor of {tensor.dim()} dims has no dim {dim} to cut",
+                f"a tensor of {tensor.dim()} dims has no dim {dim} to split",
                 remedy="view a scalar as [1]; count dims from 0",
             )
     return tuple(

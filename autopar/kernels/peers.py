@@ -178,8 +178,8 @@ class Peers(ABC):
         self.kind = "host" if device.type == "cpu" else "cuda"
         if blocks is not None and not library.on_device(self.kind):
             raise KernelError(
-                "copies by blocks are a device's",
-                remedy="leave blocks out where the ranks are threads of the host",
+                "block copies are only available on a device",
+                remedy="omit blocks when the ranks are threads on the host",
             )
         self._regions: dict[Hashable, Regions] = {}
         self._lock = threading.Lock()
@@ -219,8 +219,8 @@ class Peers(ABC):
         if self._may_be_refused and library.num_refused(self.kind):
             self._may_be_refused = False
             _LOG.warning(
-                "the driver takes no signals as operations of a stream: they run as kernels, which"
-                " wait for a place beside the product, so that less of the communication is hidden"
+                "the driver does not support signals as stream operations: they run as kernels,"
+                " which compete with the matrix product, so less of the communication is hidden"
             )
 
     def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
@@ -268,8 +268,8 @@ class VirtualRanks(Peers):
         """See `Peers.run`."""
         if tuple(ranks) != self.ranks:
             raise KernelError(
-                "virtual ranks work together",
-                remedy="give the work of all ranks in one call, or use HostThreads",
+                "virtual ranks must run together",
+                remedy="pass the work of all ranks in one call, or use HostThreads",
             )
         for streams in self._streams:
             streams.fork()
@@ -415,7 +415,7 @@ def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 # --------------------------------------------------------------------------------------------------
 # The provider that serves a process group, or the reason why there is none.
 
-APART = "products run after or before their communication, not beside it"
+APART = "matrix products run before or after their communication, without overlap"
 _provided: dict[str, Peers] = {}
 _symmetric: dict[tuple[str, torch.device], tuple[Peers | None, str]] = {}
 _said: set[str] = set()
@@ -426,7 +426,7 @@ def provide_peers(name: str, peers: Peers) -> Iterator[None]:
     """Let `peers` serve groups of this name inside, in every thread."""
     if not name or name in _provided:
         raise KernelError(
-            f"{name!r} cannot name these peers: it is empty or taken", remedy="choose another name"
+            f"{name!r} cannot name these peers: it is empty or in use", remedy="choose another name"
         )
     _provided[name] = peers
     try:
@@ -448,7 +448,7 @@ def peers_of(group: AxisGroup, device: torch.device) -> tuple[Peers | None, str]
     if group.name in _provided:
         return (_provided[group.name], "") if library.has(device) else (None, library.why_not(kind))
     if device.type != "cuda":
-        return None, "processes without GPUs do not reach each other's memory"
+        return None, "processes without GPUs cannot access each other's memory"
     if (group.name, device) not in _symmetric:
         _symmetric[group.name, device] = _find_symmetric(group, device)
     return _symmetric[group.name, device]
@@ -505,7 +505,7 @@ def _find_symmetric(group: AxisGroup, device: torch.device) -> tuple[Peers | Non
             ImportError,
             AttributeError,
         ) as error:  # torch's own, where devices cannot map each other's memory
-            found, reason = None, f"torch's symmetric memory is not available: {error}"
+            found, reason = None, f"torch symmetric memory is not available: {error}"
     everywhere = torch.tensor([found is not None], dtype=torch.int32, device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=_resolve_process_group(group.name))
     if found is not None and not everywhere.item():

@@ -323,7 +323,7 @@ def _pointers(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-_APART = "rows go to their experts by an all_to_all"
+_APART = "rows are sent to their experts with an all_to_all"
 
 
 # --- definitions
@@ -415,8 +415,8 @@ def moe_dispatch(
     """
     if num_experts % size or experts.numel() > most:
         raise ValueError(
-            f"{num_experts} experts on {size} ranks, {experts.numel()} pairs of at most {most}: not"
-            " evenly, or too many"
+            f"{num_experts} experts on {size} ranks, {experts.numel()} pairs of at most {most}:"
+            " uneven, or too many"
         )
     group = AxisGroup(name, size, coordinate)
     if size > 1:

@@ -202,8 +202,8 @@ def _serves(x: Tensor, *others: Tensor | None) -> bool:
     apart = next((each for each in given if not each.is_contiguous()), None)
     if apart is not None:
         _say_once(
-            f"a norm or a loss of {tuple(x.shape)} takes several passes over memory: it reads a"
-            f" tensor of strides {apart.stride()}"
+            f"a norm or a loss of {tuple(x.shape)} needs several passes over memory: it reads a"
+            f" tensor with strides {apart.stride()}"
         )
     return apart is None
 

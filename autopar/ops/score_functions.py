@@ -81,14 +81,12 @@ def overload_of(name: str) -> torch._ops.OpOverload:
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
     if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or _RANDOM in op.tags:
-        what = (
-            f"the function calls {name}, which is no op that computes a score from its place alone"
-        )
+        what = f"the function calls {name}, which does not compute a score from its position only"
         raise UnwritableError(
             what,
             remedy=(
-                "write the function with torch's functions of tensors, none of which writes or"
-                " draws"
+                "write the function with torch functions of tensors that do not write into"
+                " tensors or draw random numbers"
             ),
         )
     return op
@@ -150,11 +148,11 @@ def _write_value(value: Any, written: Mapping[fx.Node, Any]) -> Any:
     match value:
         case fx.Node():
             if written.get(value) is None:
-                what = "the function makes a tensor of its own numbers, or calls another graph"
+                what = "the function creates a tensor from constants, or calls another graph"
                 raise UnwritableError(
                     what,
                     remedy=(
-                        "pass numbers as Python numbers, and make tensors outside of the function"
+                        "pass numbers as Python numbers, and create tensors outside the function"
                     ),
                 )
             return written[value]
@@ -172,7 +170,7 @@ def _write_value(value: Any, written: Mapping[fx.Node, Any]) -> Any:
             return [_write_value(each, written) for each in value]
     raise UnwritableError(
         f"the function calls an op with {value!r}",
-        remedy="write the function with tensors and numbers alone",
+        remedy="write the function with tensors and numbers only",
     )
 
 

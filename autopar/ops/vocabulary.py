@@ -41,7 +41,7 @@ def embedding(
         ids,
         size,
         "token ids",
-        "give the embedding as many rows as there are ids, or see where the others come from",
+        "give the embedding as many rows as there are ids, or find the source of the invalid ids",
     )
     local, inside = _local_index(ids, start, weight.shape[0])
     return aten.embedding.default(weight, local).mul_(inside.unsqueeze(-1))
@@ -96,8 +96,8 @@ def pick(x: Tensor, index: Tensor, ignored: int, start: int = 0, size: int | Non
         RuntimeError: where an index is neither a class nor `ignored`.
     """
     remedy = (
-        "give the loss as many classes as labels name, and what shall not count its ignore_index,"
-        f" {ignored} here"
+        "give the loss as many classes as the labels use, and set labels to skip to its"
+        f" ignore_index, {ignored} here"
     )
     _assert_inside(
         torch.where(index == ignored, 0, index),
@@ -324,7 +324,10 @@ def _ctc(
         losses [n], gradient [t, n, c].
     """
     if targets.numel() and int(target_lengths.amax()) > targets.shape[1]:
-        what = f"targets of {int(target_lengths.amax())} classes, and {targets.shape[1]} are there"
+        what = (
+            f"target_lengths has {int(target_lengths.amax())} classes, but targets has"
+            f" {targets.shape[1]}"
+        )
         raise AutoparError(what, remedy="pass target_lengths that fit the targets")
     given = log_probs, targets, input_lengths, target_lengths
     losses, alignments = aten._ctc_loss.Tensor(*given, blank, zero_infinity)

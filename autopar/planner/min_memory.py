@@ -277,10 +277,10 @@ def refusal(budget: int, last: Solution | Least, smallest: int) -> InfeasibleErr
         smallest: least peak of the plans that were emitted, in bytes; 0 if none was.
     """
     if smallest or isinstance(last, Solution):
-        tried = f"; the smallest that was tried needs {size_text(smallest)}"
+        tried = f"; the smallest plan tried needs {size_text(smallest)}"
         return shortage(
             f"no plan was found that fits into {size_text(budget)} per device{tried}", smallest
         )
-    needed = f"at least {size_text(last.bound_bytes)} is needed, and the transient peak beside it"
+    needed = f"at least {size_text(last.bound_bytes)} is needed, in addition to the transient peak"
     what = f"no plan fits into {size_text(budget)} per device: {needed}"
     return shortage(what, int(last.bound_bytes))

@@ -55,7 +55,7 @@ def _name_conflict(error: ConstraintError, found: Sequence[Constraint]) -> Const
         return error
     said = f"{', '.join(map(in_words, found[:-1]))} and {in_words(found[-1])}"
     return ConstraintError(
-        f"{error.what}; {said} conflict: of these, all but any one can hold",
+        f"{error.what}; {said} conflict: without any one of them, the others can hold",
         where=error.where,
         remedy=error.remedy,
     )

@@ -247,7 +247,7 @@ def _refusal(
 ) -> PlanError:
     """Why what the plan decides is not offered: a tensor that cannot be split so, where there is
     one."""
-    what = f"what the plan decides for {key} cannot be done here"
+    what = f"the plan's decision for {key} is not possible here"
     members = () if source.cluster is None else source.cluster.first.members
     for member, strategy in zip(
         members, wanted, strict=False
@@ -258,12 +258,12 @@ def _refusal(
                 sizes = " and ".join(map(str, mesh_shape))
                 has = "it has" if member.key == key else f"{member.key} has"
                 why = (
-                    f"{has} a tensor of shape {tensor.shape}, which cannot lie as {str(layout)!r}"
-                    f" over axes of {sizes} devices"
+                    f"{has} a tensor of shape {tensor.shape}, which cannot have layout"
+                    f" {str(layout)!r} over axes of {sizes} devices"
                 )
-                remedy = "ask about smaller axes, or plan for that mesh"
+                remedy = "use smaller axes, or plan for that mesh"
                 return PlanError(f"{what}: {why}", where=member.call.where, remedy=remedy)
     return PlanError(
-        f"{what}: it is none of what rules and constraints allow",
+        f"{what}: the rules and constraints do not allow it",
         remedy="plan again for this model and mesh",
     )

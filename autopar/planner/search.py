@@ -96,13 +96,13 @@ class Planned:
         """
         if self.problem is None:
             what = (
-                "a plan with pipeline stages is the answer of several integer programs, and one"
-                " file holds one"
+                "a plan with pipeline stages solves several integer programs, but one LP file"
+                " holds only one"
             )
             raise AutoparError(
                 what,
                 where=str(path),
-                remedy="pass num_microbatches=1 and no pipeline, or leave the LP file out",
+                remedy="pass num_microbatches=1 and no pipeline, or omit the LP file",
             )
         write_lp(self.problem, self.plan.proof.objective_s, path)
 
@@ -240,7 +240,7 @@ def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> P
         raise AutoparError(
             "ops without a rule run replicated: " + "; ".join(lines),
             remedy=(
-                "pass strict=False to accept their cost, or register a rule of each op with"
+                "pass strict=False to run them replicated, or register a rule of each op with"
                 " autopar.rules.register"
             ),
         )

@@ -74,22 +74,22 @@ def _notes(plan: Plan, mesh: Mesh) -> Iterator[str]:
         if axis.size > 1 and before.get(axis.name, 1) == 1:
             why = "is new" if axis.name not in before else "has size 1 in the plan"
             yield (
-                f"axis {axis.name!r} {why}: the plan's decisions repeat the same work on its"
-                f" {axis.size} devices"
+                f"axis {axis.name!r} {why}: with the plan's decisions its {axis.size} devices"
+                " repeat the same work"
             )
     for name, size in before.items():
         if size > 1 and name not in mesh.names:
             yield (
-                f"axis {name!r} of the plan is not in this mesh: it has size 1 there, and what the"
-                " plan splits over it is whole"
+                f"axis {name!r} of the plan is not in this mesh: it has size 1 here, and tensors"
+                " that the plan shards over it are replicated"
             )
 
 
 def _check(plan: Plan, mesh: Mesh) -> None:
     if not set(plan.mesh.names) & set(mesh.names):
         what = (
-            f"the plan is for {plan.mesh}, this is {mesh}: no axis has a name of the plan's, by"
-            " which its decisions would be carried"
+            f"the plan is for {plan.mesh}, but this mesh is {mesh}: they have no common axis name"
+            " through which decisions could be transferred"
         )
         raise PlanError(
             what,
@@ -101,15 +101,12 @@ def _check(plan: Plan, mesh: Mesh) -> None:
     size, wanted = ({a.name: a.size for a in m.axes}.get(name, 1) for m in (mesh, plan.mesh))
     if size != wanted:
         what = (
-            f"the plan has {num} stages along {name!r}, {wanted} devices; in mesh {mesh} these"
-            f" are {size}"
+            f"the plan has {num} stages along {name!r}, {wanted} devices, but the axis has size"
+            f" {size} in mesh {mesh}"
         )
         raise PlanError(
             what,
-            remedy=(
-                f"ask about a mesh with {name}={wanted}, whatever its other axes are, or plan"
-                " for that one"
-            ),
+            remedy=(f"use a mesh with {name}={wanted} and any other axes, or plan for this mesh"),
         )
 
 
@@ -378,16 +375,16 @@ def _check_inputs(piece: _CarriedPiece, mesh: Mesh, num: int) -> None:
         )
         if layout is not None and not layout.fits(i.shape, mesh.shape):
             which = (
-                f"each of the plan's {num} microbatches has {i.path}"
+                f"each of the plan's {num} microbatches has input {i.path}"
                 if num > 1
-                else f"the plan has {i.path}"
+                else f"the plan has input {i.path}"
             )
             what = (
-                f"{which} of shape {tuple(i.shape)}, which cannot lie as {str(layout)!r} on mesh"
-                f" {mesh}"
+                f"{which} of shape {tuple(i.shape)}, which cannot have layout {str(layout)!r} on"
+                f" mesh {mesh}"
             )
             fewer = ", with fewer microbatches" if num > 1 else ""
-            raise PlanError(what, remedy=f"ask about smaller axes, or plan for that mesh{fewer}")
+            raise PlanError(what, remedy=f"use smaller axes, or plan for that mesh{fewer}")
 
 
 def _rests(piece: _CarriedPiece, mesh: Mesh) -> dict[str, Layout]:
@@ -425,6 +422,6 @@ def _kept_variants(priced: Priced, plan: Plan, trace: Trace) -> dict[int, tuple[
             found |= {v: tuple(map(value.version, wanted))} if wanted else {}
         except KeyError:
             raise ChangedPlanError(
-                f"what the plan keeps of {keys[name]} is not made here"
+                f"the layout that the plan keeps of {keys[name]} is not computed here"
             ) from None
     return found

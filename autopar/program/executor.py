@@ -227,7 +227,10 @@ class Executor:
         if self._backend == "inductor" and any(
             c.kind in HOST_KINDS for _, _, c in program.collectives
         ):
-            what = 'the plan has tensors on the hosts, whose copies backend "inductor" does not run'
+            what = (
+                'the plan stores tensors in host memory, but backend "inductor" does not support'
+                " host copies"
+            )
             raise RuntimeStateError(what, remedy='use backend="eager", or plan without offload')
         self._graphs: dict[str, Boxed] = {}
         index = {tensor.name: position for position, tensor in enumerate(program.buffers)}
@@ -423,14 +426,12 @@ def gather(local: Tensor, layout: Layout, groups: Groups, shape: Sequence[int]) 
 def usable_backend(backend: Backend) -> Backend:
     """Return the backend; eager, with a warning, if Inductor has no C++ compiler."""
     if backend not in ("eager", "inductor"):
-        raise RuntimeStateError(
-            f"backend {backend!r} is not known", remedy='use "eager" or "inductor"'
-        )
+        raise RuntimeStateError(f"unknown backend {backend!r}", remedy='use "eager" or "inductor"')
     if backend == "inductor" and not any(
         shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")
     ):
         warnings.warn(
-            'backend="inductor" needs a C++ compiler and there is none: running eagerly',
+            'backend="inductor" needs a C++ compiler, but none was found: running eagerly',
             stacklevel=2,
         )
         return "eager"
@@ -474,12 +475,12 @@ def use_private_cache() -> None:
         found = private_folder(
             wanted,
             "code that Inductor compiles",
-            f"name a folder of your own: {_INDUCTOR_CACHE}=FOLDER",
+            f"choose a private folder: {_INDUCTOR_CACHE}=FOLDER",
         )
     except OSError as error:
         what, remedy = (
             f"Inductor's cache cannot be written: {error}",
-            f"name another folder: {_INDUCTOR_CACHE}=FOLDER",
+            f"choose another folder: {_INDUCTOR_CACHE}=FOLDER",
         )
         raise RuntimeStateError(what, where=str(wanted), remedy=remedy) from error
     os.environ[_INDUCTOR_CACHE] = str(found)

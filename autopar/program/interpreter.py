@@ -118,7 +118,7 @@ def check_parts(parts: Sequence[Tensor], joined: int, length: int | None) -> Non
         own = [part_range(length, [len(parts)], [index])[1] for index in range(len(parts))]
         expected = [(*shapes[0][:joined], n, *shapes[0][joined + 1 :]) for n in own]
     if shapes != expected:
-        raise VerificationError(f"ranks bring different shapes: {shapes}")
+        raise VerificationError(f"ranks have different shapes: {shapes}")
 
 
 def step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str) -> list[Tensor]:
@@ -299,7 +299,7 @@ class Ranks:
             "",
         )
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            raise VerificationError("an operator of the program writes into its operand")
+            raise VerificationError("an operator of the program modifies its operand in place")
         kwargs = {name: value for name, value in node.kwargs.items() if name != without}
         args, kwargs = tree_map(lambda a: promoted_dtype(a, self.dtype), (node.args, kwargs))
         operands = node.all_input_nodes
@@ -428,7 +428,8 @@ def _handed_over(node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
             or handed.result is None
         ):
             raise VerificationError(
-                "it finishes what was not started with these settings, or was finished before"
+                "it waits for a collective that was not started with these settings, or has"
+                " already finished"
             )
         results.append(handed.result)
         handed.result = None
@@ -474,7 +475,7 @@ def join_results(
         except (AutoparError, RuntimeError) as error:
             node = output.args[0][index + offset]
             raise VerificationError(
-                f"{border.name!r} cannot be joined from {node_name(node)}: {error}",
+                f"{border.name!r} cannot be gathered from {node_name(node)}: {error}",
                 where=where_of(node),
             ) from error
     return found

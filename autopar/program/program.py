@@ -208,10 +208,10 @@ class Microbatches:
             whole = inputs[path]
             if whole.shape[dim] % self.num:
                 what = (
-                    f"input {path!r} has {whole.shape[dim]} samples, which are not {self.num} equal"
-                    " microbatches"
+                    f"input {path!r} has {whole.shape[dim]} samples, which is not a multiple of"
+                    f" {self.num} microbatches"
                 )
-                raise RuntimeStateError(what, remedy="pass batches of the size that was planned")
+                raise RuntimeStateError(what, remedy="pass batches of the planned size")
             for part, value in zip(parts, whole.chunk(self.num, dim), strict=True):
                 part[path] = value
         return parts

@@ -46,9 +46,11 @@ def local_part(
             mirrored parts.
     """
     if math.prod(view) != full.numel():
-        raise LayoutError(f"a tensor of shape {tuple(full.shape)} cannot be seen as {tuple(view)}")
+        raise LayoutError(
+            f"a tensor of shape {tuple(full.shape)} cannot be viewed as {tuple(view)}"
+        )
     if layout.has_partial or layout.special:
-        raise LayoutError(f"a full tensor has no parts in layout {layout}")
+        raise LayoutError(f"a full tensor cannot be sharded as {layout}")
     part = full.reshape(tuple(view))
     for dim, size in enumerate(view):
         start, length = local_range(size, layout, dim, mesh_shape, coordinate)

@@ -78,7 +78,7 @@ def path() -> Path | None:
         folder = private_folder(
             cache_home(),
             "discovered rules",
-            "name a folder of your own: AUTOPAR_CACHE_DIR=FOLDER",
+            "choose a private folder: AUTOPAR_CACHE_DIR=FOLDER",
         )
     except OSError:
         return None
@@ -91,7 +91,7 @@ def load(call: Call) -> tuple[AxisOption, ...]:
         options = tuple(map(decode, _rules(path()).get(_key(call), ())))
     except (LayoutError, TypeError, ValueError, AttributeError) as error:
         warn_once(
-            f"an entry of the discovered rules is damaged ({error}): {_key(call)} is found again"
+            f"an entry of the discovered rules is damaged ({error}): discovering {_key(call)} again"
         )
         return ()
     fit = all(
@@ -154,7 +154,7 @@ def _rules(file: Path | None) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         reason = f"{file} cannot be read: {error}"
-    warn_once(f"{reason}. The rules in it are found again")
+    warn_once(f"{reason}. Its rules are discovered again")
     return {}
 
 
@@ -170,7 +170,7 @@ def _entries(data: Any) -> dict[str, Any]:
         return {}
     rules = data.get("rules")
     if not isinstance(rules, dict) or data.get("sha256") != digest(rules):
-        raise ValueError("it is not as it was written")
+        raise ValueError("it was changed after it was written")
     return rules
 
 
@@ -220,15 +220,18 @@ def experiment(
         )  # of the CPU alone, where it runs: those of GPUs are the script's
         trials = trials_of(call)
         if not trials:
-            return (), "it gave no numbers on small tensors of the CPU, or others the second time"
+            return (), (
+                "on small CPU tensors it returned no finite numbers, or different ones the second"
+                " time"
+            )
         tells = _tells(trials)
         if not any(tells):
-            return (), "its result is the same whatever goes in"
+            return (), "its result does not depend on its operands"
         options = _prove_proposals(call, known, trials, tells)
         if not known or len(options) < len(known):
             options = _prove_proposals(call, _proposals(call, trials[0], careful), trials, tells)
     is_split = any(isinstance(p, Shard) for option in options for p in option.inputs)
-    return options, "" if is_split else "no split of it reproduces the whole"
+    return options, "" if is_split else "no sharding of it reproduces the full result"
 
 
 def _tells(trials: Iterable[Trial]) -> list[bool]:
@@ -435,8 +438,8 @@ _LONGEST_S = 60.0  # that a child may be silent
 _TOO_LONG = '{"options": [], "reason": "experiments with it took too long"}'
 _TAGS = {
     torch.Tag.nondeterministic_seeded: "it draws random numbers",
-    torch.Tag.data_dependent_output: "its result depends on values as no tensor does",
-    torch.Tag.dynamic_output_shape: "its result's shape depends on values",
+    torch.Tag.data_dependent_output: "its result depends on the values of tensors",
+    torch.Tag.dynamic_output_shape: "the shape of its result depends on values",
 }
 _COMMUNICATING = (
     "_c10d_functional",
@@ -460,9 +463,9 @@ class Discovery:
 def unfit(target: Callable[..., Any]) -> str:
     """Why an op can have no rule; empty where it can."""
     if not isinstance(target, torch._ops.OpOverload):
-        return "it is no operator of torch with a schema"
+        return "it is not a torch operator with a schema"
     if target._schema.is_mutable:
-        return "it changes its operands"
+        return "it modifies its operands"
     if target.namespace in _COMMUNICATING:
         return "it communicates"
     return next((reason for tag, reason in _TAGS.items() if tag in target.tags), "")
@@ -477,7 +480,7 @@ def discover(call: Call) -> Discovery:
 def _discover(keyed: KeyedCall) -> Discovery:
     call = keyed.call
     reason = unfit(call.target) or (
-        "" if call.inputs and call.outputs else "it has no tensors to split"
+        "" if call.inputs and call.outputs else "it has no tensors to shard"
     )
     options: tuple[AxisOption, ...] = ()
     if not reason:
@@ -498,7 +501,7 @@ def _answer(text: str) -> tuple[tuple[AxisOption, ...], str]:
     try:
         data = json.loads(text)
     except ValueError:
-        return (), "experiments with it did not end well"
+        return (), "experiments with it failed"
     return tuple(map(decode, data["options"])), data["reason"]
 
 

@@ -91,8 +91,8 @@ def _fit(term: Term, rank: int, text: str) -> Term:
         term = term[:at] + tuple(f".{count - i}" for i in range(count)) + term[at + 1 :]
     if len(term) < rank:
         raise RuleError(
-            f"term {' '.join(term)!r} of rule {text!r} names {len(term)} dims of a tensor that has"
-            f" {rank}"
+            f"term {' '.join(term)!r} of rule {text!r} names {len(term)} dims, but the tensor has"
+            f" {rank} dims"
         )
     return term[len(term) - rank :]
 

@@ -37,7 +37,7 @@ _SIZES = (
 )  # of letters: even, equal, odd
 _WHOLE_SIZE = 6
 _ASK = (
-    "pass examples=[(tensor, ...), ...]: arguments that the op takes, with every letter's dim"
+    "pass examples=[(tensor, ...), ...] with arguments of the op, so that every letter's dim is"
     " larger than 1 in some example"
 )
 
@@ -100,9 +100,9 @@ def register(
 def _check_target(target: torch._ops.OpOverload, reduce_op: str) -> None:
     if reduce_op not in ("sum", "max", "min"):
         raise RuleError(
-            f"reduce op {reduce_op!r} is unknown",
+            f"unknown reduce op {reduce_op!r}",
             where=op_name(target),
-            remedy="write sum, max or min",
+            remedy="use sum, max or min",
         )
     if target in TABLE:
         raise RuleError(
@@ -114,7 +114,7 @@ def _check_target(target: torch._ops.OpOverload, reduce_op: str) -> None:
         raise RuleError(
             f"the op cannot have a rule: {reason}",
             where=op_name(target),
-            remedy="make it a function of its arguments alone",
+            remedy="make it a pure function of its arguments",
         )
 
 
@@ -177,8 +177,8 @@ def _overload(op: Any) -> torch._ops.OpOverload:
     if isinstance(op, torch._ops.OpOverloadPacket) and len(op.overloads()) == 1:
         op = getattr(op, op.overloads()[0])
     if not isinstance(op, torch._ops.OpOverload):
-        remedy = "pass torch.ops.NAMESPACE.NAME.OVERLOAD, or what torch.library.custom_op gave"
-        raise RuleError(f"{op!r} is no operator of torch with one overload", remedy=remedy)
+        remedy = "pass torch.ops.NAMESPACE.NAME.OVERLOAD, or the result of torch.library.custom_op"
+        raise RuleError(f"{op!r} is not a torch operator with one overload", remedy=remedy)
     return op
 
 
@@ -192,7 +192,7 @@ def _example(target: Any, example: Example) -> Trial:
             result = target(*args, **kwargs)
     except Exception as error:  # a user's op may raise anything
         raise RuleError(
-            f"the op does not take the example: {error}", where=op_name(target), remedy=_ASK
+            f"the op does not accept the example: {error}", where=op_name(target), remedy=_ASK
         ) from error
     return call_on(target, args, kwargs, result)
 
@@ -253,7 +253,7 @@ def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
         if found:
             return
     raise RuleError(
-        f"the op does not take what the rule's letters say: {problem}",
+        f"the op does not accept the shapes of the rule's letters: {problem}",
         where=op_name(target),
         remedy=_ASK,
     )
@@ -301,7 +301,7 @@ def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
                         raise RuleError(
                             what,
                             where=op_name(target),
-                            remedy="correct the rule; _ keeps a dim whole",
+                            remedy="correct the rule; _ means that a dim is never sharded",
                         ) from error
     untried = [
         x
@@ -311,7 +311,7 @@ def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
     ]
     if untried:
         raise RuleError(
-            f"no example tries letter {untried[0]!r}: its dim is 1 in all",
+            f"no example covers letter {untried[0]!r}: its dim is 1 in all examples",
             where=op_name(target),
             remedy=_ASK,
         )

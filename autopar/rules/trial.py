@@ -331,7 +331,7 @@ def _difference(number: int, joined: torch.Tensor, whole: torch.Tensor) -> str:
     apart = (joined.to(torch.complex128) - whole.to(torch.complex128)).abs().nan_to_num(math.inf)
     at = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
     return (
-        f"result {number} differs from that of the whole op: {joined[at].item():.6g} at {list(at)},"
+        f"result {number} differs from that of the full op: {joined[at].item():.6g} at {list(at)},"
         f" expected {whole[at].item():.6g}"
     )
 

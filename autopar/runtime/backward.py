@@ -29,13 +29,13 @@ def refuse_transforms() -> None:
     """
     if torch._C._are_functorch_transforms_active():
         what = (
-            "called under a transform of torch.func (grad, vjp, jvp, vmap, jacrev, ...): a program"
-            " is run, and cannot be transformed"
+            "called under a transform of torch.func (grad, vjp, jvp, vmap, jacrev, ...): a compiled"
+            " program cannot be transformed"
         )
         remedy = (
-            "differentiate by backward: torch.autograd.grad(pm(x), list(pm.parameters())), also of"
-            " what functional_call passes; other derivatives, and those of each sample, are the"
-            " plain model's to compute"
+            "use backward: torch.autograd.grad(pm(x), list(pm.parameters())) also works under"
+            " functional_call; compute other derivatives and per-sample gradients with the plain"
+            " model"
         )
         raise RuntimeStateError(what, remedy=remedy)
 
@@ -54,12 +54,12 @@ def refuse_tracing(args: object) -> None:
     if is_fx or torch.jit.is_tracing() or torch.compiler.is_exporting():
         tracer = "torch.fx" if is_fx else "torch.jit" if torch.jit.is_tracing() else "torch.export"
         what = (
-            f"a compiled module is not traced by {tracer}: it is a program of several processes"
-            " already"
+            f"a compiled module cannot be traced by {tracer}: it is already a program of several"
+            " processes"
         )
         remedy = (
-            "trace the plain model, with what was trained: autopar.save_weights(pm, folder) writes"
-            " what it loads"
+            "trace the plain model instead: autopar.save_weights(pm, folder) writes the trained"
+            " weights for it"
         )
         raise RuntimeStateError(what, remedy=remedy)
 
@@ -83,7 +83,7 @@ def as_given(
 
 def ran_twice() -> RuntimeStateError:
     """Return the error for a second backward through one call."""
-    what = "backward ran a second time through one call, and what it needs has been freed"
+    what = "backward ran a second time for one call, whose saved tensors are already freed"
     return RuntimeStateError(
         what, remedy="call the module again before each backward; one call gives one backward"
     )
@@ -104,12 +104,12 @@ def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         backward; otherwise run backward."""
         if torch.is_grad_enabled():
             what = (
-                "backward with create_graph=True: programs have first derivatives only, and these"
-                " gradients would have no graph"
+                "backward with create_graph=True: a program computes first derivatives only, and"
+                " these gradients would have no graph"
             )
             remedy = (
-                "leave create_graph out; what needs gradients of gradients, a penalty on them, is"
-                " trained as the plain model"
+                "leave create_graph out; if the loss uses gradients of gradients (a gradient"
+                " penalty), train the plain model"
             )
             raise RuntimeStateError(what, remedy=remedy)
         return once(ctx, *tangents)
@@ -195,7 +195,7 @@ def _refuse_no_norm(norm_type: float) -> None:
     their smallest elements, which cannot be computed from parts of tensors."""
     if not norm_type > 0:
         raise RuntimeStateError(
-            f"norm_type={norm_type} is no norm",
+            f"norm_type={norm_type} is not a norm",
             remedy="pass a positive number, or math.inf for the largest element",
         )
 

@@ -253,17 +253,20 @@ class Arguments:
         for (_, tensor, _), value in zip(self._inputs, tensors, strict=True):
             if forward_ad.unpack_dual(value).tangent is not None:
                 what = (
-                    f"argument {tensor.name!r} has a forward-mode tangent: programs have"
-                    " derivatives by backward only"
+                    f"argument {tensor.name!r} has a forward-mode tangent: programs support"
+                    " backward differentiation only"
                 )
                 raise RuntimeStateError(
                     what, remedy="differentiate by backward, or call the plain model"
                 )
             if value.requires_grad and torch.is_grad_enabled() and not tensor.requires_grad:
                 raise AsksForGradient(
-                    f"argument {tensor.name!r} requires a gradient, which the program does not"
-                    " compute",
-                    remedy="detach it, or let the one in example_inputs require a gradient, too",
+                    f"argument {tensor.name!r} requires a gradient, but the program does not"
+                    " compute one",
+                    remedy=(
+                        "detach it, or set requires_grad on this argument in example_inputs and"
+                        " compile again"
+                    ),
                 )
 
     def _check_settings(self, leaves: Sequence[Any]) -> None:
@@ -275,11 +278,11 @@ class Arguments:
                 # other objects cannot be compared, so no other program can be chosen by them
                 kind = Misfit if isinstance(given, (Tensor, *_PLAIN)) else RuntimeStateError
                 raise kind(
-                    f"argument {self._form.paths[position]!r} is {_shown(given)}, the program was"
-                    f" made for {_shown(made_for)}",
+                    f"argument {self._form.paths[position]!r} is {_shown(given)}, but the program"
+                    f" was compiled for {_shown(made_for)}",
                     remedy=(
-                        "pass what the program was made for, or compile the model for this"
-                        " call, too"
+                        "pass the value the program was compiled for, or compile the model again"
+                        " for this call"
                     ),
                 )
 
@@ -289,10 +292,12 @@ class Arguments:
         for position, made_for in self._settings.items():
             if isinstance(made_for, Tensor) and not torch.equal(leaves[position].cpu(), made_for):
                 what = (
-                    f"argument {self._form.paths[position]!r}, whose values forward reads, holds"
-                    " others than the program was made for"
+                    f"argument {self._form.paths[position]!r} has other values than the program"
+                    " was compiled for, and forward reads them"
                 )
-                raise Misfit(what, remedy="pass those, or compile the model for this call, too")
+                raise Misfit(
+                    what, remedy=("pass the same values, or compile the model again for this call")
+                )
 
     def _check_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
         tensors = []
@@ -305,15 +310,15 @@ class Arguments:
                 )
             _check_kind(tensor.name, value)
             if tuple(value.shape) != shape or value.dtype != tensor.dtype:
-                part = "" if self._is_whole else f", this rank's part of {tensor.shape}"
+                part = "" if self._is_whole else f", this rank's shard of {tensor.shape}"
                 what = (
-                    f"argument {tensor.name!r} is {value.dtype} {tuple(value.shape)}, the program"
-                    f" takes {tensor.dtype} {shape}{part}"
+                    f"argument {tensor.name!r} is {value.dtype} {tuple(value.shape)}, but the"
+                    f" program expects {tensor.dtype} {shape}{part}"
                 )
                 raise Misfit(what, remedy=self._remedy)
             if value.device.type != self._device_type:
                 raise RuntimeStateError(
-                    f"argument {tensor.name!r} is on {value.device}, the mesh on"
+                    f"argument {tensor.name!r} is on {value.device}, but the mesh is on"
                     f" {self._device_type}",
                     remedy=f"move the batch to {self._device_type}",
                 )
@@ -335,8 +340,8 @@ class Arguments:
                 else value.device.index
             )
             log.warning(
-                "%s is on %s, and this process computes on %s: each call copies it there; call"
-                " torch.cuda.set_device(%s) before all else",
+                "%s is on %s, but this process computes on %s: every call copies it; call"
+                " torch.cuda.set_device(%s) before anything else",
                 name,
                 value.device,
                 own,
@@ -352,7 +357,7 @@ class Arguments:
             check_call(self._form.signature, args, kwargs)
         got = [path.split(".", 1)[1] for path in paths_in((args, kwargs))]
         raise Misfit(
-            f"called with arguments {got}, the program was made for {list(self._form.paths)}",
+            f"called with arguments {got}, but the program expects {list(self._form.paths)}",
             remedy=self._remedy,
         )
 
@@ -380,16 +385,17 @@ def defaults_of(model: nn.Module) -> dict[str, Any]:
 
 def _check_kind(name: str, value: Tensor) -> None:
     if isinstance(value, DTensor):
-        what = f"argument {name!r} is a DTensor, the program takes plain tensors"
+        what = f"argument {name!r} is a DTensor, but the program expects plain tensors"
         remedy = (
-            "pass x.full_tensor(), called on every rank, or compile the module that it comes from"
-            " with outputs='full'"
+            "pass x.full_tensor(), called on every rank, or compile the module that returns it with"
+            " outputs='full'"
         )
         raise RuntimeStateError(what, remedy=remedy)
     kind = unusual_kind(value)
     if kind is not None:
         raise RuntimeStateError(
-            f"argument {name!r} is {kind.name}, the program takes plain tensors", remedy=kind.remedy
+            f"argument {name!r} is {kind.name}, but the program expects plain tensors",
+            remedy=kind.remedy,
         )
 
 
@@ -434,8 +440,8 @@ def _shown(value: Any) -> str:
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _REMEDY = "call it as in example_inputs, with a batch of the same shapes and dtypes"
 _OF_PARTS = (
-    'example_inputs are the whole batch, of which with batch="local" each rank passes its part'
-    " (pm.input_layouts): pass such parts"
+    'example_inputs is the whole batch; with batch="local" each rank passes only its shard'
+    " (see pm.input_layouts)"
 )
 
 

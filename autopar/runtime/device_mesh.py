@@ -49,7 +49,7 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
                 f" plan for a mesh of {world}"
             ),
         )
-    with announced(f"makes process groups for mesh {mesh}"):
+    with announced(f"creates process groups for mesh {mesh}"):
         return init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names)
 
 
@@ -68,8 +68,8 @@ def check_shape(devices: DeviceMesh, mesh: Mesh) -> None:
     """
     if (here := mesh_of(devices)).shape != mesh.shape:
         raise MeshError(
-            f"the program is for mesh {mesh}, not {here}",
-            remedy=f"plan for the mesh that is there, {here}",
+            f"the program was compiled for mesh {mesh}, but the device mesh is {here}",
+            remedy=f"plan for mesh {here}",
         )
 
 
@@ -148,8 +148,8 @@ def stage_devices(
     names = devices.mesh_dim_names or ()
     if axis not in names:
         raise MeshError(
-            f"the mesh has no axis {axis!r}",
-            remedy=f"name its dims as in the plan; they are {names or 'not named'}",
+            f"the device mesh has no dim {axis!r}",
+            remedy=f"name its dims as in the plan; its dims are {names or 'not named'}",
         )
     others = tuple(name for name in names if name != axis)
     number = devices.get_local_rank(axis)
@@ -229,7 +229,7 @@ def agree(fact: str, what: str, devices: DeviceMesh) -> None:
     different = [rank for rank in ranks if facts[rank] != facts[ranks[0]]]
     if different:
         raise RuntimeStateError(
-            f"ranks {different} have another {what} than rank {ranks[0]}: "
+            f"ranks {different} have a different {what} from rank {ranks[0]}: "
             f"{sorted({facts[r] for r in different})} against {facts[ranks[0]]!r}",
             remedy=(
                 "give every rank the same model, batch shapes, mesh and options; or plan once, save"
@@ -271,7 +271,7 @@ def _initialize(mesh: Mesh, device_type: str) -> None:
     else:
         raise MeshError(
             f"mesh {mesh} needs {mesh.num_devices} processes, but torch.distributed is not"
-            " initialised",
+            " initialized",
             remedy=(
                 f"start the script with: autopar run -n {mesh.num_devices} SCRIPT (or torchrun"
                 f" --nproc-per-node {mesh.num_devices})"

@@ -222,7 +222,10 @@ class DirectCalls:
         named = (
             (kind, tensor.name) for kind in kinds for tensor in getattr(self._stage, f"{kind}s")
         )
-        return [f"{kind} {name!r}" if name else "what the call returned" for kind, name in named]
+        return [
+            f"{kind} {name!r}" if name else ("the value that the call returned")
+            for kind, name in named
+        ]
 
     def _present(self, result: Tensor, storage: Storage) -> Tensor:
         return (

@@ -81,7 +81,7 @@ class HeldTensor(DTensor):
         if name in ACCESS:
             return _access_attribute(func, args, kwargs)
         if name not in ASIDE and name not in VIEWS and (mesh := _mesh_of_sums(args)) is not None:
-            with announced(f"computes {name.strip('_')} of values of all ranks", mesh):
+            with announced(f"computes {name.strip('_')} over the values of all ranks", mesh):
                 return cls._run_function(func, types, args, kwargs)
         return cls._run_function(func, types, args, kwargs)
 
@@ -327,11 +327,11 @@ def _refuse_one_stage(name: str, leaves: list[Tensor]) -> None:
         isinstance(x, DTensor) and is_of_one_stage(x.device_mesh) for x in leaves
     ):
         raise RuntimeStateError(
-            f"{name.strip('_')} of parameters or gradients of several would take those of this"
-            " rank's stage alone, as torch's clip_grad_norm_ does",
+            f"{name.strip('_')} of several parameters or gradients (as in torch's clip_grad_norm_)"
+            " would only include those of this rank's stage",
             remedy=(
-                "pm.clip_grad_norm_(max_norm) counts every parameter of every stage once,"
-                " pm.clip_grad_norm_(float('inf')) is the norm"
+                "call pm.clip_grad_norm_(max_norm), which counts every parameter of every stage"
+                " once; pm.clip_grad_norm_(float('inf')) returns the norm"
             ),
         )
 

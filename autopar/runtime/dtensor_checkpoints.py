@@ -27,8 +27,8 @@ from autopar.errors import RuntimeStateError
 
 _stages: set[DeviceMesh] = set()  # meshes of stages, if a module has several
 _REMEDY = (
-    "on every rank call state = pm.full_state_dict(), whose tensors are whole, and then save it on"
-    " one rank: torch.save(state, file); an optimizer's state is saved by autopar.Checkpoints"
+    "call state = pm.full_state_dict() on every rank, which returns full tensors, then save it on"
+    " one rank: torch.save(state, file); autopar.Checkpoints saves an optimizer's state"
 )
 
 
@@ -55,12 +55,12 @@ def reduce_whole(tensor: DTensor, protocol: Any) -> Any:
             stage.
     """
     if is_of_one_stage(tensor.device_mesh):
-        refuse_parts("this rank holds the parameters of its own stage alone")
+        refuse_parts("this rank holds only the parameters of its own stage")
     sizes = tensor.device_mesh.shape
     if not all(
         size == 1 or p.is_replicate() for size, p in zip(sizes, tensor.placements, strict=True)
     ):
-        refuse_parts(f"this rank holds a part of a tensor of shape {tuple(tensor.shape)}")
+        refuse_parts(f"this rank holds a shard of a tensor of shape {tuple(tensor.shape)}")
     local = tensor.detach().to_local()
     return local.requires_grad_(tensor.requires_grad and tensor.is_leaf).__reduce_ex__(protocol)
 
@@ -72,7 +72,7 @@ def refuse_parts(why: str, action: str = "torch.save or pickle") -> NoReturn:
         why: the reason, for the message.
         action: the refused action, for the message.
     """
-    raise RuntimeStateError(f"{action} would write this rank's parts alone: {why}", remedy=_REMEDY)
+    raise RuntimeStateError(f"{action} would write only this rank's shards: {why}", remedy=_REMEDY)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -97,10 +97,12 @@ def _check_joined(held: Mapping[str, Tensor]) -> None:
         if isinstance(x, DTensor) and any(isinstance(p, _StridedShard) for p in x.placements)
     ]
     if found := sorted({name for of_one in of_all(apart) for name in of_one}):
-        what = f"torch {torch.__version__} cannot join {found[0]!r}, which is split inside a dim"
+        what = (
+            f"torch {torch.__version__} cannot gather {found[0]!r}, which is sharded inside a dim"
+        )
         remedy = (
-            "write weights by autopar.save_weights, states by autopar.Checkpoints, or use a newer "
-            "torch"
+            "save weights with autopar.save_weights and states with autopar.Checkpoints, or use a"
+            " newer torch"
         )
         raise RuntimeStateError(what, remedy=remedy)
 

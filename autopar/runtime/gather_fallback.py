@@ -173,11 +173,11 @@ def read_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
         what = (
-            "torch.tensor of values that are computed of parameters or gradients, of which each"
-            " rank has its part"
+            "torch.tensor of values computed from parameters or gradients, of which each rank holds"
+            " only a shard"
         )
         raise RuntimeStateError(
-            what, remedy="torch.stack([...]) of them, or torch.tensor([float(x) for x in ...])"
+            what, remedy="use torch.stack([...]), or torch.tensor([float(x) for x in ...])"
         )
     return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
 
@@ -288,7 +288,7 @@ def _log_gathering(name: str, refusal: str) -> None:
     if rank() == 0:
         reason = refusal.strip().split("\n")[0]
         log.warning(
-            "torch's %s of parameters or gradients gathers them whole on every rank: %s",
+            "torch's %s of parameters or gradients gathers the full tensors on every rank: %s",
             name,
             reason,
         )

@@ -148,12 +148,12 @@ class Compiled(Holder):
                 explanation.
         """
         what = (
-            "a compiled module is not wrapped in DistributedDataParallel, nor recorded by"
-            " torch.jit: it shares out batches and adds up gradients itself"
+            "a compiled module cannot be wrapped in DistributedDataParallel or recorded by"
+            " torch.jit: it shards batches and reduces gradients itself"
         )
         remedy = (
-            "call it as it is; with accelerate use autopar.Accelerator, in the place of"
-            " transformers' Trainer autopar.Trainer"
+            "use the compiled module directly; with accelerate use autopar.Accelerator, and"
+            " autopar.Trainer instead of transformers' Trainer"
         )
         raise RuntimeStateError(what, remedy=remedy)
 
@@ -191,9 +191,9 @@ class Compiled(Holder):
             return self._arguments.tensors(args, kwargs, devices)
         except Misfit as misfit:
             if isinstance(misfit, AsksForGradient) and self.is_for_inference:
-                what = f"{misfit.what}: it was made for inference"
+                what = f"{misfit.what}: the program was compiled for inference"
                 raise RuntimeStateError(
-                    what, remedy="call it under torch.no_grad, or compile without inference=True"
+                    what, remedy="call it under torch.no_grad(), or compile without inference=True"
                 ) from None
             return misfit
 
@@ -255,16 +255,19 @@ class Compiled(Holder):
             self._left.check(self)
         if self._captured_mode is not None and self.training != self._captured_mode:
             mode = "train" if self._captured_mode else "eval"
-            what = f"the program was made in {mode} mode, which this model computes differently"
-            raise OtherMode(what, remedy="compile the model once in each mode")
+            what = (
+                f"the program was compiled in {mode} mode, and the model computes differently in"
+                " the other mode"
+            )
+            raise OtherMode(what, remedy="compile the model once for each mode")
         now = autocast_around(self.device_mesh.device_type)
         if now != self._made_under:
             raise RuntimeStateError(
-                f"called under {now}, compiled under {self._made_under}: a program's casts are"
-                " its own",
+                f"called under {now}, but compiled under {self._made_under}: the casts are part"
+                " of the program",
                 remedy=(
-                    "compile and call the model under the same torch.autocast, or use it inside the"
-                    " model's forward"
+                    "compile and call the model under the same torch.autocast, or use autocast"
+                    " inside the model's forward"
                 ),
             )
         if name := self._find_unfrozen():
@@ -292,7 +295,7 @@ def _thawed_error(
     name: str, kind: type[RuntimeStateError] = RuntimeStateError
 ) -> RuntimeStateError:
     """Return the error for a parameter that trains although the program has no gradient of it."""
-    what = f"parameter {name!r} was frozen when the program was made and is not now"
+    what = f"parameter {name!r} was frozen when the model was compiled, but now requires a gradient"
     return kind(
         what,
         remedy=(

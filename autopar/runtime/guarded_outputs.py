@@ -45,9 +45,9 @@ _MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message, 2.11 to 2.
 
 def _in_part(what: str) -> RuntimeStateError:
     """Return the error for reading a part of an output as the whole."""
-    whole = 'pass outputs="full" to autopar.compile, and outputs come whole on every rank'
+    whole = 'pass outputs="full" to autopar.compile, so that every rank returns the full outputs'
     return RuntimeStateError(
-        what, remedy=f"{whole}; or gather this one, on every rank: out.full_tensor()"
+        what, remedy=f"{whole}; or gather this output on every rank: out.full_tensor()"
     )
 
 
@@ -71,8 +71,8 @@ class PartedOutput(DTensor):
         read = func in READS or (func is Tensor.__format__ and not args[0].dim())
         if read and any(_in_parts(x) for x in leaves):
             what = (
-                f"{_name(func)} of an output, or of what was computed of it, would read this rank's"
-                " part alone: it is a DTensor"
+                f"{_name(func)} of an output, or of a value computed from it, would read only this"
+                " rank's shard: the output is a DTensor"
             )
             raise _in_part(what)
         try:
@@ -80,7 +80,7 @@ class PartedOutput(DTensor):
         except RuntimeError as error:
             if _MIXED not in str(error):
                 raise
-            what = f"{_name(func)} of an output, which is a DTensor, and a plain tensor"
+            what = f"{_name(func)} mixes an output, which is a DTensor, with a plain tensor"
             raise _in_part(what) from error
         given = {id(x) for x in leaves}
         for x in found if isinstance(found, tuple | list) else (found,):
@@ -178,11 +178,11 @@ class _Refused(torch.autograd.Function):
     def backward(ctx: Any, tangent: Tensor) -> Any:
         """Raise RuntimeStateError."""
         raise RuntimeStateError(
-            f"backward goes through the output {ctx.name!r}, and a program has the gradient of its"
-            " loss alone",
+            f"backward runs through the output {ctx.name!r}, but a program computes only the"
+            " gradient of its loss",
             remedy=(
-                "add up in the model's forward what is to be differentiated, and return the sum as"
-                " its loss; or return a dict without an entry 'loss', of which any loss may be"
-                " computed; or detach this output"
+                "sum everything to differentiate in the model's forward and return the sum as the"
+                " loss; or return a dict without an entry 'loss', so that the loss is computed"
+                " outside; or detach this output"
             ),
         )

@@ -110,21 +110,20 @@ class Frozen:
 
 def _changed_error(name: str, now: Any, was: Any) -> RuntimeStateError:
     if isinstance(was, Stamp):
-        how = "was written since" if was.tensor() is now else "is another tensor than when"
+        how = "was written since" if was.tensor() is now else "was replaced since"
         what = f"{name} {how} the model was captured: the program has it as a constant"
         return RuntimeStateError(
             what,
             remedy=(
-                "let forward read it from a buffer (register_buffer) or an argument; or compile"
-                " again"
+                "let forward read it from a buffer (register_buffer) or an argument; or compile the"
+                " model again"
             ),
         )
     return RuntimeStateError(
-        f"{name} is {now!r}, and was {was!r} when the model was captured: the program has it as a"
-        " constant",
+        f"{name} is {now!r}, but was {was!r} when the model was captured: the program has it as"
+        " a constant",
         remedy=(
-            "let forward read it from a buffer or an argument that is a tensor; or set it back to"
-            f" {was!r}"
+            f"let forward read it from a buffer or a tensor argument; or set it back to {was!r}"
         ),
     )
 
@@ -180,11 +179,11 @@ class KnownBuffers:
                 continue
             if not _is_equal(buffer, value):
                 raise RuntimeStateError(
-                    f"the buffer {name!r}, whose values forward reads, has changed since the model"
-                    " was captured: shapes or branches of the program follow from them",
+                    f"the values of buffer {name!r}, which forward reads, changed after the model"
+                    " was captured: shapes or branches of the program depend on them",
                     remedy=(
                         "compile the model again with these values; or let forward take the tensor"
-                        " as an argument: each value then has a program of its own"
+                        " as an argument, so that each value has its own program"
                     ),
                 )
             self._seen[name] = Stamp.of(buffer), _local_version(buffer)
@@ -292,15 +291,17 @@ class Variants:
                 return known
         if len(self.known) >= MOST:
             what = (
-                f"{misfit.what}; and there are programs for {MOST} other modes, shapes and values"
-                " already, each of which was planned"
+                f"{misfit.what}; programs for {MOST} other modes, shapes and values already exist,"
+                " and each required planning"
             )
             remedy = (
-                "pad batches to a few shapes, or leave the last one out (drop_last=True); pass a"
+                "pad batches to a few shapes, or drop the last batch (drop_last=True); pass a"
                 " number that changes as a tensor"
             )
             raise RuntimeStateError(what, remedy=remedy)
-        what = f"{misfit.what}: planning for this call, too; what is made for it is kept"
+        what = (
+            f"{misfit.what}: planning again for this call; the new program is kept for later calls"
+        )
         with _progress(what, is_expected=isinstance(misfit, OtherMode)):
             made = self._make(module, training, *whole())
         self.known.append(made)
@@ -332,9 +333,9 @@ def _progress(what: str, *, is_expected: bool) -> Iterator[None]:
 # value, so the version counters of non-persistent booleans are compared.
 
 _REMEDY = (
-    "autopar.load_weights(pm, folder) reads them from safetensors, pm.load_state_dict(...) takes"
-    " full ones; for buffers that no file holds build the model under autopar.weights_on_meta(),"
-    " which makes buffers as ever"
+    "autopar.load_weights(pm, folder) loads them from safetensors files, pm.load_state_dict(...)"
+    " takes full tensors; for buffers that no file has, build the model under"
+    " autopar.weights_on_meta(), which computes buffers as usual"
 )
 
 
@@ -371,9 +372,9 @@ class Unset:
         }
         if self._tensors:
             name, *others = self._tensors
-            more = f", nor have {len(others)} others" if others else ""
+            more = f"; so were {len(others)} others" if others else ""
             raise RuntimeStateError(
-                f"{name!r} was on meta, and has not been given values since{more}", remedy=_REMEDY
+                f"{name!r} was on the meta device and has no values{more}", remedy=_REMEDY
             )
 
 

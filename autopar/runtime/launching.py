@@ -41,7 +41,7 @@ def launch(
             `meet`, or a process failed.
     """
     if not script.is_file():
-        raise AutoparError(f"there is no script {str(script)!r}", remedy="name a Python file")
+        raise AutoparError(f"script {str(script)!r} does not exist", remedy="pass a Python file")
     _check_machines(nodes, meet)
     where = ["--standalone"]
     if meet is not None:
@@ -73,9 +73,11 @@ def launch(
         runpy.run_module("torch.distributed.run", run_name="__main__")
     except ChildFailedError as error:  # each process has printed its own error
         first, failure = error.get_first_failure()
-        what = f"the script failed, on rank {first} first, which ended with {failure.exitcode}"
+        what = (
+            f"the script failed, first on rank {first}, which exited with code {failure.exitcode}"
+        )
         raise AutoparError(
-            what, where=str(script), remedy="see that rank's own error above"
+            what, where=str(script), remedy="see the error of that rank above"
         ) from None
 
 
@@ -87,16 +89,16 @@ def _check_machines(nodes: str, meet: str | None) -> None:
     """
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
         raise AutoparError(
-            f"{nodes!r} is no number of machines",
-            remedy="pass one, as 4, or the fewest and the most, as 2:4",
+            f"{nodes!r} is not a number of machines",
+            remedy="pass one number, such as 4, or a range, such as 2:4",
         )
     fewest, _, most = nodes.partition(":")
     if most and int(most) < int(fewest):
         raise AutoparError(
-            f"from {fewest} to {most} machines", remedy="pass the fewest first, as 2:4"
+            f"from {fewest} to {most} machines", remedy="pass the smaller number first, such as 2:4"
         )
     if nodes != "1" and meet is None:
         raise AutoparError(
-            f"{nodes} machines have no place to meet",
-            remedy="pass --meet HOST:PORT, the same on every machine",
+            f"{nodes} machines need a rendezvous address",
+            remedy="pass --meet HOST:PORT, with the same address on every machine",
         )

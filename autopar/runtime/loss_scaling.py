@@ -73,8 +73,8 @@ class LossScale:
         """
         if not (isinstance(value, int | float | Tensor) and math.isfinite(value) and value > 0):
             raise RuntimeStateError(
-                f"loss_scale={value!r} is no factor of a loss",
-                remedy="set a positive number, as scaler.get_scale()",
+                f"loss_scale={value!r} is not a loss factor",
+                remedy="set a positive number, such as scaler.get_scale()",
             )
         self._given, self._seen = float(value), None
 
@@ -91,9 +91,9 @@ class LossScale:
         self._num_repeats += 1
         if self._num_repeats == _MANY and rank() == 0:
             log.warning(
-                "each of the last %d steps ran twice, because its loss was multiplied by another"
-                " factor than the one before: multiply inside the model's forward, or set"
-                " pm.loss_scale to the whole factor before each call",
+                "each of the last %d steps ran twice, because its loss was multiplied by a"
+                " different factor from the step before: multiply inside the model's forward, or"
+                " set pm.loss_scale to the whole factor before each call",
                 _MANY,
             )
 

@@ -37,8 +37,8 @@ _LIBRARIES = frozenset(
     }
 )
 ON_A_COPY = (
-    "on a plain copy that has the values trained here: on every rank plain = copy.deepcopy(model)"
-    " of the plain model, then plain.load_state_dict(pm.full_state_dict(), assign=True)"
+    "on a plain copy with the trained values: on every rank call plain = copy.deepcopy(model) of"
+    " the plain model, then plain.load_state_dict(pm.full_state_dict(), assign=True)"
 )
 _OF_LIBRARIES: Mapping[str, str] = {
     "save_pretrained": "autopar.save_pretrained(pm, model, folder) writes the weights trained here",
@@ -99,7 +99,7 @@ def method_of(standing: nn.Module, cls: type, name: str) -> Any:
     ):
         what = (
             f"a compiled module does not have {name!r} of {owner.__module__}.{owner.__qualname__}:"
-            " it is one program, of forward"
+            " it is a program of forward only"
         )
         raise NoSuchMethod(what, remedy=_OF_LIBRARIES.get(name, f"call it {ON_A_COPY}"))
     return (
@@ -124,8 +124,8 @@ def check_whole(name: str, result: Any, own: MethodReading) -> None:
     if own.is_of_some and not _is_of_own_parameters(result):
         _refuse(
             name,
-            "it goes through parameters or buffers, of which this rank has those of its own stage"
-            " alone",
+            "it iterates over parameters or buffers, and this rank holds only those of its own"
+            " stage",
         )
 
 
@@ -144,7 +144,7 @@ def check_names(standing: nn.Module, name: str, found: object) -> None:
     code = getattr(function, "__code__", None)
     hidden: frozenset[str] = standing.__dict__.get("_hidden", frozenset())
     for read in sorted(hidden.intersection(code.co_names if code else ())):
-        _refuse(name, f"it reads {read!r}, a name that compiled modules use for themselves")
+        _refuse(name, f"it reads {read!r}, a name that compiled modules reserve")
 
 
 def _bound(standing: nn.Module, function: FunctionType, name: str) -> Callable[..., Any]:

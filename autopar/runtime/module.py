@@ -126,8 +126,8 @@ class ParallelModule(Compiled):
         check_shape(devices, program.mesh)
         if batch != "global" and not program.is_single:
             what = (
-                f"batch={batch!r}: a plan with microbatches takes whole batches, of which each"
-                " stage takes its parts"
+                f"batch={batch!r}: a plan with microbatches takes whole batches, which the stages"
+                " divide themselves"
             )
             raise RuntimeStateError(what, remedy='pass batch="global"')
         agree(program.plan_hash, "plan", devices)
@@ -275,13 +275,13 @@ class ParallelModule(Compiled):
         """
         splitters = {tensor.layout.splitters(0) for tensor in self.program.inputs if tensor.shape}
         if len(splitters) != 1:
-            raise self._no_sampler("inputs split their first dim differently")
+            raise self._no_sampler("the first dims of the inputs are sharded differently")
         num_parts, part, coordinate = 1, 0, self.device_mesh.get_coordinate() or ()
         for axis in splitters.pop():
             size = self.device_mesh.size(axis)
             num_parts, part = num_parts * size, part * size + coordinate[axis]
         if any(tensor.shape[0] % num_parts for tensor in self.program.inputs if tensor.shape):
-            raise self._no_sampler(f"the batch is split unevenly over {num_parts} ranks")
+            raise self._no_sampler(f"the batch is sharded unevenly over {num_parts} ranks")
         return DistributedSampler(
             dataset,
             num_replicas=num_parts,

@@ -42,7 +42,7 @@ class _NoComputing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        raise NoSuchMethod(f"it computes with tensors ({func}), of which each rank has its part")
+        raise NoSuchMethod(f"it computes with tensors ({func}), and each rank holds only shards")
 
 
 class Standing(nn.Module):
@@ -104,8 +104,8 @@ class Standing(nn.Module):
         except AttributeError:
             if name == "no_sync":
                 what = (
-                    "a compiled module has no no_sync: gradients add up over calls of backward, as"
-                    " they do without it"
+                    "a compiled module has no no_sync: gradients accumulate over backward calls"
+                    " without it"
                 )
                 raise NoSuchMethod(what, remedy="leave it out") from None
             of_class = inspect.getattr_static(self.__dict__.get("_stands_for"), name, None)
@@ -171,8 +171,8 @@ class Standing(nn.Module):
             inspect.getattr_static(self.__dict__.get("_stands_for"), name, None), property
         ):
             what = (
-                f"{name!r} cannot be set: what the model computes was captured with the value that"
-                " it had then"
+                f"{name!r} cannot be set: the model was captured with the previous value, which is"
+                " part of the program"
             )
             raise RuntimeStateError(
                 what,
@@ -192,7 +192,7 @@ class Standing(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         if any(name in self.__dict__[kind] for kind in _KINDS):
-            raise _of_another_model(f"{name!r} cannot be taken out")
+            raise _of_another_model(f"{name!r} cannot be removed")
         super().__delattr__(name)
 
     def _check_held(self, name: str, value: Any) -> None:
@@ -200,20 +200,19 @@ class Standing(nn.Module):
         held = self._parameters.get(name, self._buffers.get(name))
         if isinstance(value, nn.Module) or name in self._modules:
             raise _of_another_model(
-                f"{name!r} cannot be set: modules of a compiled module are neither replaced nor"
-                " added"
+                f"{name!r} cannot be set: modules of a compiled module cannot be replaced or added"
             )
         if held is None:
             raise _of_another_model(
                 f"{name!r} cannot be set: a compiled module takes no parameters that the model"
-                " had not"
+                " did not have"
             )
         if not isinstance(value, Tensor) or _form(value) != _form(held):
-            what = f"{name!r} cannot be set: the program takes {' '.join(map(str, _form(held)))}"
+            what = f"{name!r} cannot be set: the program expects {' '.join(map(str, _form(held)))}"
             if isinstance(value, Tensor) and value.shape != held.shape:
-                raise RuntimeStateError(what, remedy=f"do it {ON_A_COPY}; and compile that")
+                raise RuntimeStateError(what, remedy=f"do it {ON_A_COPY}, and compile that copy")
             remedy = (
-                f"pass whole tensors to pm.load_state_dict, or write into {name!r} under"
+                f"pass full tensors to pm.load_state_dict, or write into {name!r} under"
                 " torch.no_grad(): p.copy_(...)"
             )
             raise RuntimeStateError(what, remedy=remedy)
@@ -222,7 +221,7 @@ class Standing(nn.Module):
         """Raise RuntimeStateError, since the program is made for the modules, parameters and
         buffers of the plain model. The other methods that register some do the same."""
         raise _of_another_model(
-            "a compiled module takes no modules, parameters or buffers that the model had not"
+            "a compiled module takes no modules, parameters or buffers that the model did not have"
         )
 
     register_module = add_module
@@ -244,24 +243,24 @@ class Standing(nn.Module):
             made = fn(torch.empty(0, dtype=held.dtype, device=held.device))
             if (made.dtype, made.device) != (held.dtype, held.device):
                 what = (
-                    f"{name!r} cannot become {made.dtype} on {made.device}: the program was made"
-                    f" for {held.dtype} on {held.device}"
+                    f"{name!r} cannot become {made.dtype} on {made.device}: the program was"
+                    f" compiled for {held.dtype} on {held.device}"
                 )
                 remedy = (
-                    "convert or move the plain model and its batch, and compile that;"
-                    " precision='bf16' reads fp32 parameters in bf16"
+                    "convert or move the plain model and its batch, and compile that model;"
+                    " precision='bf16' keeps fp32 parameters and computes in bf16"
                 )
                 raise RuntimeStateError(what, remedy=remedy)
             if made.device.type == "cpu" and made.is_shared():
                 what = (
-                    f"{name!r} cannot be put into shared memory: each process has its own part of a"
-                    " compiled module"
+                    f"{name!r} cannot be put into shared memory: each process holds its own shard"
+                    " of a compiled module"
                 )
                 raise RuntimeStateError(
                     what,
                     remedy=(
-                        "leave share_memory out; `autopar run` starts the processes that train one"
-                        " together"
+                        "remove the call to share_memory; `autopar run` starts the processes that"
+                        " train a module together"
                     ),
                 )
         super()._apply(fn, recurse)
@@ -315,12 +314,12 @@ class Standing(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise RuntimeStateError, since the program depends on the running processes."""
         what = (
-            "a compiled module is not pickled, by torch.save or otherwise: its program is of these"
-            " processes"
+            "a compiled module cannot be pickled, by torch.save or otherwise: its program belongs"
+            " to these processes"
         )
         remedy = (
-            "save its values: autopar.save_weights(pm, folder), autopar.Checkpoints, or on every"
-            " rank state = pm.full_state_dict() and on one torch.save(state, file)"
+            "save its values: use autopar.save_weights(pm, folder) or autopar.Checkpoints, or call"
+            " state = pm.full_state_dict() on every rank and torch.save(state, file) on one"
         )
         raise RuntimeStateError(what, remedy=remedy)
 
@@ -337,22 +336,20 @@ class Part(Standing):
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise RuntimeStateError, since the program computes the whole model."""
-        remedy = f"call the whole, or compile this part; or call the part {ON_A_COPY}"
-        raise RuntimeStateError(
-            "a part of a compiled module is not called by itself", remedy=remedy
-        )
+        remedy = f"call the whole module, or compile this part; or call the part {ON_A_COPY}"
+        raise RuntimeStateError("a part of a compiled module cannot be called alone", remedy=remedy)
 
     def train(self, mode: bool = True) -> NoReturn:
         """Raise RuntimeStateError, since the program was made for one mode of the part."""
         what = (
-            "the mode of a part of a compiled module cannot be set: the whole is one program, in"
-            " one mode or the other"
+            "the mode of a part of a compiled module cannot be set: the whole program is in one"
+            " mode"
         )
         raise RuntimeStateError(
             what,
             remedy=(
-                "set it on the plain model before autopar.compile, which keeps it; or pm.train(),"
-                " pm.eval()"
+                "set it on the plain model before autopar.compile, which keeps it; or call"
+                " pm.train() or pm.eval()"
             ),
         )
 
@@ -360,12 +357,12 @@ class Part(Standing):
         """Raise RuntimeStateError, since the hook would never be called. The methods for other
         hooks do the same."""
         what = (
-            "a hook on a part of a compiled module would never be called: the whole runs as one"
+            "a hook on a part of a compiled module would never run: the whole module runs as one"
             " graph"
         )
         remedy = (
-            "return from forward what it is to see; of a forward hook that the plain model has"
-            " before autopar.compile the program has what it computes, and not what it stores"
+            "return from forward the values that the hook should see; a forward hook registered on"
+            " the plain model before autopar.compile is part of the program, except what it stores"
         )
         raise RuntimeStateError(what, remedy=remedy)
 
@@ -408,7 +405,7 @@ def _held_tensor(module: nn.Module, kind: str, name: str, target: str) -> Any:
 
 def _of_another_model(what: str) -> RuntimeStateError:
     return RuntimeStateError(
-        f"{what}: its program was made of the plain model",
+        f"{what}: the program was compiled from the plain model",
         remedy="change the plain model, and compile it again",
     )
 
@@ -580,10 +577,10 @@ def _refuse_operator(name: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Raise RuntimeStateError."""
         what = (
-            f"a part of a compiled module has no {name}, which its class defines: it is never run"
-            " by itself"
+            f"a part of a compiled module does not have {name}, which its class defines: parts"
+            " do not run alone"
         )
-        raise RuntimeStateError(what, remedy="use the plain model's")
+        raise RuntimeStateError(what, remedy="use the one of the plain model")
 
     return refuse
 

@@ -270,8 +270,8 @@ def check_state(optimizer: Optimizer) -> None:
     setattr(optimizer, _TOLD, more)
     if rank() == 0:
         log.warning(
-            "%s holds %s of state beside %s of parameters on this rank, and the plan reserves %s,"
-            " for optimizer=%r: %s",
+            "%s holds %s of state for %s of parameters on this rank, but the plan reserves %s for"
+            " optimizer=%r: %s",
             type(optimizer).__name__,
             size_text(used),
             size_text(own),
@@ -290,7 +290,7 @@ def _remedy(planned: PlannedState, num_copies: float, missing_bytes: int) -> str
         if abs(num - num_copies) <= _SHARE and name != "none"
     ]
     if alike:
-        return f"compile with optimizer={alike[0]!r}, which reserves as much"
+        return f"compile with optimizer={alike[0]!r}, which reserves enough"
     least = min(
         (
             (num, name)
@@ -300,13 +300,13 @@ def _remedy(planned: PlannedState, num_copies: float, missing_bytes: int) -> str
         default=None,
     )
     if least is not None and least[1] != planned.optimizer and least[0] != planned.num_copies:
-        return f"compile with optimizer={least[1]!r}, which is nearer"
+        return f"compile with optimizer={least[1]!r}, which is closer"
     if missing_bytes > 0:
         return (
-            "the step may need more than its budget: compile with memory_bytes smaller by"
+            "the step may exceed its memory budget: compile with memory_bytes smaller by"
             f" {size_text(missing_bytes)}"
         )
-    return "the plan keeps to less memory than there is"
+    return "the step still fits into the memory of the device"
 
 
 def _state_bytes(optimizer: Optimizer, held: list[Tensor]) -> int:
@@ -364,9 +364,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
         if cls.__name__ in _FUSED and is_fused:
             what = (
                 f"torch.optim.{cls.__name__}(fused=True) does not work on distributed parameters:"
-                " DTensor has no rule for its one kernel"
+                " DTensor has no sharding rule for its fused kernel"
             )
-            raise RuntimeStateError(what, remedy="leave fused=True out; Adam and AdamW take it")
+            raise RuntimeStateError(what, remedy="leave out fused=True; Adam and AdamW support it")
 
 
 class Steps:
@@ -412,10 +412,12 @@ def _check_replaced(optimizer: Optimizer) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p in _REPLACED for p in held) and all(p.grad is None for p in held):
         what = (
-            "the optimizer holds parameters of the plain model, which have no gradients: those of"
-            " the compiled one are others"
+            "the optimizer holds parameters of the plain model, which get no gradients: the"
+            " compiled module has its own parameters"
         )
-        raise RuntimeStateError(what, remedy="build it after autopar.compile, of pm.parameters()")
+        raise RuntimeStateError(
+            what, remedy=("create the optimizer after autopar.compile, with pm.parameters()")
+        )
 
 
 def _share_state(optimizer: Optimizer) -> None:

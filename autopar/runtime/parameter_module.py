@@ -75,7 +75,7 @@ class Drawing(Standing):
             RuntimeStateError: if the model draws no random numbers.
         """
         if self._drawn_from() is None and self.variants is None:
-            raise RuntimeStateError("the model draws no random numbers: it has no random state")
+            raise RuntimeStateError("the model draws no random numbers, so it has no random state")
         self._set(state)
 
     def _set(self, state: int | Tensor) -> None:
@@ -334,11 +334,14 @@ class Holder(Drawing):
         ):
             here = "on another stage" if own is None else f"as {own.tensor.layout}"
             what = (
-                f"{name!r} rests {here}, and a program for the other mode, or another batch, has it"
-                f" as {other.tensor.layout}"
+                f"{name!r} is stored {here}, but a program for another mode or batch stores it as"
+                f" {other.tensor.layout}"
             )
             raise RuntimeStateError(
-                what, remedy="compile the model for that call, and load_state_dict into it"
+                what,
+                remedy=(
+                    "compile the model for that call, and load the state dict into the new module"
+                ),
             )
 
     def _storage(self, name: str, full: Tensor, known: Mapping[str, ProgramTensor]) -> Storage:
@@ -349,13 +352,13 @@ class Holder(Drawing):
         )
         if tensor.shape != shape or tensor.dtype != full.dtype:
             raise RuntimeStateError(
-                f"{name!r} is {full.dtype} {shape}, the program was made for {tensor.dtype}"
+                f"{name!r} is {full.dtype} {shape}, but the program expects {tensor.dtype}"
                 f" {tensor.shape}",
-                remedy="plan for this model, or build the model as it was when it was planned",
+                remedy="plan again for this model, or build the model as it was when planned",
             )
         if full.device.type not in ("meta", "cpu", self.device_mesh.device_type):
             raise MeshError(
-                f"{name!r} is on {full.device}, the mesh on {self.device_mesh.device_type}",
+                f"{name!r} is on {full.device}, but the mesh is on {self.device_mesh.device_type}",
                 remedy=(
                     f"move the model to cpu or {self.device_mesh.device_type}, or leave it on meta"
                 ),
@@ -417,9 +420,9 @@ def holder_of(module: nn.Module) -> Holder:
     """
     found = module if isinstance(module, Holder) else module._modules.get("module")
     if not isinstance(found, Holder):
-        what = f"{type(module).__name__} is not compiled, or was not called yet"
+        what = f"{type(module).__name__} is not compiled, or has not been called yet"
         raise RuntimeStateError(
-            what, remedy="pass what autopar.compile(model, example_inputs=batch) returned"
+            what, remedy="pass the result of autopar.compile(model, example_inputs=batch)"
         )
     return found
 
@@ -451,7 +454,8 @@ def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *_
     for name, value in module._extra_states.items():
         if prefix + name in state and not is_same(state.pop(prefix + name), value):
             what = (
-                f"{name!r} is another one than when the model was compiled, and the program has"
-                " what it was then"
+                f"{name!r} changed after the model was compiled, and the program has the old value"
             )
-            raise RuntimeStateError(what, remedy="load it into the plain model, and compile that")
+            raise RuntimeStateError(
+                what, remedy=("load it into the plain model, and compile the model again")
+            )

@@ -115,11 +115,11 @@ class Storage:
         expected = "cpu" if self.tensor.layout.host else self.devices.device_type
         if local.dtype != self.tensor.dtype or local.device.type != expected:
             raise RuntimeStateError(
-                f"{self.tensor.name!r} is {local.dtype} on {local.device.type}, the program was"
-                f" made for {self.tensor.dtype} on {expected}",
+                f"{self.tensor.name!r} is {local.dtype} on {local.device.type}, but the program"
+                f" expects {self.tensor.dtype} on {expected}",
                 remedy=(
-                    "convert the model before autopar.compile, and leave the compiled module as"
-                    " it is"
+                    "convert the model before autopar.compile, and do not convert the compiled"
+                    " module"
                 ),
             )
         if local.shape != self.stored_shape or not self._is_of(stored):

@@ -169,8 +169,8 @@ class PlainModel:
                 continue
             if now._backward_hooks and each.is_parameter:
                 what = (
-                    f"a hook was registered on the plain model's parameter {each.name!r}, which the"
-                    " compiled one does not train"
+                    f"a hook was registered on the plain model's parameter {each.name!r}, but the"
+                    " compiled module trains its own parameter"
                 )
                 raise RuntimeStateError(
                     what, remedy=f"register it on pm.get_parameter({each.name!r})"
@@ -214,15 +214,15 @@ class PlainModel:
         now = "train" if not compiled.training else "eval"
         which = f"the plain model's {changed!r}" if changed else "the plain model"
         what = (
-            f"{which} was set to another mode after it was compiled, and the compiled one is as"
-            " it was"
+            f"{which} was set to another mode after it was compiled, but the compiled module did"
+            " not change"
         )
         way = (
             f"call pm.{now}(), or set the plain model back"
             if not changed
-            else "set it back, or set modes of parts before compiling"
+            else "set it back, or set the modes of submodules before compiling"
         )
-        raise RuntimeStateError(what, remedy=f"{way}: the compiled module has a mode of its own")
+        raise RuntimeStateError(what, remedy=f"{way}: the compiled module has its own mode")
 
     def _check_hooks(self) -> None:
         for (path, ref, _), before in zip(self._modes, self._hooks, strict=True):
@@ -234,11 +234,12 @@ class PlainModel:
                     else "a hook was registered on the plain model"
                 )
                 remedy = (
-                    "remove it; return from forward what it is to see, or register it before"
-                    " compiling; one on the whole goes on pm"
+                    "remove it; return the values it should see from forward, or register it before"
+                    " compiling; register a hook on the whole model on pm"
                 )
                 raise RuntimeStateError(
-                    f"{what} after it was compiled, and is never called: the program is without it",
+                    f"{what} after it was compiled; it is never called, because the program does"
+                    " not contain it",
                     remedy=remedy,
                 )
 
@@ -251,12 +252,14 @@ class PlainModel:
             f" {'frozen' if each.trains else 'unfrozen'} after it was compiled"
         )
         remedy = (
-            "freeze before autopar.compile, which then spares the work, or"
+            "freeze it before autopar.compile, which then skips its gradient, or call"
             f" pm.get_parameter({each.name!r}).requires_grad_(False)"
             if each.trains
             else "set requires_grad before autopar.compile"
         )
-        raise RuntimeStateError(f"{what}: those of the compiled one are others", remedy=remedy)
+        raise RuntimeStateError(
+            (f"{what}: the compiled module has its own parameters"), remedy=remedy
+        )
 
     def _tell_of_written(self, written: list[Noted], compiled: CompiledModule) -> None:
         """Refuse written values at the first call, or warn about them once."""
@@ -268,19 +271,20 @@ class PlainModel:
                 return  # those of the compiled module were written, too
             self._is_watched = True
             what = (
-                f"the plain model's parameter {name!r} was written after it was compiled: those of"
-                " the compiled one are others"
+                f"the plain model's parameter {name!r} was written after it was compiled: the"
+                " compiled module has its own parameters"
             )
             raise RuntimeStateError(
                 what,
                 remedy=(
-                    "load_state_dict into what autopar.compile returned, or load before compiling"
+                    "call load_state_dict of the compiled module, or load the weights before"
+                    " compiling"
                 ),
             )
         if rank() == 0:
             log.warning(
-                "%r of the plain model was written after it was compiled: what is called is the"
-                " compiled one, which has its own values",
+                "%r of the plain model was written after it was compiled: the compiled module has"
+                " its own values",
                 name or written[0].name,
             )
 

@@ -182,7 +182,7 @@ class Agreement:
             if waiting:
                 log.error("%s", self._differences.describe_exit(waiting, self._call))
         except RuntimeError as error:  # without a store no rank can read the record
-            log.debug("the store is gone before this process: %s", error)
+            log.debug("the store ended before this process: %s", error)
         self._waiter.close()
 
     def terminate(self) -> bool:
@@ -199,7 +199,7 @@ class Agreement:
         try:
             found = {rank: end for rank, end in self._ends.find().items() if end.kind != "quiet"}
             if not found:
-                self._ends.record(End("it was ended by SIGTERM", "alone"))
+                self._ends.record(End("it was terminated by SIGTERM", "alone"))
                 self._stop(self._call.number + 1)
                 return True
         except dist.DistError as error:
@@ -264,7 +264,7 @@ class Agreement:
             return self._differences.of_ended(gone, self._call)
         reason = str(error).strip().split("\n")[0]
         said = f"the process that holds the process group's store does not answer: {reason}"
-        remedy = "see why that process, rank 0 or the launcher, has ended"
+        remedy = "find out why that process, rank 0 or the launcher, ended"
         return RankError(f"{said}; rank {self._rank} {self._call}", remedy=remedy)
 
     def _has_failed(self, rank: int, number: int) -> bool:

@@ -42,7 +42,7 @@ def take_gpu() -> None:
     """
     place, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if 0 < num_gpus <= place and not torch.cuda.is_initialized():
-        what = f"process {place} of this machine has no GPU: there are {num_gpus}"
+        what = f"process {place} of this machine has no GPU: the machine has {num_gpus}"
         raise MeshError(
             what,
             remedy=f"start as many processes as there are GPUs: autopar run -n {num_gpus} SCRIPT",
@@ -62,8 +62,8 @@ def share_cores() -> None:
         torch.set_num_threads(num_threads)
         if rank() == 0:
             log.warning(
-                "parameters rest on the host: each process has %d threads for their optimizer step"
-                " now, not one",
+                "parameters are stored in host memory: each process now uses %d threads for their"
+                " optimizer step instead of one",
                 num_threads,
             )
 
@@ -72,9 +72,9 @@ def tell_of_hosts() -> None:
     """Warn if process groups support only GPUs, so that offloaded parameters cannot be joined."""
     if num_ranks() > 1 and rank() == 0 and "cpu:" not in (backends := dist.get_backend_config()):
         log.warning(
-            "parameters rest on the host, which process groups of %s do not reach: they train, and"
-            " save in parts, but cannot be joined (full_tensor, save_pretrained); call"
-            " init_process_group() without a backend",
+            "parameters are stored in host memory, which process groups of %s cannot communicate:"
+            " they can be trained and saved as shards, but not gathered (full_tensor,"
+            " save_pretrained); call init_process_group() without a backend",
             backends,
         )
 
@@ -118,8 +118,8 @@ def of_all_alike(topic: str, fact: Any) -> list[Any]:
         other = next(number for number, each in enumerate(topics) if each != topics[0])
         what = f"ranks do different things: rank 0 {topics[0]}, rank {other} {topics[other]}"
         remedy = (
-            "call the model alike on every rank: in one mode, with batches of the same shapes,"
-            " dtypes and requires_grad"
+            "call the model in the same way on every rank: in the same mode, with batches of the"
+            " same shapes, dtypes and requires_grad"
         )
         raise RuntimeStateError(what, remedy=remedy)
     return [each[1] for each in said]

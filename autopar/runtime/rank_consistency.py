@@ -48,10 +48,11 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
         return
     if any(facts.get(name) is None for name in different for facts in found):
         raise RuntimeStateError(
-            f"{different[0]!r} has values on some ranks and is missing or on meta on others",
+            f"{different[0]!r} has values on some ranks and is missing or on the meta device on"
+            " others",
             remedy=(
-                "build the model alike on every rank: with weights, or on meta and then"
-                " load_state_dict into what compile returns"
+                "build the model in the same way on every rank: with weights, or on the meta device"
+                " followed by load_state_dict of the compiled module"
             ),
         )
     other = next(
@@ -61,7 +62,7 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
         said = " and ".join(
             dict.fromkeys(f"{facts[other][1]} {facts[other][0]}" for facts in found)
         )
-        remedy = "build the model alike on every rank: the same configuration and dtype"
+        remedy = "build the model with the same configuration and dtype on every rank"
         raise RuntimeStateError(f"{other!r} is {said} on different ranks", remedy=remedy)
     source = _ranks(devices)[0]
     for name in different:
@@ -72,8 +73,8 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
             value.copy_(received)
     if dist.get_rank() == source:
         log.warning(
-            "%d parameters or buffers differ between ranks, %r the first: all take rank %d's (seed"
-            " every rank alike to build them so)",
+            "%d parameters or buffers differ between ranks, first %r: all ranks use those of rank"
+            " %d (set the same seed on every rank to avoid this)",
             len(different),
             different[0],
             source,
@@ -99,9 +100,9 @@ def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceM
         raise RuntimeStateError(
             f"{odd} got a different batch from {usual}: {', '.join(map(repr, different))}",
             remedy=(
-                "pass every rank the same batch, of which it takes its part; or compile with"
-                ' batch="local" and pass each rank its part (pm.sampler and pm.input_layouts say'
-                " which)"
+                "pass the same batch on every rank, which uses its shard of it; or compile with"
+                ' batch="local" and pass each rank its own shard (see pm.sampler and'
+                " pm.input_layouts)"
             ),
         )
 
@@ -139,11 +140,11 @@ def check_parts(
         odd, usual = _odd_and_usual(ranks, held)
         raise RuntimeStateError(
             f"{odd} got a different batch from {usual}: {', '.join(map(repr, inputs))}, which the"
-            f" plan does not split between {_list_ranks(ranks)}",
+            f" plan does not shard between {_list_ranks(ranks)}",
             remedy=(
-                "pass these ranks the same tensors (pm.input_layouts says which axes split an"
-                ' input); or compile with batch="global" and the whole batch as example_inputs, and'
-                " pass every rank the whole batch"
+                "pass the same tensors on these ranks (pm.input_layouts lists the axes that shard"
+                ' each input); or compile with batch="global" and pass the whole batch as'
+                " example_inputs and on every rank"
             ),
         )
 
@@ -166,8 +167,8 @@ def check_random_state(state: int, devices: DeviceMesh) -> None:
         raise RuntimeStateError(
             f"{odd} began with a different random state from {usual}",
             remedy=(
-                "set the same on every rank: pm.manual_seed(seed) or pm.random_state = state; "
-                "each rank draws the numbers of its own part by itself"
+                "set the same state on every rank: pm.manual_seed(seed) or pm.random_state = state;"
+                " each rank then draws the numbers of its own shard"
             ),
         )
 
@@ -214,10 +215,10 @@ class CopiedWeights:
                     list(found), [round(norm / largest / _ROUNDED) for norm in found.values()]
                 )
                 raise RuntimeStateError(
-                    f"{odd} holds different values of {name!r} from {usual}, which hold copies of"
-                    " the same part",
+                    f"{odd} holds different values of {name!r} from {usual}, although both store"
+                    " the same shard",
                     remedy=(
-                        "change parameters on every rank alike: call load_state_dict,"
+                        "change parameters in the same way on every rank: call load_state_dict,"
                         " Checkpoints.load and the optimizer's step on all ranks"
                     ),
                 )
@@ -276,13 +277,13 @@ class Beside:
         if any(digests != every[0] for digests in every):
             odd, usual = _odd_and_usual(_ranks(devices), every)
             what = (
-                f"{odd} passed a different tensor to {function} from {usual}, beside a parameter or"
-                " gradient of which each rank has its part"
+                f"{odd} passed a different tensor to {function} from {usual}, together with a"
+                " sharded parameter or gradient"
             )
             raise RuntimeStateError(
                 what,
                 remedy=(
-                    "compute with the same tensor on every rank: seed alike what draws it"
+                    "use the same tensor on every rank: set the same seed for random tensors"
                     " (torch.manual_seed)"
                 ),
             )
@@ -309,11 +310,11 @@ def check_tangents(returned: Sequence[tuple[str, Tensor | None]], devices: Devic
     if different:
         odd, usual = _odd_and_usual(_ranks(devices), every)
         raise RuntimeStateError(
-            f"{odd} computed a different loss of the same outputs from {usual}: the gradients by"
+            f"{odd} computed a different loss from the same outputs than {usual}: the gradients of"
             f" {', '.join(different)} differ",
             remedy=(
-                "compute the same loss on every rank: of the same labels, and with the same seed"
-                " where it draws random numbers; or let the model compute its loss"
+                "compute the same loss on every rank, with the same labels and the same seed for"
+                " random numbers; or let the model compute its loss"
             ),
         )
 

@@ -144,7 +144,7 @@ class Tally:
 # launcher ends the processes, or they wait until the time limit of the process group.
 
 _POLL_S = 0.02
-_KILLED = "it was killed (by the system if memory ran out), or left by os._exit"
+_KILLED = "it was killed (by the system if memory ran out), or called os._exit"
 
 
 class End(NamedTuple):
@@ -231,9 +231,9 @@ def why_it_ends() -> End:
     """Return the reason why this process is about to end."""
     error = getattr(sys, "last_value", None)  # an uncaught exception; sys.exit sets none
     if error is None and parent_process() is not None:  # multiprocessing does not set it, either
-        return End("its process came to its end, and its own messages say why", "quiet")
+        return End("its process ended; see its own messages for the reason", "quiet")
     if error is None:
-        return End("it came to the end of its script, or called sys.exit", "quiet")
+        return End("it reached the end of its script, or called sys.exit", "quiet")
     said = str(error).strip().split("\n")[0]
     return End(
         f"it raised {type(error).__name__}{f': {said}' if said else ''}",
@@ -305,9 +305,9 @@ def _is_running(identity: tuple[str, ...]) -> bool:
 
 _MOST_SHOWN = 4
 _ALIKE = (
-    "call the model, backward, optimizer.step(), save and load in the same order and equally often "
-    "on every rank, with batches of the same shapes and dtypes: also at the end of an epoch "
-    "(drop_last=True), and to evaluate or to save"
+    "call the model, backward, optimizer.step(), save and load in the same order and the same"
+    " number of times on every rank, with batches of the same shapes and dtypes; this includes"
+    " the end of an epoch (drop_last=True), evaluation and saving"
 )
 
 
@@ -353,9 +353,9 @@ class Differences:
         late = [rank for rank in range(self._num_ranks) if rank not in here]
         late = late or [self._rank]  # the others have given up before this one came
         did = f"rank {self._rank} {own}{self._last_of(late, calls)}"
-        what = f"{_ranks(late)} did not come within {limit_s:g} s: {did}"
+        what = f"{_ranks(late)} did not arrive within {limit_s:g} s: {did}"
         remedy = (
-            "see what it does there; if it needs longer, call "
+            "find out what that rank is doing; if it needs longer, call "
             "torch.distributed.init_process_group(timeout=...) before autopar.compile"
         )
         return RankError(what, remedy=remedy, ranks=late)
@@ -379,14 +379,17 @@ class Differences:
         remedy = (
             _ALIKE
             if end.kind == "quiet"
-            else f"see the messages of rank {first}; the other ranks cannot go on without it"
+            else f"see the messages of rank {first}; the other ranks cannot continue without it"
         )
         return RankError(what, remedy=remedy, ranks=list(ended))
 
     def describe_exit(self, waiting: Sequence[int], own: RankCall) -> str:
         """Describe that waiting ranks fail because this rank ends after the operation `own`."""
         fail = "fails" if len(waiting) == 1 else "fail"
-        return f"rank {self._rank} ends, and {_ranks(waiting)} {fail} without it; last it {own}"
+        return (
+            f"rank {self._rank} ended, and {_ranks(waiting)} {fail} without it; its last call: it"
+            f" {own}"
+        )
 
     def describe_wait(
         self, calls: Mapping[int, RankCall], own: RankCall, waited_s: float, limit_s: float

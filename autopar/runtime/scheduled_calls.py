@@ -211,14 +211,14 @@ class ScaledStep:
         if self._before is None:
             what = (
                 f"the loss was multiplied by {tangent:g}, backward ran inside the call with"
-                f" {self._assumed:g}, and buffers have changed"
+                f" {self._assumed:g}, and buffers changed meanwhile"
             )
             raise RuntimeStateError(
                 what, remedy="set pm.loss_scale = scaler.get_scale() before the first call"
             )
         remedy = (
-            "run backward before whatever changes it, or set pm.loss_scale to the factor of the"
-            " loss before the call"
+            "run backward before anything changes the tensor, or set pm.loss_scale to the factor"
+            " of the loss before the call"
         )
         # all ranks run again, or none
         by_all(lambda: self._check_unchanged(tangent, remedy), "backward", remedy)
@@ -244,8 +244,8 @@ class ScaledStep:
         )
         if changed is not None:
             name, before = changed
-            unknown = "was made under torch.inference_mode, which does not count changes"
-            why = unknown if before is None else "was changed since the call"
+            unknown = "was created under torch.inference_mode, which does not record changes"
+            why = unknown if before is None else "was changed after the call"
             raise RuntimeStateError(
                 f"the loss was multiplied by {tangent:g}, backward ran inside the call with"
                 f" {self._assumed:g}, and the step cannot run again: {name} {why}",
@@ -489,9 +489,9 @@ def _tell_of_missing(program: Program, names: Sequence[str]) -> None:
     if not names or rank() != 0:
         return
     num = program.microbatches.num
-    why = f"the batch runs in {num} microbatches" if num > 1 else "the last stage makes it"
+    why = f"the batch runs in {num} microbatches" if num > 1 else "only the last stage computes it"
     log.warning(
-        '%s, because %s; outputs="full" returns it, and outputs="loss" says that it is not wanted',
+        '%s, because %s; outputs="full" returns it, outputs="loss" silences this warning',
         _describe_missing(program, names),
         why,
     )
@@ -505,7 +505,7 @@ def _describe_missing(program: Program, names: Sequence[str]) -> str:
         for name in names[:3]
     )
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{shown}{more} {'comes' if len(names) == 1 else 'come'} as None"
+    return f"{shown}{more} {'is' if len(names) == 1 else 'are'} None"
 
 
 def _held_by(stages: Iterable[StageProgram], trained: Collection[str]) -> tuple[ProgramTensor, ...]:

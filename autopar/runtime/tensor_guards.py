@@ -43,10 +43,10 @@ def refuse_given_data(name: str, parameter: Tensor) -> None:
     noted = parameter.__dict__.get(_MARK)
     if noted is not None and noted[0] == id(parameter) and noted != _mark(parameter):
         raise RuntimeStateError(
-            f"{name!r} was given data (p.data = ...), which torch does not take over into a"
-            " distributed parameter: it is what it was",
+            f"{name!r} was assigned data (p.data = ...), which torch does not transfer to a"
+            " distributed parameter: its value did not change",
             remedy=(
-                "write into it under torch.no_grad(): p.copy_(...); whole tensors by"
+                "write into it under torch.no_grad(): p.copy_(...); for full tensors use"
                 " pm.load_state_dict({...}, strict=False)"
             ),
         )
@@ -87,10 +87,10 @@ class Watched:
                 continue
             if tensor.is_inference():
                 raise RuntimeStateError(
-                    f"{name} was made under torch.inference_mode, and backward reads it: whether it"
-                    " changes until then is not known",
+                    f"{name} was created under torch.inference_mode, and backward reads it:"
+                    " changes to it cannot be detected",
                     remedy=(
-                        "clone it outside of torch.inference_mode, or make it under torch.no_grad"
+                        "clone it outside torch.inference_mode, or create it under torch.no_grad"
                     ),
                 )
             self._tensors.append((name, tensor.detach(), tensor._version))
@@ -118,10 +118,10 @@ class Watched:
         self._tensors.clear()
         if changed:
             raise RuntimeStateError(
-                f"{changed[0]} was changed in place since the call, and backward reads it",
+                f"{changed[0]} was changed in place after the call, and backward reads it",
                 remedy=(
-                    "run backward before optimizer.step(), or whatever else changes it; change a"
-                    " clone of an input or an output"
+                    "run backward before optimizer.step() or any other in-place change; change a"
+                    " clone of an input or an output instead"
                 ),
             )
 

@@ -160,21 +160,21 @@ def _refusal(cluster: Cluster, mesh_shape: Sequence[int], forced: Forced) -> Con
                         f" whose dim {dim} would be in {parts} parts"
                     )
                     remedy = (
-                        f"make its length {info.shape[dim]} a multiple of {parts}, or name fewer or"
+                        f"make its length {info.shape[dim]} a multiple of {parts}, or use fewer or"
                         " smaller axes"
                     )
                     return ConstraintError(what, where=member.call.where, remedy=remedy)
     first = cluster.members[0]
     named = list(dict.fromkeys(filter(None, forced.named.plans)))
     if len(named) == 1:
-        what = f"{named[0]} cannot hold: {first.key} has no strategy that meets it"
+        what = f"{named[0]} cannot hold: {first.key} has no strategy that satisfies it"
         return ConstraintError(
             what,
             where=first.call.where,
-            remedy="leave it out for this model, or name other axes for it",
+            remedy="remove it for this model, or use other axes for it",
         )
-    what = f"the named plans cannot hold: {first.key} has no strategy that meets them together"
-    return ConstraintError(what, where=first.call.where, remedy="leave one of them out")
+    what = f"the named plans cannot hold: {first.key} has no strategy that satisfies all of them"
+    return ConstraintError(what, where=first.call.where, remedy="remove one of them")
 
 
 def _too_short(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
@@ -209,7 +209,7 @@ def _filter_allowed(
                     {str(getattr(s.members[i], f"{kind}s")[slot]) for s in strategies}
                 )
                 raise ConstraintError(
-                    f"no strategy has {kind} {slot} of {member.key} as {str(layout)!r}",
+                    f"{member.key} has no strategy with {kind} {slot} as {str(layout)!r}",
                     where=member.call.where,
                     remedy=f"with the other constraints it can be one of: {'; '.join(possible)}",
                 )

@@ -103,7 +103,7 @@ def nothing_to_split(plan: Parallelism, why: str, wish: str = "the constraint") 
         why: the reason.
         wish: the argument or constraint to leave out.
     """
-    return ConstraintError(f"{plan}: {why}", remedy=f"leave {wish} out for this model")
+    return ConstraintError(f"{plan}: {why}", remedy=f"remove {wish} for this model")
 
 
 # --------------------------------------------------------------------------------------------------

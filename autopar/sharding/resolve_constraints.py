@@ -170,7 +170,7 @@ class Forced:
         )
         return (
             f"{' '.join(placements)}, which"
-            f" {' and '.join(filter(None, dict.fromkeys(self.named.plans)))} ask"
+            f" {' and '.join(filter(None, dict.fromkeys(self.named.plans)))} require"
         )
 
 
@@ -231,10 +231,10 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
                     slots.setdefault(name, []).append(forced)
                 elif storage.setdefault(name, forced) != forced:
                     what = (
-                        f"{name} is to rest as {storage[name]} and, by {constraint.pattern!r}, as"
-                        f" {forced}"
+                        f"{name} would be stored as {storage[name]} and, by"
+                        f" {constraint.pattern!r}, as {forced}"
                     )
-                    raise ConstraintError(what, remedy="force one storage layout on it")
+                    raise ConstraintError(what, remedy="force one storage layout for it")
     named = resolve_named(trace, parallelisms(constraints, mesh), mesh)
     for note in named.notes:
         log.warning(note)
@@ -254,7 +254,7 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
     if recompute == "selective" and not softmax:
         raise ConstraintError(
             "recompute='selective': the model has no attention",
-            remedy="pass recompute='full', or leave it out",
+            remedy="pass recompute='full', or remove the option",
         )
     slots_of = {name: tuple(found) for name, found in slots.items()}
     offload = _find_offload(constraints)
@@ -296,7 +296,7 @@ def _find_offload(constraints: Iterable[Constraint]) -> Offloaded | None:
     offloads = [c for c in constraints if isinstance(c, Offloaded)]
     if len(offloads) > 1:
         raise ConstraintError(
-            f"{offloads[0]} and {offloads[1]} both say what may be offloaded",
+            f"{offloads[0]} and {offloads[1]} both set what may be offloaded",
             remedy="pass one of them",
         )
     return offloads[0] if offloads else None
@@ -333,9 +333,9 @@ def view_layout(layout: Layout, parameter: Parameter) -> Layout:
         if isinstance(placement, Shard):
             if placement.dim >= len(last):
                 raise ConstraintError(
-                    f"{str(layout)!r} shards dim {placement.dim} of {parameter.name}, whose shape"
+                    f"{str(layout)!r} shards dim {placement.dim} of {parameter.name}, but its shape"
                     f" is {parameter.shape}",
-                    remedy="name a dim that it has",
+                    remedy="use one of its dims",
                 )
             placement = Shard(last[placement.dim])
         placements.append(placement)
@@ -384,8 +384,8 @@ def _as_elsewhere(trace: Trace, constraint: Resting) -> dict[str, Layout]:
             else []
         )
         if dims and max(dims) >= len(p.view):
-            what = f"{p.name} is to rest as {found[p.name]}, and is seen as {p.view}"
-            raise ConstraintError(what, remedy="name layouts of a plan of the same model")
+            what = f"{p.name} would be stored as {found[p.name]}, but its view is {p.view}"
+            raise ConstraintError(what, remedy="use layouts from a plan of the same model")
     return found
 
 
@@ -432,7 +432,7 @@ def _nearest(trace: Trace, pattern: str, kind: str) -> str:
     modules = list(dict.fromkeys(path for path in (*named, *run) if path))
     here = next((m for m in modules if fnmatchcase(m, pattern)), None)
     if here is not None:
-        return f"module {here!r} is there, and has no {kind} of its own that can be forced"
+        return f"module {here!r} exists, but has no {kind} that can be forced"
     repeated = dict.fromkeys(
         ".".join("*" if part.isdecimal() else part for part in m.split(".")) for m in modules
     )
@@ -440,5 +440,5 @@ def _nearest(trace: Trace, pattern: str, kind: str) -> str:
     return (
         f"did you mean {' or '.join(map(repr, close))}?"
         if close
-        else f"module paths are such as {', '.join(modules[:4])}"
+        else f"module paths are, for example, {', '.join(modules[:4])}"
     )

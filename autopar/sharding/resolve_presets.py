@@ -221,7 +221,7 @@ def _spreads(graph: TraceIndex, plan: Parallelism, mesh: Mesh) -> dict[int, Spre
                 graph,
                 plan,
                 found.failure.node,
-                "it reads no split of what the ops before it make in parts",
+                "it cannot read the shards that the previous ops return",
             )
     return {axis: sides[side] if (side := named[mesh.names[axis]]) else samples for axis in axes}
 
@@ -276,9 +276,9 @@ def _data_parallel(graph: TraceIndex, plan: Parallelism, sizes: Sequence[int]) -
     inputs, batch = [i for i in graph.trace.inputs if i.shape], _batch_of(graph)
     split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
     if not split:
-        what = f"{plan}: no input has a batch to split; its dim 0 would be it"
+        what = f"{plan}: no input has a batch dim (dim 0) to shard"
         raise ConstraintError(
-            what, remedy="plan with more than one sample in the batch, or without the constraint"
+            what, remedy="plan with more than one sample in the batch, or remove the constraint"
         )
     policy = Policy(split, slices=True)
     experts = plan.name.startswith("expert_parallel")
@@ -293,7 +293,7 @@ def _data_parallel(graph: TraceIndex, plan: Parallelism, sizes: Sequence[int]) -
             graph,
             plan,
             found.failure.node,
-            "the batch is split over it, and it has no way to compute on a part of the batch",
+            "the batch is sharded, but it cannot compute on a shard of the batch",
         )
     return found
 
@@ -303,7 +303,7 @@ def _context_parallel(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
     it."""
     found = along_sequence(graph)
     if found is None:
-        raise nothing_to_split(plan, "no input has a sequence to split; its dim 1 would be it")
+        raise nothing_to_split(plan, "no input has a sequence dim (dim 1) to shard")
     if found.failure is not None:
         _refuse_part(graph, plan, found)
     return found
@@ -314,7 +314,10 @@ def _tensor_parallel(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
     found = by_columns(graph, plan)
     if found.failure is not None:
         _refuse(
-            graph, plan, found.failure.node, "it does not read what the ops before it make in parts"
+            graph,
+            plan,
+            found.failure.node,
+            ("it cannot read the shards that the previous ops return"),
         )
     return found
 
@@ -335,18 +338,15 @@ def _refuse_part(graph: TraceIndex, plan: Parallelism, found: SpreadLabels) -> N
     )
     if all(len(i.shape) == 2 and i.dtype.is_floating_point for i in inputs):
         why = (
-            f"{taken}, which of (batch, features) is the features, is split over it as a sequence"
-            " would be, and it reads all of them"
+            f"{taken}, which is the features dim of (batch, features), is sharded as a sequence,"
+            " but it reads all features"
         )
         remedy = (
-            "leave the constraint out, which is for inputs with a sequence; ddp(), fsdp() and"
-            " tensor_parallel() split others"
+            "remove the constraint, which is for inputs with a sequence; ddp(), fsdp() and"
+            " tensor_parallel() shard other dims"
         )
         _refuse(graph, plan, found.failure.node, f"{why}: it has {parts}", remedy)
-    split = (
-        f"the sequence ({taken}) is split over it, and it has no way to compute on a part of the"
-        " sequence"
-    )
+    split = f"the sequence ({taken}) is sharded, but it cannot compute on a shard of the sequence"
     _refuse(graph, plan, found.failure.node, f"{split}: it reads {parts}")
 
 
@@ -355,8 +355,8 @@ def _refuse(
     plan: Parallelism,
     name: str,
     why: str,
-    remedy: str = "leave the constraint out, or name other axes for it",
+    remedy: str = "remove the constraint, or use other axes for it",
 ) -> NoReturn:
     node = graph.nodes[name]
-    what = f"{plan} cannot hold: {node.meta['key']} refuses, {why}"
+    what = f"{plan} cannot hold: at {node.meta['key']}, {why}"
     raise ConstraintError(what, where=where_of(node), remedy=remedy)

@@ -193,7 +193,7 @@ class TimeLimit:
         run."""
         if status == highspy.HighsModelStatus.kTimeLimit and not self.timed_out:
             self.timed_out = True
-            log.warning("the time limit ended a search: the plan may be another in the next run")
+            log.warning("the time limit ended a search: the next run may return a different plan")
 
 
 @dataclass(frozen=True, slots=True)

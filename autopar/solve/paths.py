@@ -101,15 +101,15 @@ _MOST = 4  # layouts that are named
 
 def refusal(problem: Problem) -> InfeasibleError:
     """Make the error for a problem that has no legal assignment."""
-    what = "no assignment of layouts is legal"
+    what = "no legal assignment of layouts exists"
     found = next(_refusals(problem), "")
-    remedy = "relax the constraints; each op needs one strategy that meets them"
+    remedy = "relax the constraints; each op needs a strategy that satisfies them"
     return InfeasibleError(f"{what}: {found}" if found else what, remedy=remedy)
 
 
 def _refusals(problem: Problem) -> Iterator[str]:
     """Name each op that has no strategy, and each reader that no available layout leads to."""
-    yield from (f"{op.key} refuses, it has no strategy" for op in problem.ops if not op.strategies)
+    yield from (f"{op.key} has no strategy" for op in problem.ops if not op.strategies)
     for variant in problem.variants:
         yield from _find_unreached(problem, variant)
 
@@ -125,8 +125,8 @@ def _find_unreached(problem: Problem, variant: Variant) -> Iterator[str]:
         read = [s.layouts.inputs[use.operand] for s in op.strategies]
         if not any(graph.index[layout] in there for layout in read):
             yield (
-                f"{op.key} refuses, it reads {value.key} as {_text(read)}, which no collectives"
-                f" make of {_text(made)}"
+                f"{op.key} reads {value.key} as {_text(read)}, but no collectives lead to it from"
+                f" {_text(made)}"
             )
 
 

@@ -82,9 +82,9 @@ class PulpSolver:
         settings |= {name: value for name, value in wanted.items() if name in self.takes}
         if math.isfinite(time_limit_s):
             if "timeLimit" not in self.takes:
-                remedy = "leave time_limit_s out, or pass another solver"
+                remedy = "remove time_limit_s, or pass another solver"
                 raise AutoparError(
-                    f"solver {self.name} takes no time limit through PuLP", remedy=remedy
+                    f"solver {self.name} does not support a time limit through PuLP", remedy=remedy
                 )
             settings["timeLimit"] = max(time_limit_s, 1.0)
         with (
@@ -141,12 +141,12 @@ def _refusal(name: str, known: Sequence[str]) -> AutoparError:
     here = ", ".join(
         (LIVE, *(f"{_PREFIX}{each}" if each.lower() == LIVE else each for each in available()))
     )
-    remedy = f"pass one that is available here: {here}"
+    remedy = f"pass one of the available solvers: {here}"
     if not known:
-        return AutoparError(f"solver {name!r} is not known", remedy=remedy)
+        return AutoparError(f"unknown solver {name!r}", remedy=remedy)
     what = f"solver {name!r} ({' or '.join(known)} in PuLP) is not installed"
     if _BUNDLED in known:
-        what += ": PuLP has no CBC of its own for this platform, and there is no other"
+        what += ": PuLP includes no CBC for this platform, and no other CBC was found"
     return AutoparError(what, remedy=f"install it so that PuLP finds it, or {remedy}")
 
 

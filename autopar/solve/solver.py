@@ -82,7 +82,7 @@ def solve(
     )
     if isinstance(found, Solution):
         return found
-    would_do = f", {size_text(found.size_bytes)} would do" if found.choices else ""
+    would_do = f", {size_text(found.size_bytes)} is sufficient" if found.choices else ""
     needed = f"at least {size_text(found.bound_bytes)} is needed{would_do}"
     raise shortage(f"no plan fits into {size_text(problem.budget_bytes)} per device: {needed}")
 

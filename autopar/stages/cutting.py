@@ -97,7 +97,8 @@ def _spans(trace: Trace, placing: Placing, phase: str) -> dict[str, tuple[int, i
 def _check_plain(node: fx.Node) -> None:
     if not isinstance(node.meta["val"], torch.Tensor):
         raise CutError(
-            f"{node.meta['key']} has several results and would cross a cut", where=where_of(node)
+            f"{node.meta['key']} has several results, which cannot cross a cut",
+            where=where_of(node),
         )
 
 
@@ -122,7 +123,7 @@ def _carriers(
         if not fitting:
             what = (
                 f"{gradient.meta['key']} of shape {tuple(gradient.meta['val'].shape)} would cross a"
-                " cut, and no activation like it does"
+                " cut without a matching activation"
             )
             raise CutError(what, where=where_of(gradient))
         riding[gradient.name] = free.pop(fitting[-1]).name
@@ -134,9 +135,7 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
     return x.shape == y.shape and x.dtype == y.dtype
 
 
-NO_PIPELINE = (
-    "leave out constraints.pipeline(): without it the axis is used for data or tensor parallelism"
-)
+NO_PIPELINE = "remove constraints.pipeline(): the axis is then used for data or tensor parallelism"
 
 
 def usable_points(trace: Trace, at_least: int = 1) -> tuple[tuple[CutPoint, ...], Placing]:
@@ -164,7 +163,7 @@ def usable_points(trace: Trace, at_least: int = 1) -> tuple[tuple[CutPoint, ...]
         return found, place(trace, [p.position for p in found])
     why, where = ("", None) if refusal is None else (f": {refusal.what}", refusal.where)
     raise ConstraintError(
-        f"the model has no place to cut it into stages{why}", where=where, remedy=NO_PIPELINE
+        f"the model cannot be cut into stages{why}", where=where, remedy=NO_PIPELINE
     )
 
 

@@ -369,7 +369,7 @@ class _Placer:
             others = sorted(self._stages_reading(buffers[name], stages) - {stages[value.name]})
             if others:
                 what = (
-                    f"buffer {name!r} is read in stage {others[0]} and gets its new value in stage"
+                    f"buffer {name!r} is read in stage {others[0]} but updated in stage"
                     f" {stages[value.name]}"
                 )
                 raise CutError(what, where=where_of(value))
@@ -395,8 +395,8 @@ class _Placer:
         for node in backward if late & early else ():
             if node.name in late and node.name in early:
                 what = (
-                    f"{node.meta['key']} needs values from both sides of a cut, against the flow of"
-                    " backward"
+                    f"{node.meta['key']} needs values from both sides of a cut, against the order"
+                    " of backward"
                 )
                 raise CutError(what, where=where_of(node))
         free = [n for n in backward if n.name not in late and n.name not in early]

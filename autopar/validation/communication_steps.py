@@ -60,7 +60,7 @@ def move(
     if isinstance(state, Packed):
         return _move_bucket(traced, state, kind, settings, mesh_shape)
     if not isinstance(state, State):
-        raise MoveError("it moves what is no tensor of the model")
+        raise MoveError("its operand is not a tensor of the model")
     shape = traced.shape(state.ref)
     step, wanted = _step_of(state.layout, kind, settings)
     if step.axis >= len(mesh_shape):
@@ -68,7 +68,7 @@ def move(
     target = apply_collective(state.layout, step, wanted)
     if target is None or not target.fits(shape, mesh_shape):
         raise MoveError(
-            f"a {kind} with settings {tuple(settings)} leads nowhere from {state.layout}"
+            f"a {kind} with settings {tuple(settings)} is not possible from {state.layout}"
         )
     if kind in _REDUCING:
         _check_reduction(traced, state)
@@ -77,8 +77,8 @@ def move(
         due = shape[step.dim] if uneven else None
         if length != due:
             raise MoveError(
-                f"it joins a dim of {shape[step.dim]} elements whose parts are"
-                f" {'un' if uneven else ''}equal with length={length}"
+                f"it joins a dim of {shape[step.dim]} elements whose shards are"
+                f" {'un' if uneven else ''}equal, with length={length}"
             )
     return State(state.ref, target, state.dtype)
 
@@ -131,11 +131,11 @@ def _move_bucket(
         or packed.count != rows[kind][0]
     ):
         raise MoveError(
-            f"a bucket of {packed.count} of {packed.parts} parts takes no {kind} with settings"
-            f" {tuple(settings)}"
+            f"a bucket with {packed.count} of {packed.parts} shards does not support {kind} with"
+            f" settings {tuple(settings)}"
         )
     if kind == "all_reduce" and packed.parts != 1:
-        raise MoveError(f"what is reduced for all ranks is in {packed.parts} parts in its bucket")
+        raise MoveError(f"an all-reduced tensor is in {packed.parts} shards in its bucket")
     moved = []
     for member, dim in zip(packed.members, packed.dims, strict=True):
         own = tuple(settings) if kind == "all_reduce" else (dim, *settings[1:])
@@ -145,7 +145,7 @@ def _move_bucket(
         if not all(
             is_even(at, traced.shape(member.ref), mesh_shape) for at in (member.layout, made.layout)
         ):
-            raise MoveError(f"{member.ref[0]} has parts of different length in a bucket")
+            raise MoveError(f"{member.ref[0]} has shards of different lengths in a bucket")
         moved.append(made)
     return Packed(tuple(moved), packed.dims, packed.parts, rows[kind][1], packed.dtype)
 
@@ -155,7 +155,7 @@ def pack(node: fx.Node, states: Sequence[Any]) -> Packed:
     _, dims, parts, count, dtype = node.args
     members = tuple(s for s in states if isinstance(s, State))
     if len(members) != len(states) or len(dims) != len(members):
-        raise MoveError("it packs what is no tensor of the model")
+        raise MoveError("it packs an operand that is not a tensor of the model")
     for member in members:
         before = member.dtype
         if torch.promote_types(before, dtype) != dtype:
@@ -175,9 +175,9 @@ def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]
     """
     _, sizes, dims, parts, dtypes = node.args
     if not isinstance(packed, Packed) or (packed.dims, packed.parts) != (tuple(dims), parts):
-        raise MoveError("it unpacks what was packed otherwise")
+        raise MoveError("it unpacks a bucket that was packed differently")
     if not len(packed.members) == len(sizes) == len(dtypes):
-        raise MoveError(f"it unpacks {len(sizes)} tensors out of a bucket of {len(packed.members)}")
+        raise MoveError(f"it unpacks {len(sizes)} tensors from a bucket of {len(packed.members)}")
     found = []
     for member, size, dim, dtype in zip(packed.members, sizes, dims, dtypes, strict=True):
         lengths = local_lengths(traced.shape(member.ref), member.layout, mesh_shape)
@@ -185,7 +185,7 @@ def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]
         if packed.count < packed.parts:  # the bucket has some of the parts of tensors of this size
             held = (*held[:dim], held[dim] * packed.count // packed.parts, *held[dim + 1 :])
         if held != (lengths or (1,)):
-            raise MoveError(f"{member.ref[0]} comes out of its bucket as {held}, not as {lengths}")
+            raise MoveError(f"{member.ref[0]} is unpacked as {held}, expected {lengths}")
         found.append(_cast_to(traced, member, dtype))
     return Several(tuple(found))
 
@@ -200,7 +200,7 @@ def cast(traced: Traced, state: Any, dtype: torch.dtype) -> State:
         MoveError: if the cast rounds partial sums, or drops digits that the traced value has.
     """
     if not isinstance(state, State):
-        raise MoveError("it casts what is no tensor of the model")
+        raise MoveError("it casts an operand that is not a tensor of the model")
     return _cast_to(traced, state, dtype)
 
 
@@ -210,5 +210,5 @@ def _cast_to(traced: Traced, state: State, dtype: torch.dtype) -> State:
         raise MoveError(f"it rounds partial sums of {state.ref[0]} to {dtype}")
     own = traced.value(state.ref).dtype
     if torch.promote_types(own, dtype) != dtype:
-        raise MoveError(f"it rounds {state.ref[0]} to {dtype}, where the model has it in {own}")
+        raise MoveError(f"it rounds {state.ref[0]} to {dtype}, but its dtype in the model is {own}")
     return State(state.ref, state.layout, dtype)

@@ -113,11 +113,11 @@ class Wires:
 
     def _pair(self, one: _Transfer, made: _Transfer) -> None:
         if one.sends == made.sends:
-            what = f"rank {one.rank} starts {one}, and rank {made.rank} {made}, at the same place"
+            what = f"rank {one.rank} starts {one} while rank {made.rank} starts {made}"
             raise invalid(f"ranks wait for each other: {what}")
         if len(one.tensors) != len(made.tensors):
             sent, taken = (one, made) if one.sends else (made, one)
-            what = f"{len(sent.tensors)} tensors come, and it takes {len(taken.tensors)}"
+            what = f"it receives {len(sent.tensors)} tensors, expected {len(taken.tensors)}"
             raise invalid(f"stage {taken.stage}: {what}")
         one.meets, made.meets = made, one
 
@@ -298,7 +298,7 @@ def _run(stages: Sequence[_Stage], action: Action, sent: _Sent) -> None:
     buffers = stage.work.arriving_inputs(number) if ahead else stage.work.arriving_gradients(number)
     come = sent[source, action.stage].popleft() if source is not None else []
     if len(come) != len(buffers):
-        raise stage.error(number, f"{len(come)} tensors come, and it takes {len(buffers)}")
+        raise stage.error(number, f"it receives {len(come)} tensors, expected {len(buffers)}")
     for buffer, each in zip(buffers, come, strict=True):
         buffer.came = each
     (stage.work.forward if ahead else stage.work.backward)(number)
@@ -367,7 +367,7 @@ class _Stage:
             came = one.came if isinstance(one, _Buffer) else one
             if came != other:
                 came = "nothing" if came is None else came
-                raise self.error(self.number, f"{what} reads {came} instead of {other}")
+                raise self.error(self.number, f"{what} reads {came}, expected {other}")
 
     def finish(self) -> None:
         """Check, after a step, that each microbatch ran forward and backward once, and that the
@@ -437,9 +437,7 @@ class _Stage:
         self._check("backward", sums, self.sums)
         if first != (before == 0 and bool(self.sums)):
             done = "writes over" if first else "adds to"
-            raise self.error(
-                number, f"backward {done} sums to which {before} microbatches were added"
-            )
+            raise self.error(number, f"backward {done} sums of {before} microbatches")
         ends = [t for t in self.program.outputs if t.has_gradient]
         for t, tangent in zip(ends, tangents, strict=True):
             self._check_tangent(t, tangent)
@@ -453,7 +451,7 @@ class _Stage:
             weight = float(tangent)
             if weight != float(torch.tensor(self.weight, dtype=output.dtype)):
                 raise self.error(
-                    self.number, f"the loss is weighted by {weight} instead of {self.weight}"
+                    self.number, f"the weight of the loss is {weight}, expected {self.weight}"
                 )
             return
         name = "the gradient of" if output.crosses else "the tangent of"

@@ -318,7 +318,9 @@ class _InTime:
             weights = {1.0: 0, 1.0 / self.how.num: -1}
             if self.how.weight not in weights:
                 weight, num = self.how.weight, self.how.num
-                raise invalid(f"the loss of a microbatch weighs {weight}, of {num}")
+                raise invalid(
+                    f"the weight of a microbatch's loss is {weight}, with {num} microbatches"
+                )
             return TimePlacement("whole", power=weights[self.how.weight])
         kind, dim = self.how.outputs.get(path, ("open", -1))
         if kind == "split":
@@ -363,8 +365,8 @@ class _InTime:
             if not right:
                 raise self._error(
                     node,
-                    f"what microbatches are given of the batch is a {kind} of what each has as"
-                    f" {found}",
+                    f"a value of the batch that microbatches receive is a {kind} of the"
+                    f" microbatches' {found}",
                 )
 
     def _place(self, nodes: Nodes, placed: Placements, matching: Matching) -> None:
@@ -473,7 +475,7 @@ class _InTime:
             if name != random.STATE:
                 raise self._error(
                     self.part.results[position],
-                    f"buffer {name!r} would be written {self.how.num} times a step",
+                    f"buffer {name!r} would be written {self.how.num} times per step",
                 )
 
     def _gradients(self) -> Iterator[str]:
@@ -481,8 +483,8 @@ class _InTime:
         for p, w in zip(self.part.trace.parameters, self.whole.trace.parameters, strict=True):
             if p.name != w.name or (p.gradient is None) != (w.gradient is None):
                 raise invalid(
-                    f"the microbatch's graph has parameter {p.name!r} where the batch's has"
-                    f" {w.name!r}"
+                    f"the microbatch graph has parameter {p.name!r} in the position of"
+                    f" {w.name!r} of the batch graph"
                 )
             if p.gradient is not None and w.gradient is not None:
                 own = self.whole.results[w.gradient]
@@ -500,7 +502,7 @@ class _InTime:
         if missing is None and found.is_known:
             raise self._error(
                 node,
-                f"{what} of a microbatch is another node's value than in the graph of the batch",
+                f"{what} of a microbatch is the value of a different node from the batch graph",
             )
         found = without(missing or (), self.whole, self.part.shape(ref), found, self.how.num)
         if found in due or found.kind == "zero":
@@ -508,18 +510,18 @@ class _InTime:
         at = self.part.by_key.get(found.origin, node)
         if self.promised:
             yield (
-                f"{what} over microbatches follows from the promise that samples are independent,"
-                f" and from no rule, at {at.meta['key']}"
+                f"at {at.meta['key']}, {what} over microbatches follows only from the promise that"
+                " samples are independent, not from a rule"
             )
             return
         if found.kind == "open":
             raise self._error(
                 at,
-                f"nothing shows that {what} adds up over {self.how.num} microbatches: this op is"
-                " not known well enough",
+                f"cannot show that {what} adds up over {self.how.num} microbatches: the rules for"
+                " this op are insufficient",
             )
         seen = (
-            "its value for a microbatch is neither a slice nor a term nor a copy of the batch's"
+            "its value for a microbatch is not a slice, a term or a copy of the value for the batch"
             if found.kind == "wrong"
             else f"it is {found}"
         )

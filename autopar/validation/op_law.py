@@ -121,8 +121,8 @@ def _on_one_axis(keyed: KeyedCall, option: AxisOption, uneven: bool) -> tuple[Ve
     return (Verdict.PROVEN, "") if holds else (Verdict.WRONG, wrong)
 
 
-_OTHER_ELEMENTS = "its parts are not made of the same elements"
-_OTHER_STATE = "every rank needs the same state, and draws a part"
+_OTHER_ELEMENTS = "its shards do not come from the same elements"
+_OTHER_STATE = "every rank needs the same state and draws one shard"
 
 
 def _draws_parts(option: AxisOption) -> bool:

@@ -106,7 +106,10 @@ def _check_parts(kind: Callable[..., Tensor]) -> None:
         starts = (row, column)
         part = kind(state, (rows, columns), *settings, draw=1, window=(starts, sizes))
         if not torch.equal(part, whole[row : row + rows, column : column + columns]):
-            raise _error(kind, f"the part of {rows} × {columns} from {starts} on is none of it")
+            raise _error(
+                kind,
+                (f"the shard of {rows} × {columns} at {starts} does not match the full tensor"),
+            )
 
 
 def _error(kind: Callable[..., Tensor], why: str) -> ValidationError:
@@ -131,8 +134,8 @@ def check_draws(trace: Trace) -> None:
             here = node.args[0], number
             if here in seen:
                 what = (
-                    f"{node.meta['key']} draws the numbers of {seen[here].meta['key']}: both are"
-                    f" draw {number} of a step"
+                    f"{node.meta['key']} draws the same numbers as {seen[here].meta['key']}: both"
+                    f" are draw {number} of a step"
                 )
                 raise invalid(what, where_of(node))
             if type(number) is not int or not 0 <= number < _LARGEST:
@@ -154,9 +157,7 @@ def _check_state(trace: Trace, states: set[fx.Node]) -> None:
         and after.args[1] == 1
     )
     if {state.name for state in states} != held or not goes_on:
-        raise invalid(
-            "random draws do not all follow from one state that goes on by one at each call"
-        )
+        raise invalid("random draws do not all use one state that advances by one per call")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -326,7 +327,7 @@ class _Program:
         found = []
         for tensor in self.program.sums:
             if tensor.name not in self.gradients:
-                raise invalid(f"there is a sum for {tensor.name!r}, which has no gradient")
+                raise invalid(f"the program has a sum for {tensor.name!r}, which has no gradient")
             ref, _ = self.gradients[tensor.name]
             own = self.traced.value(ref).dtype
             if own.is_floating_point and max(own.itemsize, 4) > tensor.dtype.itemsize:
@@ -337,7 +338,7 @@ class _Program:
                 raise invalid(what)
             found.append(Sum(tensor.name, ref, tensor.layout, tensor.dtype))
         if self.program.accumulates and [s.parameter for s in found] != list(self.gradients):
-            raise invalid("the program has no sum for some parameter that has a gradient")
+            raise invalid("a parameter with a gradient has no sum in the program")
         return found
 
     # What comes out.
@@ -437,8 +438,8 @@ class _Program:
     def _check_border(self, kind: str, tensor: ProgramTensor, planned: Strategy | None) -> None:
         layouts = () if planned is None else planned.inputs if kind == "output" else planned.outputs
         if layouts != (tensor.layout,) or tensor.layout.has_partial or tensor.layout.special:
-            lies = f"{kind} {tensor.name!r} lies as {tensor.layout}"
-            raise invalid(f"{lies}, the plan has it as {layouts}")
+            lies = f"{kind} {tensor.name!r} has layout {tensor.layout}"
+            raise invalid(f"{lies}, but the plan has {layouts}")
 
     def _check_memory(self, forward_memory: Memory) -> None:
         program, mesh_shape = self.program, self.program.mesh.shape

@@ -103,8 +103,8 @@ def invalid(what: str, where: Where | None = None) -> ValidationError:
     """Return the error for a program that does not follow from its plan, because emission has a
     fault or the program was changed."""
     remedy = (
-        "if the program was changed by hand, validate it as `emit` makes it of the plan; "
-        "if not, report the model and the plan"
+        "if the program was changed by hand, validate it as `emit` creates it from the plan; "
+        "otherwise report the model and the plan"
     )
     return ValidationError(what, where=where, remedy=remedy)
 

@@ -133,7 +133,7 @@ def check_writes(
                 raise unjustified_error(
                     node,
                     phase,
-                    f"it writes into memory that {reader.name} reads of {other.name} afterwards",
+                    f"it writes into memory of {other.name} that {reader.name} reads later",
                 )
     return memory
 
@@ -175,7 +175,7 @@ def check_apart(
             )
         if owner[0].op == "placeholder" and owner[0] not in owned:
             raise unjustified_error(
-                node, phase, f"the gradient of {name!r} lies in memory of {owner[0].name}"
+                node, phase, f"the gradient of {name!r} uses memory of {owner[0].name}"
             )
         if _lies_over_itself(node, memory):
             raise unjustified_error(

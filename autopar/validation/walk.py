@@ -90,7 +90,7 @@ def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: St
     )  # a sum runs again as its own strategies say
     summed = _product(walk, node, origin, strategy, [a, b], str(equation), {})
     if (addend is None) != (not others):
-        raise MoveError("it adds what its plan does not, or the other way round")
+        raise MoveError("its residual addition does not match the plan")
     if others:
         summed = _state_added(walk, node, others[0], summed, walk.env[addend])
     settings = over.dim, "sum", over.axis
@@ -121,7 +121,7 @@ def _state_added(walk: Walking, node: fx.Node, key: str, one: Any, other: Any) -
     first = walk.traced.reads(origin)[0]
     states = [one, other] if isinstance(one, State) and one.ref == first else [other, one]
     if len(origin.args) != _FACTORS or origin.kwargs:
-        raise MoveError(f"{key} is no plain sum")
+        raise MoveError(f"{key} is not a plain sum")
     return _state_of_result(walk, origin, strategy, states)
 
 
@@ -162,7 +162,7 @@ def _product(
     if local.target is not ops.dot or local.args[0] != equation:
         raise MoveError(f"it computes {equation!r}, expected {local.args[0]!r}")
     if not matches(starts, local.kwargs.get("starts", ()), walk.env, walk.mesh_shape):
-        raise MoveError(f"its parts begin at {starts}, expected {local.kwargs.get('starts', ())}")
+        raise MoveError(f"its shards start at {starts}, expected {local.kwargs.get('starts', ())}")
     states = [instead.get(i, walk.env[factor]) for i, factor in enumerate(factors)]
     return _state_of_result(
         walk, origin, strategy, states if bias is None else [*states, walk.env[bias]]
@@ -218,7 +218,7 @@ class GraphWalk:
                 self.env[node] = next(remaining, None)
                 if self.env[node] is None:
                     raise unjustified_error(
-                        node, self.phase, "the graph takes more than the program passes"
+                        node, self.phase, "the graph has more inputs than the program passes"
                     )
                 continue
             try:
@@ -226,9 +226,9 @@ class GraphWalk:
             except MoveError as error:
                 raise unjustified_error(node, self.phase, str(error)) from error
             except (IndexError, KeyError, TypeError, ValueError) as error:
-                why = f"its arguments {node.args} are of no form that is known ({error})"
+                why = f"its arguments {node.args} have an unknown form ({error})"
                 raise unjustified_error(node, self.phase, why) from error
-        raise AssertionError("a graph has an output")
+        raise AssertionError("a graph must have an output")
 
     def _state(self, node: fx.Node) -> Any:
         place = place_of(node, self.env)
@@ -263,7 +263,7 @@ class GraphWalk:
     def _pick(self, node: fx.Node) -> Any:
         source, number = self.env[node.args[0]], int(node.args[1])
         if not isinstance(source, Several) or not 0 <= number < len(source.parts):
-            raise MoveError("it picks a result of what has one")
+            raise MoveError("it selects a result of an op with a single result")
         return source.parts[number]
 
     def _start(self, node: fx.Node) -> InFlight:
@@ -280,16 +280,16 @@ class GraphWalk:
             *settings,
             node.kwargs.get("length"),
         ):
-            raise MoveError("it finishes what was not started with these settings")
+            raise MoveError("it waits for a collective that was not started with these settings")
         if [user.target for user in source.users] != [steps.finish]:
-            raise MoveError("what it started is read by others as well")
+            raise MoveError("other nodes also read the result of the start")
         return flying.made
 
     def _add(self, node: fx.Node) -> Sum:
         total, gradient = (self.env[x] for x in node.args)
         if not isinstance(total, Sum) or total.is_added:
             raise MoveError(
-                f"it adds to {shown(total)}, which is no sum that waits for this microbatch"
+                f"it adds to {shown(total)}, which is not a sum that expects this microbatch"
             )
         of, casts = self.gradients[total.parameter]
         if not isinstance(gradient, State) or gradient.ref not in (of, *casts):

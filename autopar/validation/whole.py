@@ -61,7 +61,7 @@ def _check_nodes(own: dict[str, fx.Node], stage: Trace, number: int) -> None:
                 raise _error(node, number, "the trace of one microbatch has no such node")
             continue
         if node.target is not origin.target or _named(node) != _named(origin):
-            raise _error(node, number, "it is another call than in the trace of one microbatch")
+            raise _error(node, number, "its call differs from the trace of one microbatch")
 
 
 def _named(node: fx.Node) -> object:
@@ -89,10 +89,10 @@ def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
             raise _error(
                 node,
                 number,
-                "it is no tensor of the model or of the batch, and comes from no other stage",
+                "it is not a tensor of the model or the batch, and no other stage sends it",
             )
     if left := sorted(handed.keys() - crossing.keys()):
-        what = "the stage before hands it over, and this stage does not take it"
+        what = "the previous stage sends it, but this stage does not receive it"
         raise _missing_error(stage, number, left[0], what)
 
 
@@ -109,11 +109,11 @@ def _check_handed(
         handed: values that the stage before passes → the gradients that it waits for.
     """
     if name not in handed:
-        raise _missing_error(stage, number, name, "the stage before does not hand it over")
+        raise _missing_error(stage, number, name, "the previous stage does not send it")
     returned = _results(stage)[gradient].name if gradient is not None else ""
     if returned != handed[name]:
         what = (
-            f"its gradient goes back as {returned or 'nothing'}, and the stage before waits for"
+            f"its gradient returns as {returned or 'nothing'}, but the previous stage expects"
             f" {handed[name] or 'none'}"
         )
         raise _missing_error(stage, number, name, what)
@@ -135,7 +135,7 @@ def _check_returns(part: Trace, stages: Sequence[Trace]) -> None:
     for stage in (part, *stages):  # of a buffer that a stage changes it returns the new value
         for name, position in stage.mutated.items():
             if _results(stage)[position].name != _results(part)[part.mutated[name]].name:
-                raise invalid(f"a stage writes buffer {name!r} with another value than the model")
+                raise invalid(f"a stage writes a different value to buffer {name!r} than the model")
     written = {name for stage in stages for name in stage.mutated}
     if missing := sorted(part.mutated.keys() - written):
         raise invalid(f"no stage writes buffer {missing[0]!r}")
@@ -184,7 +184,7 @@ def _error(node: fx.Node, number: int, why: str) -> ValidationError:
 def _missing_error(stage: Trace, number: int, name: str, why: str) -> ValidationError:
     node = next((n for n in stage.graph.nodes if n.name == name), None)
     if node is None:
-        return invalid(f"{name} at the border of stage {number} is not justified: {why}")
+        return invalid(f"{name} at the boundary of stage {number} is not justified: {why}")
     return _error(node, number, why)
 
 
@@ -207,7 +207,9 @@ def validate(trace: Trace, plan: Plan, program: Program) -> Validation:
     """
     pipeline, how = plan.as_pipeline, program.microbatches
     if how.num != pipeline.num_microbatches:
-        what = f"the program has {how.num} microbatches, the plan {pipeline.num_microbatches}"
+        what = (
+            f"the program has {how.num} microbatches, but the plan has {pipeline.num_microbatches}"
+        )
         raise invalid(what)
     part = trace if how.num == 1 else program.trace
     found = validate_microbatches(trace, part, how, promised=pipeline.independent)
@@ -219,7 +221,10 @@ def validate(trace: Trace, plan: Plan, program: Program) -> Validation:
     _check_crossings(program)
     _check_shared(stages, program)
     if program.schedule != pipeline.schedule:
-        what = f"the program runs as {program.schedule!r}, the plan as {pipeline.schedule!r}"
+        what = (
+            f"the schedule of the program is {program.schedule!r}, but the plan has"
+            f" {pipeline.schedule!r}"
+        )
         raise invalid(what)
     check_order(program, pipeline.schedule, pipeline.num_ranks)
     return found
@@ -232,8 +237,8 @@ def _check_sums(program: Program) -> None:
         trained = [t.name for t in stage.parameters if t.has_gradient]
         if trained and program.microbatches.num > 1 and not stage.accumulates:
             what = (
-                f"stage {number} adds up no gradients of {program.microbatches.num} microbatches,"
-                f" {trained[0]!r} among them"
+                f"stage {number} does not sum gradients over {program.microbatches.num}"
+                f" microbatches, although it trains {trained[0]!r}"
             )
             raise invalid(what)
 
@@ -246,8 +251,8 @@ def _check_crossings(program: Program) -> None:
         if leaving != arriving:
             name = next(n for n in (*leaving, *arriving) if leaving.get(n) != arriving.get(n))
             what = (
-                f"{name} leaves stage {number} as {leaving.get(name)}, and arrives at the next as"
-                f" {arriving.get(name)}"
+                f"{name} is sent by stage {number} as {leaving.get(name)}, but the next stage"
+                f" expects {arriving.get(name)}"
             )
             raise invalid(what)
 
@@ -263,11 +268,13 @@ def _check_shared(stages: tuple[Trace, ...], program: Program) -> None:
     if dict(program.shared) != due:
         name = next(n for n in (*due, *program.shared) if due.get(n) != program.shared.get(n))
         what = (
-            f"the gradient of {name!r} is added over stages {program.shared.get(name, ())}, and"
-            f" stages {due.get(name, ())} hold it"
+            f"the gradient of {name!r} is summed over stages {program.shared.get(name, ())}, but"
+            f" stages {due.get(name, ())} hold the parameter"
         )
         raise invalid(what)
     for name, held in due.items():
         rests = {t.layout for s in held for t in program.stages[s].parameters if t.name == name}
         if len(rests) > 1:
-            raise invalid(f"the copies of {name!r} in stages {held} rest in different layouts")
+            raise invalid(
+                f"the copies of {name!r} in stages {held} are stored in different layouts"
+            )

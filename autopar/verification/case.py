@@ -188,10 +188,11 @@ class Case:
         ]
         if empty:
             raise VerificationError(
-                f"{len(empty)} tensors are on meta and have no values, {empty[0]!r} first",
+                f"{len(empty)} tensors are on the meta device and have no values, first"
+                f" {empty[0]!r}",
                 remedy=(
-                    "verify a model and a batch that have values: build a smaller one of the same"
-                    " structure, off meta"
+                    "verify a model and a batch with values: build a smaller one of the same"
+                    " structure on another device"
                 ),
             )
         floating = [
@@ -293,10 +294,12 @@ class Case:
             return replace(step, outputs=self._returned_outputs(step.outputs)), lower
         if self.program.microbatches.counts:
             what = (
-                "microbatches draw random numbers of their own that no sample has, and the loss is"
-                " divided by what all of them count"
+                "every microbatch draws its own random numbers, which match no sample of the"
+                " batch, but the loss is divided by a count over all microbatches"
             )
-            raise VerificationError(what, remedy="verify in eval mode, or a plan of one microbatch")
+            raise VerificationError(
+                what, remedy=("verify in eval mode, or use a plan with one microbatch")
+            )
         leaves, spec = flatten_call(self.args, dict(self.kwargs))
         how, found = self.program.microbatches, dict[str, torch.dtype]()
         parts = how.split({path: x for path, x in leaves if isinstance(x, Tensor)})
@@ -392,7 +395,7 @@ class Case:
             raise VerificationError(
                 f"the plain model draws {draws.num_draws} times, the traced graph {self.num_draws}"
                 " times: they cannot be compared",
-                remedy="remove random numbers that nothing reads, or report the model",
+                remedy="remove random numbers that are never read, or report the model",
             )
         return results, watch.found
 

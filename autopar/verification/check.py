@@ -114,7 +114,7 @@ def diagnose(case: Case, summary: str) -> None:
 
 
 _REMEDY = (
-    "if the program was changed by hand, look at this node and at what it reads; if not, report the"
+    "if the program was changed by hand, check this node and its operands; otherwise report the"
     " model"
 )
 
@@ -158,9 +158,9 @@ def _story(phase: str, node: fx.Node, layout: Layout, told: str, summary: str) -
     )
     again = " (run again in backward)" if node.meta.get("recomputed") else ""
     return (
-        "the program computes something else than the model; the first node that differs is"
-        f" {node_name(node)} in {phase}{again}\n  its layout is {layout}, and {told}\n  it reads"
-        f" {reads or 'nothing'}\n  {summary}"
+        "the program computes a different value from the model; the first node that differs is"
+        f" {node_name(node)} in {phase}{again}\n  its layout is {layout}, and {told}\n  its"
+        f" operands: {reads or 'none'}\n  {summary}"
     )
 
 
@@ -280,8 +280,8 @@ def _plain(case: Case) -> tuple[Results, Mapping[str, torch.dtype]]:
     plain, lower = case.run_plain()
     if case.loss is not None and not bool(plain.outputs[case.loss].isfinite().all()):
         raise PlainModelError(
-            f"the plain model's loss is {plain.outputs[case.loss].item()}: a comparison with it"
-            " would say nothing",
+            f"the plain model's loss is {plain.outputs[case.loss].item()}: the comparison would be"
+            " meaningless",
             remedy="verify with a batch and weights that give a finite loss",
         )
     return plain, lower
@@ -308,11 +308,11 @@ def _compare_case(
     if not result.ok:
         diagnose(case, str(result))
         raise VerificationError(
-            "every node computes what was traced, but the plain model computes something"
-            f" else\n{result}",
+            "every node matches the traced graph, but the plain model computes a different"
+            f" value\n{result}",
             remedy=(
-                "report the model: it was captured wrongly, or it computes differently from call to"
-                " call"
+                "report the model: the capture is wrong, or the model computes different values"
+                " in each call"
             ),
         )
     return result
@@ -368,13 +368,13 @@ def _compare_magnified(
     ):
         return None
     apart = (
-        f"what it computes in {', '.join(result.lower_parts[:2])} and the rest of it are"
-        f" {result.max_error:.0e} apart"
+        f"the ops in {', '.join(result.lower_parts[:2])} and the rest of the model differ by"
+        f" {result.max_error:.0e}"
     )
     try:
         own = _in_its_own(
             case,
-            f"{apart}; the program is within {result.traced:.0e} of what was traced",
+            f"{apart}; the program is within {result.traced:.0e} of the traced graph",
             tolerance,
         )
     except VerificationError:

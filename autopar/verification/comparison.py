@@ -244,12 +244,12 @@ class Verification:
             lines.append(f"  the model cannot be compared in {self.instead_of}")
         if self.lower_parts:
             lines.append(
-                f"  the model itself computes in a smaller dtype: {', '.join(self.lower_parts[:4])}"
+                f"  the model uses a lower-precision dtype: {', '.join(self.lower_parts[:4])}"
             )
         if self.apart is not None:
             lines.append(
-                f"  which was compared with these ops in {self.dtype}, too; as it is, what they"
-                f" round makes {self.apart:.2e}"
+                f"  the comparison also ran these ops in {self.dtype}; without that, their rounding"
+                f" accounts for {self.apart:.2e}"
             )
         if self.traced is not None:
             lines.append(

@@ -72,6 +72,6 @@ def test_training_with_parameters_and_activations_on_the_host_follows_the_plain_
             optimizer.zero_grad()
         left.append(torch.cuda.memory_allocated())
     assert len(set(left[1:])) == 1, "gradients are let go"
-    assert not [r for r in caplog.records if "gathers them whole" in r.getMessage()], (
+    assert not [r for r in caplog.records if "gathers the full tensors" in r.getMessage()], (
         "the host's parameters are stepped there"
     )

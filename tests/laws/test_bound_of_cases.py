@@ -241,18 +241,18 @@ def changed(case: ProofCase, **changes: object) -> ProofCase:
 
 
 TAMPERED: dict[str, tuple[Callable[[tuple[ProofCase, ...]], tuple[ProofCase, ...]], str]] = {
-    "a case is missing": (lambda cases: cases[:-1], "leave out choices"),
-    "a part of a case is missing": (lambda cases: cases[1:], "leave out choices"),
+    "a case is missing": (lambda cases: cases[:-1], "do not cover choices"),
+    "a part of a case is missing": (lambda cases: cases[1:], "do not cover choices"),
     "a condition is turned into its opposite": (
         lambda cases: (
             *cases[:-1],
             changed(cases[-1], is_whole=cases[0].conditions[0].is_whole),
         ),
-        "leave out choices",
+        "do not cover choices",
     ),
     "a condition is of another axis": (
         lambda cases: (*cases[:-1], changed(cases[-1], axis=1)),
-        "leave out choices",
+        "do not cover choices",
     ),
     "a condition is of no axis": (
         lambda cases: (*cases[:-1], changed(cases[-1], axis=2)),
@@ -260,7 +260,7 @@ TAMPERED: dict[str, tuple[Callable[[tuple[ProofCase, ...]], tuple[ProofCase, ...
     ),
     "a condition is of no op": (
         lambda cases: (*cases[:-1], changed(cases[-1], node="h.9/add/forward/0")),
-        "with which no op",
+        "not the first node of an op",
     ),
     "a case has a condition twice": (
         lambda cases: (*cases[:-1], replace(cases[-1], conditions=cases[-1].conditions * 2)),

@@ -270,7 +270,7 @@ def marked(**changes: Any) -> Change:
 CHANGES: dict[str, tuple[Change, str]] = {
     "two bars with each other's labels": (
         exchanged,
-        "time: on the time line is compute of .*, not compute of",
+        "time: on the timeline is compute of .*, not compute of",
     ),
     "another batch": (
         marked(inputs=(("input_ids", "int64 [8, 12]"),)),
@@ -279,7 +279,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a profile's name": (marked(profile="h200"), "model: the plan is for profile 'h200' of hash"),
     "how it was captured": (
         lambda p: replace(p, capture="at a glance"),
-        "words: the model is captured .*, not at a glance",
+        "words: the model was captured .*, not at a glance",
     ),
     "an option that is missing": (
         lambda p: replace(p, options={k: v for k, v in p.options.items() if k != "gap"}),
@@ -287,11 +287,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "rows of the loss that were not asked for": (
         lambda p: with_options(p, loss_rows=7),
-        "model: the loss has 0 rows at a time, where 7",
+        "model: the loss uses 0 rows at a time, but 7",
     ),
     "microbatches that were not asked for": (
         lambda p: with_options(p, num_microbatches=2),
-        "model: there are 1 microbatches, where 2",
+        "model: the plan has 1 microbatches, but 2",
     ),
     "a constraint of an axis that is not there": (
         lambda p: with_options(p, constraints=[{"plan": "ddp", "axes": ["row"]}]),
@@ -303,7 +303,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "an op without a rule, where that was to be refused": (
         lambda p: with_options(entry(lambda e: e.op == "dot", replicated=True)(p), strict=True),
-        "model: it runs replicated for want of a rule",
+        "model: it has no sharding rule and runs replicated",
     ),
     "nothing runs beside compute": (
         lambda p: replace(p, overlap=replace(p.overlap, slowdown=1.0)),
@@ -331,14 +331,14 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "a collective in another module": (
         lambda p: with_part(p, "communications", is_gather, module="lm_head.other"),
-        "words: a collective .* said to be of lm_head.other",
+        "words: a collective .* attributed to lm_head.other",
     ),
     "a bar of a layer that is not there": (
         bars(label="transformer.h.9"),
-        "words: there is no .* of transformer.h.9 in",
+        "words: the plan has no .* of transformer.h.9 in",
     ),
-    "a bar of another lane": (bars(kind="waiting"), "words: there is no waiting of"),
-    "a bar of another phase": (bars(phase="sideways"), "words: there is no .* in sideways"),
+    "a bar of another lane": (bars(kind="waiting"), "words: the plan has no waiting of"),
+    "a bar of another phase": (bars(phase="sideways"), "words: the plan has no .* in sideways"),
     "a bar that begins before time": (bars(start_s=-1.0), "words: .* begins at -1 s, before"),
     "a layout that no rule offers": (
         entry(lambda e: e.op == "dot", nodes=relaid("P P", "inputs")),
@@ -362,7 +362,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "a storage layout that does not fit": (
         entry(is_sharded, nodes=stored("P R")),
-        "layouts: it cannot rest as P R",
+        "layouts: it cannot be stored as P R",
     ),
     "another storage layout": (entry(is_sharded, nodes=stored("R R")), "(moves|memory): "),
     "an operand that is missing": (
@@ -388,7 +388,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "an entry is missing": (
         without("entries", lambda e: e.kind == "compute"),
-        "layouts: the plan decides nothing about",
+        "layouts: the plan has no decision for",
     ),
     "an entry stands twice": (
         lambda plan: replace(plan, entries=(*plan.entries, plan.entries[-1])),
@@ -396,19 +396,19 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "an entry of no nodes": (
         lambda p: replace(p, entries=(*p.entries, replace(p.entries[0], instances=()))),
-        "layouts: it stands for no",
+        "layouts: it has no",
     ),
     "a kept value of no tensors": (
         lambda p: replace(p, kept=(*p.kept, replace(p.kept[0], instances=()))),
-        "kept values: it stands for no",
+        "kept values: it has no",
     ),
     "a kept value that is not made": (
         lambda p: with_part(p, "kept", lambda k: True, result=3),
-        "kept values: the model makes no such",
+        "kept values: the model has no such",
     ),
     "a collective of what is not made": (
         lambda p: with_part(p, "communications", is_gather, result=3),
-        "moves: .* does not make",
+        "moves: .* does not compute",
     ),
     "nothing runs again": (
         entry(lambda e: e.recompute, recompute=()),
@@ -416,7 +416,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "what may not run again does": (
         entry(lambda e: e.phase == "backward" and e.kind == "compute", recompute=lambda e: e.nodes),
-        "layouts: backward may not run it again",
+        "layouts: backward cannot recompute it",
     ),
     "more runs again than need be": (
         entry(
@@ -425,7 +425,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
             ),
             recompute=lambda e: e.nodes,
         ),
-        "time: the step takes|layouts: backward may not",
+        "time: the step takes|layouts: backward cannot",
     ),
     "a byte count": (
         move(is_gather, bytes=lambda c: c.bytes // 2),
@@ -433,18 +433,18 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "an axis": (
         move(is_gather, axis=lambda c: 1 - c.axis),
-        "moves: all_gather .* does not lead there",
+        "moves: all_gather .* does not return this layout",
     ),
     "a dim": (
         move(is_gather, dim=lambda c: 1 - c.dim if c.dim < 2 else 0),
-        "moves: all_gather .* does not lead there",
+        "moves: all_gather .* does not return this layout",
     ),
     "a reduction": (
         move(lambda c: c.collective.reduce_op, reduce_op="max"),
-        "moves: .* does not lead there",
+        "moves: .* does not return this layout",
     ),
     "a dtype": (move(dtype="float64"), "moves: .*: it moves float64"),
-    "halo bytes": (move(halo_bytes=64), "moves: .*: a device takes 0 bytes"),
+    "halo bytes": (move(halo_bytes=64), "moves: .*: a device receives 0 bytes"),
     "a collective's time": (
         lambda p: with_part(p, "communications", is_gather, time_s=lambda c: c.time_s / 2),
         "moves: .*: it takes",
@@ -459,11 +459,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "a collective is missing": (
         without("communications", is_gather),
-        "moves: .*nothing makes that",
+        "moves: .*which no collective returns",
     ),
     "a collective stands twice": (
         lambda p: replace(p, communications=(*p.communications, p.communications[0])),
-        "moves: .* makes what is at hand already",
+        "moves: .* returns a layout that already exists",
     ),
     "a kept layout": (
         lambda p: with_part(p, "kept", lambda k: other_layout(k), layouts=other_layout),
@@ -494,7 +494,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "the step": (prediction(step_s=lambda p: p.step_s * 0.99), "time: the step takes"),
     "a bar of the time line": (
         prediction(timeline=lambda p: p.timeline[1:]),
-        "time: .* on the time line",
+        "time: .* on the timeline",
     ),
     "what is hidden": (
         prediction(hidden_s=lambda p: p.hidden_s * 0.9 + 1e-6),
@@ -520,13 +520,13 @@ CHANGES: dict[str, tuple[Change, str]] = {
         ),
         "moves: .* is critical, not deferrable",
     ),
-    "what counts as running beside compute": (
+    "what counts as overlapping compute": (
         lambda p: with_part(p, "communications", lambda c: c.slack == "critical", beside=True),
-        "moves: .* does not count as running",
+        "moves: .* does not count as overlapping",
     ),
     "what does not count so": (
         lambda p: with_part(p, "communications", lambda c: c.beside, beside=False),
-        "moves: .* counts as running beside compute",
+        "moves: .* counts as overlapping compute",
     ),
     "the balance": (proof(balance=(0.9, 1.0)), "bound: the multipliers prove"),
     "a balance beyond its range": (proof(balance=(1.0, 1.5)), "bound: balance .* proves nothing"),
@@ -551,7 +551,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "the time of what runs again": (
         lambda p: with_part(p, "entries", lambda e: e.again_s, again_s=lambda e: e.again_s * 2),
-        "time: one instance takes .* runs again",
+        "time: one instance takes .* when recomputed",
     ),
     "the peak": (prediction(peak_bytes=lambda p: p.peak_bytes - 4), "memory: the peak is"),
     "bytes by kind": (
@@ -582,15 +582,15 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "the bound alone": (
         proof(bound_s=lambda p: p.objective_s * 1.01),
-        "bound: the bound is said to be",
+        "bound: the bound is claimed to be",
     ),
     "the bound and its gap": (
         proof(bound_s=lambda p: p.objective_s, gap=0.0),
-        "bound: the bound is said to be .* a search, by its word",
+        "bound: the bound is claimed to be .* the search claims",
     ),
     "a bound that no search proved": (
         proof(searched_bound_s=0.0),
-        "bound: the bound is said to be .* no search any",
+        "bound: the bound is claimed to be .* no search any",
     ),
     "what the search proved, beyond the objective": (
         proof(
@@ -600,7 +600,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "what the search proved, less than is claimed": (
         proof(searched_bound_s=lambda p: p.bound_s * 0.999),
-        "bound: the bound is said to be",
+        "bound: the bound is claimed to be",
     ),
     "the gap": (proof(gap=lambda p: p.gap + 0.01), "bound: objective and bound are"),
     "a bound that is no number": (
@@ -621,7 +621,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "a price of memory where no row holds": (
         proof(memory_s={"/x/forward/0": 1.0}),
-        "bound: no row of memory",
+        "bound: no memory constraint",
     ),
     "a multiplier of no tensor": (
         proof(
@@ -630,7 +630,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
                 *p.potentials[1:],
             )
         ),
-        "bound: a multiplier is of",
+        "bound: a multiplier ",
     ),
     "the model": (
         lambda p: replace(p, fingerprint=replace(p.fingerprint, model="0" * 16)),

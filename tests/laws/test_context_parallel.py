@@ -228,7 +228,7 @@ def test_of_a_batch_of_features_it_is_said_that_there_is_no_sequence_and_what_sp
 ):
     model = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 8))
     said = (
-        r"dim 1 of input 0, \[8, 16\], which of \(batch, features\) is the features, .*: it has"
+        r"dim 1 of input 0, \[8, 16\], which is the features dim of \(batch, features\), .*: it has"
         r" \(8, 16\) as S\(1\)"
     )
     said += r"[\s\S]*what to do: .*fsdp\(\)"

@@ -100,5 +100,5 @@ def test_parts_are_as_coarse_as_the_number_of_stages_allows() -> None:
 def test_a_model_of_one_op_with_parameters_is_refused_and_the_remedy_helps() -> None:
     with pytest.raises(ConstraintError, match="1 parts") as refusal:
         plan(OneLinear(), microbatches=2)
-    assert "leave out constraints.pipeline()" in refusal.value.remedy
+    assert "remove constraints.pipeline()" in refusal.value.remedy
     assert autopar.verify(plan(OneLinear()), OneLinear(), (X,)).ok

@@ -398,10 +398,10 @@ def is_own(c: Communication) -> bool:
 
 
 MUTANTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
-    "one is missing": (without(is_own), "moves: with .* and the plan says otherwise"),
+    "one is missing": (without(is_own), "moves: with .* which differs from the plan"),
     "one is listed twice": (
         lambda p: replace(p, communications=(*p.communications, own(p)[0])),
-        "moves: with .* says otherwise",
+        "moves: with .* differs from the plan",
     ),
     "its bytes": (
         changed(is_own, collective=lambda c: replace(c.collective, bytes=c.collective.bytes // 2)),
@@ -413,13 +413,13 @@ MUTANTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     ),
     "its time": (
         changed(is_own, time_s=lambda c: c.time_s / 2),
-        "moves: an all_to_all of its own in forward takes",
+        "moves: its internal all_to_all in forward takes",
     ),
-    "its slack": (changed(is_own, slack="deferrable"), "moves: nothing runs beside"),
-    "it runs beside compute": (changed(is_own, beside=True), "moves: nothing runs beside"),
+    "its slack": (changed(is_own, slack="deferrable"), "moves: nothing overlaps"),
+    "it runs beside compute": (changed(is_own, beside=True), "moves: nothing overlaps"),
     "its layouts": (
         changed(is_own, source=lambda c: c.source.parse("R")),
-        "moves: what it moves by itself in forward is from R",
+        "moves: its internal communication in forward is from R",
     ),
     "its phase": (changed(is_own, phase="backward"), "moves: "),
     "it is the tensor's": (changed(is_own, own=False), "moves: "),

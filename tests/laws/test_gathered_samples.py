@@ -19,7 +19,7 @@ from autopar.errors import ConstraintError
 
 B, WIDTH, HIDDEN, KINDS = 6, 12, 20, 4
 LINE, THREE, SQUARE = Mesh(2), Mesh(3), Mesh({"data": 2, "tensor": 2})
-SAYS = "gathers samples for what cannot compute on a part of the batch"
+SAYS = "gathers the batch for ops that cannot compute on a shard of it"
 
 
 class Contrasted(nn.Module):
@@ -185,7 +185,11 @@ def test_a_batch_that_does_not_divide_is_gathered_for_what_joins_samples_with_ot
 
 @pytest.mark.parametrize(
     ("num", "mesh", "why"),
-    [(4, THREE, "leave 1 of them"), (2, THREE, "leave 1 of them"), (6, SQUARE, "are even")],
+    [
+        (4, THREE, "leave 1 of them"),
+        (2, THREE, "leave 1 of them"),
+        (6, SQUARE, "shards must be equal"),
+    ],
 )
 def test_a_batch_that_has_no_part_for_each_device_is_refused_and_told_what_it_needs(
     num: int, mesh: Mesh, why: str

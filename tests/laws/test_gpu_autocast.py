@@ -169,13 +169,13 @@ def test_autocast_around_the_call_is_that_around_compile_whatever_device_it_name
         module = autopar.compile(Net(), 1, example_inputs=batch(), hardware="cpu-gloo")
     with pytest.raises(
         RuntimeStateError,
-        match=r"called under no autocast, compiled under autocast to torch\.bfloat16 of cuda",
+        match=r"called under no autocast, but compiled under autocast to torch\.bfloat16 of cuda",
     ):
         module(**batch())
     with (
         around("cpu"),
         pytest.raises(
-            RuntimeStateError, match=r"called under autocast to torch\.bfloat16, compiled under"
+            RuntimeStateError, match=r"called under autocast to torch\.bfloat16, but compiled under"
         ),
     ):
         module(**batch())

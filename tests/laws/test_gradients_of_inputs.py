@@ -123,8 +123,8 @@ def test_a_plan_that_leaves_a_gradient_in_parts_is_refused(layout: str) -> None:
     changed = replace(plan, entries=entries)
     assert changed != plan and not autopar.check(changed, model, batch).ok
     said = (
-        r"the gradient of input 'shift' would come as R S\(0\)|shift/input of shape \(12,\) cannot"
-        r" lie as R P"
+        r"the gradient of input 'shift' would have layout R S\(0\)|shift/input of shape \(12,\)"
+        r" cannot have layout R P"
     )
     with pytest.raises(PlanError, match=said):
         autopar.verify(changed, model, batch)

@@ -249,7 +249,7 @@ def test_between_nodes_no_kernel_is_on_offer_and_plans_say_why() -> None:
         for c in plan.communications
     )
     found = certify(built("narrow")[2], replace(planned("norms"), mesh=apart), NORMS)
-    assert "ranks along 'gpu' do not reach each other's memory" in str(found)
+    assert "ranks along 'gpu' cannot access each other's memory" in str(found)
 
 
 def test_small_products_are_not_cut_where_a_launch_costs_more_than_that_hides() -> None:

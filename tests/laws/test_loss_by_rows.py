@@ -177,7 +177,7 @@ def test_beside_tensor_parallelism_its_weight_stays_whole_and_a_table_that_is_ti
     plan = autopar.plan(model, autopar.Mesh(mesh), example_inputs=batch, loss_rows=2, **how)
     assert plan.loss_rows == 2
     assert (
-        "leaves whole the weight of a loss by rows" in caplog.text
+        "replicates the weight of a loss by rows" in caplog.text
         and "lm_head/linear_cross_entropy" in caplog.text
     )
     parts = plan.stages

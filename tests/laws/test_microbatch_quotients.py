@@ -214,7 +214,9 @@ def test_terms_of_different_counts_are_joined_as_in_the_whole_batch(name: str, n
 
 
 def test_what_only_microbatches_that_have_run_know_is_refused() -> None:
-    with pytest.raises(CoupledError, match=r"the batch's follows from parameter 'linear\.weight'"):
+    with pytest.raises(
+        CoupledError, match=r"the value of the batch depends on parameter 'linear\.weight'"
+    ):
         planned(lambda z, t: (z * mask(t)).sum() / z.square().sum().clamp(min=1))
 
 
@@ -258,7 +260,7 @@ def test_a_refusal_says_what_the_op_reads_where_it_stands_and_what_to_do() -> No
         and "what to do: pass microbatches=1 or num_microbatches=1" in said
     )
     with pytest.raises(
-        CoupledError, match="what it makes follows from the number of samples"
+        CoupledError, match="its result depends on the number of samples"
     ) as refused:
         planned(lambda z, t: (z.sum(1) * torch.linspace(0, 1, len(z))).sum())
     assert "test_microbatch_quotients.py:" in str(refused.value)

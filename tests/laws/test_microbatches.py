@@ -183,7 +183,7 @@ COUPLED = {
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_losses_that_couple_samples_are_refused(name: str) -> None:
-    with pytest.raises(ConstraintError, match="cannot be worked through in 4 microbatches: at "):
+    with pytest.raises(ConstraintError, match="cannot be split into 4 microbatches: at "):
         traced(Head(COUPLED[name]), batch())
 
 
@@ -266,7 +266,7 @@ def test_losses_that_weigh_by_parameters_are_refused() -> None:
     model, data = Scaled(), {"x": torch.randn(8, 6), "y": torch.randint(0, 5, (8,))}
     with pytest.raises(
         ConstraintError,
-        match="the batch's follows from parameter 'weights', and is not known before",
+        match="the value of the batch depends on parameter 'weights', which is known only after",
     ):
         traced(model, data)
 
@@ -369,7 +369,7 @@ def test_numbers_that_no_sample_has_are_verified_microbatch_by_microbatch_where_
     assert autopar.verify(autopar.plan(model, 1, **options), model, batch()).ok
     counted = Connections(lambda z, y: (z * (y > 0)).sum() / (y > 0).sum())
     with pytest.raises(
-        VerificationError, match="draw random numbers of their own that no sample has"
+        VerificationError, match="draws its own random numbers, which match no sample"
     ):
         autopar.verify(autopar.plan(counted, 1, **options), counted, batch())
 

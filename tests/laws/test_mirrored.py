@@ -312,7 +312,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
         lambda p: with_attention(
             p, lambda at: Layout.parse("S(2)~mirrored") if str(at) == "R" else at
         ),
-        "no rule lets it run",
+        "no rule allows",
     ),
     "a swap left out": (
         lambda p: replace(
@@ -326,17 +326,17 @@ CHANGES: dict[str, tuple[Any, str]] = {
     ),
     "a swap from a whole": (
         lambda p: with_swaps(p, lambda c: replace(c, source=Layout.parse("R"))),
-        "does not lead there|starts from what nothing makes",
+        "does not return this layout|reads a layout that does not exist",
     ),
     "a swap of another dim": (
         lambda p: with_swaps(p, lambda c: replace(c, collective=replace(c.collective, dim=1))),
-        "a swap of dim 1 .* does not lead there",
+        "a swap of dim 1 .* does not return this layout",
     ),
     "a swap called an all-to-all": (
         lambda p: with_swaps(
             p, lambda c: replace(c, collective=replace(c.collective, kind="all_to_all", to_dim=1))
         ),
-        "does not lead there",
+        "does not return this layout",
     ),
     "half of a swap's bytes": (
         lambda p: with_swaps(

@@ -213,13 +213,13 @@ def test_the_predicted_peak_is_measured_to_the_byte(kind: str) -> None:
             lambda p: replace(
                 p, kept=tuple(k for k in p.kept if not any(x.host for x in k.layouts))
             ),
-            "nothing makes that",
+            "which no collective returns",
         ),
         (
             lambda p: replace(
                 p, communications=tuple(c for c in p.communications if c.collective.kind != "store")
             ),
-            "forward does not make",
+            "forward does not compute it",
         ),
         (lambda p: _with_times(p, 0.5), "it takes"),
         (lambda p: _on_devices(p), "it takes|takes .* s, not"),
@@ -263,8 +263,8 @@ def test_what_cannot_be_is_refused_in_words() -> None:
         asked.offload(parameters=False, activations=False)
     with pytest.raises(ConstraintError, match="is no budget"):
         asked.offload(host_bytes=0)
-    with pytest.raises(ConstraintError, match="both say what may be offloaded"):
+    with pytest.raises(ConstraintError, match="both set what may be offloaded"):
         planned("gpt2", SQUARE, asked.offload(), asked.offload(activations=False))
     for constraint in (asked.offload(), asked.layout("*", storage="R R host")):
-        with pytest.raises(HardwareError, match="says nothing of the hosts' memory"):
+        with pytest.raises(HardwareError, match="has no figures for host memory"):
             planned("gpt2", SQUARE, constraint, hardware="cpu-gloo")

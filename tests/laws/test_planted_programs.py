@@ -61,7 +61,7 @@ MEMORY = {
         plant=lambda p: p.setattr(PhaseBuilder, "_apart", lambda self, found: found),
     ),
     "an op writes into what is read later": Fault(
-        "split", "writes into memory that .* reads", plant=write_everywhere
+        "split", "writes into memory of .* reads later", plant=write_everywhere
     ),
     "an op writes into the batch": Fault(
         "row",
@@ -96,7 +96,7 @@ NUMBERS = {
     ),
     "a value is rounded and widened again": Fault(
         "split",
-        "rounds dot.* where the model has it in torch.float32",
+        "rounds dot.* but its dtype in the model is torch.float32",
         between("dot", "backward", [(aten._to_copy.default, BF16), (aten._to_copy.default, FP32)]),
     ),
     "partial sums are rounded": Fault(
@@ -133,9 +133,9 @@ COLLECTIVES = {
     "a gradient is not reduced": Fault(
         "images", "the gradient of", dropped("all_reduce", "backward")
     ),
-    "a reduction is done twice": Fault("split", "leads nowhere", repeated("all_reduce")),
+    "a reduction is done twice": Fault("split", "is not possible from", repeated("all_reduce")),
     "a reduction is along another axis": Fault(
-        "split", "leads nowhere", changed("all_reduce", arg_2=0)
+        "split", "is not possible from", changed("all_reduce", arg_2=0)
     ),
     "a reduction takes the maximum": Fault(
         "split",
@@ -146,13 +146,13 @@ COLLECTIVES = {
     ),
     "what should be scattered is sliced": Fault(
         "attention",
-        "leads nowhere",
+        "is not possible from",
         changed(
             "reduce_scatter", "backward", target=collectives.shard, args=lambda n: (n.args[0], 2, 0)
         ),
     ),
     "keys are gathered along another dim": Fault(
-        "attention", "leads nowhere", changed("all_gather", arg_1=1)
+        "attention", "is not possible from", changed("all_gather", arg_1=1)
     ),
     "uneven parts are gathered as even ones": Fault(
         "uneven",
@@ -193,7 +193,9 @@ BUCKETS = {
         changed("from_bucket", "backward", arg_1=lambda n: n.args[1][::-1]),
     ),
     "a bucket has rows of another rank": Fault(
-        "split", "unpacks what was packed otherwise", changed("from_bucket", "backward", arg_3=4)
+        "split",
+        "unpacks a bucket that was packed differently",
+        changed("from_bucket", "backward", arg_3=4),
     ),
     "a bucket is scattered along its rows": Fault(
         "split", "takes no reduce_scatter", changed("reduce_scatter", "backward", arg_1=1)
@@ -220,7 +222,7 @@ KERNELS = {
         changed("matmul_reduce_scatter", arg_3="abc,cd->abd"),
     ),
     "a kernel adds its bias on every rank": Fault(
-        "kernels", "its parts begin at", without("matmul_reduce_scatter", "starts")
+        "kernels", "its shards start at", without("matmul_reduce_scatter", "starts")
     ),
     "a kernel scatters along another dim": Fault(
         "kernels",

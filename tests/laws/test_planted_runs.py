@@ -64,7 +64,7 @@ ORDER = {
     ),
     "the first gradient is added to what was there": Fault(
         "sums",
-        "backward adds to sums to which 0 microbatches were added",
+        "backward adds to sums of 0 microbatches",
         plant=lambda p: p.setattr(
             StageWork, "_added", property(lambda _: True, lambda *_: None), raising=False
         ),
@@ -90,14 +90,14 @@ ORDER = {
     ),
     "a stage sends less": Fault(
         "stages",
-        "1 tensors come, and it takes 2",
+        "it receives 1 tensors, expected 2",
         plant=lambda p: p.setattr(
             StageWork, "leaving_outputs", lambda self, number: _leaving(self, number)[:1]
         ),
     ),
     "a loss weighs nothing": Fault(
         "stages",
-        "the loss is weighted by 0.0 instead of 0.5",
+        "the weight of the loss is 0.0, expected 0.5",
         plant=lambda p: p.setattr(
             stage_work.torch, "full", lambda shape, *_, **how: torch.zeros(shape, **how)
         ),
@@ -129,7 +129,9 @@ DRAWS = {
         "dropout", "correlated", plant=bits_of(lambda s, n, d, w, t: (s + d, n, 0, w, t))
     ),
     "all ranks draw alike": Fault(
-        "dropout", "is none of it", plant=bits_of(lambda s, n, d, w, t: (s, n, d, None, t))
+        "dropout",
+        "does not match the full tensor",
+        plant=bits_of(lambda s, n, d, w, t: (s, n, d, None, t)),
     ),
     "rows draw alike": Fault(
         "dropout",

@@ -84,13 +84,13 @@ TIME = {
         "sums", "the model has no such op", plant=lambda p: p.setattr(phase, "add_to", write_to)
     ),
     "a gradient is added twice": Fault(
-        "sums", "is no sum that waits", repeated("add_to", "backward")
+        "sums", "is not a sum that expects", repeated("add_to", "backward")
     ),
     "a gradient is not added": Fault("sums", "the sum of", dropped("add_to", "backward")),
     "a gradient is added to another's sum": Fault(
         "stages", "to the sum of", exchanged("add_to", "backward", (0, 2))
     ),
-    "nothing is added up": Fault("stages", "stage 0 adds up no gradients", plant=without_sums),
+    "nothing is added up": Fault("stages", "stage 0 does not sum gradients", plant=without_sums),
     "microbatches weigh too much": Fault(
         "sums",
         "does not add up over 2 microbatches",
@@ -117,7 +117,7 @@ TIME = {
     ),
     "counts are averaged": Fault(
         "counts",
-        "what microbatches are given of the batch",
+        "a value of the batch that microbatches receive",
         microbatched(
             counts=lambda how: tuple(
                 replace(c, given=dict.fromkeys(c.given, "mean")) for c in how.counts
@@ -125,7 +125,7 @@ TIME = {
         ),
     ),
     "there are more microbatches": Fault(
-        "sums", "has 4 microbatches, the plan 2", microbatched(num=4)
+        "sums", "has 4 microbatches, but the plan has 2", microbatched(num=4)
     ),
 }
 
@@ -144,11 +144,11 @@ STAGES = {
         returning("backward", lambda made: [*made[:-2], made[-1], made[-2]], 1),
     ),
     "what stages share is not added": Fault(
-        "tied", "is added over stages", lambda program: replace(program, shared={})
+        "tied", "is summed over stages", lambda program: replace(program, shared={})
     ),
     "what stages share rests otherwise": Fault(
         "tied",
-        "'table.weight' lies as",
+        "'table.weight' has layout",
         saying(
             1,
             parameters=lambda p: tuple(
@@ -173,7 +173,7 @@ BORDERS = {
     ),
     "a parameter rests elsewhere than planned": Fault(
         "split",
-        "lies as",
+        "has layout",
         saying(
             parameters=lambda p: (
                 replace(p.parameters[0], layout=p.parameters[1].layout),
@@ -187,7 +187,9 @@ BORDERS = {
         returning("forward", lambda made: [made[0], made[2], made[1], *made[3:]]),
     ),
     "less is kept": Fault(
-        "split", "takes more than the program passes", saying(num_saved=lambda p: p.num_saved - 1)
+        "split",
+        "has more inputs than the program passes",
+        saying(num_saved=lambda p: p.num_saved - 1),
     ),
     "what runs again reads another value": Fault(
         "again", "operand 0", reading("native_layer_norm.default", "backward", 0, of=6)

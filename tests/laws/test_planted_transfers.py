@@ -242,7 +242,7 @@ EXPERTS = {
         "gathered", "argument start is missing", without("experts.default", "start")
     ),
     "picks are gathered along another dim": Fault(
-        "gathered", "leads nowhere", changed("all_gather", at=1, arg_1=1)
+        "gathered", "is not possible from", changed("all_gather", at=1, arg_1=1)
     ),
     "picks are those of a rank alone": Fault("gathered", "operand 1", dropped("all_gather", at=1)),
     "gates are gathered for picks": Fault(
@@ -250,12 +250,12 @@ EXPERTS = {
     ),
     "results of other ranks' experts are left out": Fault(
         "gathered",
-        "leads nowhere",
+        "is not possible from",
         changed("reduce_scatter", target=collectives.shard, args=lambda n: (n.args[0], 0, 0)),
     ),
     "gradients of tokens are those of a rank's experts": Fault(
         "gathered",
-        "leads nowhere",
+        "is not possible from",
         changed(
             "reduce_scatter", "backward", target=collectives.shard, args=lambda n: (n.args[0], 0, 0)
         ),
@@ -268,8 +268,10 @@ HOSTS = {
     "a gradient stays on the device": Fault(
         "hosted", "the gradient of .* expected .* host", dropped("store", "backward")
     ),
-    "a parameter is fetched twice": Fault("hosted", "leads nowhere", repeated("fetch")),
-    "a gradient is stored twice": Fault("hosted", "leads nowhere", repeated("store", "backward")),
+    "a parameter is fetched twice": Fault("hosted", "is not possible from", repeated("fetch")),
+    "a gradient is stored twice": Fault(
+        "hosted", "is not possible from", repeated("store", "backward")
+    ),
     "another parameter is fetched": Fault(
         "hosted", "operand|bucket|pack", reading("fetch", "forward", 0, of=2)
     ),
@@ -286,7 +288,7 @@ HOSTS = {
     ),
     "backward reads what is on the host": Fault("waiting", "host", dropped("fetch", "backward")),
     "a copy is read before it is done": Fault(
-        "waiting", "moves what is no tensor", dropped("finish", at=1)
+        "waiting", "its operand is not a tensor", dropped("finish", at=1)
     ),
     "a copy to the host ends as another step": Fault(
         "waiting", "not started with these settings", changed("finish", at=1, arg_1="fetch")

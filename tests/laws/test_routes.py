@@ -137,7 +137,7 @@ def test_between_nodes_there_is_no_route(monkeypatch: pytest.MonkeyPatch) -> Non
         "axis 'expert' has ranks of several nodes, which do not share memory"
     }
     found = certify(built()[2], replace(before, mesh=apart), profile())
-    assert "ranks along 'expert' do not reach each other's memory" in str(found)
+    assert "ranks along 'expert' cannot access each other's memory" in str(found)
 
 
 def test_as_memory_shrinks_fewer_routes_have_room_and_the_plan_says_so() -> None:

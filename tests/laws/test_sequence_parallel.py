@@ -203,7 +203,7 @@ def test_what_gathers_the_sequence_and_what_has_another_is_named(
     with caplog.at_level(logging.WARNING, "autopar"):
         plan_of("mixtral", constraints=(ALONE,))
     assert (
-        "gathers the sequence for what cannot compute on a part of it:"
+        "gathers the sequence for ops that cannot compute on a shard of it:"
         " model.layers.*.mlp/view/forward/0" in caplog.text
     )
     caplog.clear()
@@ -213,5 +213,5 @@ def test_what_gathers_the_sequence_and_what_has_another_is_named(
         plan = autopar.plan(
             model, LINE, example_inputs=batch, hardware="h100-sxm", constraints=(ALONE,)
         )
-    assert "leaves whole what depends on inputs with another sequence alone" in caplog.text
+    assert "replicates tensors that depend only on inputs with another sequence" in caplog.text
     assert autopar.verify(plan, model, batch).ok

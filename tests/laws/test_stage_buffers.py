@@ -106,7 +106,7 @@ def test_a_buffer_changes_in_one_stage_which_alone_holds_it(make: Any) -> None:
 
 def test_a_buffer_that_layers_on_both_sides_change_is_cut_nowhere_between_them() -> None:
     said = (
-        r"no place to cut it into stages: buffer 'mean' is read in stage 0 and gets its new value"
+        r"cannot be cut into stages: buffer 'mean' is read in stage 0 but updated"
         r" in stage 1(.|\n)*test_stage_buffers"
     )
     with pytest.raises(ConstraintError, match=said):

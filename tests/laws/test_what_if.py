@@ -245,7 +245,7 @@ def test_over_a_new_axis_the_same_work_is_done_again_and_that_is_said(name: str)
     plan, step_s, peak_bytes = carry(name, {"node": 3, **axes})
     assert step_s == pytest.approx(plan.prediction.step_s, rel=1e-12)
     assert peak_bytes == plan.prediction.peak_bytes
-    said = "axis 'node' is new: the plan's decisions repeat the same work on its 3 devices"
+    said = "axis 'node' is new: with the plan's decisions its 3 devices repeat the same work"
     assert notes(plan, autopar.Mesh({"node": 3, **axes})) == (said,)
 
 
@@ -270,7 +270,7 @@ def test_decisions_that_are_forced_take_elsewhere_what_a_plan_made_there_takes(
         assert found.step_s == pytest.approx(found.best.prediction.step_s, rel=1e-9)
         assert found.peak_bytes == found.best.prediction.peak_bytes
     gone = [name for name in plan.mesh.names if name not in axes]
-    said = [f"axis {name!r} of the plan is not in this mesh: it has size 1 there" for name in gone]
+    said = [f"axis {name!r} of the plan is not in this mesh: it has size 1 here" for name in gone]
     said += [f"axis {name!r} is new" for name in axes if name not in plan.mesh.names]
     assert len(found.notes) == len(said) and all(start in str(found) for start in said)
     if gone:  # one that is not there has size 1 there
@@ -292,7 +292,8 @@ def test_what_cannot_be_asked_of_another_mesh_is_said() -> None:
         with pytest.raises(
             PlanError,
             match=(
-                rf"2 stages along 'stage', 2 devices; in mesh .* these are {size}(.|\n)*with"
+                rf"2 stages along 'stage', 2 devices, but the axis has size {size} in"
+                r" mesh (.|\n)*with"
                 r" stage=2"
             ),
         ):
@@ -303,7 +304,8 @@ def test_what_cannot_be_asked_of_another_mesh_is_said() -> None:
     with pytest.raises(ConstraintError, match=r"a batch of 8 cannot be split over 16 devices"):
         autopar.what_if(plan, model, batch, mesh={"data": 16})
     with pytest.raises(
-        PlanError, match="the plan is for data=2, this is rows=4: no axis has a name of the plan's"
+        PlanError,
+        match="the plan is for data=2, but this mesh is rows=4: they have no common axis name",
     ):
         autopar.what_if(plan, model, batch, mesh={"rows": 4})
     plan, model, batch = built("forced")
@@ -322,8 +324,8 @@ def test_an_op_that_cannot_be_split_there_is_said_with_what_of_it_cannot() -> No
     }
     plan = autopar.plan(model, autopar.Mesh({"a": 2, "b": 2}), **ask)
     said = (
-        r"the plan has input_ids of shape \(4, 12\), which cannot lie as 'S\(0\) S\(0\)' on mesh"
-        r" a=2,b=4"
+        r"the plan has input_ids of shape \(4, 12\), which cannot have layout 'S\(0\) S\(0\)' on"
+        r" mesh a=2,b=4"
     )
     with pytest.raises(PlanError, match=said + r"(.|\n)*smaller axes"):
         autopar.what_if(plan, model, batch, mesh={"a": 2, "b": 4})
@@ -343,7 +345,7 @@ def test_a_plan_of_another_model_or_of_decisions_that_cannot_be_taken_is_refused
         ),
     )
     wrong = replace(plan, entries=tuple(broken if e is entry else e for e in plan.entries))
-    with pytest.raises(PlanError, match="cannot be done here"):
+    with pytest.raises(PlanError, match="is not possible here"):
         autopar.what_if(wrong, model, batch, hardware="cpu-gloo")
 
 

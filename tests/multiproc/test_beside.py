@@ -107,11 +107,11 @@ def test_what_one_rank_cannot_write_for_all_is_refused_and_what_to_do_instead_wo
         ), kind
     assert "ema" in told[0]["of a stage"] and "AveragedModel(pm)" in told[0]["of a stage"]
     assert (
-        "of_critic=Adam has parameters of a module that is not saved with it"
+        "of_critic=Adam has parameters of a module that is not saved in this checkpoint"
         in told[0]["optimizer"]
     )
     assert (
-        "parameters that are not of the model" in told[0]["both"]
+        "parameters that do not belong to the model" in told[0]["both"]
         and "pass it by name" in told[0]["both"]
     )
     assert "no state_dict" in told[0]["no state"] and told[0]["steps"] == "()"

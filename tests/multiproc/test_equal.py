@@ -29,8 +29,8 @@ def test_weights_that_differ_are_the_first_ranks_and_that_is_said_once(
         assert held and all(held[key] == first["own"][key] for key in held)
     said = [line for line in first["told"] + second["told"] if "differ between ranks" in line]
     assert said == [
-        "5 parameters or buffers differ between ranks, 'layers.0.weight' the first: all take rank"
-        " 0's (seed every rank alike to build them so)"
+        "5 parameters or buffers differ between ranks, first 'layers.0.weight': all ranks use"
+        " those of rank 0 (set the same seed on every rank to avoid this)"
     ]
 
 
@@ -86,8 +86,8 @@ def test_parts_that_differ_where_the_plan_does_not_split_them_are_refused(
     for fact in (each[name] for each in parts):
         assert fact["splitters"] == splitters and fact["same"] == fact.get("remedy", "") == ""
         assert f"rank 3 got a different batch from {usual}: '0'" in fact["other"]
-        assert f"which the plan does not split between {ranks}" in fact["other"]
-        assert "pass these ranks the same tensors" in fact["other"]
+        assert f"which the plan does not shard between {ranks}" in fact["other"]
+        assert "pass the same tensors on these ranks" in fact["other"]
 
 
 def test_parts_of_a_batch_that_the_plan_splits_over_all_ranks_may_differ(

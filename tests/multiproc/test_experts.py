@@ -33,8 +33,8 @@ def test_dispatched_experts_are_the_unsplit_ones_and_hold_what_is_predicted() ->
         assert facts["wrong"] == []
         (said,) = facts["said"]
         assert (
-            "rows go to their experts by an all-to-all" in said
-            and "do not reach each other's memory" in said
+            "rows are sent to their experts with an all-to-all" in said
+            and "cannot access each other's memory" in said
         )
         for phase, row in (("forward", 32), ("backward", 2 * 32)):
             measured, predicted = facts[phase]

@@ -56,7 +56,7 @@ def test_parameters_that_are_unfrozen_after_compile_train_as_the_plain_models() 
 def test_what_cannot_be_is_said_in_words() -> None:
     first, second = run_processes(2, WORKER, "refusals")
     assert first == second
-    said = "rank 1 passed a different tensor to mul_ from rank 0, beside a parameter"
+    said = "rank 1 passed a different tensor to mul_ from rank 0, together with a sharded parameter"
     assert said in first["different tensors"]
     assert "torch.stack" in first["torch.tensor"]
     assert "must match" in first["wrong shape"] and "leaf Variable" in first["leaf"]

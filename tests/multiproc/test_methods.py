@@ -25,6 +25,6 @@ def test_what_does_not_run_by_itself_is_refused_and_what_to_do_instead_works(sta
         for kind in ("decode", "part", "crop", "update_bn"):
             assert "full_state_dict" in told[kind], kind
         for kind in ("count", "rate", "num"):
-            assert ("its own stage alone" in told[kind]) == stages, kind
+            assert ("only those of its own stage" in told[kind]) == stages, kind
         assert told["groups"] == (1 if stages else 2)
         assert told["loss"] < 1e-6 and told["decoded"] == (8, 16) and told["statistics"] < 1e-6

@@ -44,7 +44,7 @@ def test_parameters_that_a_loss_does_not_reach_have_no_gradient() -> None:
 
 def test_ranks_that_compute_different_losses_are_told_so() -> None:
     first, second = run_processes(2, WORKER, "apart")
-    said = "rank 1 computed a different loss of the same outputs from rank 0: the gradients by 0"
+    said = "rank 1 computed a different loss from the same outputs than rank 0: the gradients of 0"
     assert first == second and said in first
 
 

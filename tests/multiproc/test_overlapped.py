@@ -16,7 +16,7 @@ def test_over_gloo_the_numbers_are_the_references_and_each_process_says_once_why
     for fact in run_processes(3, str(Path(__file__).parent / "worker_overlapped.py"), "run"):
         assert fact["wrong"] == []
         assert len(fact["messages"]) == 1
-        assert "do not reach each other's memory" in fact["messages"][0]
+        assert "cannot access each other's memory" in fact["messages"][0]
 
 
 def test_over_gloo_rows_of_tokens_go_and_come_back_as_in_the_reference() -> None:

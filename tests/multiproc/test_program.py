@@ -127,7 +127,7 @@ def test_local_batches_and_output_forms_agree_with_the_global_ones(facts: Facts)
 
 def test_ranks_with_another_plan_are_named_on_every_rank(facts: Facts) -> None:
     assert all(
-        "ranks [2] have another plan than rank 0" in fact["refusals"]["plan"] for fact in facts
+        "ranks [2] have a different plan from rank 0" in fact["refusals"]["plan"] for fact in facts
     )
 
 

@@ -23,7 +23,7 @@ DOES = {
     "clip": "clips the gradients of Net",
     "compile": "autopar.compile(",
     "gather": "gathers a tensor of shape (8, 8)",
-    "torch's norm": "of values of all ranks",
+    "torch's norm": "over the values of all ranks",
     "no backward": "calls Net in training mode with x = float32 (12, 8)",
     "no step": "without a step of the optimizer before it",
 }
@@ -69,15 +69,15 @@ def test_of_several_ranks_the_one_that_differs_from_most_is_named(
     check(run_processes(3, str(HERE / "worker_ranks.py"), "run", plan, 0, str(tmp_path)), 0)
 
 
-KILLED = "rank 1 has ended: it was killed (by the system if memory ran out), or left by os._exit"
+KILLED = "rank 1 has ended: it was killed (by the system if memory ran out), or called os._exit"
 ENDS = {
     "raise": "rank 1 has ended: it raised ValueError: sample 17 is broken",
-    "exit": "rank 1 has ended: it came to the end of its script, or called sys.exit",
-    "exit 3": "rank 1 has ended: it came to the end of its script, or called sys.exit",
+    "exit": "rank 1 has ended: it reached the end of its script, or called sys.exit",
+    "exit 3": "rank 1 has ended: it reached the end of its script, or called sys.exit",
     "left": KILLED,
     "killed": KILLED,
     "inside": KILLED,
-    "terminated": "rank 1 has ended: it was ended by SIGTERM",
+    "terminated": "rank 1 has ended: it was terminated by SIGTERM",
     "interrupted": "rank 1 has ended: it raised KeyboardInterrupt",
 }
 

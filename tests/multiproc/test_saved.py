@@ -53,15 +53,15 @@ def test_a_folder_that_ranks_do_not_share_is_refused_on_all_of_them(tmp_path: Pa
     told = run_processes(2, WORKER, "blind", str(tmp_path))
     for each in told:
         assert (
-            "ranks [1] do not see the checkpoints that rank 0 sees: () against (1,)"
+            "ranks [1] see different checkpoints from rank 0: () instead of (1,)"
             in each["rank 0 sees it"]
         )
         assert (
-            "ranks [1] do not see the checkpoints that rank 0 sees: (1,) against ()"
+            "ranks [1] see different checkpoints from rank 0: (1,) instead of ()"
             in each["rank 1 sees it"]
         )
         assert (
-            "ranks [1] do not see the folder that rank 0 made" in each["saved apart"]
+            "ranks [1] do not see the folder that rank 0 created" in each["saved apart"]
             and "all machines share" in each["saved apart"]
         )
         assert "Error" in each["a file"] and "can be written to" in each["a file"]
@@ -71,12 +71,12 @@ def test_a_damaged_file_of_any_rank_is_refused_on_all_of_them(tmp_path: Path) ->
     first, second = run_processes(2, WORKER, "damaged", str(tmp_path))
     assert first == second
     assert (
-        "step 0 is damaged: rank_00000.safetensors is not as it was written" in first[0]
-        and "there is no earlier one" in first[0]
+        "step 0 is damaged: rank_00000.safetensors was changed after it was written" in first[0]
+        and "no earlier checkpoint exists" in first[0]
     )
     assert (
-        "step 1 is damaged: rank_00001.safetensors is not as it was written" in first[1]
-        and "no earlier one is whole" in first[1]
+        "step 1 is damaged: rank_00001.safetensors was changed after it was written" in first[1]
+        and "no earlier checkpoint is complete" in first[1]
     )
 
 
@@ -93,8 +93,8 @@ def test_of_two_runs_that_begin_in_one_folder_at_once_one_goes_on_and_all_ranks_
     (ended, same), (went_on, _) = sorted(both, key=lambda ranks: int(ranks[0]["saved"]))
     assert (
         ended == same
-        and "another run saves into this folder, too: step" in ended["said"]
-        and "end the other" in ended["said"]
+        and "another run also saves into this folder: step" in ended["said"]
+        and "end one of the two runs" in ended["said"]
     )
     assert ended["saved"] == 0 and went_on["saved"] == 3
     assert (

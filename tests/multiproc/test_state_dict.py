@@ -21,11 +21,11 @@ def test_the_whole_state_of_any_plan_loads_into_the_plain_model_and_parts_are_no
         assert told["plain"] and told["names"] and told["first"]
         assert told["apart"] < 1e-4
         for way in ("saved", "pickled", "safetensors", "optimizer"):
-            assert "this rank's parts alone" in told[way] and "pm.full_state_dict()" in told[way], (
+            assert "only this rank's shards" in told[way] and "pm.full_state_dict()" in told[way], (
                 way
             )
         assert (
-            "its own stage alone" in told["saved"]
+            "parameters of its own stage" in told["saved"]
             if plan == "stages"
             else "a part of a tensor" in told["saved"]
         )

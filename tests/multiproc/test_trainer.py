@@ -86,6 +86,6 @@ def test_two_processes_with_accelerate_step_as_one() -> None:
             [step for line in plain for step in line], rel=1e-4
         )
         assert (
-            "not wrapped in DistributedDataParallel" in each["refused"]
+            "cannot be wrapped in DistributedDataParallel" in each["refused"]
             and "autopar.Accelerator" in each["refused"]
         )

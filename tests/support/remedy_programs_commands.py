@@ -402,7 +402,7 @@ OTHERS: dict[str, Program] = {
         _launched(nodes="2"), "--meet HOST:PORT", _launched(nodes="2", meet="host:1")
     ),
     "runtime/launching.py launch 1": Program(
-        _launched(fails=True), "that rank's own error above", _launched()
+        _launched(fails=True), "the error of that rank above", _launched()
     ),
     "profiler/measure.py measure 0": Program(
         _measured("abacus"), "pass cpu, or cuda", _measured("cpu")

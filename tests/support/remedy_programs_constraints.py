@@ -77,7 +77,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "planner/pipeline/step_schedule.py _check_rounds 0": Program(
         _ordered(2, axis="one", chunks=2, schedule="interleaved_1f1b"),
-        "an axis of two devices or more",
+        "an axis of two or more devices",
         _ordered(2, chunks=2, schedule="interleaved_1f1b"),
     ),
     "planner/pipeline/step_schedule.py _check_rounds 1": Program(
@@ -87,7 +87,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "planner/pipeline/step_schedule.py _all_forwards_first 0": Program(
         _ordered(2, True, chunks=2, schedule="interleaved_1f1b"),
-        "leave out the schedule",
+        "remove the schedule",
         _ordered(2, True),
     ),
     "constraints/layouts.py layout 0": Program(

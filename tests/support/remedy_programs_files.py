@@ -58,7 +58,7 @@ def _loads_copied(run: Run) -> None:
 PROGRAMS: dict[str, Program] = {
     "checkpoint/safetensors_files.py damage_error 0": Program(
         _loads_planted("contents.json", lambda run: b"{}"),
-        "take another checkpoint",
+        "use another checkpoint",
         run_of(_loads_earlier, steps=2),
     ),
     "checkpoint/safetensors_files.py damage_error 0 | boxes": Program(
@@ -68,12 +68,12 @@ PROGRAMS: dict[str, Program] = {
     ),
     "checkpoint/safetensors_files.py unsafe 0": Program(
         _loads_planted(".metadata", lambda run: pickle.dumps(Path), old=True),
-        "take another checkpoint, or save anew",
+        "use another checkpoint, or save again",
         run_of(lambda run: run.save(3), steps=2),
     ),
     "checkpoint/safetensors_files.py unsafe 0 | values": Program(
         _loads_planted("others.pt", lambda run: pickle.dumps(RuntimeStateError), old=True),
-        "take another checkpoint, or save anew",
+        "use another checkpoint, or save again",
         run_of(_loads_earlier, steps=2),
     ),
 }

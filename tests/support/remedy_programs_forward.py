@@ -169,17 +169,17 @@ PROGRAMS: dict[str, Program] = {
     ),
     "ops/score_functions.py overload_of 0": Program(
         _flex(lambda score, b, h, q, k: score + torch.rand_like(score)),
-        "none of which writes or draws",
+        "that do not write into tensors or draw random numbers",
         _flex(lambda score, b, h, q, k: score + torch.ones_like(score)),
     ),
     "ops/score_functions.py _write_value 0": Program(
         _flex(lambda score, b, h, q, k: score + torch.tensor([1.0, 2.0])[h % 2]),
-        "make tensors outside of the function",
+        "create tensors outside the function",
         _given(_biased, torch.ones(2)),
     ),
     "ops/score_functions.py _write_value 1": Program(
         _flex(lambda score, b, h, q, k: (score * (1 + 2j)).real),
-        "tensors and numbers alone",
+        "tensors and numbers only",
         _flex(lambda score, b, h, q, k: score * 1),
     ),
     "capture/dynamo/joint.py _placeholder_kind 0": Program(

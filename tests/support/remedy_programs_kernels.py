@@ -134,7 +134,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "kernels/build.py _unwritable 0": Program(
         _built(cache="a.cu/cache"),
-        "name another: AUTOPAR_KERNEL_CACHE=FOLDER",
+        "choose another: AUTOPAR_KERNEL_CACHE=FOLDER",
         _built(cache="another"),
     ),
     "kernels/build.py compiler 0": Program(
@@ -146,12 +146,12 @@ PROGRAMS: dict[str, Program] = {
         _built(kind="host", variant="thread"),
     ),
     "kernels/build.py build_library 1": Program(
-        _built(variant="fast"), "ask for one of release", _built(variant="release")
+        _built(variant="fast"), "use one of release", _built(variant="release")
     ),
-    "kernels/build.py _build 0": Program(_built(sources=()), "install the package whole", _built()),
+    "kernels/build.py _build 0": Program(_built(sources=()), "reinstall the package", _built()),
     "kernels/build.py _compile 0": Program(
         _built(script='#!/bin/sh\n[ "$1" = --version ]\n'),
-        "or name another compiler in CXX or NVCC",
+        "or set another compiler in CXX or NVCC",
         _built(),
     ),
     "kernels/library.py function 0": Program(
@@ -178,12 +178,12 @@ PROGRAMS: dict[str, Program] = {
     "kernels/collectives.py current_groups 0": Program(
         collectives.current_groups, "run the graph inside use_groups(...)", _within_groups
     ),
-    "kernels/normed.py _forward 0": Program(_normed([]), "give at least one part", _normed([_X])),
+    "kernels/normed.py _forward 0": Program(_normed([]), "pass at least one part", _normed([_X])),
     "kernels/normed.py check_normed 0": Program(
         _normed([_X], weight=_W[1:]), "a weight [hidden]", _normed([_X])
     ),
     "kernels/normed.py check_normed 1": Program(
-        _normed([_X[:1]]), "give parts like the residual", _normed([_X])
+        _normed([_X[:1]]), "pass parts with the shape of the residual", _normed([_X])
     ),
     "kernels/normed.py check_normed 2": Program(
         _normed([_X.double()]),
@@ -194,11 +194,11 @@ PROGRAMS: dict[str, Program] = {
         _scattered(dim=1), "scatter along a dim before the last", _scattered(dim=0)
     ),
     "kernels/normed.py _check 1": Program(
-        _scattered(residual=_X[:1]), "like the rank's part of the product", _scattered()
+        _scattered(residual=_X[:1]), "of the rank's part of the product", _scattered()
     ),
     "kernels/normed.py dot_reduce_add_rmsnorm 0": Program(
         _product(9),
-        "leave the norm apart from the product",
+        "compute the norm separately from the product",
         lambda: (ops.dot(_EQUATION, _A, _B), _product(8)()),
     ),
     "kernels/packing.py _check 0": Program(
@@ -208,7 +208,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "kernels/packing.py _check 1": Program(
         _packed(torch.ones(2, dtype=torch.int32), (2,)),
-        "only floating tensors",
+        "only floating-point tensors",
         _packed(torch.ones(2), (2,)),
     ),
     "kernels/packing.py _check 2": Program(
@@ -224,11 +224,11 @@ PROGRAMS: dict[str, Program] = {
     ),
     "kernels/packing.py _whole_sizes 0": Program(_cut(1), "count dims from 0", _cut(0)),
     "kernels/peers.py Peers.__init__ 0": Program(
-        lambda: VirtualRanks(2, blocks=Blocks()), "leave blocks out", lambda: VirtualRanks(2)
+        lambda: VirtualRanks(2, blocks=Blocks()), "omit blocks", lambda: VirtualRanks(2)
     ),
     "kernels/peers.py VirtualRanks.run 0": Program(
         lambda: VirtualRanks(2).run([0], []),
-        "give the work of all ranks in one call",
+        "pass the work of all ranks in one call",
         lambda: VirtualRanks(2).run([0, 1], []),
     ),
     "kernels/peers.py provide_peers 0": Program(

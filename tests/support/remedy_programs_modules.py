@@ -264,7 +264,7 @@ STANDING: dict[str, Program] = {
     ),
     "runtime/module_shell.py Standing._check_held 1 | whole": Program(
         _pair(lambda plain, module: setattr(module.body, "weight", nn.Parameter(torch.ones(4, 4)))),
-        "pass whole tensors to pm.load_state_dict",
+        "pass full tensors to pm.load_state_dict",
         _then_called(
             lambda plain, module: module.load_state_dict(
                 {"body.weight": torch.ones(4, 4)}, strict=False
@@ -277,7 +277,9 @@ STANDING: dict[str, Program] = {
         lambda: _double(Net()),
     ),
     "runtime/module_shell.py Standing._apply 1": Program(
-        _pair(lambda plain, module: module.share_memory()), "leave share_memory out", _then_called()
+        _pair(lambda plain, module: module.share_memory()),
+        "remove the call to share_memory",
+        _then_called(),
     ),
     "runtime/module_shell.py Standing.__reduce_ex__ 0": Program(
         _pair(lambda plain, module: pickle.dumps(module)),
@@ -301,12 +303,12 @@ STANDING: dict[str, Program] = {
     ),
     "runtime/module_shell.py Part.train 0 | whole": Program(
         _pair(lambda plain, module: module.drop.eval()),
-        "or pm.train(), pm.eval()",
+        "or call pm.train() or pm.eval()",
         _then_called(lambda plain, module: module.eval()),
     ),
     "runtime/module_shell.py Part.register_forward_hook 0": Program(
         _pair(lambda plain, module: module.body.register_forward_hook(lambda *_: None)),
-        "of a forward hook that the plain model has before autopar.compile",
+        "a forward hook registered on the plain model before autopar.compile",
         _before(lambda net: net.body.register_forward_hook(lambda of, args, out: out * 2)),
     ),
     "runtime/module_shell.py _of_another_model 0": Program(
@@ -326,7 +328,7 @@ STANDING: dict[str, Program] = {
     ),
     "runtime/module_shell.py _refuse_operator.refuse 0": Program(
         _pair(lambda plain, module: len(module.body)),
-        "use the plain model's",
+        "use the one of the plain model",
         _pair(lambda plain, module: len(plain.body)),
     ),
     "runtime/guarded_outputs.py _in_part 0": Program(
@@ -351,11 +353,13 @@ STANDING: dict[str, Program] = {
     ),
     "runtime/parameter_module.py holder_of 0": Program(
         lambda: autopar.save_weights(Net(), tempfile.gettempdir()),
-        "what autopar.compile(model, example_inputs=batch) returned",
+        "the result of autopar.compile(model, example_inputs=batch)",
         _pair(_saved),
     ),
     "runtime/parameter_module.py _load_state_dict_hook 0": Program(
-        _pair(_state(True)), "load it into the plain model, and compile that", _pair(_state(False))
+        _pair(_state(True)),
+        "load it into the plain model, and compile the model again",
+        _pair(_state(False)),
     ),
 }
 
@@ -403,7 +407,7 @@ PLAIN: dict[str, Program] = {
                 {"body.weight": torch.ones(4, 4)}, strict=False
             )
         ),
-        "load_state_dict into what autopar.compile returned",
+        "call load_state_dict of the compiled module",
         _then_called(
             lambda plain, module: module.load_state_dict(
                 {"body.weight": torch.ones(4, 4)}, strict=False
@@ -412,7 +416,7 @@ PLAIN: dict[str, Program] = {
     ),
     "runtime/plain_model.py PlainModel._tell_of_written 0 | before": Program(
         _then_called(lambda plain, module: _written(plain.body.weight)),
-        "or load before compiling",
+        "or load the weights before compiling",
         _before(lambda net: net.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),
     ),
     "runtime/guards.py _changed_error 0": Program(

@@ -90,10 +90,10 @@ _TWO_STAGES = autopar.constraints.pipeline(microbatches=2)
 PROGRAMS: dict[str, Program] = {
     "request.py _check_name 0": Program(planned(solver=3), "pass a name", planned(solver="highs")),
     "solve/pulp_models.py _refusal 0": Program(
-        planned(solver="simplex"), "pass one that is available here", planned(solver="cbc")
+        planned(solver="simplex"), "pass one of the available solvers", planned(solver="cbc")
     ),
     "solve/pulp_models.py _refusal 1": Program(
-        planned(solver="mosek"), "or pass one that is available here", planned(solver="cbc")
+        planned(solver="mosek"), "or pass one of the available solvers", planned(solver="cbc")
     ),
     "planner/search.py Planned.write_lp 0": Program(
         _written_to("plan.lp", constraints=[_TWO_STAGES]),
@@ -141,11 +141,11 @@ PROGRAMS: dict[str, Program] = {
         _registered(),
     ),
     "rules/registration.py _overload 0": Program(
-        _registered(torch.relu), "what torch.library.custom_op gave", _registered(twice)
+        _registered(torch.relu), "the result of torch.library.custom_op", _registered(twice)
     ),
     "rules/registration.py _example 0": Program(
         _registered(examples=[(torch.ones(2, 2), 3)]),
-        "arguments that the op takes",
+        "with arguments of the op",
         _registered(examples=[(torch.ones(8, 8),)]),
     ),
     "rules/registration.py _check 0": Program(
@@ -153,7 +153,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "rules/registration.py _check 1": Program(
         _registered(examples=[(torch.ones(8, 1),)]),
-        "every letter's dim larger than 1",
+        "every letter's dim is larger than 1",
         _registered(examples=[(torch.ones(8, 8),)]),
     ),
     "rules/registration.py _linear_sets 0": Program(

@@ -227,7 +227,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "analysis/microbatches.py _otherwise 0": Program(
         planned(Called(_alone), (X,), num_microbatches=8),
-        "use microbatches of two samples or more",
+        "use microbatches of two or more samples",
         planned(Called(_alone), (X,), num_microbatches=4),
     ),
     "api/tracing.py refuse_unproven 0": Program(
@@ -252,11 +252,11 @@ PROGRAMS: dict[str, Program] = {
     ),
     "planner/transfer_plan.py _check 1": Program(
         lambda: stages_on(made_staged_plan(), Mesh({"stage": 2, "data": 2})),
-        "a mesh with stage=4, whatever its other axes are",
+        "a mesh with stage=4 and any other axes",
         lambda: stages_on(made_staged_plan(), Mesh({"stage": 4, "data": 2})),
     ),
     "planner/transfer_plan.py _check_inputs 0": Program(
-        _wider(2**17), "ask about smaller axes", _wider(4)
+        _wider(2**17), "use smaller axes", _wider(4)
     ),
     "planner/reprice.py _refusal 1": Program(
         _asked(lambda: _by_hand(data())), "plan again for this model and mesh", _asked(data)

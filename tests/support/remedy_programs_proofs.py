@@ -191,7 +191,7 @@ PROGRAMS: dict[str, Program] = {
         _validated(
             lambda program: replace(program, stages=(replace(program.stages[0], mutated=("x",)),))
         ),
-        "validate it as `emit` makes it of the plan",
+        "validate it as `emit` creates it from the plan",
         _validated(lambda program: program),
     ),
     "validation/microbatch_graphs.py _InTime._error 0": Program(
@@ -199,12 +199,12 @@ PROGRAMS: dict[str, Program] = {
     ),
     "verification/case.py Case.of 0": Program(
         _verified(model=lambda model: model.to("meta")),
-        "verify a model and a batch that have values",
+        "verify a model and a batch with values",
         _verified(),
     ),
     "verification/case.py Case._run_plain 0": Program(
         _verified(lambda: Drawing(unread=True)),
-        "remove random numbers that nothing reads",
+        "remove random numbers that are never read",
         _verified(Drawing),
     ),
     "verification/case.py Case._refused_by_kernels 0": Program(
@@ -214,7 +214,7 @@ PROGRAMS: dict[str, Program] = {
         _masked(), "verify in eval mode", _masked(train=False)
     ),
     "verification/case.py Case.run_plain 0 | one": Program(
-        _masked(), "or a plan of one microbatch", _masked(num=1)
+        _masked(), "or use a plan with one microbatch", _masked(num=1)
     ),
     "verification/check.py _plain 0": Program(
         _verified(model=_filled(float("nan"))),
@@ -223,11 +223,11 @@ PROGRAMS: dict[str, Program] = {
     ),
     "verification/check.py _compare_case 0": Program(
         _verified(model=lambda model: setattr(model, "scale", 2.0)),
-        "it was captured wrongly",
+        "the capture is wrong",
         _verified(),
     ),
     "verification/check.py diagnose.check 0": Program(
-        _verified(program=_wrong_node), "look at this node and at what it reads", _verified()
+        _verified(program=_wrong_node), "check this node and its operands", _verified()
     ),
     "verification/drawing.py PositionalDraws.__torch_dispatch__ 0": Program(
         _verified(Drawing, model=lambda model: setattr(model, "kind", "geometric")),

@@ -265,7 +265,7 @@ MESHES: dict[str, Program] = {
         _of_two(lambda devices: device_mesh.device_mesh(Mesh(2))),
     ),
     "runtime/device_mesh.py check_shape 0": Program(
-        _handwritten(2), "plan for the mesh that is there, data=1,tensor=1", _handwritten(1)
+        _handwritten(2), "plan for mesh data=1,tensor=1", _handwritten(1)
     ),
     "runtime/device_mesh.py groups_of 0": Program(
         _of_two(lambda devices: device_mesh.groups_of(DeviceMesh("cpu", [1]))),
@@ -309,7 +309,7 @@ MESHES: dict[str, Program] = {
 ALIKE: dict[str, Program] = {
     "runtime/rank_consistency.py share_weights 0": Program(
         _built(lambda digest: None),
-        "build the model alike on every rank: with weights, or on meta",
+        "build the model in the same way on every rank: with weights, or on the meta device",
         _built(lambda digest: digest),
     ),
     "runtime/rank_consistency.py share_weights 1": Program(
@@ -320,12 +320,12 @@ ALIKE: dict[str, Program] = {
     "runtime/rank_consistency.py check_batch 0": _alike(
         _other,
         lambda devices: rank_consistency.check_batch(["x"], [X], devices),
-        "pass every rank the same batch",
+        "pass the same batch on every rank",
     ),
     "runtime/rank_consistency.py check_parts 0": _alike(
         _other,
         lambda devices: rank_consistency.check_parts(["x"], [X], [Layout.parse("R")], devices),
-        "pass these ranks the same tensors",
+        "pass the same tensors on these ranks",
     ),
     "runtime/rank_consistency.py CopiedWeights.check 0": _alike(
         lambda norms: {name: (part, 1.5 * norm) for name, (part, norm) in norms.items()},
@@ -340,7 +340,7 @@ ALIKE: dict[str, Program] = {
     "runtime/rank_consistency.py Beside.check 0": _alike(
         _other,
         lambda devices: rank_consistency.Beside().check("add", [X], devices),
-        "seed alike what draws it (torch.manual_seed)",
+        "set the same seed for random tensors (torch.manual_seed)",
     ),
     "runtime/rank_consistency.py check_tangents 0": _alike(
         _other,
@@ -348,17 +348,17 @@ ALIKE: dict[str, Program] = {
         "or let the model compute its loss",
     ),
     "runtime/rank_comm.py of_all_alike 0": Program(
-        _topics("saves"), "call the model alike on every rank", _topics("calls the model")
+        _topics("saves"), "call the model in the same way on every rank", _topics("calls the model")
     ),
     "runtime/rank_comm.py _unpack_outcome 0": Program(
         _written("file"), "name a folder that can be written to", _written("folder")
     ),
     "runtime/rank_differences.py _unlike 0": Program(
-        _meet(_differ), "in the same order and equally often on every rank", _meet(_same)
+        _meet(_differ), "in the same order and the same number of times on every rank", _meet(_same)
     ),
     "runtime/rank_differences.py _unlike 0 | from the begin": Program(
         _meet(_differ, steps=0),
-        "in the same order and equally often on every rank",
+        "in the same order and the same number of times on every rank",
         _meet(_same, steps=0),
     ),
     "runtime/rank_differences.py Differences.of 0": Program(
@@ -367,28 +367,28 @@ ALIKE: dict[str, Program] = {
         _meet(_same),
     ),
     "runtime/rank_differences.py Differences.of_ended 0": Program(
-        _meet(_one_ends, ends="quiet"), "equally often on every rank", _meet(_same)
+        _meet(_one_ends, ends="quiet"), "the same number of times on every rank", _meet(_same)
     ),
     "runtime/rank_differences.py Differences.of_ended 0 | with an error": Program(
         _meet(_one_ends, ends="alone"), "see the messages of rank 1", _meet(_same)
     ),
     "runtime/rank_agreement.py Agreement._without_store 0": Program(
         _store(gone=True),
-        "see why that process, rank 0 or the launcher, has ended",
+        "find out why that process, rank 0 or the launcher, ended",
         _store(gone=False),
     ),
     "runtime/call_arguments.py Arguments._check_settings 0": Program(
         _only(X, _ONE, double=True),
-        "pass what the program was made for",
+        "pass the value the program was compiled for",
         _only(X, _ONE, double=False),
     ),
     "runtime/call_arguments.py Arguments._check_settings 0 | compiled for it": Program(
         _only(X, _ONE, double=True),
-        "or compile the model for this call, too",
+        "or compile the model again for this call",
         lambda: compiled(Sized(), X, _ONE)(X, _ONE, double=True),
     ),
     "runtime/call_arguments.py Arguments._check_known 0": Program(
-        _only(X, _TWO, double=False), "pass those", _only(X, _ONE, double=False)
+        _only(X, _TWO, double=False), "pass the same values", _only(X, _ONE, double=False)
     ),
     "runtime/call_arguments.py Arguments._leaves 0": Program(
         _only(X, [_ONE], double=False), "call it as in example_inputs", _only(X, _ONE, double=False)

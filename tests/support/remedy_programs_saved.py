@@ -276,12 +276,12 @@ FOLDERS: dict[str, Program] = {
     ),
     "checkpoint/manager.py Checkpoints.load 0": Program(
         run_of(lambda run: (damage(run, 2), run.load()), steps=2),
-        "remove it: step 1 is whole, and is taken then",
+        "remove it: step 1 is complete and is used instead",
         run_of(lambda run: (damage(run, 2), shutil.rmtree(run.place(2)), run.load()), steps=2),
     ),
     "checkpoint/manager.py Checkpoints.export 0": Program(
         run_of(lambda run: run.checkpoints.export(run.folder / "weights", step=5), steps=2),
-        "there are steps 1, 2",
+        "choose one of steps 1, 2",
         run_of(lambda run: run.checkpoints.export(run.folder / "weights", step=2), steps=2),
     ),
     "checkpoint/manager.py Checkpoints.export 0 | empty": Program(
@@ -296,11 +296,13 @@ FOLDERS: dict[str, Program] = {
     ),
     "checkpoint/manager.py Checkpoints._begun 0": Program(
         run_of(lambda run: run.save(1), steps=2),
-        "load before you train",
+        "load a checkpoint before training",
         run_of(lambda run: run.save(run.load() + 1), steps=2),
     ),
     "checkpoint/manager.py Checkpoints._begun 0 | elsewhere": Program(
-        run_of(lambda run: run.save(1), steps=2), "name another folder", run_of(_elsewhere, steps=2)
+        run_of(lambda run: run.save(1), steps=2),
+        "choose another folder",
+        run_of(_elsewhere, steps=2),
     ),
     "checkpoint/manager.py Checkpoints._begun 0 | removed": Program(
         run_of(lambda run: run.save(1), steps=2),
@@ -309,7 +311,7 @@ FOLDERS: dict[str, Program] = {
     ),
     "checkpoint/manager.py Checkpoints._collect 0": Program(
         run_of(lambda run: run.save(-1)),
-        "how many steps were made, from 0",
+        "the number of completed steps, 0 or more",
         run_of(lambda run: run.save(0)),
     ),
     "checkpoint/files.py seen_by_all 0": Program(
@@ -318,7 +320,9 @@ FOLDERS: dict[str, Program] = {
         _among(files, lambda fact: True, lambda run: run.save()),
     ),
     "checkpoint/manager.py check_alone 0": Program(
-        _old_and_new(False), "Started again, this one goes on after step 1", _old_and_new(True)
+        _old_and_new(False),
+        "If this run is restarted, it continues after step 1",
+        _old_and_new(True),
     ),
     "checkpoint/files.py _read_manifest 0": Program(
         _newer(99), f"read it with autopar {autopar.__version__}, which wrote it", _newer(None)
@@ -328,20 +332,20 @@ FOLDERS: dict[str, Program] = {
     ),
     "checkpoint/files.py Background.result 0": Program(
         _patched(rank_parts, "write_tensors", _raising(_FULL), _in_background),
-        "free space on the disk",
+        "free disk space",
         run_of(_in_background),
     ),
     "checkpoint/files.py _collect_marks 0": Program(
-        _marks("failed"), "free space on the disk", _marks("done")
+        _marks("failed"), "free disk space", _marks("done")
     ),
     "checkpoint/files.py _collect_marks 1": Program(
-        _marks(""), "see what became of them", _marks("done")
+        _marks(""), "check these ranks", _marks("done")
     ),
 }
 
 BESIDE: dict[str, Program] = {
     "checkpoint/companions.py ValueState.state 0": Program(
-        _term(False), "what x.full_tensor() returns", _term(True)
+        _term(False), "the result of x.full_tensor()", _term(True)
     ),
     "checkpoint/companions.py ValueState.state 1": Program(
         _of_stage(False), "copies of weights as AveragedModel(pm)", _of_stage(True)
@@ -378,35 +382,37 @@ BESIDE: dict[str, Program] = {
     ),
     "checkpoint/companions.py with_saved 1": Program(
         run_of(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head={}))),
-        "what it was saved of",
+        "an object of the class that was saved",
         run_of(lambda run: (run.save(head=nn.Linear(4, 4)), run.load(head=nn.Linear(4, 4)))),
     ),
-    "checkpoint/values.py _refuse 0": Program(_kept(Path("x")), "numbers, texts", _kept("x")),
+    "checkpoint/values.py _refuse 0": Program(_kept(Path("x")), "numbers, strings", _kept("x")),
     "checkpoint/rank_parts.py _check_kind 0": Program(
         _sparse(torch.eye(4).to_sparse()),
-        "as dense tensors",
+        "save dense tensors",
         _sparse(torch.eye(4).to_sparse().to_dense()),
     ),
     "checkpoint/rank_parts.py collect_parts 0": Program(
         _patched(rank_parts, "name_box", _raising(_FULL), lambda run: run.save(2), steps=1),
-        "Earlier checkpoints are as they were",
+        "Earlier checkpoints are unchanged",
         run_of(lambda run: run.save(2), steps=1),
     ),
     "checkpoint/state.py _check_same 0": Program(
         run_of(lambda run: run.load(optimizer=run.optimizer), steps=1),
-        "load the model alone: checkpoints.load(pm)",
+        "load only the model: checkpoints.load(pm)",
         run_of(lambda run: run.load(), steps=1),
     ),
     "checkpoint/state.py _check_same 1": Program(
         run_of(lambda run: Run(run.folder, 8).load(), steps=1),
-        "load it into what it was saved of",
+        "load it into the model and optimizer that were saved",
         run_of(lambda run: Run(run.folder, 4).load(), steps=1),
     ),
     "checkpoint/loading.py _check_fits 0": Program(
-        _noted("a text", 3), "load it into what it was saved of", _noted("a text", "another")
+        _noted("a text", 3),
+        "load it into the model and optimizer that were saved",
+        _noted("a text", "another"),
     ),
     "checkpoint/loading.py load_parts 0": Program(
-        _noted("a text", 3), "load it into what it was saved of", _noted(3, 4)
+        _noted("a text", 3), "load it into the model and optimizer that were saved", _noted(3, 4)
     ),
 }
 

@@ -108,7 +108,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "stages/cutting.py usable_points 0": Program(
         _staged(Traced(), (X,), num=1),
-        "leave out constraints.pipeline(): without it the axis is used for data",
+        "remove constraints.pipeline(): the axis is then used for data",
         planned(Traced(), (X,)),
     ),
     "planner/pipeline/stage_construction.py pipeline_request 0": Program(
@@ -118,7 +118,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "planner/pipeline/step_schedule.py _all_forwards_first 1": Program(
         planned(_OUTPUTS, (X,), num_microbatches=2),
-        "plan one microbatch",
+        "use one microbatch",
         planned(_OUTPUTS, (X,), num_microbatches=1),
     ),
     "planner/pipeline/step_schedule.py _all_forwards_first 1 | loss": Program(
@@ -143,11 +143,11 @@ PROGRAMS: dict[str, Program] = {
         planned(memory_bytes=1400, constraints=(constraints.pipeline(),)),
     ),
     "rules/registration.py _check_target 2": Program(
-        _registered(doubled), "a function of its arguments alone", _registered(twofold)
+        _registered(doubled), "a pure function of its arguments", _registered(twofold)
     ),
     "rules/registration.py _generate_trials 0": Program(
         _registered(halved),
-        "pass examples=[(tensor, ...), ...]: arguments that the op takes",
+        "pass examples=[(tensor, ...), ...] with arguments of the op",
         _registered(halved, examples=[(torch.full((8, 8), 200.0),)]),
     ),
     "ops/vocabulary.py _ctc 0": Program(

@@ -299,7 +299,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "runtime/guarded_module.py Compiled._check_call 0": Program(
         _toy(lambda module: module.eval()(batch()["x"], target=batch()["target"])),
-        "compile the model once in each mode",
+        "compile the model once for each mode",
         _toy(lambda module: module.eval()(batch()["x"], target=batch()["target"]), both_modes=True),
     ),
     "runtime/guarded_module.py Compiled._check_call 1": Program(
@@ -314,7 +314,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "runtime/guarded_module.py Compiled._ddp_params_and_buffers_to_ignore 0": Program(
         of_module(DistributedDataParallel),
-        "call it as it is",
+        "use the compiled module directly",
         of_module(lambda module: module(X).backward()),
     ),
     "runtime/backward.py refuse_transforms 0": Program(
@@ -342,7 +342,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "runtime/guarded_outputs.py _Refused.backward 0": Program(
         of_module(lambda module: sum(module(X).values()).backward(), Net("beside")),
-        "return the sum as its loss",
+        "return the sum as the loss",
         of_module(lambda module: module(X)["loss"].backward(), Net("added")),
     ),
     "runtime/guarded_outputs.py _Refused.backward 0 | detached": Program(
@@ -365,7 +365,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "runtime/tensor_guards.py Watched.watch 0": Program(
         of_module(_inference(False)),
-        "clone it outside of torch.inference_mode",
+        "clone it outside torch.inference_mode",
         of_module(_inference(True)),
     ),
     "runtime/guards.py Variants.find 0": Program(
@@ -373,7 +373,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "program/program.py Microbatches.split 0": Program(
         lambda: Microbatches(2, {"x": 0}, {}, "").split({"x": torch.ones(3)}),
-        "of the size that was planned",
+        "of the planned size",
         lambda: Microbatches(2, {"x": 0}, {}, "").split({"x": torch.ones(4)}),
     ),
     "runtime/parameters.py Storage.local 0": Program(
@@ -388,7 +388,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "runtime/parameter_module.py Holder._storage 0": Program(
         _toy(lambda module: module, model=lambda: Toy().double()),
-        "build the model as it was when it was planned",
+        "build the model as it was when planned",
         _toy(lambda module: module),
     ),
     "runtime/module.py ParallelModule._no_sampler 0": Program(
@@ -409,7 +409,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "program/executor.py use_private_cache 0": Program(
         _cache("file/cache"),
-        f"name another folder: {executor._INDUCTOR_CACHE}=FOLDER",
+        f"choose another folder: {executor._INDUCTOR_CACHE}=FOLDER",
         _cache("cache"),
     ),
     "runtime/backward.py _refuse_no_norm 0": Program(
@@ -433,7 +433,9 @@ PROGRAMS: dict[str, Program] = {
         _scaled(True, changes=True),
     ),
     "runtime/scheduled_calls.py ScaledStep._check_unchanged 0 | order": Program(
-        _scaled(False, changes=True), "run backward before whatever changes it", _scaled(False)
+        _scaled(False, changes=True),
+        "run backward before anything changes the tensor",
+        _scaled(False),
     ),
     "runtime/scheduled_calls.py ScaledStep._again 0": Program(
         _scaled(False, noise=True),
@@ -442,7 +444,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "runtime/gather_fallback.py read_whole 0": Program(
         of_module(lambda module: torch.tensor([p.detach().sum() for p in module.parameters()])),
-        "torch.stack([...]) of them",
+        "use torch.stack([...])",
         of_module(lambda module: torch.stack([p.sum() for p in module.parameters()])),
     ),
     "runtime/gather_fallback.py read_whole 0 | numbers": Program(

@@ -117,20 +117,20 @@ def _with_host() -> object:
 NAMED: dict[str, Program] = {
     "sharding/propagate.py nothing_to_split 0": Program(
         _plan(tensor_parallel("1d", axes="gpu"), model=Called(_scaled)),
-        "leave the constraint out",
+        "remove the constraint",
         _plan(model=Called(_scaled)),
     ),
     "sharding/propagate.py nothing_to_split 0 | grid": Program(
         _plan(tensor_parallel("2d", axes=("a", "b")), model=Called(_scaled), mesh=_SQUARE),
-        "leave the constraint out",
+        "remove the constraint",
         _plan(model=Called(_scaled), mesh=_SQUARE),
     ),
     "sharding/propagate.py nothing_to_split 0 | experts": Program(
-        _plan(expert_parallel("gpu")), "leave the constraint out", _plan()
+        _plan(expert_parallel("gpu")), "remove the constraint", _plan()
     ),
     "sharding/propagate.py nothing_to_split 0 | sequence": Program(
         _plan(tensor_parallel("1d", axes="gpu", sequence=True), model=Words(), batch=(_IDS[:, 0],)),
-        "leave sequence=True out",
+        "remove sequence=True",
         _plan(tensor_parallel("1d", axes="gpu"), model=Words(), batch=(_IDS[:, 0],)),
     ),
     "sharding/resolve_presets.py _data_parallel 0": Program(
@@ -138,12 +138,12 @@ NAMED: dict[str, Program] = {
     ),
     "sharding/resolve_presets.py _refuse 0": Program(
         _plan(tensor_parallel("2d", axes=("a", "b")), model=Called(_sorted), mesh=_SQUARE),
-        "leave the constraint out",
+        "remove the constraint",
         _plan(model=Called(_sorted), mesh=_SQUARE),
     ),
     "sharding/resolve_presets.py _refuse 0 | sequence": Program(
         _plan(context_parallel("gpu"), model=nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))),
-        "ddp(), fsdp() and tensor_parallel() split others",
+        "ddp(), fsdp() and tensor_parallel() shard other dims",
         _plan(fsdp(), model=nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))),
     ),
     "sharding/presets/batch_and_sequence.py check_batch 0": Program(
@@ -153,7 +153,7 @@ NAMED: dict[str, Program] = {
     ),
     "sharding/presets/batch_and_sequence.py check_batch 0 | axes": Program(
         _plan(ddp(), mesh={"node": 4, "gpu": 4}),
-        "name fewer or smaller axes",
+        "use fewer or smaller axes",
         _plan(ddp("gpu"), mesh={"node": 4, "gpu": 4}),
     ),
     "sharding/presets/batch_and_sequence.py by_experts 0": Program(
@@ -163,7 +163,7 @@ NAMED: dict[str, Program] = {
             mesh=_SQUARE,
             num_local_experts=4,
         ),
-        "name one axis",
+        "use one axis",
         _transformer(
             "mixtral", expert_parallel("a", tokens="dispatched"), mesh=_SQUARE, num_local_experts=4
         ),
@@ -177,7 +177,7 @@ NAMED: dict[str, Program] = {
         _transformer(
             "llama", tensor_parallel("1d", axes="gpu"), mesh={"gpu": 4}, num_key_value_heads=2
         ),
-        "a multiple of 4, or name fewer or smaller axes",
+        "a multiple of 4, or use fewer or smaller axes",
         _transformer("llama", tensor_parallel("1d", axes="gpu"), mesh={"gpu": 4}),
     ),
     "sharding/enumerate.py _filter_allowed 0": Program(
@@ -195,12 +195,12 @@ FORCED: dict[str, Program] = {
     ),
     "sharding/resolve_constraints.py resolve 0": Program(
         _plan(layout("layers.0.up", storage="R"), layout("*.up", storage="S(0)")),
-        "force one storage layout on it",
+        "force one storage layout for it",
         _plan(layout("*.up", storage="S(0)")),
     ),
     "sharding/resolve_constraints.py resolve 1": Program(
         _plan(megatron(tp=2, recompute="selective")),
-        "recompute='full', or leave it out",
+        "recompute='full', or remove the option",
         _plan(megatron(tp=2, recompute="full")),
     ),
     "sharding/resolve_constraints.py _find_offload 0": Program(
@@ -210,12 +210,12 @@ FORCED: dict[str, Program] = {
     ),
     "sharding/resolve_constraints.py view_layout 0": Program(
         _plan(layout("*.up", storage="S(2)")),
-        "name a dim that it has",
+        "use one of its dims",
         _plan(layout("*.up", storage="S(1)")),
     ),
     "sharding/resolve_constraints.py _as_elsewhere 0": Program(
         _plan(rests_as({"layers.0.up.weight": "S(3)"})),
-        "of a plan of the same model",
+        "from a plan of the same model",
         _plan(rests_as({"layers.0.up.weight": "S(0)"})),
     ),
     "cost/zero_stages.py cannot_rest 0": Program(
@@ -238,7 +238,7 @@ FORCED: dict[str, Program] = {
     ),
     "cost/offload.py host_budget 0": Program(
         _plan(offload()),
-        'give a copy of the profile the field "host" and pass its path',
+        'add the field "host" to a copy of the profile and pass its path',
         _with_host,
     ),
     "cost/offload.py host_budget 0 | without": Program(

@@ -100,16 +100,16 @@ OPTIMIZERS: dict[str, Program] = {
         _stepped(_optimizer("Adam")),
     ),
     "runtime/optimizers.py check_optimizer 1": Program(
-        _stepped(_optimizer("SGD", fused=True)), "leave fused=True out", _stepped(_optimizer("SGD"))
+        _stepped(_optimizer("SGD", fused=True)), "leave out fused=True", _stepped(_optimizer("SGD"))
     ),
     "runtime/optimizers.py check_optimizer 1 | Adam": Program(
         _stepped(_optimizer("SGD", fused=True)),
-        "Adam and AdamW take it",
+        "Adam and AdamW support it",
         _stepped(_optimizer("AdamW", fused=True)),
     ),
     "runtime/optimizers.py _check_replaced 0": Program(
         _stepped(_optimizer("SGD"), after=False),
-        "build it after autopar.compile, of pm.parameters()",
+        "create the optimizer after autopar.compile, with pm.parameters()",
         _stepped(_optimizer("SGD")),
     ),
 }
@@ -117,37 +117,39 @@ OPTIMIZERS: dict[str, Program] = {
 WEIGHTS: dict[str, Program] = {
     "runtime/guards.py Unset.check 0": Program(
         _without_values(None),
-        "autopar.load_weights(pm, folder) reads them from safetensors",
+        "autopar.load_weights(pm, folder) loads them from safetensors",
         _without_values(_loaded_file),
     ),
     "runtime/guards.py Unset.check 0 | state dict": Program(
         _without_values(None),
-        "pm.load_state_dict(...) takes full ones",
+        "pm.load_state_dict(...) takes full tensors",
         _without_values(lambda module: module.load_state_dict(Net().state_dict())),
     ),
     "checkpoint/weights.py _files_of 0": Program(
-        _read(_weights(), "nowhere"), "or a folder that holds some", _read(_weights())
+        _read(_weights(), "nowhere"), "or a folder with such files", _read(_weights())
     ),
     "checkpoint/weights.py _weights_damage_error 0": Program(
-        _read(_text("model.safetensors", "x")), "download or copy it again", _read(_weights())
+        _read(_text("model.safetensors", "x")),
+        "download or copy it and the other",
+        _read(_weights()),
     ),
     "checkpoint/weights.py _weights_damage_error 0 | index": Program(
         _read(_text(_INDEX, _index(x="one.safetensors"), "one.safetensors")),
-        "download or copy it again",
+        "download or copy it and the other",
         _read(_text(_INDEX, _index(**_OF_ONE), "one.safetensors")),
     ),
     "checkpoint/weights.py _none_of 0": Program(
         _read(_weights("a.safetensors", "b.safetensors")),
-        "name one of them",
+        "pass the path of one of them",
         _read(_weights("a.safetensors", "b.safetensors"), "b.safetensors"),
     ),
     "checkpoint/weights.py _none_of 1": Program(
         _read(_text("pytorch_model.bin", "x")),
-        "or safetensors.torch.save_model(...) it",
+        "or safetensors.torch.save_model(...)",
         _read(_weights()),
     ),
     "checkpoint/weights.py _none_of 2": Program(
-        _read(lambda folder: None), "name a folder that holds weights", _read(_weights())
+        _read(lambda folder: None), "pass a folder with weights", _read(_weights())
     ),
     "checkpoint/weights.py _check_known 0": Program(
         _read(_weights(), names=["head"]),
@@ -156,12 +158,12 @@ WEIGHTS: dict[str, Program] = {
     ),
     "checkpoint/weights.py _match_names 0": Program(
         _read(_weights(prefix="encoder.")),
-        "rename= maps its names to theirs",
+        "rename= maps its names to names in the files",
         _read(_weights(prefix="encoder."), rename="encoder.{}".format),
     ),
     "checkpoint/weights.py _match_names 0 | missing": Program(
         _read(_weights(keep=1)),
-        "strict=False leaves what is missing as it is",
+        "strict=False leaves missing weights unchanged",
         _read(_weights(keep=1), strict=False),
     ),
 }

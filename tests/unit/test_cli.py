@@ -145,7 +145,7 @@ def test_another_solver_plans_and_the_integer_program_is_written(
     assert (
         code == 1
         and "solver 'simplex' is not known" in complaint
-        and "available here: highs" in complaint
+        and "the available solvers: highs" in complaint
     )
 
 
@@ -251,7 +251,7 @@ def test_a_pipeline_over_unequal_devices_is_planned_certified_explained_and_draw
     ), complaint
     code, said, _ = command("check", "other.json", "--module", "model.py:deep")
     assert (
-        code == 0 and "how long unequal devices wait for the slowest is the planner's word" in said
+        code == 0 and "the planner's claim of how long unequal devices wait for the slowest" in said
     )
 
 
@@ -356,7 +356,7 @@ def test_a_plan_for_another_model_is_refused_without_a_traceback(
         ),
         ((*PLAN, "--model", "gpt2", "--out", "."), "cannot write to .: it is a folder"),
         (("report", "missing.json", "--out", "absent/plan.png"), "cannot write to absent/plan.png"),
-        (("run", "missing.py"), "there is no script 'missing.py'"),
+        (("run", "missing.py"), "script 'missing.py' does not exist"),
     ],
 )
 def test_what_is_refused_is_told_and_exits_with_1(

@@ -11,7 +11,7 @@ from autopar.cli.shared_options import as_flags
     ("python", "flags"),
     [
         ("or pass a larger memory_bytes", "or pass a larger --memory"),
-        ('pass outputs="full": then', "pass --outputs full: then"),
+        ('pass outputs="full": every', "pass --outputs full: every"),
         ("pass constraints=(autopar.constraints.pipeline(),)", "pass --constraint 'pipeline()'"),
         (
             "To force sharding: constraints=[autopar.constraints.fsdp()]",

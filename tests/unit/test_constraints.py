@@ -394,7 +394,7 @@ def test_parameters_rest_as_they_are_asked_to_by_name_and_a_layout_that_one_cann
         "0.bias": "R",
     }
     with pytest.raises(
-        ConstraintError, match=r"0\.bias is to rest as S\(1\), and is seen as \(8,\)"
+        ConstraintError, match=r"0\.bias would be stored as S\(1\), but its view is \(8,\)"
     ):
         autopar.plan(
             model,

@@ -102,7 +102,7 @@ class Deep(nn.Module):
     [
         ("layers.*.up_porj", "weight", r"did you mean 'layers\.\*\.up_proj'"),
         ("layers.0.upproj", "weight", r"did you mean 'layers\.0\.up_proj'"),
-        ("zzz", "weight", r"module paths are such as layers\.0\.up_proj"),
+        ("zzz", "weight", r"module paths are, for example, layers\.0\.up_proj"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_path(
@@ -119,7 +119,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_path(
 
 def test_a_pattern_of_a_module_without_what_is_forced_says_so() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU())
-    with pytest.raises(ConstraintError, match="module '0' is there, and has no bias of its own"):
+    with pytest.raises(ConstraintError, match="module '0' exists, but has no bias"):
         autopar.plan(
             model,
             autopar.Mesh({"gpu": 2}),

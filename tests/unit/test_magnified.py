@@ -38,7 +38,7 @@ def test_what_a_model_magnifies_of_its_float32_parts_is_compared_in_its_own_dtyp
         trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {}
     )
     assert found.ok and found.dtype == "float32" and found.max_error < 1e-6
-    assert "cannot be compared in float64: what it computes in" in str(found)
+    assert "cannot be compared in float64: the ops in" in str(found)
 
 
 def test_what_it_magnifies_less_is_compared_with_these_parts_in_float64_and_as_strictly_as_all_else() -> (  # noqa: E501
@@ -53,9 +53,9 @@ def test_what_it_magnifies_less_is_compared_with_these_parts_in_float64_and_as_s
         found.ok and (found.dtype, found.tolerance) == ("float64", 1e-9) and found.max_error < 1e-12
     )
     assert found.lower_parts and found.apart is not None and 2e-6 < found.apart < 1e-4
-    assert f"what they round makes {found.apart:.2e}" in str(found)
+    assert f"their rounding accounts for {found.apart:.2e}" in str(found)
     model.scale = 1 + 1e-5  # of the same size as what is rounded, and not what was captured
-    with pytest.raises(VerificationError, match="the plain model computes something else"):
+    with pytest.raises(VerificationError, match="the plain model computes a different"):
         verify_program(trace, program, model, batch, {})
 
 
@@ -65,5 +65,5 @@ def test_what_is_as_far_away_in_its_own_dtype_is_no_rounding() -> None:
     trace = capture(model, batch)
     program = make_plan(trace, MESH, H100, PlanOptions()).program
     model.scale = 1.00009  # within what float32 is given, and not what was captured
-    with pytest.raises(VerificationError, match="the plain model computes something else"):
+    with pytest.raises(VerificationError, match="the plain model computes a different"):
         verify_program(trace, program, model, batch, {})

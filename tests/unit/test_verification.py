@@ -217,7 +217,7 @@ def test_a_capture_that_is_wrong_is_told_from_a_wrong_program(gpt2: Built) -> No
     other.transformer.h[0].register_forward_hook(lambda module, inputs, output: doubled(output))
     with pytest.raises(
         VerificationError,
-        match="every node computes what was traced, but the plain model computes something else",
+        match="every node matches the traced graph, but the plain model computes a different value",
     ):
         verify_program(trace, planned.program, other, (), batch)
 
@@ -235,7 +235,8 @@ def test_a_tighter_tolerance_than_the_model_keeps_is_not_met(gpt2: Built) -> Non
 def test_a_model_on_meta_has_nothing_to_compare(gpt2: Built) -> None:
     model, batch, trace, planned = gpt2
     with pytest.raises(
-        VerificationError, match=r"on meta and have no values, 'transformer\.wte\.weight' first"
+        VerificationError,
+        match=r"on the meta device and have no values, first 'transformer\.wte\.weight'",
     ):
         verify_program(trace, planned.program, copy.deepcopy(model).to("meta"), (), batch)
 
@@ -271,7 +272,7 @@ def test_a_loss_that_is_no_number_proves_nothing(gpt2: Built) -> None:
     broken = copy.deepcopy(model)
     broken.transformer.ln_f.weight.data.fill_(float("nan"))
     with pytest.raises(
-        VerificationError, match=r"loss is nan: a comparison with it would say nothing"
+        VerificationError, match=r"loss is nan: the comparison would be meaningless"
     ):
         verify_program(trace, planned.program, broken, (), batch)
 
@@ -435,7 +436,7 @@ def test_what_an_empty_tensor_holds_is_nobodys_mistake() -> None:
     trace = capture(model, batch)
     assert any("empty" in str(node.target) for node in trace.graph.nodes)
     model.scale = 0.25  # now the model is another, though all nodes are right
-    with pytest.raises(VerificationError, match="every node computes what was traced"):
+    with pytest.raises(VerificationError, match="every node matches the traced graph"):
         verify_program(trace, make_plan(trace, MESH, H100, PlanOptions()).program, model, batch, {})
 
 

@@ -123,7 +123,7 @@ class Sharing:
         shares = self.budgets[stage] < budget
         on = f" on {self.devices[rank]}" if self.devices else ""
         which = (
-            f", whose share of the {size_text(budget)} of rank {rank} was lowered" if shares else ""
+            f", whose share of the {size_text(budget)} of rank {rank} was reduced" if shares else ""
         )
         needed = 0 if shares else error.needed_bytes
         return InfeasibleError(
@@ -192,10 +192,10 @@ class Sharing:
         if self._round == _ROUNDS:
             which = ", ".join(map(str, numbers))
             what = (
-                f"no plan was found in which stages {which} of rank {rank} fit into"
-                f" {size_text(budget)} together"
+                f"no plan found in which stages {which} of rank {rank} together fit into"
+                f" {size_text(budget)}"
             )
-            raise shortage(f"{what}; the last that was tried needs {size_text(peak)}")
+            raise shortage(f"{what}; the last plan tried needs {size_text(peak)}")
         predictions = {n: stages[n].plan.prediction for n in numbers}
         kept = {
             n: self.in_flight[n] * p.memory_bytes["activations"] + 1 for n, p in predictions.items()
@@ -217,7 +217,7 @@ def neediest(refused: Sequence[tuple[InfeasibleError, int]]) -> InfeasibleError:
     if len(refused) == 1:
         return most
     of = " of what it has" if len({budget for _, budget in refused}) > 1 else ""
-    of_all = f"{len(refused)} stages do not fit, and of them this one needs the most{of}"
+    of_all = f"{len(refused)} stages do not fit; this one needs the most{of}"
     return InfeasibleError(
         f"{most.what}; {of_all}", remedy=most.remedy, needed_bytes=most.needed_bytes
     )

@@ -300,7 +300,7 @@ class StagedSearch:
             try:
                 yield self._legal(whole, cuts)
             except ConstraintError as error:
-                log.info("no plan cut before units %s: %s", cuts, error.what)
+                log.info("no plan with cuts before units %s: %s", cuts, error.what)
 
     def proven_need(self) -> Need:
         """Prove a lower bound of the memory that any pipeline of the request needs."""
@@ -334,7 +334,7 @@ class StagedSearch:
             try:
                 stages = self._plan_stages(whole, cuts)
             except InfeasibleError as error:
-                log.info("no plan of little memory cut before units %s: %s", cuts, error.what)
+                log.info("no low-memory plan with cuts before units %s: %s", cuts, error.what)
                 continue
             found.append(
                 join_stages(
@@ -438,7 +438,7 @@ class StagedSearch:
         try:
             found = search.find_lightest() if self.is_light else search.find_best()
             if found is None:
-                raise shortage("no plan of little memory was found")
+                raise shortage("no low-memory plan found")
             return finish_search(found, self.clock, asked.options)
         except InfeasibleError as error:
             raise self.sharing.refusal(number, error) from error
@@ -570,11 +570,11 @@ def pipeline_request(
     wish = in_order(wish, mesh, how.num, waits=returned.waits, trained=bool(whole.differentiable))
     if whole.loss is None and options.outputs != "full":
         what = (
-            f"outputs={options.outputs!r}, and the model, in stages, returns no loss: each stage"
-            " would have its own"
+            f"outputs={options.outputs!r}, but the model returns no loss in stages: each stage"
+            " would return its own outputs"
         )
         raise ConstraintError(
-            what, remedy='pass outputs="full": then they come whole on every rank'
+            what, remedy='pass outputs="full": every rank then returns the full outputs'
         )
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
     return PipelineRequest(

@@ -260,7 +260,7 @@ def nearest_legal(
                 distance = sum(abs(a - b) for a, b in zip(moved, first, strict=True))
                 heapq.heappush(waiting, (distance, moved))
     assert refusal is not None, "the wanted cuts were tried"
-    what = f"no way was found to cut the model into {len(first) + 1} stages: {refusal.what}"
+    what = f"no cut of the model into {len(first) + 1} stages found: {refusal.what}"
     remedy = f"use a shorter pipeline axis, or {NO_PIPELINE}"
     raise ConstraintError(what, where=refusal.where, remedy=remedy) from refusal
 

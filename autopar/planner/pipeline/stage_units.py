@@ -82,8 +82,8 @@ def check_parts(num_parts: int, num_stages: int) -> None:
     """
     if num_parts < num_stages:
         what = (
-            f"the model has {num_parts} parts between places to cut, and {num_stages} stages are"
-            " asked for"
+            f"the model can be cut into at most {num_parts} parts, but {num_stages} stages were"
+            " requested"
         )
         fewer = f"use a pipeline of at most {num_parts} stages, or " if num_parts > 1 else ""
         raise ConstraintError(what, remedy=fewer + NO_PIPELINE)

@@ -221,10 +221,11 @@ def in_order(
     if num == 1:
         return replace(wish, schedule="gpipe")
     what = (
-        f"{num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not run"
+        f"{num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not"
+        " support"
     )
     raise ConstraintError(
-        what, remedy='use more microbatches, or schedule="gpipe", which runs any number'
+        what, remedy='use more microbatches, or schedule="gpipe", which supports any number'
     )
 
 
@@ -234,21 +235,21 @@ def _all_forwards_first(wish: Pipelined, ranks: int, num: int, trained: bool) ->
         return wish
     if wish.schedule == INTERLEAVED:
         what = (
-            f"{wish}: the model returns no loss that is differentiated, so that no backward runs"
-            " among forwards"
+            f"{wish}: the model returns no differentiable loss, so no backward can run between"
+            " forwards"
         )
         raise ConstraintError(
-            what, remedy="let forward compute and return the loss, or leave out the schedule"
+            what, remedy="let forward compute and return the loss, or remove the schedule"
         )
     if trained and not wish.axis and num > 1:
         what = (
-            "the model returns no loss: backward waits for one that is computed outside of it, from"
-            " the whole batch"
+            "the model returns no loss: backward waits for a loss that is computed outside the"
+            " model, from the whole batch"
         )
         raise ConstraintError(
             what,
             remedy=(
-                "let forward compute and return the loss, or plan one microbatch, or pipeline"
+                "let forward compute and return the loss, or use one microbatch, or use pipeline"
                 " stages"
             ),
         )
@@ -258,12 +259,12 @@ def _all_forwards_first(wish: Pipelined, ranks: int, num: int, trained: bool) ->
 def _check_rounds(wish: Pipelined, ranks: int, num: int) -> None:
     if ranks < 2:
         raise ConstraintError(
-            f"{wish}: one rank has nothing to interleave with",
-            remedy="name an axis of two devices or more",
+            f"{wish}: one rank cannot interleave stages",
+            remedy="use an axis of two or more devices",
         )
     if not num_rounds(ranks, num):
         what = (
-            f"{num} microbatches are not equal rounds over {ranks} ranks of {wish.axis!r}, which"
-            " interleaved 1F1B runs"
+            f"{num} microbatches is not a multiple of the {ranks} ranks along {wish.axis!r}, which"
+            " interleaved 1F1B requires"
         )
         raise ConstraintError(what, remedy=f"use a multiple of {ranks} microbatches")

@@ -202,7 +202,7 @@ class SampleWalk(ContextWalk):
         super().__init__(graph, policy, gathers=True)
         self.sizes, num = tuple(sizes), math.prod(sizes)
         self.found.uneven = (
-            f"{batch} samples in {num} parts; of a multiple of {num} fewer may be gathered"
+            f"{batch} samples in {num} shards; a multiple of {num} may need fewer gathers"
             if batch % num
             else ""
         )
@@ -269,13 +269,13 @@ def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
     length = -(-batch // num)
     without = num - -(-batch // length)
     why = (
-        f"parts of {length} leave {without} of them without any"
+        f"with shards of {length} samples {without} devices have none"
         if len(sizes) == 1
-        else "over several axes parts are even"
+        else "over several axes shards must be equal"
     )
     what = f"{plan} cannot hold: a batch of {batch} cannot be split over {num} devices: {why}"
     raise ConstraintError(
-        what, remedy=f"make the batch a multiple of {num}, or name fewer or smaller axes"
+        what, remedy=f"make the batch a multiple of {num}, or use fewer or smaller axes"
     )
 
 
@@ -300,7 +300,7 @@ def notes_on(plan: Parallelism, graph: TraceIndex, found: SpreadLabels) -> tuple
     uneven = f" ({found.uneven})" if found.uneven else ""
     return (
         (
-            f"{plan} gathers samples for what cannot compute on a part of the batch:"
+            f"{plan} gathers the batch for ops that cannot compute on a shard of it:"
             f" {', '.join(names)}{uneven}"
         ),
     )
@@ -341,33 +341,33 @@ def by_experts(
     """
     if plan.tokens == "dispatched" and len(sizes) > 1:
         what = (
-            f"{plan} cannot hold: tokens are dispatched along one mesh axis of an op, not"
+            f"{plan} cannot hold: an op can dispatch tokens along one mesh axis only, not"
             f" {len(sizes)}"
         )
         raise ConstraintError(
             what,
             remedy=(
-                "name one axis, or leave out tokens=: beside the one that dispatches, others gather"
+                "use one axis, or remove tokens=: one axis then dispatches, and the others gather"
             ),
         )
     nodes = [node for node in graph.nodes.values() if node.target in _WEIGHTS]
     if not nodes:
         why = (
-            "the model has no experts to split; they would be those of transformers' experts"
-            " modules without biases"
+            "the model has no experts to shard; only transformers' experts modules without biases"
+            " are supported"
         )
         raise nothing_to_split(plan, why)
     for node in nodes:
         num = graph.calls[node.name].inputs[_WEIGHTS[node.target]].shape[0]
         if num % math.prod(sizes):
             what = (
-                f"{plan} cannot hold: {node.meta['key']} refuses, its {num} experts are no multiple"
+                f"{plan} cannot hold: the {num} experts of {node.meta['key']} are not a multiple"
                 f" of {math.prod(sizes)} devices"
             )
             raise ConstraintError(
                 what,
                 where=where_of(node),
-                remedy="name axes whose sizes divide the number of experts",
+                remedy="use axes whose sizes divide the number of experts",
             )
     found = _ExpertWalk(graph, policy, batch, sizes, plan.tokens).run()
     left = [ref for node in nodes for ref in graph.reads[node.name][_WEIGHTS[node.target] :][:2]]

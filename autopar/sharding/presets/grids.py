@@ -65,7 +65,7 @@ def walk_sides(graph: TraceIndex, plan: Parallelism) -> dict[Side, SpreadLabels]
         ConstraintError: if the model has no product with a weight.
     """
     if not any(product_of(graph, node) for node in graph.nodes.values()):
-        raise nothing_to_split(plan, "the model has no linear to split")
+        raise nothing_to_split(plan, "the model has no linear layer to shard")
     walks = {side: _Side(graph, side) for side in SIDES[plan.kind or ""] if side is not None}
     found = {side: walk.run() for side, walk in walks.items()}
     aside = dict.fromkeys(name for walk in walks.values() for name in walk.aside)
@@ -74,7 +74,7 @@ def walk_sides(graph: TraceIndex, plan: Parallelism) -> dict[Side, SpreadLabels]
             re.sub(r"(?<=\.)\d+(?=[./])", "*", graph.nodes[name].meta["key"]) for name in aside
         )
         log.warning(
-            "%s splits another dim where an op does not read the one that is split: %s",
+            "%s shards another dim for ops that cannot read the sharded one: %s",
             plan,
             ", ".join(keys),
         )

@@ -87,22 +87,20 @@ def by_columns(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
             if not _try_next(graph, nodes, tried, ends, ""):
                 break
     if not found.contracted:
-        raise nothing_to_split(
-            plan, "there is no chain from one linear to another that could be split"
-        )
+        raise nothing_to_split(plan, "no chain of linear layers can be sharded")
     if tried.whole:
         places = {
             graph.nodes[by].meta["key"]: re.sub(r"\{\d+\}", "*", pattern.partition("/")[0])
             for pattern, by in sorted(tried.whole.items())
         }
         whole = ", ".join(f"{module} (for {key})" for key, module in places.items())
-        log.warning("%s leaves whole what an op does not read in parts: %s", plan, whole)
+        log.warning("%s replicates tensors that an op cannot read as shards: %s", plan, whole)
     by_rows = [
         node.meta["key"] for node in graph.nodes.values() if node.target is ops.linear_cross_entropy
     ]
     if by_rows:
         log.warning(
-            "%s leaves whole the weight of a loss by rows (with loss_rows=0 it may split it): %s",
+            "%s replicates the weight of a loss by rows (with loss_rows=0 it may be sharded): %s",
             plan,
             ", ".join(by_rows),
         )
@@ -227,7 +225,7 @@ def with_sequence(graph: TraceIndex, plan: Parallelism, chains: SpreadLabels) ->
     along = along_sequence(graph, gathers=True)
     if along is None:
         raise nothing_to_split(
-            plan, "no input has a sequence to split; its dim 1 would be it", "sequence=True"
+            plan, "no input has a sequence dim (dim 1) to shard", "sequence=True"
         )
     found = beside_chains(graph, chains, along)
     whole = [
@@ -237,7 +235,7 @@ def with_sequence(graph: TraceIndex, plan: Parallelism, chains: SpreadLabels) ->
     ]
     if whole:
         log.warning(
-            "%s leaves whole what depends on inputs with another sequence alone: %s",
+            "%s replicates tensors that depend only on inputs with another sequence: %s",
             plan,
             ", ".join(whole),
         )
@@ -249,7 +247,7 @@ def with_sequence(graph: TraceIndex, plan: Parallelism, chains: SpreadLabels) ->
     if nodes:
         keys = dict.fromkeys(re.sub(r"\{\d+\}", "*", graph.pattern(node)) for node in nodes)
         log.warning(
-            "%s gathers the sequence for what cannot compute on a part of it: %s",
+            "%s gathers the sequence for ops that cannot compute on a shard of it: %s",
             plan,
             ", ".join(keys),
         )

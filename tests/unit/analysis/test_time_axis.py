@@ -171,5 +171,5 @@ def test_buffers_that_would_be_updated_several_times_a_step_are_refused() -> Non
     model, data = Counter(), {"x": torch.randn(SAMPLES, 4)}
     whole = capture(model, (), data)
     part = capture(model, *microbatch_of((), data, NUM))
-    with pytest.raises(CoupledError, match="buffer 'seen' would be updated 2 times a step"):
+    with pytest.raises(CoupledError, match="buffer 'seen' would be updated 2 times per step"):
         find_microbatching(whole, part, NUM)

@@ -210,7 +210,7 @@ def test_each_value_of_an_argument_that_is_no_tensor_is_planned_for_once(
         )
     assert module(**batch(8))[0].item() == pytest.approx(plain(**batch(8))[0].item(), rel=1e-6)
     assert len(module.variants.known) == 3, "eval, whose scale is 1.0 by default, and two values"
-    assert "argument 'scale' is 3.0, the program was made for" not in caplog.text, (
+    assert "argument 'scale' is 3.0, but the program was compiled for" not in caplog.text, (
         "at INFO, since the mode differs, too"
     )
 
@@ -256,7 +256,7 @@ def test_an_object_of_another_kind_is_refused() -> None:
         Flipping(), 1, example_inputs=(torch.ones(4, 2), True), hardware="cpu-gloo"
     )
     with pytest.raises(
-        RuntimeStateError, match="argument '1' is Fraction, the program was made for True"
+        RuntimeStateError, match="argument '1' is Fraction, but the program was compiled for True"
     ):
         module(torch.ones(4, 2), Fraction(1))
     assert not module.variants.known
@@ -270,8 +270,8 @@ def test_there_are_not_any_number_of_programs(
     with caplog.at_level(logging.WARNING):
         module(**batch(5))
     assert (
-        "argument 'x' is torch.float32 (5, 8), the program takes torch.float32 (8, 8): planning for"
-        " this call, too" in caplog.text
+        "argument 'x' is torch.float32 (5, 8), but the program expects torch.float32 (8, 8):"
+        " planning again for this call" in caplog.text
     )
     module(**batch(5, 1))
     with pytest.raises(
@@ -433,10 +433,12 @@ def test_a_further_program_that_takes_long_says_what_it_is_for_and_why(
         module(**batch(samples))
         module(**batch(samples))
     why = (
-        "the program was made in train mode, which this model computes differently"
+        "the program was compiled in train mode, and the model computes differently"
         if samples == 8
         else "argument 'x' is torch.float32 (3, 8), the program takes torch.float32 (8, 8)"
     )
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1, "one line, for the first of equal calls"
-    assert told[0].startswith(f"{why}: planning for this call, too; what is made for it is kept")
+    assert told[0].startswith(
+        f"{why}: planning again for this call; the new program is kept for later calls"
+    )

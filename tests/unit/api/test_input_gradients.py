@@ -91,8 +91,8 @@ def test_a_program_that_computes_none_is_joined_by_one_that_does(
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(again, theirs)
     assert [r.message for r in caplog.records if "requires a gradient" in r.message] == [
-        "argument '0' requires a gradient, which the program does not compute: planning for this"
-        " call, too; what is made for it is kept"
+        "argument '0' requires a gradient, but the program does not compute one: planning again"
+        " for this call; the new program is kept for later calls"
     ]
     assert len(module.variants.known) == 1 and module(x.detach()).requires_grad
     torch.testing.assert_close(module.weight.grad.full_tensor(), 2 * model.weight.grad)
@@ -186,7 +186,8 @@ def test_inference_has_none_and_says_so() -> None:
     with torch.no_grad():
         module(x)
     with pytest.raises(
-        RuntimeStateError, match="which the program does not compute: it was made for inference"
+        RuntimeStateError,
+        match="but the program does not compute one: the program was compiled for inference",
     ):
         module(x)
 

@@ -120,7 +120,9 @@ def test_an_output_that_backward_reads_and_that_was_changed_is_refused() -> None
     loss = (found * torch.randn(4, 4)).sum()
     with torch.no_grad():
         found.mul_(2)
-    with pytest.raises(RuntimeStateError, match="what the call returned was changed in place"):
+    with pytest.raises(
+        RuntimeStateError, match="the value that the call returned was changed in place"
+    ):
         loss.backward()
 
 
@@ -167,7 +169,7 @@ def test_what_is_compiled_for_inference_trains_nothing() -> None:
         and not module.variants.known[0].only_forward
     )
     module.first.weight.requires_grad_(True)
-    with pytest.raises(RuntimeStateError, match="frozen when the program was made"):
+    with pytest.raises(RuntimeStateError, match="frozen when the model was compiled"):
         module(**batch)
 
 

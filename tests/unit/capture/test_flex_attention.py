@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[Settings, str]] = {
     ),
     "numbers of its own": (
         lambda x: {"score_mod": lambda s, b, h, q, k: s + torch.tensor([1.0, 2.0])[h % 2]},
-        "own numbers",
+        "from constants",
     ),
 }
 

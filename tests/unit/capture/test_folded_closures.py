@@ -107,7 +107,7 @@ def test_a_variable_of_any_layer_that_changes_is_refused(position: int) -> None:
     held.set_scale(3.0)
     with pytest.raises(
         RuntimeStateError,
-        match=r"variable scale around scaled\.<locals>\.activation is 3\.0, and was 2\.0",
+        match=r"variable scale around scaled\.<locals>\.activation is 3\.0, but was 2\.0",
     ):
         module(X)
     held.set_scale(2.0)

@@ -213,12 +213,12 @@ def test_a_run_that_did_not_go_on_writes_nothing_beside_later_steps(
     folder, _ = saved
     with pytest.raises(
         RuntimeStateError,
-        match=f"step {at} is not saved beside later ones: {'3' if at == 2 else '2, 3'}",
+        match=f"step {at} cannot be saved because later steps exist: {'3' if at == 2 else '2, 3'}",
     ):
         autopar.Checkpoints(folder).save(at, compiled())
     assert autopar.Checkpoints(folder).steps() == (2, 3)
     for bad in (-1, 1.5):
-        with pytest.raises(RuntimeStateError, match="is no number of steps"):
+        with pytest.raises(RuntimeStateError, match="is not a number of steps"):
             autopar.Checkpoints(folder).save(bad, compiled())  # type: ignore[arg-type]
 
 
@@ -285,7 +285,8 @@ def test_of_two_runs_in_one_folder_that_which_saves_later_is_refused(
         with pytest.raises(
             RuntimeStateError,
             match=(
-                "another run saves into this folder, too: step 2 is of second run, this run is"
+                "another run also saves into this folder: step 2 was saved by second run, this run"
+                " is"
                 " first"
             ),
         ):
@@ -363,8 +364,8 @@ def test_a_damaged_checkpoint_is_refused_with_what_else_there_is(
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
     before = values(module)
     words = (
-        rf"step 3 is damaged: {file} (.|\n)*step_000000003(.|\n)*remove it: step 2 is whole, and is"
-        r" taken then"
+        rf"step 3 is damaged: {file} (.|\n)*step_000000003(.|\n)*remove it: step 2 is complete and"
+        r" is used instead"
     )
     with pytest.raises(RuntimeStateError, match=words):
         autopar.Checkpoints(folder).load(module, optimizer)
@@ -377,8 +378,8 @@ def test_a_damaged_checkpoint_is_refused_with_what_else_there_is(
 @pytest.mark.parametrize(
     ("damaged", "remedy"),
     [
-        ((3, 2), "remove it and 2, damaged too: step 1 is whole, and is taken then"),
-        ((3, 2, 1), "to begin anew: no earlier one is whole"),
+        ((3, 2), "remove it and 2, which are damaged too: step 1 is complete and is used instead"),
+        ((3, 2, 1), "to start from the beginning: no earlier checkpoint is complete"),
     ],
 )
 def test_of_several_damaged_checkpoints_the_newest_whole_one_is_named(
@@ -419,7 +420,7 @@ def test_what_was_saved_and_is_not_asked_for_is_told(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     autopar.Checkpoints(tmp_path / "other").save(1, module, optimizer, scheduler=scheduler)
     assert autopar.Checkpoints(tmp_path / "other").load(module) == 1
-    assert "saved there and not asked for: optimizer, scheduler" in caplog.text
+    assert "saved in the checkpoint but not loaded: optimizer, scheduler" in caplog.text
 
 
 class Drawing:
@@ -445,7 +446,7 @@ def test_what_could_not_be_read_back_is_not_saved(saved: tuple[Path, float]) -> 
         autopar.Checkpoints(folder.parent / "file").save(4, compiled())
     module = compiled()
     autopar.Checkpoints(folder.parent / "alone").save(1, module)
-    with pytest.raises(RuntimeStateError, match="holds no optimizer"):
+    with pytest.raises(RuntimeStateError, match="has no optimizer"):
         autopar.Checkpoints(folder.parent / "alone").load(
             module, torch.optim.AdamW(module.parameters())
         )
@@ -464,7 +465,7 @@ def test_what_is_no_compiled_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_that_is_planned_at_its_first_call_is_saved_from_then_on(tmp_path: Path) -> None:
     module = autopar.compile(Net(), hardware="cpu-gloo")
-    with pytest.raises(RuntimeStateError, match="was not called yet"):
+    with pytest.raises(RuntimeStateError, match="has not been called yet"):
         autopar.Checkpoints(tmp_path).save(1, module)
     module(**BATCH)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)

@@ -182,7 +182,7 @@ def test_an_error_is_logged_at_once_and_raised_by_whichever_call_is_next(
             match=r"step 1 was not saved in the background: OSError: (.|\n)*No space left",
         ) as refusal:
             call(run)
-        assert "free space" in refusal.value.remedy and run.state() == before, name
+        assert "free disk space" in refusal.value.remedy and run.state() == before, name
         assert run.checkpoints.steps() == (0,), "it is told once, and the call did nothing"
     other = Training(tmp_path)
     assert other.checkpoints.load(**other.all) == 0 and other.state() == wanted
@@ -197,9 +197,9 @@ def test_the_next_call_waits_for_the_one_before(tmp_path: Path, gate: Gate) -> N
     run.checkpoints.save(3, **run.all)
     run.checkpoints.async_save(4, **run.all)
     assert run.checkpoints.steps() == (1, 2, 3, 4)
-    with pytest.raises(RuntimeStateError, match="step 2 is not saved beside later ones"):
+    with pytest.raises(RuntimeStateError, match="step 2 cannot be saved because later steps exist"):
         run.checkpoints.async_save(2, **run.all)
-    with pytest.raises(RuntimeStateError, match="is no number of steps"):
+    with pytest.raises(RuntimeStateError, match="is not a number of steps"):
         run.checkpoints.async_save(-1, **run.all)
     run.checkpoints.wait()
 
@@ -290,7 +290,7 @@ def test_a_folder_that_was_not_written_to_the_end_is_told_and_never_loaded(
     other = Training(tmp_path)
     assert (
         other.checkpoints.load(**other.all) == 1
-        and f"not saved to the end, and not loaded: {begun.name}" in caplog.text
+        and f"incomplete checkpoints are not loaded: {begun.name}" in caplog.text
     )
 
 
@@ -317,7 +317,7 @@ def test_the_first_rank_waits_for_the_marks_of_all(
     assert finish() == ""
     monkeypatch.setattr(files, "WITHIN_S", 0.1)
     (place / "rank_00001.done").write_text("{}")
-    assert "ranks [2] did not write their parts in time" in finish()
+    assert "ranks [2] did not write their shards in time" in finish()
     (place / "rank_00002.failed").write_text('"no space"')
     assert "rank 2 could not write its part: no space" in finish()
     for path in place.iterdir():

@@ -183,9 +183,9 @@ def test_names_that_differ_are_mapped_and_what_is_missing_may_stay(
         and len(missing) == 5
     )
     assert same(state(module), {**plain(3).state_dict(), "last.weight": plain(4).last.weight})
-    assert "1 weights are in the files, and not in the model: head.weight" in caplog.text
+    assert "1 weights are in the files but not in the model: head.weight" in caplog.text
     assert (
-        f"5 weights are not in the files, and left as they are: {', '.join(missing[:3])}, …"
+        f"5 weights are missing in the files, so left unchanged: {', '.join(missing[:3])}, …"
         in caplog.text
     )
 
@@ -232,31 +232,31 @@ def _index_of_nothing(place: Path) -> Path:
     [
         (
             _of(lambda here: here.pop("last.bias")),
-            r"do not fit the model: last.bias is not there[\s\S]*rename=",
+            r"do not fit the model: last.bias is missing[\s\S]*rename=",
         ),
         (
             _of(lambda here: here.update({"seen": torch.ones(2)})),
-            r"seen is F32 there, torch.int64 here",
+            r"seen is F32 in the files, torch.int64 here",
         ),
         (
             _of(lambda here: here.update({"last.bias": torch.ones(2)})),
-            r"last.bias is \(2,\) there, \(1,\) here",
+            r"last.bias is \(2,\) in the files, \(1,\) here",
         ),
         (
             _of(lambda here: here.update({"last.bias": torch.ones(1, dtype=torch.float8_e4m3fn)})),
-            r"last.bias is F8_E4M3 there",
+            r"last.bias is F8_E4M3 in the files",
         ),
-        (_text("pytorch_model.bin", "x"), r"pickles alone \(pytorch_model.bin\)"),
+        (_text("pytorch_model.bin", "x"), r"only in pickle files \(pytorch_model.bin\)"),
         (_text("model.safetensors", "x"), r"cannot be read"),
         (_text("model.safetensors.index.json", "[]"), r"the index cannot be read"),
         (
             _text("model.safetensors.index.json", '{"weight_map": {"x": "gone.safetensors"}}'),
             r"gone.safetensors",
         ),
-        (_index_of_nothing, r"the index says that 'x' is in a file that does not hold it"),
-        (_two, r"there are several: a.safetensors, b.safetensors"),
+        (_index_of_nothing, r"the index lists 'x' in a file that does not contain it"),
+        (_two, r"several sets of weights found: a.safetensors, b.safetensors"),
         (lambda place: place, r"no .safetensors files"),
-        (lambda place: place / "nowhere", r"there are no weights"),
+        (lambda place: place / "nowhere", r"no weights found"),
     ],
 )
 def test_what_does_not_fit_or_cannot_be_read_is_refused_and_nothing_changes(
@@ -301,13 +301,10 @@ def test_a_module_without_values_neither_runs_nor_is_saved_until_it_is_given_the
     for refused in (lambda: module(**BATCH), lambda: autopar.save_weights(module, tmp_path / "x")):
         with pytest.raises(
             RuntimeStateError,
-            match=(
-                r"'first\.weight' was on meta, and has not been given values since, nor have 4"
-                r" others"
-            ),
+            match=(r"'first\.weight' was on the meta device and has no values; so were 4 others"),
         ):
             refused()
-    with pytest.raises(RuntimeStateError, match="was on meta"):
+    with pytest.raises(RuntimeStateError, match="was on the meta device"):
         autopar.Checkpoints(tmp_path / "other").save(1, module)
     WAYS[way](module, tmp_path)
     assert module(**BATCH).item() == pytest.approx(source(**BATCH).item(), rel=1e-6)
@@ -319,7 +316,7 @@ def test_a_buffer_without_values_is_noticed_whatever_its_dtype(name: str) -> Non
     values = model.get_buffer(name).clone()
     model._buffers[name] = values.to("meta")
     module = compiled(model)
-    with pytest.raises(RuntimeStateError, match=f"'{name}' was on meta"):
+    with pytest.raises(RuntimeStateError, match=f"'{name}' was on the meta device"):
         module(**BATCH)
     module.get_buffer(name).copy_(values)
     assert module(**BATCH).item() == pytest.approx(plain(1)(**BATCH).item(), rel=1e-6)

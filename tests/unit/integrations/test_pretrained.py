@@ -223,6 +223,6 @@ def test_what_an_older_torch_cannot_join_is_refused_before_anything_is_gathered(
     _check_joined({"bias": apart})
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     _check_joined({"bias": DTensor.from_local(torch.zeros(4), mesh, [Shard(0)], run_check=False)})
-    with pytest.raises(RuntimeStateError, match="cannot join 'bias'") as refusal:
+    with pytest.raises(RuntimeStateError, match="cannot gather 'bias'") as refusal:
         _check_joined({"bias": apart})
     assert "save_weights" in refusal.value.remedy

@@ -184,8 +184,8 @@ def test_what_kernels_of_rows_do_not_take_is_left_to_the_ops(
     for _ in range(2):
         assert torch.equal(rows.sum_exp(apart, apart.amax(-1)), ops.sum_exp(apart, apart.amax(-1)))
     assert [record.message for record in caplog.records] == [
-        "a norm or a loss of (4, 4) takes several passes over memory: it reads a tensor of strides"
-        " (8, 2)"
+        "a norm or a loss of (4, 4) needs several passes over memory: it reads a tensor with"
+        " strides (8, 2)"
     ]
     assert rows.sum_exp(x[:0], x[:0].amax(-1)).shape == (0,)
     assert rows.rms_product(x, x.float(), None, torch.float32).shape == (4,)

@@ -94,7 +94,7 @@ def test_blocks_that_are_held_back_to_a_rate_copy_all() -> None:
 
 def test_blocks_are_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOPAR_KERNELS")
-    with pytest.raises(KernelError, match="copies by blocks"):
+    with pytest.raises(KernelError, match="block copies"):
         VirtualRanks(2, blocks=Blocks())
 
 

@@ -309,7 +309,7 @@ def test_without_shared_memory_the_steps_run_one_after_the_other_and_the_log_say
         [part], ranks.residuals[1], ranks.weights[1], EPS, rounded == BF16
     )
     assert same([whole], [reference])
-    assert ["do not reach each other's memory" in record.message for record in caplog.records] == [
+    assert ["cannot access each other's memory" in record.message for record in caplog.records] == [
         True
     ]
 
@@ -345,7 +345,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         "the last dim",
         lambda: OP(A, B, torch.ones(4, 4), W, EQUATION, 1, 2, "", 0, 1, EPS, False),
-        "has no whole rows",
+        "has no full rows",
     ),
     (
         "the residual's shape",
@@ -390,7 +390,7 @@ def test_operands_that_do_not_fit_are_refused(call: Any, message: str) -> None:
 def test_norms_that_the_kernel_does_not_take_are_refused(
     n: int, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype
 ) -> None:
-    with pytest.raises(KernelError, match=f"no kernel norms {n} of 8"):
+    with pytest.raises(KernelError, match=f"no kernel computes this norm: {n} of 8"):
         norm = RmsNorm(n, EPS, dtype, rounded, out)
         normed_scatter.dot_reduce_add_rmsnorm(
             EQUATION, (A, B), X, W, ChunkedDim.of(0, GROUP, 1), norm

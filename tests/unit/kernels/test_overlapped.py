@@ -311,7 +311,7 @@ def test_without_shared_memory_the_collective_and_the_product_run_and_the_log_sa
     assert torch.equal(added, 2 * part)
     assert torch.equal(same[0][1], y)
     assert torch.equal(same[1], part)
-    assert ["do not reach each other's memory" in record.message for record in caplog.records] == [
+    assert ["cannot access each other's memory" in record.message for record in caplog.records] == [
         True
     ]
 
@@ -423,7 +423,7 @@ def test_a_product_cannot_be_cut_along_what_is_summed_or_into_nothing() -> None:
 
 def test_virtual_ranks_refuse_the_work_of_one_and_names_are_given_once() -> None:
     peers = VirtualRanks(2)
-    with pytest.raises(KernelError, match="work together"):
+    with pytest.raises(KernelError, match="must run together"):
         peers.run((0,), ())
     with (
         providers.provide_peers("twice", peers),

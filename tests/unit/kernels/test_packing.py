@@ -327,7 +327,7 @@ REFUSED: list[tuple[str, Any, str]] = [
         lambda: pack(
             [torch.ones(2)], BucketLayout(((2,),), (0,), 2), torch.float32, first=1, count=2
         ),
-        "no ranks 1 to 2 of 2",
+        "ranks 1 to 2 do not exist among 2",
     ),
     (
         "dim",

@@ -60,8 +60,8 @@ def refusal(*constraints: Constraint) -> str:
 def test_conflicting_constraints_are_named_as_the_user_wrote_them_and_others_are_not() -> None:
     said = refusal(fsdp("b"), layout("down", weight="R R"), layout("up", weight="S(0) R"), ddp("a"))
     assert said.endswith(
-        "; layout('up', weight='S(0) R') and ddp(axes=['a']) conflict: of these, all but any one"
-        " can hold"
+        "; layout('up', weight='S(0) R') and ddp(axes=['a']) conflict: without any one of them,"
+        " the others can hold"
     )
 
 
@@ -104,10 +104,10 @@ def staged_refusal(
 
 
 def said_of(*found: str) -> str:
-    return f"; {', '.join(found[:-1])} and {found[-1]} conflict: of these, all but any one can hold"
+    return f"; {', '.join(found[:-1])} and {found[-1]} {END}"
 
 
-END = "conflict: of these, all but any one can hold"
+END = "conflict: without any one of them, the others can hold"
 NAME = "pipeline('stage', microbatches={})"
 
 
@@ -159,7 +159,7 @@ def test_of_stages_that_do_not_fit_the_one_that_needs_most_is_named_and_so_much_
     }
     with pytest.raises(
         InfeasibleError,
-        match=r"stage 1 of 2: .*; 2 stages do not fit, and of them this one needs the most",
+        match=r"stage 1 of 2: .*; 2 stages do not fit; this one needs the most",
     ) as caught:
         autopar.plan(Layers(), autopar.Mesh({"stage": 2}), memory_bytes=2000, **ask)
     with pytest.raises(InfeasibleError):

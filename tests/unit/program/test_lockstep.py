@@ -96,7 +96,7 @@ def test_an_operator_that_writes_into_its_operand_is_refused() -> None:
     next(
         n for n in target.stages[0].forward.graph.nodes if n.target is torch.ops.aten.relu.default
     ).target = torch.ops.aten.relu_.default
-    with pytest.raises(VerificationError, match="writes into its operand"):
+    with pytest.raises(VerificationError, match="modifies its operand"):
         run(target)
 
 

@@ -189,10 +189,10 @@ def test_settings_that_are_sizes_are_found_in_the_small() -> None:
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (lambda: call(mine.noise.default, torch.ones(4, 6)), "others the second time"),
-        (lambda: call(mine.constant.default, torch.ones(4, 6)), "same whatever goes in"),
-        (lambda: call(mine.whole.default, torch.ones(6, 4)), "no split"),
-        (lambda: call(aten.add_.Tensor, torch.ones(4), torch.ones(4)), "changes its operands"),
+        (lambda: call(mine.noise.default, torch.ones(4, 6)), "different ones the second time"),
+        (lambda: call(mine.constant.default, torch.ones(4, 6)), "does not depend on its operands"),
+        (lambda: call(mine.whole.default, torch.ones(6, 4)), "no sharding"),
+        (lambda: call(aten.add_.Tensor, torch.ones(4), torch.ones(4)), "modifies its operands"),
         (lambda: call(aten.rand_like.default, torch.ones(4)), "random"),
         (lambda: call(aten.nonzero.default, torch.ones(4)), "depends on values"),
     ],
@@ -206,7 +206,7 @@ def test_an_op_that_only_passes_partial_sums_is_replicated_all_the_same() -> Non
     assert (
         shown(made) == ["R -> R", "P(sum) -> P(sum)"]
         and is_fallback(made)
-        and "no split" in why_replicated(made)
+        and "no sharding" in why_replicated(made)
     )
 
 
@@ -287,7 +287,7 @@ def test_entries_that_were_edited_are_not_read(
     data = json.loads(cache.read_text())
     change(data)
     cache.write_text(json.dumps(data))
-    assert discovered.load(made) == () and "it is not as it was written" in caplog.text
+    assert discovered.load(made) == () and "it was changed after it was written" in caplog.text
 
 
 @pytest.mark.parametrize(

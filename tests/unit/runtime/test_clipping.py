@@ -72,7 +72,7 @@ def test_without_gradients_the_norm_is_zero_and_nothing_happens() -> None:
 @pytest.mark.parametrize("norm_type", [0, -1.0, -math.inf, math.nan])
 def test_what_is_no_norm_is_refused(norm_type: float) -> None:
     parameters = with_gradients(torch.float32)
-    with pytest.raises(RuntimeStateError, match=f"norm_type={norm_type} is no norm"):
+    with pytest.raises(RuntimeStateError, match=f"norm_type={norm_type} is not a norm"):
         clip_grad_norm_(parameters, 1.0, norm_type)
-    with pytest.raises(RuntimeStateError, match=f"norm_type={norm_type} is no norm"):
+    with pytest.raises(RuntimeStateError, match=f"norm_type={norm_type} is not a norm"):
         clip_over_stages([(p, True) for p in parameters], 1.0, norm_type, None, None)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import autopar
 from autopar.errors import RuntimeStateError
 
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
-SECOND = r"create_graph=True: programs have first derivatives only"
+SECOND = r"create_graph=True: a program computes first derivatives only"
 
 
 class Net(nn.Module):
@@ -102,6 +102,6 @@ TRACERS: dict[str, Any] = {
 def test_a_compiled_module_is_not_traced_again(tracer: str) -> None:
     _, module = pair(loss=True)
     with pytest.raises(
-        RuntimeStateError, match=rf"a compiled module is not [\s\S]*by {tracer.replace('.', '[.]')}"
+        RuntimeStateError, match=rf"a compiled module cannot [\s\S]*by {tracer.replace('.', '[.]')}"
     ):
         TRACERS[tracer](module, (X,))

@@ -1,4 +1,4 @@
-"""A parameter that was given data computes with what it had: that is told, and what writes into
+"""A parameter that was assigned data computes with what it had: that is told, and what writes into
 it is not."""
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def test_a_parameter_that_was_given_data_is_refused_at_the_next_call(
     module(X).backward()
     module.body.weight.data = data(module.body.weight)
     with pytest.raises(
-        RuntimeStateError, match=r"'body\.weight' was given data \(p\.data = \.\.\.\)"
+        RuntimeStateError, match=r"'body\.weight' was assigned data \(p\.data = \.\.\.\)"
     ):
         module(X)
-    with pytest.raises(RuntimeStateError, match="was given data"), torch.no_grad():
+    with pytest.raises(RuntimeStateError, match="was assigned data"), torch.no_grad():
         module(X)
 
 

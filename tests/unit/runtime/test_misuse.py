@@ -125,9 +125,9 @@ def test_the_state_of_a_plain_models_optimizer_is_gone_on_with(begun: bool) -> N
 )
 def test_hooks_that_would_never_be_called_are_refused(kind: str) -> None:
     _, module = pair()
-    with pytest.raises(RuntimeStateError, match="would never be called"):
+    with pytest.raises(RuntimeStateError, match="would never run"):
         getattr(module.body, f"register_{kind}")(print)
-    with pytest.raises(RuntimeStateError, match="not called by itself"):
+    with pytest.raises(RuntimeStateError, match="cannot be called alone"):
         module.body(BATCH["x"])
     getattr(module, f"register_{kind}")(lambda *_: None)  # the whole is called
 
@@ -137,7 +137,7 @@ def test_plain_attributes_are_shown_and_those_that_the_program_has_for_good_are_
     assert module.factor == 2.0 and module.drop.p == 0.0 and module.body.in_features == 8
     for part, name in ((module, "factor"), (module.drop, "p")):
         with pytest.raises(
-            RuntimeStateError, match=f"'{name}' cannot be set: what the model computes was captured"
+            RuntimeStateError, match=f"'{name}' cannot be set: the model was captured"
         ):
             setattr(part, name, 3.0)
     module.note = "whatever else"
@@ -158,7 +158,7 @@ def test_an_attribute_that_is_set_on_the_plain_model_after_it_was_compiled_is_re
     plain.factor = 3.0
     with pytest.raises(
         RuntimeStateError,
-        match=r"the model's factor is 3\.0, and was 2\.0 when the model was captured[\s\S]*buffer",
+        match=r"the model's factor is 3\.0, but was 2\.0 when the model was captured[\s\S]*buffer",
     ):
         module(**BATCH)
     plain.factor = 2.0

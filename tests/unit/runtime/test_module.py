@@ -141,7 +141,7 @@ def test_a_second_backward_through_one_call_is_a_clear_error(
 ) -> None:
     loss = call(build(devices))["loss"]
     loss.backward(retain_graph=retain)
-    with pytest.raises(RuntimeStateError, match="backward ran a second time through one call"):
+    with pytest.raises(RuntimeStateError, match="backward ran a second time for one call"):
         loss.backward()
 
 
@@ -152,7 +152,7 @@ def test_parameters_that_backward_reads_may_not_change_before_it(devices: Device
         for parameter in module.parameters():
             parameter.mul_(0.5)
     with pytest.raises(
-        RuntimeStateError, match="was changed in place since the call, and backward reads it"
+        RuntimeStateError, match="was changed in place after the call, and backward reads it"
     ):
         loss.backward()
     again = call(module)["loss"]
@@ -200,7 +200,7 @@ def test_frozen_parameters_get_no_gradient_and_all_frozen_keeps_nothing(
 def test_thawing_a_parameter_that_was_planned_frozen_is_refused(devices: DeviceMesh) -> None:
     module = build(devices)
     module.scale.requires_grad_(True)
-    with pytest.raises(RuntimeStateError, match="'scale' was frozen when the program was made"):
+    with pytest.raises(RuntimeStateError, match="'scale' was frozen when the model was compiled"):
         call(module)
 
 
@@ -246,7 +246,10 @@ def test_arguments_may_come_by_position_or_by_name_in_any_order(devices: DeviceM
         ),
         (lambda v: {**v, "x": v["x"].double()}, "argument '0' is torch.float64"),
         (lambda v: {**v, "target": None}, "argument 'target' is NoneType, not a tensor"),
-        (lambda v: {**v, "x": v["x"].to("meta")}, "argument '0' is on meta, the mesh on cpu"),
+        (
+            lambda v: {**v, "x": v["x"].to("meta")},
+            "argument '0' is on meta, but the mesh is on cpu",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(devices: DeviceMesh, change: Any, words: str) -> None:
@@ -279,7 +282,7 @@ def test_a_conversion_is_refused_when_it_is_asked_for_and_changes_nothing(
     module = build(devices)
     with pytest.raises(
         RuntimeStateError,
-        match=r"' cannot become torch\.\w+ on \w+: the program was made for torch\.float32 on cpu",
+        match=r"' cannot become torch\.\w+ on \w+: the program was compiled for torch\.float32",
     ):
         convert(module)
     assert call(module)["loss"].isfinite()
@@ -307,14 +310,14 @@ def test_a_parameter_that_was_replaced_by_one_of_another_dtype_is_refused(
     module = build(devices)
     others = {name: p.detach().double() for name, p in module.named_parameters()}
     with pytest.raises(
-        RuntimeStateError, match=r"is torch.float64 on cpu, the program was made for torch.float32"
+        RuntimeStateError, match=r"is torch.float64 on cpu, but the program expects torch.float32"
     ):
         torch.func.functional_call(module, others, (), batch())
 
 
 def test_a_model_that_is_not_the_planned_one_is_refused(devices: DeviceMesh) -> None:
     with pytest.raises(
-        RuntimeStateError, match=r"is torch\.float64 \(\), the program was made for torch\.float32"
+        RuntimeStateError, match=r"is torch\.float64 \(\), but the program expects torch\.float32"
     ):
         ParallelModule(program(1, 1), devices, Toy().double())
     with pytest.raises(MeshError, match="the program is for mesh data=2,tensor=2"):
@@ -336,7 +339,7 @@ def test_without_a_compiler_inductor_falls_back_to_eager_and_says_so(
     devices: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor.shutil, "which", lambda name: None)
-    with pytest.warns(UserWarning, match="there is none: running eagerly"):
+    with pytest.warns(UserWarning, match="none was found: running eagerly"):
         assert call(build(devices, backend="inductor"))["loss"].isfinite()
     with pytest.raises(RuntimeStateError, match="backend 'fast' is not known"):
         build(devices, backend="fast")

@@ -100,5 +100,5 @@ def said_of(planned: str, make: Make, caplog: pytest.LogCaptureFixture) -> list[
         optimizer.step()
         optimizer.zero_grad()
     return [
-        record.getMessage() for record in caplog.records if "of state beside" in record.getMessage()
+        record.getMessage() for record in caplog.records if "of state for" in record.getMessage()
     ]

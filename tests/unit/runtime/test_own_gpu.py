@@ -78,7 +78,8 @@ def test_more_processes_than_gpus_are_refused_before_torch_is_asked(
     with pytest.raises(
         MeshError,
         match=(
-            r"process 4 of this machine has no GPU: there are 4\n  what to do: .*autopar run -n 4"
+            r"process 4 of this machine has no GPU: the machine has 4\n"
+            r"  what to do: .*autopar run -n 4"
             r" SCRIPT"
         ),
     ):
@@ -119,7 +120,7 @@ def test_groups_that_do_not_reach_the_host_are_told_of(
     monkeypatch.setattr(rank_comm.dist, "get_backend_config", lambda: backends)
     rank_comm.tell_of_hosts()
     assert [
-        record.getMessage().count("of cuda:nccl do not reach") for record in caplog.records
+        record.getMessage().count("of cuda:nccl cannot communicate") for record in caplog.records
     ] == [1] * is_told
 
 
@@ -164,10 +165,12 @@ def test_a_batch_on_another_gpu_is_copied_to_the_process_own_and_that_is_told_on
             "what is there is taken as it is"
         )
     (said,) = [
-        record.getMessage() for record in caplog.records if "copies it there" in record.getMessage()
+        record.getMessage()
+        for record in caplog.records
+        if "every call copies it" in record.getMessage()
     ]
     assert (
-        "is on cuda:0, and this process computes on cuda:2" in said
+        "is on cuda:0, but this process computes on cuda:2" in said
         and f"set_device({remedy})" in said
     )
 

@@ -115,6 +115,6 @@ def test_a_mesh_of_several_devices_without_a_launcher_says_how_to_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(MeshError, match=r"needs 4 processes.*not initialised") as caught:
+    with pytest.raises(MeshError, match=r"needs 4 processes.*not initialized") as caught:
         device_mesh(Mesh({"data": 2, "tensor": 2}))
     assert "autopar run -n 4" in str(caught.value)

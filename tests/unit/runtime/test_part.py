@@ -191,11 +191,11 @@ def test_of_libraries_methods_a_compiled_module_has_none_and_says_so() -> None:
             RuntimeStateError, match=f"does not have '{name}' of torch[\\s\\S]*full_state_dict"
         ):
             getattr(part, name)
-    with pytest.raises(RuntimeStateError, match="gradients add up"), module.no_sync():
+    with pytest.raises(RuntimeStateError, match="gradients accumulate"), module.no_sync():
         pass
     with pytest.raises(RuntimeStateError, match="has no __len__"):
         len(module.own)
-    with pytest.raises(RuntimeStateError, match="not called by itself"):
+    with pytest.raises(RuntimeStateError, match="cannot be called alone"):
         module.own(X)
     with pytest.raises(RuntimeStateError, match="mode of a part"):
         module.own.train()
@@ -245,15 +245,15 @@ def test_modules_are_neither_replaced_nor_added(name: str) -> None:
     for part in (module, module.own, module.more):
         with pytest.raises(
             RuntimeStateError,
-            match=r"neither replaced nor added[\s\S]*change the plain model, and compile it again",
+            match=r"cannot be replaced or added[\s\S]*change the plain model, and compile it again",
         ):
             setattr(part, name, nn.Dropout(0.9))
         for add in (part.add_module, part.register_module):
             with pytest.raises(RuntimeStateError, match="takes no modules"):
                 add(name, nn.Dropout(0.9))
-    with pytest.raises(RuntimeStateError, match="'drop' cannot be taken out"):
+    with pytest.raises(RuntimeStateError, match="'drop' cannot be removed"):
         del module.drop
-    with pytest.raises(RuntimeStateError, match="neither replaced nor added"):
+    with pytest.raises(RuntimeStateError, match="cannot be replaced or added"):
         module.drop = None
     assert module(X).item() == before
 
@@ -272,13 +272,13 @@ def test_parameters_and_buffers_are_replaced_by_their_like_alone() -> None:
             module.own,
             "bias",
             nn.Parameter(torch.zeros(4)),
-            "takes no parameters that the model had not",
+            "takes no parameters that the model did not have",
         ),
         (
             module,
             "extra",
             nn.Parameter(torch.zeros(4)),
-            "takes no parameters that the model had not",
+            "takes no parameters that the model did not have",
         ),
         (module, "center", torch.zeros(2), r"the program takes a tensor \(4,\)"),
     ):
@@ -336,7 +336,7 @@ def test_what_is_copied_is_whole_and_nothing_is_pickled() -> None:
         lambda: pickle.dumps(module),
         lambda: pickle.dumps(module.own),
     ):
-        with pytest.raises(RuntimeStateError, match=r"not pickled[\s\S]*save_weights"):
+        with pytest.raises(RuntimeStateError, match=r"cannot be pickled[\s\S]*save_weights"):
             save()
 
 
@@ -453,12 +453,12 @@ def test_what_was_converted_is_refused_whatever_it_is_called_with(
     for x in (X, getattr(X, convert)()):
         with pytest.raises(
             RuntimeStateError,
-            match=r"the program was made for torch\.float32 on cpu[\s\S]*before autopar\.compile",
+            match=r"the program expects torch\.float32 on cpu[\s\S]*before autopar\.compile",
         ):
             torch.func.functional_call(module, others, (x,))
     with pytest.raises(
         RuntimeStateError,
-        match=r"cannot become torch\.\w+ on cpu: the program was made for torch\.float32 on cpu",
+        match=r"cannot become torch\.\w+ on cpu: the program was compiled for torch\.float32",
     ):
         getattr(module, convert)()
 

@@ -243,7 +243,7 @@ def test_a_model_on_meta_that_is_given_values_is_refused() -> None:
     module: Any = autopar.compile(plain, example_inputs=(X,), hardware="cpu-gloo")
     plain.load_state_dict(other(), assign=True)
     with pytest.raises(
-        RuntimeStateError, match="was on meta"
+        RuntimeStateError, match="was on the meta device"
     ):  # those of the compiled one have no values
         module(X)
     module.load_state_dict(other())

@@ -117,7 +117,7 @@ def test_states_that_are_no_tensors_are_as_when_it_was_compiled() -> None:
     module.load_state_dict(module.full_state_dict())
     plain.version = 2
     with pytest.raises(
-        RuntimeStateError, match="'_extra_state' is another one than when the model was compiled"
+        RuntimeStateError, match="'_extra_state' changed after the model was compiled"
     ):
         module.load_state_dict(plain.state_dict())
 

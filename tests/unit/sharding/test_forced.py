@@ -120,7 +120,7 @@ def test_a_dim_that_a_parameter_does_not_have_is_refused_with_its_shape() -> Non
     ):
         with pytest.raises(
             ConstraintError,
-            match=r"shards dim 2 of layers\.0\.up\.weight, whose shape is \(32, 16\)",
+            match=r"shards dim 2 of layers\.0\.up\.weight, but its shape is \(32, 16\)",
         ):
             resolve(trace(), [constraint], MESH)
 
@@ -129,7 +129,7 @@ def test_a_layout_that_no_strategy_of_an_op_has_names_the_op_its_line_and_what_i
     None
 ):
     message = (
-        r"no strategy has output 0 of layers\.0/add\.Tensor/forward/0 as 'S\(5\)"
+        r"layers\.0/add\.Tensor/forward/0 has no strategy with output 0 as 'S\(5\)"
         r" R'(.|\n)*mlp\.py:\d+(.|\n)*R R; "
     )
     with pytest.raises(ConstraintError, match=message):
@@ -145,7 +145,7 @@ def test_two_constraints_that_contradict_each_other_name_the_op_and_what_is_left
         forced(layout("layers.0.up", weight="R S(0)"), layout("*.up", weight="R S(1)"))
     with pytest.raises(
         ConstraintError,
-        match=r"layers\.0\.up\.weight is to rest as R R and, by '\*\.up', as S\(0\) R",
+        match=r"layers\.0\.up\.weight would be stored as R R and, by '\*\.up', as S\(0\) R",
     ):
         forced(layout("layers.0.up", storage="R R"), layout("*.up", storage="S(0) R"))
     assert forced(layout("layers.0.up", storage="R R"), layout("*.up", storage="R R"))
@@ -158,8 +158,8 @@ def test_a_layout_in_which_a_parameter_cannot_rest_is_refused_by_its_name_and_sh
     narrow = traced(6, 10, 8, num_layers=1, dtype=torch.float32)
     options = PlanOptions(constraints=(layout("layers.*.up", storage=storage),))
     message = (
-        rf"layers\.0\.up\.weight of shape \(10, 6\) cannot rest as {re.escape(storage)} on mesh"
-        r" a=2,b=2"
+        rf"layers\.0\.up\.weight of shape \(10, 6\) cannot be stored as {re.escape(storage)} on"
+        r" mesh a=2,b=2"
     )
     with pytest.raises(ConstraintError, match=message):
         make_plan(narrow, MESH, HardwareProfile.load("cpu-gloo"), options)

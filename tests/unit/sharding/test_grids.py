@@ -147,8 +147,8 @@ class Sorted(nn.Module):
 
 def test_an_op_that_reads_all_features_and_has_no_other_dim_refuses() -> None:
     message = (
-        r"tensor_parallel\('2d', axes=\['a', 'b'\]\) cannot hold: end/sort/forward/0 refuses, it"
-        r" reads no split(.|\n)*op aten\.sort"
+        r"tensor_parallel\('2d', axes=\['a', 'b'\]\) cannot hold: at end/sort/forward/0, it"
+        r" cannot read the shards(.|\n)*op aten\.sort"
     )
     with pytest.raises(ConstraintError, match=message):
         planned(traced(Chain(1, end=Sorted()))[0], SQUARE)
@@ -189,7 +189,7 @@ class Scaled(nn.Module):
 def test_a_model_without_linears_is_refused() -> None:
     with pytest.raises(
         ConstraintError,
-        match=r"tensor_parallel\('2d', axes=\['a', 'b'\]\): the model has no linear to split",
+        match=r"tensor_parallel\('2d', axes=\['a', 'b'\]\): the model has no linear layer to shard",
     ):
         planned(traced(Scaled())[0], SQUARE)
 

@@ -117,11 +117,11 @@ def test_a_table_whose_scores_are_not_read_in_parts_is_whole_for_its_look_ups_to
         "chain.down.weight": "S(1)",
     }
     assert verify_program(trace, plan.program, model, (ids,), {}).ok
-    assert "leaves whole what an op does not read in parts" in caplog.text
+    assert "replicates tensors that an op cannot read as shards" in caplog.text
 
 
 def test_what_a_norm_stands_between_stays_whole_and_so_does_what_ends_in_the_loss() -> None:
-    with pytest.raises(ConstraintError, match="there is no chain from one linear to another"):
+    with pytest.raises(ConstraintError, match="no chain of linear layers can be sharded"):
         products(traced(Block(nn.LayerNorm(16))))
     assert products(traced(Sides())) == {
         "gate": "R S(0) S(1)",
@@ -142,7 +142,7 @@ class Spelled(nn.Module):
     "norm", [Spelled(), nn.RMSNorm(16), nn.Softmax(-1)], ids=lambda norm: type(norm).__name__
 )
 def test_a_sum_over_the_split_dim_beside_a_product_is_a_norm_too(norm: nn.Module) -> None:
-    with pytest.raises(ConstraintError, match="there is no chain"):
+    with pytest.raises(ConstraintError, match="no chain of linear layers"):
         products(traced(Block(norm)))
 
 
@@ -157,7 +157,7 @@ def test_linears_that_stay_whole_for_an_op_are_named_with_it_in_the_log(
         " cls.predictions.transform.LayerNorm/native_layer_norm/forward/0)"
     )
     assert [r.getMessage() for r in caplog.records] == [
-        f"{TENSOR} leaves whole what an op does not read in parts: {names}"
+        f"{TENSOR} replicates tensors that an op cannot read as shards: {names}"
     ]
 
 
@@ -209,7 +209,7 @@ def test_a_batch_smaller_than_the_axes_is_refused() -> None:
         match=r"ddp\(axes=\['gpu'\]\) cannot hold: a batch of 4 cannot be split over 8 devices",
     ):
         planned(traced(Block()), constraints.ddp(), Mesh(8))
-    with pytest.raises(ConstraintError, match=r"no input has a batch to split"):
+    with pytest.raises(ConstraintError, match=r"no input has a batch dim \(dim 0\) to shard"):
         planned(traced(Block(), 1, 8), constraints.ddp(), Mesh(2))
 
 
@@ -226,7 +226,7 @@ def test_an_op_that_mixes_samples_and_has_no_rule_for_it_gets_all_of_them(
 
     planned(traced(Sorted()), constraints.ddp(), Mesh(2))
     assert caplog.messages[-1].startswith(
-        "ddp(axes=['gpu']) gathers samples for what cannot compute on a part of the batch: /sort"
+        "ddp(axes=['gpu']) gathers the batch for ops that cannot compute on a shard of it: /sort"
     )
 
 
@@ -292,7 +292,7 @@ def test_a_layout_that_contradicts_a_named_plan_is_refused_with_what_is_left() -
     with pytest.raises(
         ConstraintError,
         match=(
-            r"no strategy has input 1 of up/dot/forward/0 as 'S\(1\)'(.|\n)*can be one of: S\(0\)"
+            r"up/dot/forward/0 has no strategy with input 1 as 'S\(1\)'(.|\n)*can be one of: S\(0\)"
         ),
     ):
         make_plan(traced(Block()), Mesh(2), HardwareProfile.load("h100-sxm"), options)
@@ -318,7 +318,7 @@ def test_a_fused_projection_cannot_rest_with_two_of_its_parts_split_and_says_so(
     forced = constraints.layout("*.c_attn", storage="S(1)#1 S(1)#0")
     with pytest.raises(
         ConstraintError,
-        match=r"c_attn\.weight of .* cannot rest as S\(2\)#1 S\(2\)#0.*no DTensor holds",
+        match=r"c_attn\.weight of .* cannot be stored as S\(2\)#1 S\(2\)#0.*no DTensor can shard",
     ):
         planned(capture(model, (), batch), forced, Mesh({"a": 2, "b": 2}))
 

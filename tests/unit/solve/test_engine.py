@@ -164,7 +164,7 @@ def test_a_run_that_its_limit_ends_says_so_once(caplog: pytest.LogCaptureFixture
         engine.solve_restricted(every, nothing, gap=0.0, target=-np.inf, max_nodes=10**9)
     assert engine.limit.timed_out and [
         r.getMessage() for r in caplog.records if r.name == "autopar"
-    ] == ["the time limit ended a search: the plan may be another in the next run"]
+    ] == ["the time limit ended a search: the next run may return a different plan"]
 
 
 def test_without_a_limit_only_work_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_every_way_of_finding_out_names_the_op_that_refuses(
     monkeypatch.setattr(greedy, "_HUGE", huge)
     with pytest.raises(
         InfeasibleError,
-        match=r"legal: w refuses, it reads c as S\(0\), which no collectives make of R",
+        match=r"exists: w reads c as S\(0\), but no collectives lead to it from R",
     ) as refusal:
         solve(refused(), solver=solver)
     assert "constraints" in refusal.value.remedy
@@ -69,7 +69,7 @@ def test_an_op_without_a_strategy_is_named(small: int, monkeypatch: pytest.Monke
     for module in (branch_and_cut, restricted):
         monkeypatch.setattr(module, "SMALL", small)
     p = problem(0)
-    with pytest.raises(InfeasibleError, match="b refuses, it has no strategy"):
+    with pytest.raises(InfeasibleError, match="b has no strategy"):
         solve(replace(p, ops=(*p.ops[:3], replace(p.ops[3], strategies=()), *p.ops[4:])))
 
 
