@@ -260,7 +260,7 @@ def test_stages_and_kinds_that_are_not_there_are_refused_and_what_is_there_is_na
     with pytest.raises(ConstraintError, match=r"must be positive, got 0"):
         megatron(tp=0)
     for axes in ((), (3,)):
-        with pytest.raises(ConstraintError, match=r"are no names of mesh axes"):
+        with pytest.raises(ConstraintError, match=r"axes must be names of mesh axes"):
             ddp(axes)  # type: ignore[arg-type]
 
 
