@@ -18,6 +18,7 @@ from autopar.plans import RESTING, Pipeline, Plan, idle_axes
 _SAME = 1e-4  # relative to the objective: bounds that differ by less are reported as one
 _ROUNDING = 1e-9  # relative to the step: shorter times are not reported
 _LEAST = 1e-30  # lower limit of the step in seconds, so that shares are finite
+_ON_HOSTS = ("parameters", "optimizer", "gradients", "copies", "activations")
 _EITHER = ("activations", "gradients")  # activations are freed when the last gradient exists
 
 
@@ -257,7 +258,8 @@ def on_hosts(plan: Plan) -> Iterator[str]:
     """Yield the tensors in host memory, if any."""
     kinds = plan.prediction.host_bytes
     if kinds:
-        listed = " + ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in kinds.items())
+        # A file lists its keys by name, so the order of the mapping says nothing.
+        listed = " + ".join(f"{kind} {size(kinds[kind])}" for kind in _ON_HOSTS if kind in kinds)
         yield f"host memory {size(sum(kinds.values()))} per device: {listed}"
 
 

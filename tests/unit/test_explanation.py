@@ -10,7 +10,7 @@ import pytest
 from made_plan import WIRE_S, made_plan, made_staged_plan
 
 from autopar.constraints import ddp, layout
-from autopar.core.units import seconds
+from autopar.core.units import seconds, size
 from autopar.errors import PlanError
 from autopar.explanation import diff, explain
 from autopar.explanation.difference import WAITING
@@ -59,6 +59,15 @@ def test_a_plan_may_be_a_file_and_what_is_none_is_refused(tmp_path: Path) -> Non
     for refused in (explain, lambda what: diff(plan, what)):
         with pytest.raises(PlanError, match=r"int is not a plan[\s\S]*pm\.plan"):
             refused(3)  # type: ignore[arg-type, operator]
+
+
+def test_what_lies_on_hosts_is_told_in_one_order_whatever_the_plans_mapping_has() -> None:
+    plan = made_plan()
+    kinds = {"parameters": 1024, "optimizer": 2048, "gradients": 512}
+    plan = replace(plan, prediction=replace(plan.prediction, host_bytes=kinds))
+    told = " + ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in kinds.items())
+    for same in (plan, Plan.loads(plan.dumps())):
+        assert f"per device: {told}\n" in str(explain(same))
 
 
 def test_a_plan_does_not_differ_from_itself() -> None:
