@@ -209,7 +209,7 @@ def _filter_allowed(
                     {str(getattr(s.members[i], f"{kind}s")[slot]) for s in strategies}
                 )
                 raise ConstraintError(
-                    f"{member.key} has no strategy with {kind} {slot} as {str(layout)!r}",
+                    f"no strategy has {kind} {slot} of {member.key} as {str(layout)!r}",
                     where=member.call.where,
                     remedy=f"with the other constraints it can be one of: {'; '.join(possible)}",
                 )

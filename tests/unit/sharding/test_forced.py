@@ -129,7 +129,7 @@ def test_a_layout_that_no_strategy_of_an_op_has_names_the_op_its_line_and_what_i
     None
 ):
     message = (
-        r"layers\.0/add\.Tensor/forward/0 has no strategy with output 0 as 'S\(5\)"
+        r"no strategy has output 0 of layers\.0/add\.Tensor/forward/0 as 'S\(5\)"
         r" R'(.|\n)*mlp\.py:\d+(.|\n)*R R; "
     )
     with pytest.raises(ConstraintError, match=message):
