@@ -1,8 +1,9 @@
 """Flops and bytes of an op, from its local shapes.
 
-`flops` counts a multiply-add as two and is exact for matmul, attention and convolution. For all
-other ops it is 0, since memory bounds them. `bytes` counts every tensor that the op must read or
-write, once. Kinds: ``matmul`` (convolution included), ``attention``, ``attention_backward``,
+`flops` counts a multiply-add as two and is exact for matmul, attention and convolution. For a
+registered op it is what its `flops` function returns (`autopar.rules.register`). For all other ops
+it is 0, since memory bounds them. `bytes` counts every tensor that the op must read or write, once.
+Kinds: ``matmul`` (convolution included), ``attention``, ``attention_backward``,
 ``view`` (no work), and the memory-bound kinds ``transcendental`` (exp, tanh, softmax …),
 ``reduction`` (sums, norms), ``indexing`` (gather, scatter, embedding), ``elementwise`` (all else,
 copies included).
@@ -16,15 +17,17 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from autopar.analysis.fusable import PIECES, passes
+from autopar.core.hardware import WorkKind
 from autopar.ops import experts, experts_backward, linear_cross_entropy
 from autopar.ops.formats import torchs_own
 from autopar.ops.random import NUM_PASSES
 from autopar.ops.score_functions import captures, find_reading, module_of, over_all
+from autopar.rules.table import registered_rule
 
 # --------------------------------------------------------------------------------------------------
 # Pairs of query and key that an attention with a mask function computes.
@@ -89,18 +92,6 @@ def _pairs(mask: str, first: int, rows: int, num_keys: int) -> int:
     )
     blocks = torch.stack([part.any() for part in columns.split(_BLOCK)])
     return rows * int((widths * blocks).sum())
-
-
-WorkKind = Literal[
-    "matmul",
-    "attention",
-    "attention_backward",
-    "elementwise",
-    "transcendental",
-    "reduction",
-    "indexing",
-    "view",
-]
 
 
 class Info(Protocol):
@@ -169,6 +160,9 @@ def work(
         return Work(int(factor * _attention_flops(query, key, value) * share), moved, flex_kind)
     if name in _FLOPS:
         return Work(_FLOPS[name](args, input_infos, output_infos), moved, "matmul")
+    if (rule := registered_rule(target)) is not None:
+        flops = rule.count_flops(target, [info.shape for info in input_infos])
+        return Work(flops, moved, rule.kind)
     kind = _KINDS.get(name, "elementwise")
     if name in _DRAWS:
         moved += 8 * NUM_PASSES * _numel(output_infos[0])

@@ -67,7 +67,8 @@ def add_ambient(walk: Walk) -> None:
     walk.add("settings of torch", tuple(_settings()))
     walk.add("settings of captures", changed_settings())
     walk.add("environment", tuple(_environment()))
-    walk.add("rules", tuple((op, repr(rule)) for op, rule in REGISTERED.items()))
+    rules = ((op, repr(rule.row), rule.flops, rule.kind) for op, rule in REGISTERED.items())
+    walk.add("rules", tuple(rules))
     walk.add("changes of torch", tuple(_patches()))
 
 

@@ -203,14 +203,17 @@ def _describe(node: fx.Node) -> Call:
     )
 
 
+def takes_tensor(type_name: str) -> bool:
+    """Whether a parameter of this type, as text of a schema, can take a single tensor."""
+    return type_name in ("Tensor", "Optional[Tensor]")
+
+
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
     """(name, whether it can take a single tensor) of every parameter, in order."""
     schema = getattr(torchs_own(target), "_schema", None)
     if schema is not None:
-        return tuple(
-            (a.name, str(a.type) in ("Tensor", "Optional[Tensor]")) for a in schema.arguments
-        )
+        return tuple((a.name, takes_tensor(str(a.type))) for a in schema.arguments)
     if target is operator.getitem:
         return (("a", True), ("b", False))
     return tuple((name, True) for name in inspect.signature(target).parameters)

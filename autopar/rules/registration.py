@@ -8,20 +8,24 @@ the rule's letters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autopar.core.autocast_state import as_written
+from autopar.core.hardware import FLOP_KINDS, MEMORY_KINDS, WorkKind
+from autopar.core.layout import local_shape
 from autopar.errors import RuleError
-from autopar.rules.call import Call, Operand, TensorInfo, call_on, op_name
+from autopar.rules.call import Call, Operand, TensorInfo, call_on, op_name, takes_tensor
 from autopar.rules.discovery import unfit
 from autopar.rules.expansion import expand
 from autopar.rules.knowledge import forget
 from autopar.rules.notation import WHOLE, Factors, Row, options, terms_of
 from autopar.rules.small_calls import RECIPES, tensors_for
-from autopar.rules.table import REGISTERED, TABLE
+from autopar.rules.table import REGISTERED, TABLE, RegisteredRule
 from autopar.rules.trial import check_strategy, run
 
 Example = Sequence[Any] | Mapping[str, Any]
@@ -45,27 +49,55 @@ def register(
     linear: Iterable[Iterable[int]] = (),
     reduce_op: str = "sum",
     examples: Iterable[Example] = (),
+    flops: Callable[..., int] | None = None,
+    kind: WorkKind | None = None,
 ) -> None:
-    """Tell autopar how an op may be split: its rule in factor notation (see
-    `autopar.rules.notation`).
+    """Register the sharding rule of an op, and its work. The rule is tested first. It belongs to
+    the process: register it in every process that plans, checks or verifies a model with the op.
 
     Args:
-        op: an OpOverload, ``torch.ops.mine.name`` with one overload, or what
-            ``torch.library.custom_op`` gives.
-        rule: one term per tensor parameter and per result, as in ``"m k, k n -> m n"``.
-        linear: sets of tensor parameters, by position, in which the op is linear together.
-        reduce_op: how partial results of letters that a result lacks are reduced: ``sum``, ``max``
-            or ``min``.
-        examples: arguments to try the rule on, each a tuple of positional or a dict of named ones.
-            Without any, float tensors are made from the letters; all other arguments then need
-            defaults.
+        op: an OpOverload, ``torch.ops.mine.name`` with one overload, or the result of
+            ``torch.library.custom_op``.
+        rule: the rule in factor notation (`autopar.rules.notation`): one term per tensor parameter
+            and per result, as in ``"m k, k n -> m n"``.
+        linear: sets of tensor parameters, each parameter by its position among them, counted from
+            0. The op must be linear in the parameters of a set together, with all other
+            parameters fixed: f(a + b) = f(a) + f(b). Partial sums of all of them then pass
+            through the op. A matrix product has ``[(0,), (1,)]``, an addition ``[(0, 1)]``.
+        reduce_op: how the partial results of a letter that a result lacks are reduced: ``sum``,
+            ``max`` or ``min``.
+        examples: arguments to test the rule on, each a tuple of positional or a dict of named
+            arguments. Without examples, float tensors are made from the letters; all other
+            parameters then need defaults.
+        flops: computes the floating-point operations of a call, a multiply-add counted as two. It
+            takes the local shape of each tensor operand, as a tuple of ints, and returns an int:
+            ``lambda x, w: 2 * x[0] * x[1] * w[1]`` for a matrix product. Without it, the time of
+            the op is that of reading its operands and writing its results once.
+        kind: kind of the op's work, which selects the efficiency in the hardware profile. With
+            `flops`: ``matmul`` (the default), ``attention`` or ``attention_backward``. Without:
+            ``elementwise`` (the default), ``transcendental``, ``reduction`` or ``indexing``.
 
     Raises:
-        RuleError: where the rule is wrong (with the counterexample), does not fit the op, or cannot
-            be tried; the op then keeps what it had.
+        RuleError: if the rule is wrong (with the counterexample), does not fit the op or cannot be
+            tested, or if `flops` and `kind` do not fit. The op then keeps the rule that it had.
     """
     target = _overload(op)
-    row = Row(rule, tuple(map(tuple, linear)), reduce_op)
+    _check_target(target, reduce_op)
+    row = Row(rule, _linear_sets(target, rule, linear), reduce_op)
+    registered = RegisteredRule(row, flops, _kind_of(target, flops, kind))
+    given = [_example(target, e) for e in examples]
+    calls = (
+        [c for call, tensors in given for c in _with_other_values(call, tensors)]
+        if given
+        else list(_generate_trials(target, row))
+    )
+    _check(target, row, calls)
+    _check_flops(registered, [call for call, _ in calls])
+    REGISTERED[target] = registered
+    forget()
+
+
+def _check_target(target: torch._ops.OpOverload, reduce_op: str) -> None:
     if reduce_op not in ("sum", "max", "min"):
         raise RuleError(
             f"reduce op {reduce_op!r} is unknown",
@@ -84,15 +116,60 @@ def register(
             where=op_name(target),
             remedy="make it a function of its arguments alone",
         )
-    given = [_example(target, e) for e in examples]
-    calls = (
-        [c for call, tensors in given for c in _with_other_values(call, tensors)]
-        if given
-        else list(_generate_trials(target, row))
-    )
-    _check(target, row, calls)
-    REGISTERED[target] = row
-    forget()
+
+
+def _linear_sets(
+    target: torch._ops.OpOverload, rule: str, linear: Iterable[Iterable[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Check the number of the rule's terms, and the sets of tensor parameters.
+
+    Raises:
+        RuleError: if the op takes another number of tensors, or a set is not one of their
+            positions.
+    """
+    num_terms = len(terms_of(rule)[0])
+    tensors = [a for a in target._schema.arguments if takes_tensor(str(a.type))]
+    needed = [
+        n for n, a in enumerate(tensors, 1) if str(a.type) == "Tensor" and not a.has_default_value()
+    ]
+    least, most = max(needed, default=0), len(tensors)
+    if not least <= num_terms <= most:
+        count = f"{most} tensors" if least == most else f"{least} to {most} tensors"
+        raise RuleError(
+            f"rule {rule!r} has {num_terms} terms before the arrow, the op takes {count}",
+            where=op_name(target),
+            remedy='write one term per tensor parameter, as in "m k, k n -> m n"',
+        )
+    try:
+        sets = tuple(tuple(map(operator.index, group)) for group in linear)
+        fits = all(group and set(group) <= set(range(num_terms)) for group in sets)
+    except TypeError:
+        sets, fits = (), False
+    if not fits:
+        raise RuleError(
+            f"linear={linear!r} is not a list of sets of the rule's {num_terms} tensors",
+            where=op_name(target),
+            remedy=(
+                "write each set as a tuple of positions, counted from 0, as in linear=[(0,), (1,)]"
+            ),
+        )
+    return sets
+
+
+def _kind_of(
+    target: torch._ops.OpOverload, flops: Callable[..., int] | None, kind: WorkKind | None
+) -> WorkKind:
+    default: WorkKind = "matmul" if flops is not None else "elementwise"
+    chosen = default if kind is None else kind
+    kinds = FLOP_KINDS if flops is not None else MEMORY_KINDS
+    if chosen not in kinds:
+        raise RuleError(
+            f"kind={kind!r} {'with' if flops is not None else 'without'} flops is not possible",
+            where=op_name(target),
+            remedy=f"write one of {', '.join(kinds)}"
+            + (", or pass flops" if kind in FLOP_KINDS else ""),
+        )
+    return chosen
 
 
 def _overload(op: Any) -> torch._ops.OpOverload:
@@ -109,8 +186,8 @@ Trial = tuple[Call, list[torch.Tensor]]
 
 
 def _example(target: Any, example: Example) -> Trial:
-    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     try:
+        args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
         with as_written():
             result = target(*args, **kwargs)
     except Exception as error:  # a user's op may raise anything
@@ -149,7 +226,12 @@ def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
         RuleError: where the op takes none of them.
     """
     terms, _ = terms_of(row.text)
-    problem = "it has parameters that are neither tensors nor have defaults"
+    others = [
+        a.name
+        for a in target._schema.arguments
+        if not takes_tensor(str(a.type)) and not a.has_default_value()
+    ]
+    problem = f"parameters without defaults that are not tensors: {', '.join(others)}"
     found = False
     arguments = _operands(target, len(terms))
     for dtype in (torch.float64, torch.float32) if arguments is not None else ():
@@ -185,7 +267,7 @@ def _operands(target: Any, num_terms: int) -> tuple[Operand, ...] | None:
     if (
         len(needed) > num_terms
         or len(leading) < num_terms
-        or any(str(a.type) not in ("Tensor", "Optional[Tensor]") for a in leading)
+        or any(not takes_tensor(str(a.type)) for a in leading)
     ):
         return None
     return tuple(map(Operand, range(num_terms)))
@@ -233,6 +315,33 @@ def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
             where=op_name(target),
             remedy=_ASK,
         )
+
+
+def _check_flops(rule: RegisteredRule, calls: Sequence[Call]) -> None:
+    """Check that the parts of an op do not need fewer flops than the whole op: the bounds of the
+    planner rely on it.
+
+    Raises:
+        RuleError: if they do, or the user's function does not give a count.
+    """
+    distinct = {tuple(info.shape for info in call.inputs): call for call in calls}
+    for shapes, call in distinct.items():
+        whole = rule.count_flops(call.target, shapes)
+        for mesh_shape in _MESHES:
+            for strategy in expand(call, options(rule(call), call), mesh_shape):
+                local = [
+                    local_shape(shape, layout, mesh_shape)
+                    for shape, layout in zip(shapes, strategy.inputs, strict=True)
+                ]
+                parts = math.prod(mesh_shape) * rule.count_flops(call.target, local)
+                if parts < whole:
+                    raise RuleError(
+                        f"the flops function returns {whole} for operands of shapes"
+                        f" {list(shapes)}, but only {parts} for all parts of strategy {strategy}"
+                        f" on a mesh of {mesh_shape}",
+                        where=op_name(call.target),
+                        remedy="return the flops of the call with the given local shapes",
+                    )
 
 
 def _letters_tried(factors: Factors, call: Call) -> set[str]:

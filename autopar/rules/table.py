@@ -8,21 +8,23 @@ lists sets of slots in which the op is linear together. What an op's local argum
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autopar import ops
+from autopar.core.hardware import WorkKind
+from autopar.errors import RuleError
 from autopar.ops import extremes, norms, random
 from autopar.ops.formats import torchs_own
 from autopar.rules import families as f
 from autopar.rules import flex_attention, networks, spatial
-from autopar.rules import networks as losses
-from autopar.rules.call import argument
+from autopar.rules.call import Call, argument, op_name
 from autopar.rules.dispatch import dispatch_options
 from autopar.rules.further import FURTHER
-from autopar.rules.notation import BOTH, EITHER, FIRST, Row, parse
+from autopar.rules.notation import BOTH, EITHER, FIRST, Factors, Row, parse
 
 aten = torch.ops.aten
 
@@ -75,8 +77,8 @@ LOSS: Mapping[Any, f.Family] = {
     ops.ctc: Row("_ n _, n _, n, n -> n, _ n _"),
     aten.nll_loss_forward.default: networks.nll_loss_forward,
     aten.nll_loss_backward.default: networks.nll_loss_backward,
-    **{op: losses.loss for op in losses.LOSSES},
-    **{op: losses.loss_gradient for op in losses.LOSS_GRADIENTS},
+    **{op: networks.loss for op in networks.LOSSES},
+    **{op: networks.loss_gradient for op in networks.LOSS_GRADIENTS},
 }
 
 NORMS: Mapping[Any, f.Family] = {
@@ -293,8 +295,65 @@ TABLE: Mapping[Callable[..., Any], f.Family] = {
 }
 
 
-REGISTERED: dict[Callable[..., Any], f.Family] = {}
-"""Rules that users gave, see `registration`."""
+# --------------------------------------------------------------------------------------------------
+# Rules that users registered (see `registration`).
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredRule:
+    """The rule of a user's op, and the work of the op.
+
+    Attributes:
+        row: the rule.
+        flops: computes the flops of a call from the local shapes of its tensor operands, one
+            argument per operand; None for an op whose time depends on its bytes alone.
+        kind: kind of work (`autopar.analysis.work`); one of `FLOP_KINDS` if `flops` is given.
+    """
+
+    row: Row
+    flops: Callable[..., int] | None = None
+    kind: WorkKind = "elementwise"
+
+    def __call__(self, call: Call) -> Factors:
+        return self.row(call)
+
+    def count_flops(self, target: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> int:
+        """Compute the flops of a call.
+
+        Args:
+            target: the op, for errors.
+            shapes: local shapes of its tensor operands.
+
+        Raises:
+            RuleError: if the user's function raises, or does not return a non-negative integer.
+        """
+        if self.flops is None:
+            return 0
+        try:
+            found: Any = self.flops(*shapes)
+        except Exception as error:  # a user's function may raise anything
+            problem = f"raises {type(error).__name__}: {error}"
+        else:
+            if isinstance(found, int) and found >= 0:
+                return found
+            problem = f"returns {found!r}"
+        raise RuleError(
+            f"the flops function of the op {problem} for operands of shapes {list(shapes)}",
+            where=op_name(target),
+            remedy=(
+                "pass a function that takes one shape per tensor operand and returns a"
+                " non-negative integer, as in flops=lambda x, w: 2 * x[0] * x[1] * w[1]"
+            ),
+        )
+
+
+REGISTERED: dict[Callable[..., Any], RegisteredRule] = {}
+"""Op → the rule that a user registered."""
+
+
+def registered_rule(target: Callable[..., Any]) -> RegisteredRule | None:
+    """Return the rule that a user registered for an op, or None."""
+    return REGISTERED.get(torchs_own(target))
 
 
 def rule_of(target: Callable[..., Any]) -> f.Family | None:

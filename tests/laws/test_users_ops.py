@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import AutoparError, Mesh
+from autopar.cache.entries import Key
+from autopar.core.hardware import HardwareProfile
+from autopar.core.layout import Layout, Strategy
+from autopar.cost.op_times import call_time
 from autopar.errors import PlanError
-from autopar.rules import register, unregister
+from autopar.rules import call_on, register, unregister
 from autopar.rules.table import REGISTERED
 
 
@@ -148,6 +152,36 @@ def test_a_registered_op_is_not_reported() -> None:
     register(squash, "m _, _ n -> m n")
     register(squash_backward, "m _, m _, _ _, m _ -> m _, _ _")
     assert ops_of(made(Net(plain))) == (set(), set())
+
+
+def test_a_registered_op_is_priced_by_its_flops_as_a_product_of_torch_is() -> None:
+    factors = torch.ones(256, 256), torch.ones(256, 256)
+    whole = Strategy((Layout.parse("R"),) * 2, (Layout.parse("R"),))
+    profile = HardwareProfile.load("cpu-gloo")
+
+    def seconds_of(target: Callable[..., Tensor]) -> float:
+        call, _ = call_on(target, factors, {}, target(*factors))
+        return call_time(call, whole, (1,), profile)
+
+    product_s = seconds_of(torch.ops.aten.mm.default)
+    register(squash, "m _, _ n -> m n")
+    assert seconds_of(torch.ops.tests_users_ops.squash.default) < 0.9 * product_s, "its bytes"
+    register(squash, "m _, _ n -> m n", flops=lambda x, w: 2 * x[0] * x[1] * w[1])
+    assert seconds_of(torch.ops.tests_users_ops.squash.default) == product_s
+
+    register(squash_backward, "m _, m _, _ _, m _ -> m _, _ _")
+    model = Net(plain)
+    assert autopar.check(made(model), model, BATCH).ok, "the certificate prices it alike"
+
+
+def test_another_flops_function_is_another_request() -> None:
+    """The cache of plans does not return the plan of other prices."""
+    register(squash_backward, "m _, m _, _ _, m _ -> m _, _ _")
+    keys = set()
+    for flops in (None, lambda x, w: 2 * x[0] * x[1] * w[1], lambda x, w: 4 * x[0] * x[1] * w[1]):
+        register(squash, "m _, _ n -> m n", flops=flops)
+        keys.add(Key.of("plan", Net(plain), (), {}, ()).text)
+    assert len(keys) == 3
 
 
 def test_an_op_that_cannot_be_split_runs_replicated_and_says_so() -> None:

@@ -132,10 +132,10 @@ PROGRAMS: dict[str, Program] = {
     "analysis/microbatch_sites.py refusal 0": Program(
         _of(_normed, num_microbatches=2), "num_microbatches=1", _of(_normed, num_microbatches=1)
     ),
-    "rules/registration.py register 0": Program(
+    "rules/registration.py _check_target 0": Program(
         _registered(reduce_op="product"), "sum, max or min", _registered(reduce_op="max")
     ),
-    "rules/registration.py register 1": Program(
+    "rules/registration.py _check_target 1": Program(
         _registered(torch.ops.aten.mm.default, "m k, k n -> m n"),
         "only ops without one",
         _registered(),
@@ -155,6 +155,29 @@ PROGRAMS: dict[str, Program] = {
         _registered(examples=[(torch.ones(8, 1),)]),
         "every letter's dim larger than 1",
         _registered(examples=[(torch.ones(8, 8),)]),
+    ),
+    "rules/registration.py _linear_sets 0": Program(
+        _registered(rule="m n, _ -> m n"),
+        "one term per tensor parameter",
+        _registered(rule="m n -> m n"),
+    ),
+    "rules/registration.py _linear_sets 1": Program(
+        _registered(linear=[0]), "linear=[(0,), (1,)]", _registered(linear=[(0,)])
+    ),
+    "rules/registration.py _kind_of 0": Program(
+        _registered(kind="matmul"),
+        "or pass flops",
+        _registered(kind="matmul", flops=lambda x: 2 * x[0] * x[1]),
+    ),
+    "rules/registration.py _check_flops 0": Program(
+        _registered(flops=lambda x: x[0] ** 2),
+        "with the given local shapes",
+        _registered(flops=lambda x: x[0] * x[1]),
+    ),
+    "rules/table.py RegisteredRule.count_flops 0": Program(
+        _registered(flops=lambda x, w: 2 * x[0]),
+        "one shape per tensor operand",
+        _registered(flops=lambda x: 2 * x[0]),
     ),
     "rules/registration.py unregister 0": Program(
         _unregistered(False), "register it first", _unregistered(True)

@@ -142,7 +142,7 @@ PROGRAMS: dict[str, Program] = {
         "stages were not tried: pass constraints=(autopar.constraints.pipeline(),)",
         planned(memory_bytes=1400, constraints=(constraints.pipeline(),)),
     ),
-    "rules/registration.py register 2": Program(
+    "rules/registration.py _check_target 2": Program(
         _registered(doubled), "a function of its arguments alone", _registered(twofold)
     ),
     "rules/registration.py _generate_trials 0": Program(

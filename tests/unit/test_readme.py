@@ -154,5 +154,6 @@ def test_the_python_reference_has_every_public_name() -> None:
         module, _, name = path.rpartition(".")
         assert hasattr(importlib.import_module(module), name), path
     names = {path.rpartition(".")[2] for path in listed}
+    assert {"register", "unregister"} <= names
     public = {name for name in (*dir(autopar), *dir(constraints)) if not name.startswith("_")}
     assert public - names <= {"AutoparError", "Layout", "constraints", "read_constraint", "rules"}

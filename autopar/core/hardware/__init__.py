@@ -10,6 +10,7 @@ from autopar.core.hardware.figures import (
     Figure,
     Host,
     Link,
+    WorkKind,
 )
 from autopar.core.hardware.mixed import (
     Hardware,
@@ -35,6 +36,7 @@ __all__ = [
     "Host",
     "Link",
     "Mixed",
+    "WorkKind",
     "profile_of",
     "slowest",
     "slowest_link",

@@ -9,11 +9,23 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 LINKS = ("intra", "inter")
 KERNELS = ("all_gather_matmul", "matmul_reduce_scatter", "reduce_add_rmsnorm", "moe_route")
 FLOP_KINDS = ("matmul", "attention", "attention_backward")
 MEMORY_KINDS = ("elementwise", "transcendental", "reduction", "indexing")
+WorkKind = Literal[
+    "matmul",
+    "attention",
+    "attention_backward",
+    "elementwise",
+    "transcendental",
+    "reduction",
+    "indexing",
+    "view",
+]
+"""`FLOP_KINDS`, `MEMORY_KINDS`, and ``view``, which takes no time."""
 
 
 @dataclass(frozen=True, slots=True)

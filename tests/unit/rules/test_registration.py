@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,11 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
 @torch.library.custom_op("tests_registration::peak", mutates_args=())
 def peak(x: Tensor) -> Tensor:
     return x.amax(-1)
+
+
+@torch.library.custom_op("tests_registration::rolled", mutates_args=())
+def rolled(x: Tensor, shift: int, dim: int) -> Tensor:
+    return x.roll(shift, dim)
 
 
 @torch.library.custom_op("tests_registration::fill", mutates_args=("x",))
@@ -169,6 +175,54 @@ def test_a_rule_that_does_not_fit_is_refused() -> None:
     for rule in ("m k -> m", "m k, k n", "m k, k n -> m n, m", "b m k, k n -> m n"):
         with pytest.raises(RuleError):
             register(scaled_mm, rule)
+
+
+@pytest.mark.parametrize("linear", [[0], 3, [()], [(0,), (5,)], [(-1,)], [("x",)], [(0.0,)]])
+def test_a_linear_set_that_is_no_set_of_positions_is_refused(linear: Any) -> None:
+    with pytest.raises(RuleError, match=r"not a list of sets of the rule's 2 tensors") as refused:
+        register(scaled_mm, "m k, k n -> m n", linear=linear)
+    assert "linear=[(0,), (1,)]" in str(refused.value) and not REGISTERED
+
+
+@pytest.mark.parametrize(("rule", "num"), [("m k -> m k", 1), ("m k, k n, n -> m n", 3)])
+def test_a_rule_with_another_number_of_terms_names_both_numbers(rule: str, num: int) -> None:
+    with pytest.raises(
+        RuleError, match=f"has {num} terms before the arrow, the op takes 2 tensors"
+    ):
+        register(scaled_mm, rule)
+
+
+def test_parameters_that_have_to_be_filled_in_are_named() -> None:
+    with pytest.raises(RuleError, match="that are not tensors: shift, dim"):
+        register(rolled, "m n -> m n")
+
+
+def test_a_kind_of_work_fits_the_flops() -> None:
+    rule = "m k, k n -> m n"
+    with pytest.raises(RuleError, match="kind='matmul' without flops"):
+        register(scaled_mm, rule, kind="matmul")
+    with pytest.raises(RuleError, match="kind='reduction' with flops"):
+        register(scaled_mm, rule, flops=lambda x, w: 1, kind="reduction")
+    assert not REGISTERED
+    register(scaled_mm, rule, kind="reduction")
+
+
+@pytest.mark.parametrize(
+    ("flops", "what"),
+    [
+        (lambda x: 2 * x[0], "raises TypeError"),
+        (lambda x, w: x[0] * w[2], "raises IndexError"),
+        (lambda x, w: x[0] / 2, "returns "),
+        (lambda x, w: -x[0], "returns -"),
+        (lambda x, w: x[0] ** 2 * x[1] * w[1], "but only"),
+    ],
+)
+def test_a_flops_function_that_gives_no_count_of_a_part_is_refused(
+    flops: Callable[..., int], what: str
+) -> None:
+    with pytest.raises(RuleError, match=what):
+        register(scaled_mm, "m k, k n -> m n", flops=flops)
+    assert not REGISTERED
 
 
 def test_it_is_public() -> None:
