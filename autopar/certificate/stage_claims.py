@@ -255,6 +255,11 @@ def _decisions(plan: Plan, nodes: Mapping[str, fx.Node]) -> Iterator[Finding]:
             "op": key.split("/")[1],
             **_rules(entry, nodes),
         }
+        ops, derived_ops = tuple(f.op for f in entry.fallbacks), _ops_without_rule(entry, nodes)
+        if ops and ops != derived_ops:  # plans of earlier versions do not name the ops
+            yield Finding(
+                "words", f"the ops without a rule are {derived_ops}, not {ops}", entry.key
+            )
         for name, derived in said.items():
             if getattr(entry, name) != derived:
                 yield Finding(
@@ -268,6 +273,12 @@ def _rules(entry: Entry, nodes: Mapping[str, fx.Node]) -> dict[str, object]:
     calls = [call_of(nodes[key]) for key in keys if key in nodes]
     found = dict.fromkeys(op_name(call.target) for call in calls if is_discovered(call))
     return {"replicated": any(map(is_fallback, calls)), "discovered": tuple(found)}
+
+
+def _ops_without_rule(entry: Entry, nodes: Mapping[str, fx.Node]) -> tuple[str, ...]:
+    keys = (choice.node.format(*entry.instances[0]) for choice in entry.nodes)
+    calls = [call_of(nodes[key]) for key in keys if key in nodes]
+    return tuple(dict.fromkeys(op_name(call.target) for call in calls if is_fallback(call)))
 
 
 def _module(pattern: str) -> str:

@@ -18,7 +18,7 @@ from autopar.core.layout import Layout
 from autopar.core.units import seconds, share, size
 from autopar.explanation.link_prices import longer_step_s
 from autopar.explanation.summary import table
-from autopar.plans import Bucket, Communication, Entry, Flip, Plan, RunnerUp
+from autopar.plans import Bucket, Communication, Entry, Fallback, Flip, Plan, RunnerUp
 
 # --------------------------------------------------------------------------------------------------
 # The collective-overlap kernels that were considered, and why each was chosen or not.
@@ -325,10 +325,15 @@ class StageExplanation:
         """
         entries = [entry for part in self.parts for entry in part.entries]
         columns = ("op", "module", f">share of the {self.of}'s work", "line")
-        if rows := [self._cost(entry.op, entry) for entry in entries if entry.replicated]:
-            yield from table(
-                "Ops that run replicated because they have no sharding rule", columns, rows
-            )
+        rows = [
+            (*self._cost(fallback.op, entry), escape(fallback.reason))
+            for entry in entries
+            if entry.replicated
+            for fallback in entry.fallbacks or (Fallback(entry.op, ""),)  # of an earlier version
+        ]
+        if rows:
+            title = "Ops that run replicated because they have no sharding rule"
+            yield from table(title, (*columns, "why"), rows)
         elif self.pattern is None:
             yield Text("Every op has a sharding rule; none runs replicated for lack of a rule.")
         if rows := [self._cost(op, entry) for entry in entries for op in entry.discovered]:

@@ -38,6 +38,7 @@ from autopar.plans import (
     KERNELS_BUFFERS,
     Communication,
     Entry,
+    Fallback,
     Fingerprint,
     Kept,
     NodeChoice,
@@ -50,7 +51,7 @@ from autopar.plans import (
     Version,
     beyond_shares_s,
 )
-from autopar.rules import is_discovered, is_fallback
+from autopar.rules import is_discovered, is_fallback, why_replicated
 from autopar.rules.call import op_name
 from autopar.sharding import pattern_of
 from autopar.solve import Evaluation
@@ -194,6 +195,7 @@ def _entries(draft: PlanDraft) -> Iterable[Entry]:
         key = FIELD.sub("*", nodes[0].node)
         seen[key] = seen.get(key, 0) + 1
         first = source.cluster.first if source.cluster else None
+        calls = [m.call for m in first.members] if first else []
         yield Entry(
             key=key if seen[key] == 1 else f"{key} ({seen[key]})",
             kind=op.kind,
@@ -206,16 +208,17 @@ def _entries(draft: PlanDraft) -> Iterable[Entry]:
             time_s=own_time_s(op, draft.choices.strategies[index]),
             again_s=own_time_s(op, again) if again is not None else 0.0,
             runner_up=draft.runner_ups.get(index),
-            replicated=first is not None and any(is_fallback(m.call) for m in first.members),
+            replicated=any(map(is_fallback, calls)),
             source=portable_line(sources.get(first.members[0].node, "")) if first else "",
-            discovered=(
-                tuple(
-                    dict.fromkeys(
-                        op_name(m.call.target) for m in first.members if is_discovered(m.call)
-                    )
+            discovered=tuple(
+                dict.fromkeys(op_name(call.target) for call in calls if is_discovered(call))
+            ),
+            fallbacks=tuple(
+                dict.fromkeys(
+                    Fallback(op_name(call.target), why_replicated(call))
+                    for call in calls
+                    if is_fallback(call)
                 )
-                if first
-                else ()
             ),
         )
 

@@ -234,12 +234,15 @@ def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> P
     if options.strict and replicated:
         lines = [
             f"{e.key} ({e.time_s * len(e.instances) / plan.prediction.step_s:.1%} of the step) at"
-            f" {e.source}"
+            f" {e.source} ({', '.join(f'{f.op}: {f.reason}' for f in e.fallbacks)})"
             for e in replicated
         ]
         raise AutoparError(
             "ops without a rule run replicated: " + "; ".join(lines),
-            remedy="pass strict=False to accept their cost",
+            remedy=(
+                "pass strict=False to accept their cost, or register a rule of each op with"
+                " autopar.rules.register"
+            ),
         )
     memory = dict(plan.prediction.memory_bytes)
     memory["transient"] = max(

@@ -32,6 +32,19 @@ class RunnerUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Fallback:
+    """An op that runs replicated because it has no rule.
+
+    Attributes:
+        op: name of the op.
+        reason: why experiments found no rule.
+    """
+
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One decision, taken by `len(instances)` equal clusters of nodes.
 
@@ -49,6 +62,8 @@ class Entry:
         source: the line of the user's model.
         discovered: the ops among the nodes whose rule was found by experiments.
         again_s: seconds of compute of one instance when backward runs it again.
+        fallbacks: the ops among the nodes that run replicated because they have no rule. Files omit
+            the field if it is empty.
     """
 
     key: str
@@ -65,6 +80,7 @@ class Entry:
     source: str
     discovered: tuple[str, ...] = ()
     again_s: float = 0.0
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,17 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import cattrs
 from cattrs.cols import homogenous_tuple_structure_factory, mapping_structure_factory
-from cattrs.gen import make_dict_structure_fn, make_hetero_tuple_structure_fn
+from cattrs.gen import (
+    make_dict_structure_fn,
+    make_dict_unstructure_fn,
+    make_hetero_tuple_structure_fn,
+    override,
+)
 from cattrs.strategies import configure_union_passthrough
 
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
+from autopar.plans.parts import Entry
 
 T = TypeVar("T")
 Hook = Callable[[Any, Any], Any]
@@ -99,6 +105,12 @@ def _dataclass_hook(kind: Any, converter: cattrs.Converter) -> Hook:
     return _strict("an object", dict, read=read)
 
 
+def _without_fallbacks(converter: cattrs.Converter) -> Callable[[Entry], dict[str, Any]]:
+    """The data of a decision. Most decisions have no fallbacks, and earlier versions do not know
+    the field."""
+    return make_dict_unstructure_fn(Entry, converter, fallbacks=override(omit_if_default=True))
+
+
 def _literal_hook(kind: Any, _: cattrs.Converter) -> Hook:
     known = get_args(kind)
 
@@ -141,6 +153,7 @@ def _make_converter() -> cattrs.Converter:
     made.register_unstructure_hook(Layout, str)
     made.register_structure_hook(Mesh, _read_mesh)
     made.register_unstructure_hook(Mesh, Mesh.to_json)
+    made.register_unstructure_hook(Entry, _without_fallbacks(made))
     configure_union_passthrough(str | bool | int | float | None, made)
     return made
 

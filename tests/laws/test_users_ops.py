@@ -3,7 +3,9 @@ said so in the plan."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout, Strategy
 from autopar.cost.op_times import call_time
 from autopar.errors import PlanError
-from autopar.rules import call_on, register, unregister
+from autopar.plans import Entry, Fallback
+from autopar.rules import Call, call_on, register, unregister, why_replicated
 from autopar.rules.table import REGISTERED
 
 
@@ -110,8 +113,13 @@ def ops_of(plan: autopar.Plan) -> tuple[set[str], set[str]]:
     """Names of the ops whose rule was discovered, and of those that run replicated for want of
     one."""
     return {op for e in plan.entries for op in e.discovered}, {
-        e.op for e in plan.entries if e.replicated
+        fallback.op for e in plan.entries for fallback in e.fallbacks
     }
+
+
+def tangled_call() -> Call:
+    x = torch.ones(16, 48)
+    return call_on(torch.ops.tests_users_ops.tangled.default, (x,), {}, tangled(x))[0]
 
 
 def test_ops_without_a_rule_are_discovered_planned_and_verified() -> None:
@@ -189,15 +197,46 @@ def test_an_op_that_cannot_be_split_runs_replicated_and_says_so() -> None:
     model = Net(knotted)
     plan = made(model)
     assert (
-        ops_of(plan) == (set(), {"tangled", "tangled_backward"})
+        ops_of(plan)
+        == (set(), {"tests_users_ops.tangled.default", "tests_users_ops.tangled_backward.default"})
         and autopar.verify(plan, model, BATCH).ok
     )
     text = str(autopar.explain(plan))
     assert "run replicated" in text and "test_users_ops.py" in text and "%" in text
+    assert "tests_users_ops.tangled.default" in text and why_replicated(tangled_call()) in text
+
+
+def test_a_plan_that_names_another_op_without_a_rule_is_refused() -> None:
+    model = Net(knotted)
+    plan = made(model)
+
+    def renamed(entry: Entry) -> Entry:
+        fallbacks = tuple(Fallback("aten.mm.default", f.reason) for f in entry.fallbacks)
+        return replace(entry, fallbacks=fallbacks)
+
+    other = replace(plan, entries=tuple(map(renamed, plan.entries)))
+    certificate = autopar.check(other, model, BATCH)
+    assert not certificate.ok and "the ops without a rule are" in str(certificate)
+
+
+def test_a_plan_of_an_earlier_version_names_no_ops_without_a_rule() -> None:
+    model = Net(knotted)
+    plan = made(model)
+    data = json.loads(plan.dumps())
+    assert sum("fallbacks" in e for e in data["entries"]) == sum(e.replicated for e in plan.entries)
+    for entry in data["entries"]:
+        entry.pop("fallbacks", None)
+    earlier = autopar.Plan.loads(json.dumps(data))
+    assert autopar.check(earlier, model, BATCH).ok
+    assert "run replicated" in str(autopar.explain(earlier))
 
 
 def test_strict_refuses_ops_that_run_replicated_with_their_line_and_cost() -> None:
     with pytest.raises(AutoparError, match="run replicated") as refused:
         made(Net(knotted), strict=True)
+    assert f"tests_users_ops.tangled.default: {why_replicated(tangled_call())}" in str(
+        refused.value
+    )
+    assert "autopar.rules.register" in str(refused.value)
     assert "made/tangled/forward" in str(refused.value) and "% of the step" in str(refused.value)
     assert "test_users_ops.py" in str(refused.value) and not isinstance(refused.value, PlanError)

@@ -16,6 +16,7 @@ from autopar.plans import (
     Communication,
     Crossed,
     Entry,
+    Fallback,
     Fingerprint,
     Kept,
     NodeChoice,
@@ -111,12 +112,15 @@ def made_plan(*, recompute: bool = True) -> Plan:
         weight(f"{head}.weight", "S(0) R"),
         entry([("ids/input", "-> R R")], kind="input"),
         entry([("net.embed/embedding/forward/0", "R S(0), S(0) R -> S(0) P")], time_s=1e-3),
-        entry(
-            [("net.layers.{0}.norm/odd_norm/forward/0", "R R -> R R")],
-            instances=ALL,
-            time_s=1e-3,
-            replicated=True,
-            source="net.py:3: return odd_norm(x)",
+        replace(
+            entry(
+                [("net.layers.{0}.norm/odd_norm/forward/0", "R R -> R R")],
+                instances=ALL,
+                time_s=1e-3,
+                replicated=True,
+                source="net.py:3: return odd_norm(x)",
+            ),
+            fallbacks=(Fallback("net.odd_norm.default", "it draws random numbers"),),
         ),
         entry(
             [
