@@ -565,7 +565,7 @@ def _transfers(communications: Iterable[Communication]) -> tuple[Transfer, ...]:
         n = len(c.instances)
         size = {"halo": collective.halo_bytes, "swap": collective.bytes // 2}.get(
             collective.kind, collective.bytes
-        )  # bytes sent
+        )  # bytes that one rank puts in; of halo and swap, the bytes that it sends
         found[key] = replace(
             before,
             num=before.num + n,

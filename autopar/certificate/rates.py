@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import assert_never
 
 import numpy as np
 import torch
@@ -255,13 +256,17 @@ def _rounds(kind: Kind, n: int) -> int:
 def _bytes_sent(kind: Kind, n: int, put_in: float) -> float:
     """Bytes that one rank sends."""
     to_others = (n - 1) * put_in
-    return (
-        to_others
-        if kind == "all_gather"
-        else 2 * to_others / n
-        if kind == "all_reduce"
-        else to_others / n
-    )
+    match kind:
+        case "all_gather":
+            return to_others
+        case "all_reduce":
+            return 2 * to_others / n
+        case "reduce_scatter" | "all_to_all":
+            return to_others / n
+        case "swap" | "halo" | "slice" | "fetch" | "store":
+            raise AssertionError(f"the bytes of a {kind} are counted by its caller")
+        case _:
+            assert_never(kind)
 
 
 def _share(kind: Kind, n: int) -> float:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from autopar.core.hardware import Curve, HardwareProfile, Link
 from autopar.errors import HardwareError
@@ -59,6 +59,9 @@ KINDS: tuple[Kind, ...] = (
 """Steps along an axis."""
 HOST_KINDS: tuple[Kind, ...] = ("fetch", "store")
 """Copies from and to the host's memory, along no axis."""
+JOINING: tuple[Kind, ...] = ("all_gather", "all_to_all")
+"""Kinds that join the ranks' parts of a dim. The parts may differ in length; the step is then given
+the whole length of the dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +98,17 @@ class Collective:
 
     def output_bytes(self, size: int) -> int:
         """Return the bytes of the local output of one rank, on an axis of `size` devices."""
-        if self.kind == "all_gather":
-            return self.bytes * size
-        if self.kind in ("reduce_scatter", "slice"):
-            return self.bytes // size
-        return self.bytes + self.halo_bytes
+        match self.kind:
+            case "all_gather":
+                return self.bytes * size
+            case "reduce_scatter" | "slice":
+                return self.bytes // size
+            case "halo":
+                return self.bytes + self.halo_bytes
+            case "all_reduce" | "all_to_all" | "swap" | "fetch" | "store":
+                return self.bytes
+            case _:
+                assert_never(self.kind)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as data of JSON."""
@@ -313,24 +322,47 @@ def _copied_bytes(collective: Collective, axis_size: int) -> int:
     """Bytes copied locally. Ranks' parts are contiguous in a collective's buffer, so that a dim
     that is not leading needs a copy. A slice is always copied. So are the halves of a swap when
     they are joined, and, if the dim is not leading, the half that is sent."""
-    if collective.kind == "all_gather" and collective.dim > 0:
-        return collective.bytes * axis_size
-    if collective.kind == "reduce_scatter" and collective.dim > 0:
-        return collective.bytes
-    if collective.kind == "all_to_all":
-        return collective.bytes * ((collective.dim > 0) + (collective.to_dim > 0))
-    if collective.kind == "swap":
-        return collective.bytes + (collective.bytes // 2 if collective.dim > 0 else 0)
-    return collective.output_bytes(axis_size) if collective.kind in ("slice", "halo") else 0
+    match collective.kind:
+        case "all_gather":
+            return collective.bytes * axis_size if collective.dim > 0 else 0
+        case "reduce_scatter":
+            return collective.bytes if collective.dim > 0 else 0
+        case "all_to_all":
+            return collective.bytes * ((collective.dim > 0) + (collective.to_dim > 0))
+        case "swap":
+            return collective.bytes + (collective.bytes // 2 if collective.dim > 0 else 0)
+        case "slice" | "halo":
+            return collective.output_bytes(axis_size)
+        case "all_reduce" | "fetch" | "store":
+            return 0
+        case _:
+            assert_never(collective.kind)
+
+
+def _num_rounds(kind: Kind) -> int:
+    """How often the data go around all ranks: an all_reduce is a reduce_scatter and an all_gather.
+
+    Raises:
+        AssertionError: if the kind does not involve all ranks of the axis.
+    """
+    match kind:
+        case "all_reduce":
+            return 2
+        case "all_gather" | "reduce_scatter" | "all_to_all":
+            return 1
+        case "swap" | "halo" | "slice" | "fetch" | "store":
+            raise AssertionError(f"a {kind} is not a step of all ranks")
+        case _:
+            assert_never(kind)
 
 
 def _steps(kind: Kind, n: int) -> int:
-    return math.ceil(math.log2(n)) * (2 if kind == "all_reduce" else 1)
+    return math.ceil(math.log2(n)) * _num_rounds(kind)
 
 
 def _share(kind: Kind, n: int) -> float:
     """Bytes that one device sends, per byte of the larger of its input and output."""
-    return (n - 1) / n * (2 if kind == "all_reduce" else 1)
+    return (n - 1) / n * _num_rounds(kind)
 
 
 def _wire_time(kind: Kind, n: int, size: float, link: Link, launch_s: float) -> float:

@@ -203,9 +203,11 @@ def _collective(
         return Collective("swap", axis, to, -1, "", dtype, size)
     if issubclass(type(after), Halo):
         return Collective("halo", axis, to, -1, "", dtype, size)
-    if to < 0:
+    if after == REPLICATE:
         return Collective("all_gather", axis, before.dim, -1, "", dtype, size)
-    return Collective("all_to_all", axis, before.dim, to, "", dtype, size)
+    if type(before) is Shard and type(after) is Shard:
+        return Collective("all_to_all", axis, before.dim, to, "", dtype, size)
+    raise AssertionError(f"no collective converts {before} into {after}")
 
 
 def layout_graph(

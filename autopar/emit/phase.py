@@ -21,6 +21,7 @@ from autopar.analysis.fusable import shared_rows
 from autopar.analysis.gradients import has_own_memory, operand_written, owner_of
 from autopar.capture.graphs import IN_PLACE
 from autopar.capture.trace import Parameter
+from autopar.core.collective import JOINING
 from autopar.core.layout import Layout, Strategy
 from autopar.emit import kernel_calls
 from autopar.emit.context import (
@@ -324,7 +325,7 @@ class PhaseBuilder:
     def _length(self, ref: Ref, step: Communication) -> dict[str, int]:
         """Return the whole length of the dim that a step joins, if its parts differ in length."""
         c = step.collective
-        if c.kind not in ("all_gather", "all_to_all"):
+        if c.kind not in JOINING:
             return {}
         length = self.job.shape(ref)[c.dim]
         return (

@@ -18,7 +18,7 @@ from torch import fx
 from autopar.analysis.gradients import addable_uncast
 from autopar.analysis.microbatches import Microbatching, find_microbatching
 from autopar.capture.trace import Parameter, Trace
-from autopar.core.collective import Collective
+from autopar.core.collective import JOINING, Collective
 from autopar.core.layout import Layout, Strategy
 from autopar.core.layout_graph import neighbours
 from autopar.core.mesh import Mesh
@@ -386,7 +386,7 @@ class _GraphBuilder:
     def _length(self, p: Parameter, step: Communication) -> dict[str, int]:
         """Return the whole length of the dim that a step joins, if its parts differ in length."""
         c = step.collective
-        uneven = c.kind in ("all_gather", "all_to_all") and p.view[c.dim] % step.source.num_shards(
+        uneven = c.kind in JOINING and p.view[c.dim] % step.source.num_shards(
             c.dim, self.mesh_shape
         )
         return {"length": p.view[c.dim]} if uneven else {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, fx
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from autopar import ops
 from autopar.capture.execute import place_on_device, promote, promoted_dtype
-from autopar.core.collective import HOST_KINDS, Collective, Kind
+from autopar.core.collective import HOST_KINDS, JOINING, Collective, Kind
 from autopar.core.layout import part_range
 from autopar.core.mesh import Mesh
 from autopar.core.placements import Halo, swap_parts, window
@@ -135,18 +135,23 @@ def step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str)
     size = len(parts)
     if size == 1:
         return parts
-    if kind == "slice":
-        return [_chunks(part, dim, size)[index] for index, part in enumerate(parts)]
-    if kind == "all_reduce":
-        return [reduce(parts, reduce_op).contiguous()] * size
-    if kind == "swap":
-        return [part.contiguous() for part in swap_parts(parts, dim)]
-    if kind == "reduce_scatter":
-        return _chunks(reduce(parts, reduce_op), dim, size)
-    if dim == to_dim:
-        return parts
-    whole = torch.cat(parts, dim=dim).contiguous()
-    return [whole] * size if kind == "all_gather" else _chunks(whole, to_dim, size)
+    match kind:
+        case "slice":
+            return [_chunks(part, dim, size)[index] for index, part in enumerate(parts)]
+        case "all_reduce":
+            return [reduce(parts, reduce_op).contiguous()] * size
+        case "swap":
+            return [part.contiguous() for part in swap_parts(parts, dim)]
+        case "reduce_scatter":
+            return _chunks(reduce(parts, reduce_op), dim, size)
+        case "all_gather":
+            return [torch.cat(parts, dim=dim).contiguous()] * size
+        case "all_to_all":
+            return parts if dim == to_dim else _chunks(torch.cat(parts, dim=dim), to_dim, size)
+        case "halo" | "fetch" | "store":
+            raise AssertionError(f"{kind} is not a step on equal parts of one group")
+        case _:
+            assert_never(kind)
 
 
 def with_halos(parts: list[Tensor], halo: Halo) -> list[Tensor]:
@@ -382,7 +387,7 @@ class Ranks:
             )  # with halos, parts may differ along the dim
             check_parts(
                 alike,
-                dim if kind in ("all_gather", "all_to_all") else -1,
+                dim if kind in JOINING else -1,
                 node.kwargs.get("length"),
             )
             results = (

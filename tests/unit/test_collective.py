@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.core.collective import BUCKET_DTYPES, KINDS, STRIPE, Collective, Kind, collective_time
+from autopar.certificate.rates import _bytes_sent
+from autopar.core.collective import (
+    BUCKET_DTYPES,
+    KINDS,
+    STRIPE,
+    Collective,
+    Kind,
+    _copied_bytes,
+    _num_rounds,
+    collective_time,
+)
 from autopar.core.hardware import HardwareProfile
 from autopar.errors import HardwareError
 from autopar.kernels import library, packing
+from autopar.program.interpreter import step
 
 GIB = 2**30
 H100 = HardwareProfile.load("h100-sxm")
@@ -144,6 +157,29 @@ def test_a_swap_costs_half_a_part_on_the_wire_and_its_local_copies_whatever_the_
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_axis_of_one_device_costs_nothing(kind: Kind) -> None:
     assert collective_time(collective(kind, GIB), 1, "intra", H100) == 0.0
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda c: c.output_bytes(4),
+        lambda c: collective_time(c, 4, "intra", H100),
+        lambda c: _copied_bytes(c, 4),
+        lambda c: _num_rounds(c.kind),
+        lambda c: _bytes_sent(c.kind, 4, 8.0),
+        lambda c: step(c.kind, [torch.ones(4)] * 2, 0, 0, ""),
+    ],
+)
+def test_a_kind_without_a_formula_is_not_priced_as_another(use: Callable[[Any], object]) -> None:
+    with pytest.raises(AssertionError, match="gather_all"):
+        use(collective(cast(Kind, "gather_all"), 1024))
+
+
+@pytest.mark.parametrize("kind", ["swap", "halo", "slice", "fetch", "store"])
+def test_a_step_that_does_not_involve_all_ranks_has_no_share_of_a_ring(kind: Kind) -> None:
+    for count in (_num_rounds, lambda kind: _bytes_sent(kind, 4, 8.0)):
+        with pytest.raises(AssertionError, match=kind):
+            count(kind)
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])

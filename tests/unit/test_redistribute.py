@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
-from autopar.core.collective import Collective
+from autopar.core.collective import JOINING, Collective
 from autopar.core.layout import Layout, local_shape, part_range
 from autopar.core.layout_graph import (
     Arc,
     LayoutGraph,
+    _collective,
     all_layouts,
     layout_graph,
     local_bytes,
@@ -136,6 +137,28 @@ def test_a_chain_turns_the_parts_of_one_layout_into_those_of_the_other(
         assert at == target
         for got, wanted in zip(parts, split(full, target, mesh), strict=True):
             torch.testing.assert_close(got, wanted)
+
+
+def test_the_kinds_that_join_a_dim_are_those_after_which_it_has_fewer_parts() -> None:
+    mesh_shape, shape = (2, 2), (8, 8)
+    kinds = set()
+    for layout in all_layouts(shape, mesh_shape):
+        for c, after in neighbours(shape, FLOAT, layout, mesh_shape):
+            kinds.add(c.kind)
+            joined = c.dim >= 0 and (
+                layout.num_shards(c.dim, mesh_shape) > after.num_shards(c.dim, mesh_shape)
+            )
+            assert joined == (c.kind in JOINING), (layout, c, after)
+    assert set(JOINING) <= kinds
+
+
+def test_a_placement_without_a_collective_is_not_reached_by_another() -> None:
+    class Odd(Shard):
+        """A placement that no collective makes."""
+
+    for before, after in ((Shard(0), Odd(1)), (Odd(0), Shard(1))):
+        with pytest.raises(AssertionError, match="no collective converts"):
+            _collective(0, before, after, "float32", 64)
 
 
 def test_only_the_innermost_splitter_of_a_dim_is_gathered_or_moved() -> None:
