@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
 from autopar.core.hardware import Hardware, HardwareProfile, Mixed
+from autopar.core.keywords import close_to
 from autopar.errors import HardwareError, MeshError
 
 
@@ -33,14 +34,16 @@ class Mesh:
 
     Args:
         axes: ``{"node": 4, "gpu": 8}``, a sequence of `MeshAxis`, or a device count (one axis,
-            ``"gpu"``).
+            ``"gpu"``). Leave it out to name the axes as keywords: ``Mesh(node=4, gpu=8)``.
         devices_per_node: how many consecutive ranks share a node; by default the size of the last
             axis if there are several axes, else all devices up to 8.
         links: the link of each axis whose link does not follow from the stride, ``{"gpu":
             "inter"}``.
+        sizes: the axes as keywords, if `axes` is left out.
 
     Raises:
-        MeshError: on an empty mesh, a size below 1, a repeated, unknown or unreadable axis name.
+        MeshError: if the axes are given twice or not at all, or on an empty mesh, a size below 1, a
+            repeated, unknown or unreadable axis name.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -49,16 +52,19 @@ class Mesh:
 
     def __init__(
         self,
-        axes: Mapping[str, int] | Sequence[MeshAxis] | int,
+        axes: Mapping[str, int] | Sequence[MeshAxis] | int | None = None,
         *,
         devices_per_node: int | None = None,
         links: Mapping[str, str] | None = None,
+        **sizes: int,
     ) -> None:
         if isinstance(axes, str):
             raise MeshError(
                 f"mesh axes must be a mapping of names to sizes, got the text {axes!r}",
                 remedy=f"pass autopar.Mesh.parse({axes!r})",
             )
+        if axes is None or sizes:
+            axes = _named_axes(axes is not None, sizes)
         if isinstance(axes, int):
             axes = {"gpu": axes}
         if isinstance(axes, Mapping):
@@ -183,6 +189,30 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{a.name}={a.size}" for a in self.axes)
+
+
+def _named_axes(others: bool, sizes: Mapping[str, int]) -> Mapping[str, int]:
+    """Check axes that were given as keywords.
+
+    Args:
+        others: whether axes were also given as the first argument.
+        sizes: devices on each axis.
+
+    Raises:
+        MeshError: if there are others or none, or a keyword is a misspelt option of `Mesh`.
+    """
+    for name in sizes:
+        if close := close_to(name, ("devices_per_node", "links")):
+            raise MeshError(
+                f"{name!r} is not an option of a mesh",
+                remedy=f"did you mean {close[0]}? Pass an axis of this name as {{{name!r}: 2}}",
+            )
+    if others or not sizes:
+        raise MeshError(
+            f"the axes are given twice, also as {', '.join(sizes)}" if others else "no axes given",
+            remedy='pass autopar.Mesh({"node": 4, "gpu": 8}) or autopar.Mesh(node=4, gpu=8)',
+        )
+    return sizes
 
 
 def nodes_in(text: str) -> tuple[int, int] | None:

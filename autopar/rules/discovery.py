@@ -1,4 +1,4 @@
-"""Rules found by experiment (`experiments`), for ops that have none.
+"""Rules found by experiment (`experiment`), for ops that have none.
 
 Experiments are evidence, no proof: a split that is wrong only for values that were not tried would
 be taken. So ops are left alone whose schema says that they change operands, draw numbers, or that
@@ -192,13 +192,13 @@ def _key(call: Call) -> str:
 # Experiments on one call: which splits and partial sums of its operands give the whole result.
 #
 # Every way to split the operands on one axis, and every set of partial sums, is tried once on
-# small tensors (`scaling`); where the results of the ranks join to the whole, by shards, as sums,
-# maxima, minima or as they are, that is an option. It is taken only after the same law as all
+# small tensors (`small_calls`); where the results of the ranks join to the whole, by shards, as
+# sums, maxima, minima or as they are, that is an option. It is taken only after the same law as all
 # rules: on other numbers, on even and uneven parts, and beside every option that was taken before
 # it, on two axes.
 #
 # An op that is not known may do anything with operands that do not belong together, so this runs
-# in a process of its own (`discovery`).
+# in a child process (`_in_child`).
 
 _NUM_PARTS = (2, 3)
 _MOST_COMBINATIONS = 4096

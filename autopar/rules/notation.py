@@ -2,15 +2,26 @@
 
 ``"b s k, n k -> b s n"`` names the dims of operands and results. Sharding a *letter* shards every
 tensor that has it and replicates the operands that lack it. A result that lacks it is a partial
-result, to be reduced (``Partial``); where it is computed in full on every rank it says so with
-``=``: in ``"n o, n c, o c -> n c, o c, o =c"`` the third result does not depend on what has ``c``.
+result, to be reduced (``Partial``).
+
+A result that lacks a letter and does not depend on the operands that have it is the same on every
+rank. Its term lists the letter with ``=``. For example, the backward of a linear layer takes the
+gradient ``n o``, the input ``n c`` and the weight ``o c``, and returns the gradients of the input,
+the weight and the bias. The bias gradient is the sum of the gradient over ``n``; the letter ``c``
+does not affect it: ``"n o, n c, o c -> n c, o c, o =c"``. The options are
+
+    n    S(0) S(0) R -> S(0) P    P
+    o    S(1) R S(0) -> P    S(0) S(0)
+    c    R S(1) S(1) -> S(1) S(1) R      (without ``=c`` the last would be P)
 
 ``_`` is a dim that stays whole. ``...`` stands for all dims that are not named, aligned at the
 right, as in broadcasting. A dim of size 1 never has a letter: it is broadcast. There is one term
 per slot; the terms of empty slots are skipped.
 
-A rule also lists its *linear* slot sets: the result is linear in these slots together, all else
-fixed, so that partial sums in all of them pass through as partial sums.
+A rule also lists its *linear* sets. The results are linear in the tensors of a set together, with
+all other tensors fixed, so that partial sums in all of them pass through as partial sums. `Row` and
+`parse` count slots. `Factors` counts operands: a slot without an operand has no number.
+`autopar.rules.register` counts tensor parameters, which are the slots of the op.
 """
 
 from __future__ import annotations
@@ -45,7 +56,7 @@ class Factors:
 
     Attributes:
         equal: per result the letters over which it is computed in full on every rank.
-        linear: sets of operand numbers.
+        linear: sets of operand numbers in which the op is linear together.
         reduce_op: how partial results of contracted letters are reduced.
         further: options that no letter says.
     """
@@ -206,7 +217,9 @@ def exact_cast(source: torch.dtype, target: torch.dtype) -> bool:
 # A row of the rules' table that is a notation text.
 
 FIRST, EITHER, BOTH = ((0,),), ((0,), (1,)), ((0, 1),)
-"""Sets of slots in which an op is linear together."""
+"""Sets of slots in which an op of two operands is linear together, with the placements that they
+allow besides shards: FIRST allows ``P R -> P``; EITHER, as in a product, ``P R -> P`` and
+``R P -> P``; BOTH, as in an addition, ``P P -> P``."""
 
 
 @dataclass(frozen=True, slots=True)

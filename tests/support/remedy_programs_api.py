@@ -100,6 +100,14 @@ MESHES: dict[str, Program] = {
         "the number of ranks per node",
         lambda: Mesh(8, devices_per_node=4),
     ),
+    "core/mesh.py _named_axes 0": Program(
+        lambda: Mesh({"node": 2}, device_per_node=2),
+        "did you mean devices_per_node?",
+        lambda: Mesh({"node": 2}, devices_per_node=2),
+    ),
+    "core/mesh.py _named_axes 1": Program(
+        lambda: Mesh({"node": 2}, gpu=2), "Mesh(node=4, gpu=8)", lambda: Mesh(node=2, gpu=2)
+    ),
     "core/mesh.py Mesh.without 0": Program(
         lambda: Mesh(8).without("node"), "its axes are gpu", lambda: Mesh(8).without("gpu")
     ),

@@ -40,6 +40,8 @@ def test_ranks_are_row_major_and_every_rank_is_in_one_group_of_each_axis(mesh: M
 def test_a_mesh_is_made_of_a_count_of_names_or_of_axes() -> None:
     assert Mesh(4).names == ("gpu",) and Mesh(4).shape == (4,)
     named = Mesh({"node": 2, "gpu": 4})
+    assert named == Mesh(node=2, gpu=4) and named.names == ("node", "gpu")
+    assert Mesh(a=2, b=2, devices_per_node=4) == Mesh({"a": 2, "b": 2}, devices_per_node=4)
     assert named == Mesh([MeshAxis("node", 2), MeshAxis("gpu", 4)]) == Mesh.parse(" node=2, gpu=4")
     assert (named.names, named.shape, named.num_devices, str(named)) == (
         ("node", "gpu"),
@@ -89,6 +91,12 @@ def test_named_links_and_devices_per_node_come_back_from_json_and_tell_meshes_ap
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
+        (lambda: Mesh(), "no axes given"),
+        (lambda: Mesh(None), "no axes given"),
+        (lambda: Mesh({"node": 2}, gpu=4), "given twice, also as gpu"),
+        (lambda: Mesh(node=2, device_per_node=4), "not an option of a mesh"),
+        (lambda: Mesh({"node": 2}, link={"node": "intra"}), "not an option"),  # type: ignore[arg-type]
+        (lambda: Mesh(gpu=0), "has size 0"),
         (lambda: Mesh({}), "at least one axis"),
         (lambda: Mesh([]), "at least one axis"),
         (lambda: Mesh(0), "has size 0"),
