@@ -178,9 +178,12 @@ class Border:
                         node, torch.ops.aten.add.Tensor, (found[entry], node), shape_of(node)
                     )
             found[entry] = node
-        results = [
-            (entry, node) for group in _GROUPS for entry, node in found.items() if entry[0] == group
-        ]
+        # Gradients come in the order of the parameters. The gradient of a tied parameter would else
+        # come at the place of its last name, which folding does not preserve.
+        ranks = {name: rank for rank, (_, name) in enumerate(self.nodes)}
+        groups = {group: [entry for entry in found if entry[0] == group] for group in _GROUPS}
+        groups["gradient"].sort(key=lambda entry: ranks[entry[1]])
+        results = [(entry, found[entry]) for group in groups.values() for entry in group]
         output.args = (tuple(node for _, node in results),)
         return results
 
