@@ -1,15 +1,10 @@
 """The options of planning. Each is declared once, with its default, its check, its texts and its
-command line flag.
+command line flag: a field of `PlanOptions` with an `Option`. Signatures and docstrings of the
+functions that take options (`autopar.api.options`), flags (`autopar.cli.shared_options`) and what a
+plan records follow from it. The table in `docs/planning.md` is tested against it.
 
-Each field of `PlanOptions` is an option, and its `Option` holds everything else about it. The
-signatures and docstrings of the functions that take options (`autopar.api.options`), the flags of
-``autopar plan`` (`autopar.cli.shared_options`) and the options that a plan records are derived from
-these declarations. The table of options in `docs/planning.md` is tested against them. To add an
-option, add a field here and in `PlanKeywords`.
-
-The functions take ``**options: Unpack[PlanKeywords]`` instead of a list of parameters each. Type
-checkers and editors read the names and types from `PlanKeywords`, and `help` and
-`inspect.signature` show the defaults. A function can still tell which options were passed:
+The functions take ``**options: Unpack[PlanKeywords]``: type checkers read names and types from
+`PlanKeywords`, `help` shows the defaults, and a function can tell which options were passed.
 `compile` refuses options together with a plan.
 
 This module does not import torch, so that help texts and mistyped options are shown at once.
@@ -37,7 +32,7 @@ Outputs = Literal["full", "local", "dtensor", "loss", "auto"]
 Precision = Literal["bf16", "fp16"]
 Auto = Literal["auto"]
 Effort = Literal["quick", "normal", "thorough"]
-Call = Literal["plan", "compile"]
+Call = Literal["plan", "compile", "what_if"]
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "none")
 UNLIMITED = 2**60
 """Bytes of a budget that limits nothing."""
@@ -222,13 +217,18 @@ def _read_constraints(texts: Sequence[str] | None) -> tuple[Constraint, ...]:
     return tuple(parse_constraint(text) for text in texts)
 
 
-class SearchKeywords(TypedDict, total=False):
-    """The options that control the search of `autopar.plan`."""
+class WhatIfKeywords(TypedDict, total=False):
+    """The options that `autopar.what_if` takes. A plan does not record them."""
 
-    gap: float
     time_limit_s: float
     solver: str
     effort: Effort
+
+
+class SearchKeywords(WhatIfKeywords, total=False):
+    """The options that control the search of `autopar.plan`."""
+
+    gap: float
     cache: bool
 
 
@@ -352,6 +352,7 @@ class PlanOptions:
             brief="time limit for all of planning; the best plan so far is returned with its gap",
             default_in_words="none",
             unit="seconds",
+            calls=get_args(Call),
             is_recorded=False,
             flag=Flag(
                 "--time-limit",
@@ -371,6 +372,7 @@ class PlanOptions:
             " HiGHS through PuLP. Solvers through PuLP are slower.",
             _check_name,
             brief="which [solver](#solvers) solves the integer program",
+            calls=get_args(Call),
             is_recorded=False,
             flag=Flag(
                 "--solver",
@@ -392,6 +394,7 @@ class PlanOptions:
             " were not tried are listed in the plan's proof, with their bounds.",
             _among(get_args(Effort)),
             brief="how much work [alternatives to the first plan](#alternatives) may take",
+            calls=get_args(Call),
             is_recorded=False,
             flag=Flag(
                 "--quick/--thorough",
@@ -593,5 +596,5 @@ DEFAULTS: Mapping[str, Any] = {name: each.default for name, each in _FIELDS.item
 
 
 def options_of(call: Call) -> dict[str, Option]:
-    """Return the options that a function, ``"plan"`` or ``"compile"``, takes."""
+    """Return the options that a function takes."""
     return {name: option for name, option in OPTIONS.items() if call in option.calls}

@@ -1,5 +1,5 @@
-"""Show the options of `plan` and `compile` in `help` and notebooks with type, default and text, and
-hold the request that they form.
+"""Show the options of `plan`, `compile` and `what_if` in `help` and notebooks with type, default
+and text, and hold the request that they form.
 """
 
 from __future__ import annotations
@@ -15,10 +15,22 @@ from torch import nn
 from autopar.api.arguments import MeshLike
 from autopar.capture import Trace
 from autopar.core.mesh import HardwareLike
-from autopar.request import DEFAULTS, Call, CompileKeywords, PlanKeywords, PlanOptions, options_of
+from autopar.request import (
+    DEFAULTS,
+    Call,
+    CompileKeywords,
+    PlanKeywords,
+    PlanOptions,
+    WhatIfKeywords,
+    options_of,
+)
 
 F = TypeVar("F", bound=Callable[..., object])
-_KEYWORDS: Mapping[Call, Any] = {"plan": PlanKeywords, "compile": CompileKeywords}
+_KEYWORDS: Mapping[Call, Any] = {
+    "plan": PlanKeywords,
+    "compile": CompileKeywords,
+    "what_if": WhatIfKeywords,
+}
 _WIDTH = 140  # columns of a docstring
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 from torch import nn
 
@@ -21,7 +22,7 @@ from autopar.api.arguments import (
     of_plan,
     planned_for,
 )
-from autopar.api.options import PlanRequest
+from autopar.api.options import PlanRequest, takes_options
 from autopar.api.plan_options import check_fits, options_of, recorded_options
 from autopar.api.planning import plan_call, shown_progress
 from autopar.api.tracing import planned_part, traced_for
@@ -32,6 +33,7 @@ from autopar.constraints.together import elsewhere
 from autopar.constraints.words import in_words
 from autopar.core.garbage import collected_seldom
 from autopar.core.hardware import Hardware, profile_of
+from autopar.core.keywords import named
 from autopar.core.mesh import HardwareLike, Mesh
 from autopar.core.units import seconds, share, size
 from autopar.emit import returned_of
@@ -40,7 +42,7 @@ from autopar.planner.reprice import reprice_plan
 from autopar.planner.sensitivity import all_flips
 from autopar.planner.transfer_plan import Carried, carry_plan, notes
 from autopar.plans import Flips, Plan
-from autopar.request import PlanOptions, as_constraints
+from autopar.request import PlanOptions, WhatIfKeywords, as_constraints
 
 # --------------------------------------------------------------------------------------------------
 # The constraints of a plan, with some removed and others added.
@@ -220,6 +222,8 @@ class WhatIf:
         )
 
 
+@named("autopar.what_if", "docs/planning.md")
+@takes_options("what_if")
 @collected_seldom()
 def what_if(
     plan: Plan,
@@ -232,6 +236,7 @@ def what_if(
     constraints: Sequence[Constraint] = (),
     without: Sequence[str | Constraint] = (),
     num_flips: int = 0,
+    **options: Unpack[WhatIfKeywords],
 ) -> WhatIf:
     """Return the step time of a plan on other hardware, and the gain of a plan made there or under
     other constraints.
@@ -255,6 +260,7 @@ def what_if(
             name, ``num_microbatches``, or one constraint as written, ``pipeline("node")``.
         num_flips: number of choices of the new plan (of each of its stages) with the closest
             runner-ups, for which to find the hardware change that would change them.
+        options: how the new plan is searched; `help` lists the options.
 
     Raises:
         PlanError: if the plan is for another model, or does not apply to that
@@ -269,26 +275,26 @@ def what_if(
     devices = as_hardware(planned_for(plan) if hardware is None else hardware, there)
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh, type(model).__name__)
-    options = options_of(plan, devices, memory_bytes)
+    asked = replace(options_of(plan, devices, memory_bytes), **options)
     part, how = planned_part(plan, model, trace, args, kwargs)
     change = change_options(
-        options,
+        asked,
         (without,) if isinstance(without, str | Constraint) else without,
         as_constraints(constraints),
     )
     if there.axes == plan.mesh.axes:
         peaks = plan.as_pipeline.peaks
-        found = Carried(reprice_plan(plan, part, there, devices, options), peaks)
+        found = Carried(reprice_plan(plan, part, there, devices, asked), peaks)
     else:
         outputs = plan.options.get("outputs", "dtensor")
         returned = returned_of(part, how, outputs)
-        found = carry_plan(plan, part, there, devices, options, _bytes_of(trace), returned)
-    peak_bytes, budget_bytes = _tightest(plan, found, devices, options)
-    options = (
+        found = carry_plan(plan, part, there, devices, asked, _bytes_of(trace), returned)
+    peak_bytes, budget_bytes = _tightest(plan, found, devices, asked)
+    asked = (
         change.options if there.axes == plan.mesh.axes else _elsewhere(plan, there, change.options)
     )
-    options = replace(options, constraints=(*options.constraints, *change.more))
-    request = PlanRequest(model, there, devices, options)
+    asked = replace(asked, constraints=(*asked.constraints, *change.more))
+    request = PlanRequest(model, there, devices, asked)
     with shown_progress() as progress:
         best = plan_call(request, args, kwargs, progress=progress)[1].plan
     turning = Flips()
@@ -298,7 +304,7 @@ def what_if(
             planned_part(best, model, trace, args, kwargs)[0],
             there,
             devices,
-            options,
+            asked,
             most=num_flips,
         )
     return WhatIf(

@@ -52,7 +52,7 @@ LpFile = Annotated[
 
 
 @takes_model
-@takes_options
+@takes_options("plan")
 def plan_command(
     mesh: Annotated[
         str,
@@ -336,6 +336,7 @@ def verify_command(
 
 @app.command("what-if")
 @takes_model
+@takes_options("what_if")
 def what_if_command(
     plan: PlanFile,
     hardware: Annotated[
@@ -372,6 +373,7 @@ def what_if_command(
     ] = None,
     named: NamedModel = NO_MODEL,
     flips: Flips = 0,
+    **options: Any,
 ) -> None:
     """Show the step time of a plan on other hardware, and the gain of planning again there or under
     other constraints.
@@ -398,6 +400,7 @@ def what_if_command(
             constraints=more,
             without=without or (),
             num_flips=flips,
+            **read_options(options),
         )
     say(str(found))
 

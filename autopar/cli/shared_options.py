@@ -18,8 +18,8 @@ import typer
 
 from autopar.core.mesh import read_hardware
 from autopar.errors import AutoparError, PlanError
-from autopar.hf.models import KNOWN, parse
-from autopar.request import OPTIONS
+from autopar.hf.specs import KNOWN, parse
+from autopar.request import OPTIONS, Call, options_of
 
 F = TypeVar("F", bound=Callable[..., None])
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -147,26 +147,33 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def takes_options(command: F) -> F:
-    """Add a flag to a command for each planning option that declares one, before its keyword-only
-    parameters.
+def takes_options(call: Call) -> Callable[[F], F]:
+    """Decorate a command with ``**options``: add a flag for each option of a function that declares
+    one, before the command's keyword-only parameters.
+
+    Args:
+        call: the function.
     """
-    here, kinds = inspect.signature(command, eval_str=True), inspect.Parameter
-    first = [p for p in here.parameters.values() if p.kind is kinds.POSITIONAL_OR_KEYWORD]
-    last = [p for p in here.parameters.values() if p.kind is kinds.KEYWORD_ONLY]
-    flags = [
-        kinds(
-            name,
-            kinds.KEYWORD_ONLY,
-            default=option.flag.default,
-            annotation=Annotated[option.flag.kind, _as_typer_has_it(name)],
-        )
-        for name, option in OPTIONS.items()
-        if option.flag is not None
-    ]
-    signature = here.replace(parameters=[*first, *flags, *last])
-    command.__signature__ = signature  # type: ignore[attr-defined]
-    return command
+
+    def decorate(command: F) -> F:
+        here, kinds = inspect.signature(command, eval_str=True), inspect.Parameter
+        first = [p for p in here.parameters.values() if p.kind is kinds.POSITIONAL_OR_KEYWORD]
+        last = [p for p in here.parameters.values() if p.kind is kinds.KEYWORD_ONLY]
+        flags = [
+            kinds(
+                name,
+                kinds.KEYWORD_ONLY,
+                default=option.flag.default,
+                annotation=Annotated[option.flag.kind, _as_typer_has_it(name)],
+            )
+            for name, option in options_of(call).items()
+            if option.flag is not None
+        ]
+        signature = here.replace(parameters=[*first, *flags, *last])
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 def read_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ torch with the first name that needs it.
 from typing import TYPE_CHECKING
 
 from autopar.core.lazy import lazily
-from autopar.hf.models import KNOWN, parse
+from autopar.hf.specs import KNOWN, parse
 
 if TYPE_CHECKING:
     from autopar.hf.batches import unlabelled

@@ -317,13 +317,13 @@ MODELS: dict[str, Program] = {
     "hf/models.py _of_users 0": Program(
         _function("model.py:raises"), "correct the function", _function("model.py:made")
     ),
-    "hf/models.py parse 0": Program(
+    "hf/specs.py parse 0": Program(
         lambda: hf.build("nothing"), "pass TYPE:JSON", _named("llama", _TEXT, seq=4)
     ),
-    "hf/models.py parse 1": Program(
+    "hf/specs.py parse 1": Program(
         _named("llama", "{'hidden_size': 8}"), "in double quotes", _named("llama", _TEXT, seq=4)
     ),
-    "hf/models.py parse 2": Program(
+    "hf/specs.py parse 2": Program(
         _named("llama", "[8]"), '{"name": value, ...}', _named("llama", _TEXT, seq=4)
     ),
     "cli/commands.py clear_command 0": Program(

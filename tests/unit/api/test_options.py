@@ -29,12 +29,16 @@ from autopar.request import (
     Option,
     PlanKeywords,
     PlanOptions,
+    WhatIfKeywords,
     options_of,
 )
 
 ROOT = Path(__file__).parents[3]
-CALLS: dict[Call, Callable[..., Any]] = {"plan": autopar.plan, "compile": autopar.compile}
-OF_THE_CALL = {"model", "mesh", "example_inputs", "hardware", "plan", "backend", "write_lp"}
+CALLS: dict[Call, Callable[..., Any]] = {
+    "plan": autopar.plan,
+    "compile": autopar.compile,
+    "what_if": autopar.what_if,
+}
 
 
 def words(text: str) -> str:
@@ -48,9 +52,10 @@ def test_every_field_but_the_end_of_the_time_is_an_option() -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_the_signature_shows_every_option_with_its_default_and_type(call: Call) -> None:
-    shown = dict(inspect.signature(CALLS[call]).parameters)
-    options = {name: p for name, p in shown.items() if name not in OF_THE_CALL}
+    shown = list(inspect.signature(CALLS[call]).parameters.items())
+    options = dict(shown[-len(options_of(call)) :])
     assert list(options) == list(options_of(call))
+    assert inspect.Parameter.VAR_KEYWORD not in {parameter.kind for _, parameter in shown}
     declared = {f.name: f.type for f in fields(PlanOptions)}
     for name, parameter in options.items():
         assert parameter.kind is parameter.KEYWORD_ONLY and parameter.default == DEFAULTS[name], (
@@ -62,7 +67,8 @@ def test_the_signature_shows_every_option_with_its_default_and_type(call: Call) 
 
 
 @pytest.mark.parametrize(
-    ("call", "keywords"), [("plan", PlanKeywords), ("compile", CompileKeywords)]
+    ("call", "keywords"),
+    [("plan", PlanKeywords), ("compile", CompileKeywords), ("what_if", WhatIfKeywords)],
 )
 def test_type_checkers_see_the_same_options(call: Call, keywords: Any) -> None:
     assert set(keywords.__annotations__) == set(options_of(call))
@@ -107,15 +113,18 @@ def test_options_of_a_compilation_are_checked_at_once_though_it_plans_at_the_fir
         autopar.compile(nn.Linear(2, 2), 1, constraints=cast(Any, ddp()))
 
 
-def flags() -> dict[str, Any]:
-    command = cast(Any, typer.main.get_command(app)).commands["plan"]
-    return {parameter.name: parameter for parameter in command.params}
+def flags(command: str) -> dict[str, Any]:
+    found = cast(Any, typer.main.get_command(app)).commands[command]
+    return {parameter.name: parameter for parameter in found.params}
 
 
-def test_the_command_line_has_a_flag_for_every_option_that_declares_one() -> None:
-    there = flags()
+@pytest.mark.parametrize(("command", "call"), [("plan", "plan"), ("what-if", "what_if")])
+def test_the_command_line_has_a_flag_for_every_option_that_declares_one(
+    command: str, call: Call
+) -> None:
+    there = flags(command)
     assert "options" not in there
-    for name, option in OPTIONS.items():
+    for name, option in options_of(call).items():
         if option.flag is None:
             continue
         shown = there[name]
