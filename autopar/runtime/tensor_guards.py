@@ -23,10 +23,17 @@ _MARK = "_autopar_storage"
 
 
 def watch_data(parameters: Iterable[Tensor]) -> None:
-    """Note the storage of each distributed parameter."""
+    """Note the storage of each distributed parameter. A parameter that is watched already, by
+    another program of its module, keeps its mark: its data may have been assigned since.
+    """
     for parameter in parameters:
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and not _is_watched(parameter):
             setattr(parameter, _MARK, _mark(parameter))
+
+
+def _is_watched(parameter: Tensor) -> bool:
+    noted = parameter.__dict__.get(_MARK)
+    return noted is not None and bool(noted[0] == id(parameter))
 
 
 def refuse_given_data(name: str, parameter: Tensor) -> None:
@@ -40,8 +47,7 @@ def refuse_given_data(name: str, parameter: Tensor) -> None:
     Raises:
         RuntimeStateError: if its data was assigned.
     """
-    noted = parameter.__dict__.get(_MARK)
-    if noted is not None and noted[0] == id(parameter) and noted != _mark(parameter):
+    if _is_watched(parameter) and parameter.__dict__[_MARK] != _mark(parameter):
         raise RuntimeStateError(
             f"{name!r} was assigned data (p.data = ...), which torch does not transfer to a"
             " distributed parameter: its value did not change",

@@ -48,6 +48,20 @@ def test_a_parameter_that_was_given_data_is_refused_at_the_next_call(
         module(X)
 
 
+@pytest.mark.parametrize("calls", [(X[:2],), (X[:2], X)], ids=["another shape", "both shapes"])
+def test_it_is_refused_too_if_the_next_call_needs_another_program(
+    module: Any, calls: tuple[Tensor, ...]
+) -> None:
+    module(X)
+    module.body.weight.data = torch.eye(8)
+    for x in calls:
+        with pytest.raises(RuntimeStateError, match=r"'body\.weight' was assigned data"):
+            module(x)
+    module.eval()
+    with pytest.raises(RuntimeStateError, match="was assigned data"), torch.no_grad():
+        module(X)
+
+
 def test_what_writes_into_it_goes_on(module: Any) -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     before = module(X)
