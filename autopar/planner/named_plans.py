@@ -16,7 +16,9 @@ the excluded strategies rules out most named plans without solving anything.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -107,7 +109,8 @@ class NamedPlans:
         """Return the strategies that named plans exclude; none if the plans do not hold, are not
         close, or decide about nodes apart that take one decision in this problem."""
         try:
-            named = resolve_named(self.trace, plans, self.mesh, self._walks)
+            with _without_warnings():  # about plans that the user did not ask for
+                named = resolve_named(self.trace, plans, self.mesh, self._walks)
         except ConstraintError:  # a call that asks for them is refused with this error
             return {}
         if named.apart:
@@ -115,6 +118,21 @@ class NamedPlans:
         found = excluded_by(priced, named)
         holds = all(len(out) < len(priced.problem.ops[n].strategies) for n, out in found.items())
         return found if holds and is_close(found) else {}
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Log no warnings of autopar."""
+    log = logging.getLogger("autopar")
+
+    def is_less(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.WARNING
+
+    log.addFilter(is_less)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_less)
 
 
 def excluded_by(priced: Priced, named: Named) -> Excluded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import zoo_small
 from mlp import traced
+from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
@@ -163,3 +165,22 @@ def test_named_plans_that_a_model_refuses_are_left_out() -> None:
         name for name, _ in NamedPlans(trace, mesh, is_thorough=True).search(free, lambda _: True)
     ]
     assert named and not any("context" in name for name in named)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).pow(2).mean()
+
+
+def test_plans_that_nobody_asked_for_warn_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    asked = dict(example_inputs=(torch.zeros(8, 16, 32),), hardware="h100-sxm")
+    tensor = tensor_parallel("1d", axes="gpu")
+    with caplog.at_level(logging.WARNING, "autopar"):
+        autopar.plan(Block(), Mesh({"gpu": 2}), **asked)
+        assert not caplog.records
+        autopar.plan(Block(), Mesh({"gpu": 2}), constraints=[tensor], **asked)
+        assert any(str(tensor) in record.getMessage() for record in caplog.records)
