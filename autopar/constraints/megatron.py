@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autopar.constraints.parallel import Axes, Parallelism, PlanName, names_of
+from autopar.core.keywords import named
 from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
 
@@ -73,6 +74,7 @@ class Megatron:
         return f"megatron({', '.join(arguments)})"
 
 
+@named("autopar.constraints.megatron", "docs/constraints.md")
 def megatron(
     *,
     tp: int | Axes = 1,

@@ -85,6 +85,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from autopar.core.keywords import named
 from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
 
@@ -202,6 +203,7 @@ class Parallelism:
         )
 
 
+@named("autopar.constraints.ddp", "docs/constraints.md")
 def ddp(axes: Axes | None = None) -> Parallelism:
     """Data parallelism: the batch and every activation are split over `axes` (all axes by default),
     and parameters are replicated.
@@ -228,6 +230,7 @@ def ddp(axes: Axes | None = None) -> Parallelism:
     return Parallelism("ddp", names_of(axes))
 
 
+@named("autopar.constraints.fsdp", "docs/constraints.md")
 def fsdp(axes: Axes | None = None) -> Parallelism:
     """Fully sharded data parallelism, stage 3 of ZeRO: as `ddp`, but each parameter is stored
     sharded over `axes`, together with its gradient and optimizer state.
@@ -249,6 +252,7 @@ def fsdp(axes: Axes | None = None) -> Parallelism:
     return Parallelism("fsdp", names_of(axes), 3)
 
 
+@named("autopar.constraints.context_parallel", "docs/constraints.md")
 def context_parallel(axes: Axes) -> Parallelism:
     """Context parallelism: the sequence, dim 1 of the inputs, and every activation are split over
     `axes`, and parameters are replicated.
@@ -276,6 +280,7 @@ def context_parallel(axes: Axes) -> Parallelism:
     return Parallelism("context_parallel", names_of(axes))
 
 
+@named("autopar.constraints.expert_parallel", "docs/constraints.md")
 def expert_parallel(axes: Axes, tokens: Literal["", "dispatched", "gathered"] = "") -> Parallelism:
     """Expert parallelism: the batch is split over `axes` as in `ddp`, and each device has 1/P of
     the experts of every expert layer, with their gradients and optimizer state. All other
@@ -338,6 +343,7 @@ def expert_parallel(axes: Axes, tokens: Literal["", "dispatched", "gathered"] = 
     return Parallelism(_EXPERTS[tokens], names_of(axes))
 
 
+@named("autopar.constraints.tensor_parallel", "docs/constraints.md")
 def tensor_parallel(kind: str = "1d", *, axes: Axes, sequence: bool = False) -> Parallelism:
     """Tensor parallelism: the weights of linears are split over `axes`.
 

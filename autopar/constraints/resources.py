@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.core.keywords import named
 from autopar.core.schedules import AUTO, INTERLEAVED, SCHEDULES
 from autopar.errors import ConstraintError
 
@@ -52,6 +53,7 @@ def _schedule(axis: str | None, cuts: Sequence[str] | None) -> str:
     return "1f1b" if axis is not None or cuts is not None else AUTO
 
 
+@named("autopar.constraints.pipeline", "docs/constraints.md")
 def pipeline(
     axis: str | None = None,
     *,
@@ -156,6 +158,7 @@ class Offloaded:
         return f"offload({', '.join(arguments)})"
 
 
+@named("autopar.constraints.offload", "docs/constraints.md")
 def offload(
     *, parameters: bool = True, activations: bool = True, host_bytes: int | None = None
 ) -> Offloaded:

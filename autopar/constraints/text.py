@@ -22,6 +22,7 @@ from autopar.constraints.parallel import (
 )
 from autopar.constraints.resources import offload, pipeline
 from autopar.constraints.together import Constraint
+from autopar.core.keywords import close_to
 from autopar.errors import AutoparError, ConstraintError
 
 _NAMED: Mapping[str, Callable[..., Constraint]] = {
@@ -53,10 +54,12 @@ def parse_constraint(text: str) -> Constraint:
     """
     name, args, kwargs = _parts(text)
     if name not in _NAMED:
+        close = close_to(name, _NAMED)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
         raise ConstraintError(
             f"{name!r} is not a constraint",
             where=text,
-            remedy=f"constraints are {', '.join(_NAMED)}",
+            remedy=f"{meant}constraints are {', '.join(_NAMED)}",
         )
     make = _NAMED[name]
     try:

@@ -12,6 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.constraints import layout
+from autopar.constraints.text import parse_constraint
 from autopar.errors import ArgumentError, ConstraintError
 
 MODEL, X = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
@@ -74,6 +75,31 @@ def test_arguments_that_are_misspelt_or_left_out_are_refused_with_the_nearest_na
         and "docs/" in refused.value.remedy
     )
     assert isinstance(refused.value, TypeError)  # what Python itself raises
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "context_parallel",
+        "ddp",
+        "expert_parallel",
+        "fsdp",
+        "layout",
+        "megatron",
+        "offload",
+        "pipeline",
+        "tensor_parallel",
+    ],
+)
+def test_every_constraint_names_an_argument_that_it_does_not_have(name: str) -> None:
+    make = getattr(autopar.constraints, name)
+    with pytest.raises(ArgumentError, match=f"autopar.constraints.{name} has no argument 'sp'"):
+        make(sp=True)
+
+
+def test_a_misspelt_constraint_on_the_command_line_is_told_with_the_nearest_name() -> None:
+    with pytest.raises(ConstraintError, match=r"'fspd' is not a constraint(.|\n)*mean fsdp\?"):
+        parse_constraint("fspd")
 
 
 def test_a_type_error_of_what_is_called_is_its_own() -> None:
