@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import cattrs
 from cattrs.cols import homogenous_tuple_structure_factory, mapping_structure_factory
@@ -50,7 +50,7 @@ def from_data(data: Any, kind: type[T], path: str = "") -> T:
     """
     try:
         return _CONVERTER.structure(data, kind)
-    except (cattrs.BaseValidationError, ValueError) as error:
+    except (cattrs.BaseValidationError, TypeError, ValueError) as error:
         raise ValueError(_first_message(error, path)) from error
 
 
@@ -122,6 +122,25 @@ def _literal_hook(kind: Any, _: cattrs.Converter) -> Hook:
     return read
 
 
+def _is_integer_or_word(kind: Any) -> bool:
+    """Whether a type is an integer or one of a few words, as ``int | Literal["auto"]`` is."""
+    if get_origin(kind) is not Union:
+        return False
+    return [get_origin(arg) or arg for arg in get_args(kind)] == [int, Literal]
+
+
+def _integer_or_word_hook(kind: Any, _: cattrs.Converter) -> Hook:
+    known = get_args(get_args(kind)[1])
+
+    def read(value: Any, _: Any) -> Any:
+        if type(value) is int or (type(value) is str and value in known):
+            return value
+        words = ", ".join(map(repr, known))
+        raise ValueError(f"must be an integer or {words}, not {value!r:.60}")
+
+    return read
+
+
 def _read_layout(text: Any, _: Any) -> Layout:
     layout = Layout.parse(_TEXT(text, str))
     if str(layout) != text:
@@ -155,6 +174,7 @@ def _make_converter() -> cattrs.Converter:
     made.register_unstructure_hook(Mesh, Mesh.to_json)
     made.register_unstructure_hook(Entry, _without_fallbacks(made))
     configure_union_passthrough(str | bool | int | float | None, made)
+    made.register_structure_hook_factory(_is_integer_or_word, _integer_or_word_hook)
     return made
 
 

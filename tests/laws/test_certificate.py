@@ -270,11 +270,11 @@ def marked(**changes: Any) -> Change:
 CHANGES: dict[str, tuple[Change, str]] = {
     "two bars with each other's labels": (
         exchanged,
-        "time: on the timeline is compute of .*, not compute of",
+        "time: the timeline has compute of .*, not compute of",
     ),
     "another batch": (
         marked(inputs=(("input_ids", "int64 [8, 12]"),)),
-        "model: the batch is input_ids int64 .4, 12., labels .*, not input_ids int64 .8, 12.$",
+        "model: the inputs are input_ids int64 .4, 12., labels .*, not input_ids int64 .8, 12.$",
     ),
     "a profile's name": (marked(profile="h200"), "model: the plan is for profile 'h200' of hash"),
     "how it was captured": (
@@ -299,7 +299,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "stages that it does not have": (
         lambda p: with_options(p, constraints=[autopar.constraints.pipeline("data").to_json()]),
-        "model: the pipeline's axis is '', where 'data' is asked for",
+        "model: the pipeline's axis is '', but 'data' was requested",
     ),
     "an op without a rule, where that was to be refused": (
         lambda p: with_options(entry(lambda e: e.op == "dot", replicated=True)(p), strict=True),
@@ -339,7 +339,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "a bar of another lane": (bars(kind="waiting"), "words: the plan has no waiting of"),
     "a bar of another phase": (bars(phase="sideways"), "words: the plan has no .* in sideways"),
-    "a bar that begins before time": (bars(start_s=-1.0), "words: .* begins at -1 s, before"),
+    "a bar that begins before time": (bars(start_s=-1.0), "words: .* starts at -1 s, before"),
     "a layout that no rule offers": (
         entry(lambda e: e.op == "dot", nodes=relaid("P P", "inputs")),
         "layouts: no rule",
@@ -392,7 +392,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "an entry stands twice": (
         lambda plan: replace(plan, entries=(*plan.entries, plan.entries[-1])),
-        "layouts: .*twice",
+        "layouts: the plan has two decisions for",
     ),
     "an entry of no nodes": (
         lambda p: replace(p, entries=(*p.entries, replace(p.entries[0], instances=()))),
@@ -429,7 +429,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "a byte count": (
         move(is_gather, bytes=lambda c: c.bytes // 2),
-        "moves: all_gather .*: a device puts in",
+        "moves: all_gather .*: a device contributes",
     ),
     "an axis": (
         move(is_gather, axis=lambda c: 1 - c.axis),
@@ -512,7 +512,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda p: replace(
             p, overlap=replace(p.overlap, backward_bytes=2 * p.overlap.backward_bytes + 1)
         ),
-        "overlap: early steps hold at most",
+        "overlap: early collectives hold at most",
     ),
     "a collective's slack": (
         lambda p: with_part(
@@ -790,9 +790,11 @@ def test_what_the_user_calls_finds_the_profile_and_names_another_batch() -> None
     assert [f.claim for f in found.findings] == ["model"] and found.step_s is None
     assert "another batch: x is float32 [8, 3, 16, 16] in the plan" in str(found)
     wrong = autopar.check(plan, model, batch, hardware=H100)
-    assert [f.claim for f in wrong.findings] == ["model"] and "this is 'h100-sxm'" in str(wrong)
+    assert [f.claim for f in wrong.findings] == ["model"] and "the profile is 'h100-sxm'" in str(
+        wrong
+    )
     nowhere = replace(plan, fingerprint=replace(plan.fingerprint, profile="mine"))
-    with pytest.raises(autopar.AutoparError, match="no hardware profile 'mine'"):
+    with pytest.raises(autopar.AutoparError, match="hardware profile 'mine' does not exist"):
         autopar.check(nowhere, model, batch)
 
 

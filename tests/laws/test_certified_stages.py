@@ -383,7 +383,10 @@ def test_one_changed_claim_is_found(made: Made, name: str) -> None:
             lambda p: replace(p, proof=replace(p.proof, balance=(1.0, 1.5))),
             "its proof's balance is",
         ),
-        (stage(0, lambda p: replace(p, loss_rows=4)), "a stage has 4 rows of the loss at a time"),
+        (
+            stage(0, lambda p: replace(p, loss_rows=4)),
+            "a stage processes 4 rows of the loss at a time",
+        ),
     ],
 )
 def test_what_a_plan_with_stages_cannot_say_is_refused_when_it_is_read(

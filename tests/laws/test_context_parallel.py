@@ -171,7 +171,7 @@ def test_a_sequence_that_does_not_divide() -> None:
 )
 def test_what_cannot_compute_on_a_part_of_the_sequence_is_named(name: str, op: str) -> None:
     model, batch = zoo.build(name, batch=4)
-    with pytest.raises(ConstraintError, match=rf"/{op}/forward(.|\n)*part of the sequence"):
+    with pytest.raises(ConstraintError, match=rf"/{op}/forward(.|\n)*shard of the sequence"):
         autopar.plan(
             model,
             LINE,

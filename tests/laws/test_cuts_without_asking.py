@@ -133,5 +133,5 @@ def test_the_nearest_legal_cuts_are_taken_and_none_is_refused(
     )
     assert stage_memory_bound.nearest_legal(trace, points, (2, 4)) in {(1, 4), (3, 4)}
     monkeypatch.setattr(stage_memory_bound, "find_refusal", lambda _, __: no)
-    with pytest.raises(ConstraintError, match="into 3 stages: no"):
+    with pytest.raises(ConstraintError, match="into 3 stages found: no"):
         stage_memory_bound.nearest_legal(trace, points, (2, 4))

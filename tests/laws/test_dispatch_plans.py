@@ -405,11 +405,11 @@ MUTANTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     ),
     "its bytes": (
         changed(is_own, collective=lambda c: replace(c.collective, bytes=c.collective.bytes // 2)),
-        "moves: with .* otherwise",
+        "moves: with .* which differs from the plan",
     ),
     "its dtype": (
         changed(is_own, collective=lambda c: replace(c.collective, dtype="int32")),
-        "moves: with .* otherwise",
+        "moves: with .* which differs from the plan",
     ),
     "its time": (
         changed(is_own, time_s=lambda c: c.time_s / 2),

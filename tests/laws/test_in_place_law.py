@@ -17,7 +17,7 @@ from autopar.capture.graphs import IN_PLACE
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
 from autopar.program import abstract_executor
-from autopar.program.abstract_executor import AbstractStorage, AbstractValue
+from autopar.program.abstract_executor import AbstractStorage, AbstractValue, Effect
 from autopar.program.peak_memory import trace_peak
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -48,9 +48,12 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Node]]:
     called = abstract_executor._Run._call_node
 
     def looked_at(
-        run: abstract_executor._Run, node: fx.Node, env: Mapping[fx.Node, Any]
+        run: abstract_executor._Run,
+        node: fx.Node | abstract_executor._Part,
+        env: Mapping[fx.Node, Any],
+        known: dict[Any, Effect],
     ) -> tuple[Any, int]:
-        if IN_PLACE in node.meta:
+        if isinstance(node, fx.Node) and IN_PLACE in node.meta:
             operand = node.args[node.meta[IN_PLACE]]
             others = set().union(
                 *(storages(value) for other, value in env.items() if other is not operand)
@@ -59,7 +62,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Node]]:
                 f"{node} writes into {operand}, whose memory something else has"
             )  # type: ignore[index]
             found.append(node)
-        return called(run, node, env)
+        return called(run, node, env, known)
 
     monkeypatch.setattr(abstract_executor._Run, "_call_node", looked_at)
     yield found

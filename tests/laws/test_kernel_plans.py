@@ -4,6 +4,7 @@ them, and that nothing else is believed."""
 from __future__ import annotations
 
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -303,7 +304,7 @@ def test_explain_lists_where_kernels_were_considered_and_why() -> None:
     said = str(autopar.explain(planned("llama")))
     assert "Collective-overlap kernels considered" in said
     assert "all_gather_matmul of" in said and "matmul_reduce_scatter of" in said
-    assert "are saved by" in said and "collective-overlap kernels" in said
+    assert re.search(r"\d+ collective-overlap kernels save \d", said)
 
 
 def test_explain_says_what_a_kernel_norms_and_else_why_not() -> None:

@@ -99,7 +99,9 @@ def test_a_buffer_that_changed_since_the_capture_is_refused() -> None:
     module = autopar.compile(Graph(), autopar.Mesh({"gpu": 1}), example_inputs=(draw(4, 8),))
     module(draw(4, 8))
     module.edges.zero_()
-    with pytest.raises(RuntimeStateError, match="the buffer 'edges'"):
+    with pytest.raises(
+        RuntimeStateError, match="the values of buffer 'edges', which forward reads, changed"
+    ):
         module(draw(4, 8))
 
 

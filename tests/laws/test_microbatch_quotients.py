@@ -252,7 +252,7 @@ def test_a_refusal_says_what_the_op_reads_where_it_stands_and_what_to_do() -> No
         planned(lambda z, t: (z - z.mean(0)).square().sum())
     said = str(refused.value)
     assert (
-        "reads a part of the samples, along dim 0 and an average over samples" in said
+        "reads a slice of the samples, along dim 0 and an average over samples" in said
         and "sub" in said
     )
     assert (

@@ -342,7 +342,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
         lambda p: with_swaps(
             p, lambda c: replace(c, collective=replace(c.collective, bytes=c.collective.bytes // 2))
         ),
-        "puts in",
+        r"a device contributes \d+ bytes, not \d+",
     ),
     "a swap in no time": (
         lambda p: with_swaps(p, lambda c: replace(c, time_s=c.time_s / 2)),

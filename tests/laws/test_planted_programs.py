@@ -156,11 +156,13 @@ COLLECTIVES = {
     ),
     "uneven parts are gathered as even ones": Fault(
         "uneven",
-        "unequal with length=None",
+        "shards are unequal, with length=None",
         plant=lambda p: p.setattr(PhaseBuilder, "_length", lambda *_: {}),
     ),
     "an uneven dim is cut short": Fault(
-        "uneven", "unequal with length=9", changed("all_gather", length=one_element_less)
+        "uneven",
+        "shards are unequal, with length=9",
+        changed("all_gather", length=one_element_less),
     ),
     "a rank's place is on another axis": Fault(
         "attention", "argument q_start", changed("local_start", arg_1=((1, 2),))
@@ -198,7 +200,7 @@ BUCKETS = {
         changed("from_bucket", "backward", arg_3=4),
     ),
     "a bucket is scattered along its rows": Fault(
-        "split", "takes no reduce_scatter", changed("reduce_scatter", "backward", arg_1=1)
+        "split", "does not support reduce_scatter", changed("reduce_scatter", "backward", arg_1=1)
     ),
     "a bucket is gathered, not reduced": Fault(
         "split",

@@ -76,14 +76,14 @@ ORDER = {
     ),
     "gradients are received in another order": Fault(
         "stages",
-        "backward reads .* instead of",
+        "backward reads .*, expected",
         plant=lambda p: p.setattr(
             StageWork, "arriving_gradients", lambda self, number: _arriving(self, number)[::-1]
         ),
     ),
     "a stage sends one tensor twice": Fault(
         "stages",
-        "forward reads .* instead of",
+        "forward reads .*, expected",
         plant=lambda p: p.setattr(
             StageWork, "leaving_outputs", lambda self, number: _leaving(self, number)[:1] * 2
         ),

@@ -97,7 +97,9 @@ TIME = {
         plant=lambda p: p.setattr(staged.Microbatches, "weight", 1.0),
     ),
     "microbatches weigh something else": Fault(
-        "sums", "weighs 0.25", plant=lambda p: p.setattr(staged.Microbatches, "weight", 0.25)
+        "sums",
+        r"weight of a microbatch's loss is 0\.25, with 2 microbatches",
+        plant=lambda p: p.setattr(staged.Microbatches, "weight", 0.25),
     ),
     "a batch is cut along its features": Fault(
         "sums", "is not 2 times", microbatched(inputs={"x": 1})
@@ -132,7 +134,7 @@ TIME = {
 STAGES = {
     "two tensors cross in another order": Fault(
         "stages",
-        "stage 1 at microbatch 0 of 2: forward reads .* instead of",
+        "stage 1 at microbatch 0 of 2: forward reads .*, expected",
         plant=crossed_otherwise,
     ),
     "a stage hands over another tensor": Fault(

@@ -112,22 +112,22 @@ def last_left(self: ForwardsFirst, *how: Any) -> Iterator[Any]:
 INTERLEAVED = {
     "stages send to the stage before": Fault(
         "interleaved",
-        "ranks wait for each other|instead of",
+        "ranks wait for each other|reads .*, expected",
         plant=peer_of(("send forward",), lambda stage: stage - 1),
     ),
     "stages receive from the stage behind": Fault(
         "interleaved",
-        "ranks wait for each other|instead of",
+        "ranks wait for each other|reads .*, expected",
         plant=peer_of(("receive forward",), lambda stage: stage + 1),
     ),
     "gradients go to the stage behind": Fault(
         "interleaved",
-        "ranks wait for each other|instead of",
+        "ranks wait for each other|reads .*, expected",
         plant=peer_of(("send backward",), lambda stage: stage + 1),
     ),
     "a rank's stages change places": Fault(
         "interleaved",
-        "ranks wait for each other|instead of|it takes|before its operands",
+        "ranks wait for each other|reads .*, expected|it takes|before its operands",
         plant=lambda p: p.setattr(Interleaving, "__init__", chunks_exchanged),
     ),
     "two receives change places": Fault(
@@ -150,7 +150,7 @@ INTERLEAVED = {
     ),
     "a send is left out": Fault(
         "interleaved",
-        "ranks wait for each other|instead of",
+        "ranks wait for each other|reads .*, expected",
         plant=order_of_rank(0, lambda actions: actions.pop(places(actions, "send forward")[0])),
     ),
     "a stage computes before what it reads is there": Fault(
@@ -170,7 +170,7 @@ INTERLEAVED = {
     ),
     "values are sent in another order": Fault(
         "interleaved",
-        "forward reads .* instead of",
+        "forward reads .*, expected",
         plant=lambda p: p.setattr(
             StageWork, "leaving_outputs", lambda self, number: _leaving(self, number)[::-1]
         ),

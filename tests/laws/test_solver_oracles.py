@@ -798,7 +798,8 @@ def test_a_budget_is_refused_exactly_where_no_plan_fits_and_the_figures_of_the_r
 ) -> None:
     least = front(case)[0][0]
     with pytest.raises(
-        InfeasibleError, match=f"no plan fits into {least - 1} bytes .* at least .* would do"
+        InfeasibleError,
+        match=f"no plan fits into {least - 1} bytes .* at least .* is needed, .* is sufficient",
     ):
         solve(case.problem(least - 1))
     found = least_budget(case.problem(1))

@@ -149,7 +149,7 @@ def test_the_step_is_that_of_the_schedule_and_of_handing_outputs_to_all_stages()
     forward = [forward_load(stage).least_s(stage.overlap.slowdown) for stage in pipeline.stages]
     slowest = max(forward) + max(both - each for both, each in zip(times, forward, strict=True))
     assert plan.prediction.step_s == pytest.approx(3 * slowest + sum(times) + pipeline.handed_s)
-    assert "handed to all stages" in str(autopar.explain(plan))
+    assert "sent to all stages" in str(autopar.explain(plan))
 
 
 def test_handing_outputs_to_more_stages_takes_a_latency_more_for_each() -> None:

@@ -428,7 +428,7 @@ def test_along_any_other_axis_the_plan_is_that_of_the_slowest_and_says_how_long_
     waits = 1 - lockstep.alone_s[0] / lockstep.prediction.step_s
     assert (
         "data 0, h100-sxm, in lockstep with all other devices" in told
-        and f"wait {100 * waits:.1f} % of it" in told
+        and f"wait for {100 * waits:.1f} % of it" in told
     )
 
 

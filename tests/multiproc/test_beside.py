@@ -112,7 +112,7 @@ def test_what_one_rank_cannot_write_for_all_is_refused_and_what_to_do_instead_wo
     )
     assert (
         "parameters that do not belong to the model" in told[0]["both"]
-        and "pass it by name" in told[0]["both"]
+        and "pass the optimizer and the modules of the other parameters by name" in told[0]["both"]
     )
     assert "no state_dict" in told[0]["no state"] and told[0]["steps"] == "()"
     assert told[0]["followed"] == "{'of ranks': [{'seen': 0}, {'seen': 1}]}"

@@ -122,7 +122,7 @@ def test_local_batches_and_output_forms_agree_with_the_global_ones(facts: Facts)
         assert batches["dtensor"]
         assert batches["samples"] == ([0, 2, 4, 6] if rank < 2 else [1, 3, 5, 7])
         assert batches["layouts"] == {"0": "S(0) R", "target": "S(0) R"}
-        assert "the program takes torch.float32 (4, 8)" in batches["whole batch"]
+        assert "the program expects torch.float32 (4, 8)" in batches["whole batch"]
 
 
 def test_ranks_with_another_plan_are_named_on_every_rank(facts: Facts) -> None:
@@ -134,7 +134,7 @@ def test_ranks_with_another_plan_are_named_on_every_rank(facts: Facts) -> None:
 def test_a_mesh_of_another_size_or_shape_is_refused(facts: Facts) -> None:
     for fact in facts:
         assert "has 16 devices, but there are 4 processes" in fact["refusals"]["mesh"]
-        assert "the program is for mesh data=4,tensor=1" in fact["refusals"]["other mesh"]
+        assert "the program was compiled for mesh data=4,tensor=1" in fact["refusals"]["other mesh"]
 
 
 def test_every_storable_layout_joins_to_the_full_tensor_whole_and_box_by_box(facts: Facts) -> None:

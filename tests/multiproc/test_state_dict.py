@@ -27,7 +27,7 @@ def test_the_whole_state_of_any_plan_loads_into_the_plain_model_and_parts_are_no
         assert (
             "parameters of its own stage" in told["saved"]
             if plan == "stages"
-            else "a part of a tensor" in told["saved"]
+            else "a shard of a tensor of shape" in told["saved"]
         )
 
 

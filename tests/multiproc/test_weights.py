@@ -65,5 +65,5 @@ def test_what_one_stage_lacks_is_refused_on_all_ranks(theirs: Path, tmp_path: Pa
     save_file(here, tmp_path / "model.safetensors")
     first, second = run_processes(2, WORKER, "refused", str(tmp_path))
     assert first == second and len(first) == 2
-    assert f"{last} is not there" in first[0] and "rank 1" in first[0]
-    assert "can be written to" in first[1]
+    assert f"{last} is missing" in first[0] and "rank 1" in first[0]
+    assert "choose a writable folder" in first[1]

@@ -390,7 +390,7 @@ OTHERS: dict[str, Program] = {
         _local(False), "run `autopar profile` first", _local(True)
     ),
     "runtime/launching.py launch 0": Program(
-        _launched("absent.py"), "name a Python file", _launched("model.py")
+        _launched("absent.py"), "pass a Python file", _launched("model.py")
     ),
     "runtime/launching.py _check_machines 0": Program(
         _launched(nodes="two", meet="host:1"), "2:4", _launched(nodes="2:4", meet="host:1")

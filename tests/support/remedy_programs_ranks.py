@@ -300,7 +300,7 @@ MESHES: dict[str, Program] = {
     ),
     "runtime/parameter_module.py Holder.check_same 0": Program(
         lambda: _stored(Layout.parse("R host")),
-        "compile the model for that call, and load_state_dict into it",
+        "compile the model for that call, and load the state dict into the new module",
         lambda: _stored(Layout.parse("R")),
     ),
     "runtime/rank_comm.py take_gpu 0": Program(_gpu(1), "autopar run -n 1 SCRIPT", _gpu(2)),
@@ -351,7 +351,7 @@ ALIKE: dict[str, Program] = {
         _topics("saves"), "call the model in the same way on every rank", _topics("calls the model")
     ),
     "runtime/rank_comm.py _unpack_outcome 0": Program(
-        _written("file"), "name a folder that can be written to", _written("folder")
+        _written("file"), "choose a writable folder", _written("folder")
     ),
     "runtime/rank_differences.py _unlike 0": Program(
         _meet(_differ), "in the same order and the same number of times on every rank", _meet(_same)

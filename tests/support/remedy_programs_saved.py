@@ -306,7 +306,7 @@ FOLDERS: dict[str, Program] = {
     ),
     "checkpoint/manager.py Checkpoints._begun 0 | removed": Program(
         run_of(lambda run: run.save(1), steps=2),
-        "remove those",
+        "remove the later steps",
         run_of(lambda run: (shutil.rmtree(run.place(2)), run.save(1)), steps=2),
     ),
     "checkpoint/manager.py Checkpoints._collect 0": Program(

@@ -69,9 +69,14 @@ def test_an_option_of_another_kind_is_refused_when_the_file_is_read(name: str) -
     model, batch = nn.Linear(4, 4), (torch.randn(2, 4),)
     plan = autopar.plan(model, 1, example_inputs=batch, hardware="cpu-gloo")
     text = replace(plan, options={**plan.options, name: {"no": "option"}}).dumps()
-    with pytest.raises(PlanError, match=f"options.{name} is"):
+    with pytest.raises(PlanError, match=f"options.{name} must be"):
         Plan.loads(text)
-    with pytest.raises(PlanError, match="'unknown' is not known"):
+    if name in ("num_microbatches", "loss_rows"):
+        for wrong in (True, 2.5, "many", None, [1]):
+            text = replace(plan, options={**plan.options, name: wrong}).dumps()
+            with pytest.raises(PlanError, match=f"options.{name} must be an integer or 'auto'"):
+                Plan.loads(text)
+    with pytest.raises(PlanError, match="option 'unknown' is unknown"):
         Plan.loads(replace(plan, options={**plan.options, "unknown": 1}).dumps())
 
 

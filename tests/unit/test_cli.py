@@ -144,7 +144,7 @@ def test_another_solver_plans_and_the_integer_program_is_written(
     code, _, complaint = command(*asked, "--solver", "simplex")
     assert (
         code == 1
-        and "solver 'simplex' is not known" in complaint
+        and "unknown solver 'simplex'" in complaint
         and "the available solvers: highs" in complaint
     )
 

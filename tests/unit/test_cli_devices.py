@@ -60,7 +60,7 @@ def test_devices_of_a_node_divide_all_and_are_said_once(here: Path, command: Com
     for mesh, complaint in (
         ("data=2,tensor=2", uneven),
         ("4", uneven),
-        ("1x4", "says how many devices a node has"),
+        ("1x4", "already specifies the number of devices per node"),
     ):
         code, _, said = command(*SMALL, "--mesh", mesh, "--devices-per-node", "3")
         assert code == 1 and complaint in said

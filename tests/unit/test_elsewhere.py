@@ -94,7 +94,7 @@ def test_what_is_held_to_the_axes_before_claims_no_new_one() -> None:
 
 def test_a_grid_without_a_side_is_refused() -> None:
     with pytest.raises(
-        ConstraintError, match=r"mesh data=4 has no axis 'tensor', a side of its grid"
+        ConstraintError, match=r"mesh data=4 has no axis 'tensor', which is a side of its grid"
     ):
         elsewhere([tensor_parallel("2d", axes=("data", "tensor"))], BEFORE, Mesh({"data": 4}), "")
 

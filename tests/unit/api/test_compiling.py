@@ -331,7 +331,7 @@ def test_autocast_around_the_call_must_be_that_around_compile() -> None:
         cast,
         pytest.raises(
             RuntimeStateError,
-            match=r"called under autocast to torch\.bfloat16, compiled under no autocast",
+            match=r"called under autocast to torch\.bfloat16, but compiled under no autocast",
         ),
     ):
         module(x)

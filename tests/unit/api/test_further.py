@@ -194,7 +194,10 @@ def test_parts_of_a_batch_tell_the_other_mode_and_no_other_shape() -> None:
     )
     with pytest.raises(
         RuntimeStateError,
-        match=r"\(5, 8\).* the program takes torch.float32 \(8, 8\), this rank's part of \(8, 8\)",
+        match=(
+            r"\(5, 8\), but the program expects torch.float32 \(8, 8\),"
+            r" this rank's shard of \(8, 8\)"
+        ),
     ):
         module(**batch(5))
 
@@ -433,9 +436,10 @@ def test_a_further_program_that_takes_long_says_what_it_is_for_and_why(
         module(**batch(samples))
         module(**batch(samples))
     why = (
-        "the program was compiled in train mode, and the model computes differently"
+        "the program was compiled in train mode, and the model computes differently in the other"
+        " mode"
         if samples == 8
-        else "argument 'x' is torch.float32 (3, 8), the program takes torch.float32 (8, 8)"
+        else "argument 'x' is torch.float32 (3, 8), but the program expects torch.float32 (8, 8)"
     )
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1, "one line, for the first of equal calls"

@@ -106,7 +106,7 @@ def test_a_folder_that_was_renamed_to_another_step_is_refused(saved: tuple[Path,
         RuntimeStateError, match="step 7 is damaged: it was saved as step 3"
     ) as refusal:
         checkpoints.load(module)
-    assert "step 2 is whole" in refusal.value.remedy
+    assert "step 2 is complete" in refusal.value.remedy
     assert all(torch.equal(before[name], value) for name, value in values(module).items())
     with pytest.raises(RuntimeStateError, match="saved as step 3"):
         checkpoints.export(folder / "weights")
@@ -296,7 +296,9 @@ def test_of_two_runs_in_one_folder_that_which_saves_later_is_refused(
     assert first.load() == 3 and first.save(4).is_dir(), (
         "the one that loads goes on after the other"
     )
-    with pytest.raises(RuntimeStateError, match="step 4 is of first"):
+    with pytest.raises(
+        RuntimeStateError, match="step 4 was saved by first, this run is second run"
+    ):
         second.save(4)
 
 
@@ -333,7 +335,9 @@ def test_of_two_runs_that_save_a_step_at_once_one_does(
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, meanwhile)
-    with pytest.raises(RuntimeStateError, match="step 1 is of second run, this run is first"):
+    with pytest.raises(
+        RuntimeStateError, match="step 1 was saved by second run, this run is first"
+    ):
         first.save(1)
     assert second.is_of(tmp_path / "step_000000001") and second.save(2).is_dir()
 
@@ -442,7 +446,9 @@ def test_what_could_not_be_read_back_is_not_saved(saved: tuple[Path, float]) -> 
     ):
         autopar.Checkpoints(folder).save(4, compiled(), draws=Drawing())
     (folder.parent / "file").touch()
-    with pytest.raises(RuntimeStateError, match=r"NotADirectoryError(.|\n)*can be written to"):
+    with pytest.raises(
+        RuntimeStateError, match=r"NotADirectoryError(.|\n)*choose a writable folder"
+    ):
         autopar.Checkpoints(folder.parent / "file").save(4, compiled())
     module = compiled()
     autopar.Checkpoints(folder.parent / "alone").save(1, module)

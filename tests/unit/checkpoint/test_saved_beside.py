@@ -111,7 +111,7 @@ def test_what_is_of_another_kind_or_shape_is_refused_and_nothing_changes(tmp_pat
             {"critic": values},
             "'critic' of the checkpoint is the state of a module, not of a dict",
         ),
-        "shape": ({"values": values, "critic": nn.Linear(3, 3)}, "weight of critic is not in it"),
+        "shape": ({"values": values, "critic": nn.Linear(3, 3)}, "weight of critic is missing"),
         "name": ({"values": values, "other": critic}, "has no 'other'; it has values, critic"),
     }
     before = module.get_parameter("0.weight").full_tensor().clone()

@@ -379,5 +379,5 @@ def test_while_weights_take_the_place_of_others_what_is_there_is_no_model(
     with pytest.raises(RuntimeStateError, match="the disk is full"):
         autopar.save_weights(compiled(plain(2)), folder, max_file_bytes=100)
     monkeypatch.undo()
-    with pytest.raises(RuntimeStateError, match="there are several"):
+    with pytest.raises(RuntimeStateError, match="several sets of weights found: model-00001-of"):
         autopar.load_weights(compiled(plain(0)), folder)

@@ -283,7 +283,11 @@ def replaced(trainer: Any) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(frozen, "was frozen after"), (written, "was written"), (replaced, "another model")],
+    [
+        (frozen, "was frozen after"),
+        (written, "was written"),
+        (replaced, "is not the model that was compiled"),
+    ],
 )
 def test_what_is_done_to_the_plain_model_after_it_was_compiled_is_refused(
     tmp_path: Path, change: Any, said: str

@@ -215,7 +215,7 @@ def test_a_slice_does_not_keep_the_whole_alive() -> None:
 def test_a_dim_that_the_axis_does_not_divide_is_refused(step: Callable[..., torch.Tensor]) -> None:
     with (
         use_groups(fake_groups(MESH)),
-        pytest.raises(LayoutError, match="cannot be split over 4 ranks"),
+        pytest.raises(LayoutError, match="length 6 cannot be sharded over 4 ranks"),
     ):
         step(torch.empty(6, 6, 6), *CALLS[step][0])
 

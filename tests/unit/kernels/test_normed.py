@@ -175,11 +175,15 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("no part", lambda: reduce_add_rmsnorm([], X, X[0], EPS), "no peer"),
     ("shape", lambda: reduce_add_rmsnorm([X[:1]], X, X[0], EPS), r"a part is \(1, 3\)"),
     ("weight", lambda: reduce_add_rmsnorm([X], X, X[0, :2], EPS), r"weight of \(2,\)"),
-    ("dtype", lambda: reduce_add_rmsnorm([X.double()], X, X[0], EPS), "float64 on cpu beside"),
+    (
+        "dtype",
+        lambda: reduce_add_rmsnorm([X.double()], X, X[0], EPS),
+        "float64 on cpu with torch.float32",
+    ),
     (
         "weight's dtype",
         lambda: reduce_add_rmsnorm([X], X, X[0].double(), EPS),
-        "float64 on cpu beside",
+        "float64 on cpu with torch.float32",
     ),
     ("whole numbers", lambda: reduce_add_rmsnorm([X.int()], X.int(), X[0].int(), EPS), "int32"),
     (

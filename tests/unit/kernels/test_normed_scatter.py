@@ -360,7 +360,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         "the weight's dtype",
         lambda: OP(A, B, X, W.double(), EQUATION, 0, 2, "", 0, 1, EPS, False),
-        "float64 on cpu beside",
+        "float64 on cpu with torch.float32",
     ),
     (
         "the weight's shape",

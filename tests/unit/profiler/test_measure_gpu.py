@@ -297,5 +297,5 @@ def test_without_a_gpu_weights_on_meta_take_whatever_was_measured(
 
 
 def test_an_unknown_kind_of_device_is_refused() -> None:
-    with pytest.raises(HardwareError, match="device_type must be one of cpu, cuda, not 'abacus'"):
+    with pytest.raises(HardwareError, match="device_type must be one of cpu, cuda, got 'abacus'"):
         HardwareProfile.from_json({**HardwareProfile.read("cpu-gloo"), "device_type": "abacus"})

@@ -108,7 +108,7 @@ def test_machines_that_come_and_go_meet_anew_each_time(script: Path) -> None:
     [
         ({"nodes": "2"}, "need a rendezvous address"),
         ({"nodes": "two", "meet": "host:1"}, "not a number of machines"),
-        ({"nodes": "0"}, "no number"),
+        ({"nodes": "0"}, "'0' is not a number of machines"),
         ({"nodes": "3:2", "meet": "host:1"}, "from 3 to 2"),
     ],
 )

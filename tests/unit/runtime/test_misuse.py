@@ -57,7 +57,7 @@ def test_backward_through_another_output_than_the_loss_is_refused(
         return  # it has none
     _, module = pair(outputs=outputs, num_microbatches=microbatches)
     found = module(**BATCH)
-    with pytest.raises(RuntimeStateError, match=f"backward goes through the output '{name}'"):
+    with pytest.raises(RuntimeStateError, match=f"backward runs through the output '{name}'"):
         (found["loss"] + found[name].sum()).backward()
 
 

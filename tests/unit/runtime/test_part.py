@@ -193,7 +193,7 @@ def test_of_libraries_methods_a_compiled_module_has_none_and_says_so() -> None:
             getattr(part, name)
     with pytest.raises(RuntimeStateError, match="gradients accumulate"), module.no_sync():
         pass
-    with pytest.raises(RuntimeStateError, match="has no __len__"):
+    with pytest.raises(RuntimeStateError, match="does not have __len__"):
         len(module.own)
     with pytest.raises(RuntimeStateError, match="cannot be called alone"):
         module.own(X)
@@ -265,9 +265,9 @@ def test_parameters_and_buffers_are_replaced_by_their_like_alone() -> None:
             module.own,
             "weight",
             nn.Parameter(torch.zeros(4, 4)),
-            r"the program takes a DTensor \(4, 4\) torch\.float32",
+            r"the program expects a DTensor \(4, 4\) torch\.float32",
         ),
-        (module.own, "weight", None, "the program takes"),
+        (module.own, "weight", None, "the program expects"),
         (
             module.own,
             "bias",
@@ -280,7 +280,7 @@ def test_parameters_and_buffers_are_replaced_by_their_like_alone() -> None:
             nn.Parameter(torch.zeros(4)),
             "takes no parameters that the model did not have",
         ),
-        (module, "center", torch.zeros(2), r"the program takes a tensor \(4,\)"),
+        (module, "center", torch.zeros(2), r"the program expects a tensor \(4,\)"),
     ):
         with pytest.raises(RuntimeStateError, match=says):
             setattr(part, name, value)

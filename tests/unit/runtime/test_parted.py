@@ -62,13 +62,13 @@ def output(*placements: Any) -> Any:
 def test_a_number_of_one_rank_s_part_is_refused_with_what_to_do(read: str) -> None:
     with pytest.raises(
         RuntimeStateError,
-        match=r"this rank's part alone[\s\S]*outputs=\"full\"[\s\S]*full_tensor\(\)",
+        match=r"would read only this rank's shard[\s\S]*outputs=\"full\"[\s\S]*full_tensor\(\)",
     ):
         READS[read](output())
 
 
 def test_a_partial_sum_is_no_number_either() -> None:
-    with pytest.raises(RuntimeStateError, match="this rank's part alone"):
+    with pytest.raises(RuntimeStateError, match="would read only this rank's shard"):
         output(Partial())[0, 0].item()
 
 
