@@ -62,7 +62,7 @@ def test_the_one_liner_runs_shows_the_plan_and_draws_layouts_memory_and_time_lin
     (shown,) = (
         cell.outputs[0]["data"]["text/html"] for cell in notebook.cells if cell.source == "plan"
     )
-    assert "What each module does" in shown
+    assert "Modules" in shown
     said = _text(notebook)
     assert "equal to the plain model" in said
     assert re.search(r"far is a link of kind intra[\s\S]*far is a link of kind inter", said)
