@@ -268,7 +268,10 @@ class Finding:
     where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.claim}: {self.what}" + (f" (at {self.where})" if self.where else "")
+        if not self.where:
+            return f"{self.claim}: {self.what}"
+        at = "" if self.where.startswith("in ") else "at "
+        return f"{self.claim}: {self.what} ({at}{self.where})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,8 +186,8 @@ def test_a_batch_that_does_not_divide_is_gathered_for_what_joins_samples_with_ot
 @pytest.mark.parametrize(
     ("num", "mesh", "why"),
     [
-        (4, THREE, "with shards of 2 samples 1 devices have none"),
-        (2, THREE, "with shards of 1 samples 1 devices have none"),
+        (4, THREE, "with at most 2 per shard, 1 of the devices would have none"),
+        (2, THREE, "with at most 1 per shard, 1 of the devices would have none"),
         (6, SQUARE, "shards must be equal"),
     ],
 )

@@ -269,7 +269,7 @@ def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
     length = -(-batch // num)
     without = num - -(-batch // length)
     why = (
-        f"with shards of {length} samples {without} devices have none"
+        f"with at most {length} per shard, {without} of the devices would have none"
         if len(sizes) == 1
         else "over several axes shards must be equal"
     )
