@@ -117,8 +117,8 @@ def _inner(size: int) -> Iterator[int]:
 class ShapeSearch:
     """Plans for the mesh shapes in turn, each faster than the best before it.
 
-    For each mesh of `pending`, the caller makes a plan that beats `best_s`, within `attempt`, and
-    passes it to `add`.
+    For each mesh of `shapes_to_try`, the caller makes a plan that beats `best_s`, within `attempt`,
+    and passes it to `add`.
 
     Attributes:
         budget: work for further shapes once there is a plan.
@@ -141,7 +141,7 @@ class ShapeSearch:
         """Seconds of a step of the fastest plan; infinite without a plan."""
         return math.inf if self.best is None else self.best.plan.prediction.step_s
 
-    def pending(self, meshes: Sequence[Mesh], further: Sequence[Mesh] = ()) -> Iterator[Mesh]:
+    def shapes_to_try(self, meshes: Sequence[Mesh], further: Sequence[Mesh] = ()) -> Iterator[Mesh]:
         """Yield the shapes for which there is work left.
 
         Args:
@@ -159,7 +159,7 @@ class ShapeSearch:
             yield mesh
         lack_memory = all(isinstance(error, InfeasibleError) for _, error in self._refusals)
         if further and self.best is None and not lack_memory:
-            yield from self.pending(further)
+            yield from self.shapes_to_try(further)
 
     def _leave_out(self, mesh: Mesh, why: str) -> None:
         self._told.append(f"{mesh} ({why})")

@@ -65,7 +65,7 @@ class PlanSearch:
                 informative mesh shape (`autopar.api.mesh_search.ShapeSearch`).
         """
         shapes = ShapeSearch(self.budget, self.holds, self.choose(self.meshes[0]).status)
-        for mesh in shapes.pending(self.meshes, self.further):
+        for mesh in shapes.shapes_to_try(self.meshes, self.further):
             with shapes.attempt(mesh):
                 shapes.add(mesh, self.choose(mesh).plan(shapes.best_s))
         best, refusal = self._with_stages(shapes)
@@ -125,7 +125,7 @@ class PlanSearch:
     def _in_parts(self, refusal: InfeasibleError) -> tuple[Planned | None, AutoparError]:
         """Search for sequential microbatches after everything else failed."""
         shapes = ShapeSearch(self.budget.unlimited(), self.holds)
-        for mesh in shapes.pending(self.meshes):
+        for mesh in shapes.shapes_to_try(self.meshes):
             with shapes.attempt(mesh):
                 shapes.add(mesh, self.choose(mesh).in_parts(refusal, shapes.best_s))
         return shapes.best, refusal

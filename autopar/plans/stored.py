@@ -73,12 +73,12 @@ def _format(error: BaseException, kind: type | None) -> str:
 def _strict(name: str, *kinds: type, read: Hook | None = None) -> Hook:
     """A hook that takes only data of `kinds`, and passes them to `read`. A bool is not an int."""
 
-    def checked(value: Any, kind: Any) -> Any:
+    def read_checked(value: Any, kind: Any) -> Any:
         if type(value) not in kinds:
             raise ValueError(f"must be {name}, not {value!r:.60}")
         return read(value, kind) if read else value
 
-    return checked
+    return read_checked
 
 
 def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Hook:
@@ -88,12 +88,12 @@ def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Hook:
         return _strict("a list", list, read=homogenous_tuple_structure_factory(kind, converter))
     read = make_hetero_tuple_structure_fn(kind, converter)
 
-    def checked(value: Any, _: Any) -> Any:
+    def read_checked(value: Any, _: Any) -> Any:
         if len(value) != len(args):
             raise ValueError(f"must have {len(args)} values, not {value!r:.60}")
         return read(value, kind)
 
-    return _strict("a list", list, read=checked)
+    return _strict("a list", list, read=read_checked)
 
 
 def _mapping_hook(kind: Any, converter: cattrs.Converter) -> Hook:

@@ -27,7 +27,7 @@ from autopar.kernels.host import is_on_host
 from autopar.program.executor import Executor, without_saved
 from autopar.program.program import Action, StageProgram
 from autopar.program.reorder import call_of_action, order_of, reads
-from autopar.program.tensor_lies import MOST_KINDS, Lie, as_lying, flat, lie_of
+from autopar.program.strided_views import MOST_KINDS, StridedView, as_view, flat, view_of
 from autopar.request import Batch, Outputs
 
 
@@ -156,12 +156,12 @@ _LITERALS = frozenset((int, float, bool, str, type(None)))
 
 
 class AbstractValue:
-    """A tensor of a graph: its storage and its lie in it."""
+    """A tensor of a graph: its storage and its view of it."""
 
-    __slots__ = ("lie", "storage")
+    __slots__ = ("storage", "view")
 
-    def __init__(self, storage: AbstractStorage, lie: Lie) -> None:
-        self.storage, self.lie = storage, lie
+    def __init__(self, storage: AbstractStorage, view: StridedView) -> None:
+        self.storage, self.view = storage, view
         storage.holders += 1
 
     def __del__(self) -> None:
@@ -171,10 +171,10 @@ class AbstractValue:
 @dataclass(frozen=True, slots=True)
 class NodePlace:
     """The place of a result: the number of its storage (an operand's, then those that the call
-    makes), and its lie in it."""
+    makes), and its view of it."""
 
     storage: int
-    lie: Lie
+    view: StridedView
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class Operands:
 
     def _of_value(self, value: Any) -> Any:
         if isinstance(value, AbstractValue):
-            return self._number(value.storage), value.lie
+            return self._number(value.storage), value.view
         if isinstance(value, list):  # of a step that was started
             self.started.append(value)
             for each in value:
@@ -303,9 +303,9 @@ class _Trial:
             base = self.flat[number]
             if base is None:
                 base = self.flat[number] = flat(
-                    self.call.num_bytes[number], x.lie.dtype, on_host=x.storage.on_host
+                    self.call.num_bytes[number], x.view.dtype, on_host=x.storage.on_host
                 )
-            return as_lying(base, x.lie)
+            return as_view(base, x.view)
         return type(x)(map(self._real, x)) if isinstance(x, list | tuple) else x
 
     def _place(self, x: Any) -> Any:
@@ -320,7 +320,7 @@ class _Trial:
                     self.memory.mark(key),
                 )
                 self.made.append((storage.nbytes(), host.is_on_host(x)))
-            return NodePlace(self.known[key], lie_of(x))
+            return NodePlace(self.known[key], view_of(x))
         return type(x)(map(self._place, x)) if isinstance(x, list | tuple) else x
 
 
@@ -504,7 +504,7 @@ def _sees_most_at_last(reader: fx.Node, start: fx.Node) -> bool:
 
 def _place_storages(tree: Any, storages: Sequence[AbstractStorage]) -> Any:
     if isinstance(tree, NodePlace):
-        return AbstractValue(storages[tree.storage], tree.lie)
+        return AbstractValue(storages[tree.storage], tree.view)
     return (
         type(tree)(_place_storages(each, storages) for each in tree)
         if isinstance(tree, list | tuple)
@@ -513,7 +513,7 @@ def _place_storages(tree: Any, storages: Sequence[AbstractStorage]) -> Any:
 
 
 def _copy_value(value: Any) -> Any:
-    return AbstractValue(value.storage, value.lie) if isinstance(value, AbstractValue) else value
+    return AbstractValue(value.storage, value.view) if isinstance(value, AbstractValue) else value
 
 
 def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
@@ -532,7 +532,7 @@ def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
         held = storages.setdefault(
             storage._cdata, AbstractStorage(storage.nbytes(), memory, x, on_host=is_on_host(x))
         )
-        values.append(AbstractValue(held, lie_of(x)))
+        values.append(AbstractValue(held, view_of(x)))
     operands.clear()
     return values
 
@@ -542,7 +542,7 @@ def _handed_over(values: list[Any]) -> list[Any]:
     results: list[Any] = []
     for value in values:
         results.append(
-            as_lying(value.storage.tensor(value.lie.dtype), value.lie)
+            as_view(value.storage.tensor(value.view.dtype), value.view)
             if isinstance(value, AbstractValue)
             else value
         )

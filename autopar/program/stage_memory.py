@@ -26,7 +26,7 @@ from autopar.program.executor import Returned, parts_of
 from autopar.program.program import StageProgram
 from autopar.program.schedule import Action
 from autopar.program.stage_work import StageWork, outputs_kept
-from autopar.program.tensor_lies import as_lying, flat, lie_of
+from autopar.program.strided_views import as_view, flat, view_of
 from autopar.request import Outputs
 
 SIMULATED = 2  # microbatches in flight
@@ -167,7 +167,7 @@ def _collect_unsimulated(work: StageWork, num_more: int) -> None:
                 values.append(values[0])
                 continue
             base = made.setdefault(storage._cdata, flat(storage.nbytes(), values[0].dtype))
-            values.append(as_lying(base, lie_of(values[0])))
+            values.append(as_view(base, view_of(values[0])))
 
 
 def _forwards_first(

@@ -23,7 +23,7 @@ from autopar.cost.op_times import compute_time
 from autopar.errors import VerificationError
 from autopar.program.peak_memory import node_peaks, trace_peak
 from autopar.program.splitting import join
-from autopar.program.tensor_lies import as_lying, lie_of
+from autopar.program.strided_views import as_view, view_of
 from autopar.runtime.backward import clip_grad_norm_
 
 
@@ -88,7 +88,7 @@ def test_a_tensor_is_read_as_it_lies_conjugated_and_negated() -> None:
     numbers = torch.randn(4, dtype=torch.complex64)
     base = torch.view_as_real(numbers).flatten()
     for x in (numbers, numbers[1:].conj(), numbers.conj().imag, numbers.imag):
-        made = as_lying(base, lie_of(x))
+        made = as_view(base, view_of(x))
         assert torch.equal(made, x) and (made.is_conj(), made.is_neg()) == (x.is_conj(), x.is_neg())
     assert numbers.conj().is_conj() and numbers.conj().imag.is_neg()
 

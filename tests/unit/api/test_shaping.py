@@ -98,7 +98,7 @@ def best_shape(
     work: float = math.inf,
 ) -> Planned:
     search = ShapeSearch(WorkBudget(work), holds)
-    for mesh in search.pending(meshes, further):
+    for mesh in search.shapes_to_try(meshes, further):
         with search.attempt(mesh):
             search.add(mesh, plan(mesh, search.best_s))
     if search.best is None:
