@@ -146,8 +146,7 @@ class ParallelModule(Compiled):
             shared=shared,
         )
         self.program, self._stage_group, self._loss_scaling = program, group, LossScale()
-        if program.axis:
-            self.rank = index
+        self._stage_rank = index
         groups = groups_of(own)
         executors = {
             number: Executor(

@@ -177,7 +177,7 @@ def test_a_batch_that_does_not_divide_is_gathered_for_what_joins_samples_with_ot
     said = [line for line in plan.proof.covers if SAYS in line]
     assert len(said) == (kind is not Placed)
     if kind is Joined:
-        assert "/view" in said[0] and "8 samples in 3 parts" in said[0]
+        assert "/view" in said[0] and "8 samples in 3 shards" in said[0]
         assert not any(SAYS in line for line in planned(kind, THREE, forced)[0].proof.covers), (
             "of six nothing is"
         )

@@ -74,6 +74,10 @@ RIGHT: Mapping[str, tuple[Any, ...]] = {
         aten.amin.default,
     ),
     "without NaNs it is a sum": (aten.nansum.default,),
+    "indices into a captured tensor that is not split count in the full tensor": (
+        ops.flex_attention,
+        ops.flex_attention_backward,
+    ),
 }
 
 

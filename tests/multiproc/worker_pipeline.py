@@ -97,9 +97,9 @@ def _peak(module: Any, batch: dict[str, Any], plan: Plan) -> tuple[int, int]:
     """Live bytes of a step at their most, measured and predicted, without the optimizer's state."""
     assert plan.pipeline is not None
     ranks = len(plan.pipeline.stages) // plan.pipeline.num_chunks
-    chunks = [stage.prediction for stage in plan.pipeline.stages[module.rank :: ranks]]
+    chunks = [stage.prediction for stage in plan.pipeline.stages[module._stage_rank :: ranks]]
     predicted = (
-        plan.pipeline.rank_bytes[module.rank] if plan.pipeline.rank_bytes else chunks[0].peak_bytes
+        plan.pipeline.rank_bytes[module._stage_rank] if plan.pipeline.rank_bytes else chunks[0].peak_bytes
     )
     held = [*module.parameters(), *module.buffers(), *batch.values()]
     peak = least_peak(

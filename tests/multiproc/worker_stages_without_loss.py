@@ -101,7 +101,7 @@ def _peak(module: Any, batch: dict[str, Tensor]) -> tuple[int, int]:
 
     plan: Plan = module.plan
     assert plan.pipeline is not None
-    prediction = plan.pipeline.stages[module.rank].prediction
+    prediction = plan.pipeline.stages[module._stage_rank].prediction
     held = [*module.parameters(), *module.buffers(), *batch.values()]
     peak = least_peak(held, step, before=lambda: module.zero_grad(set_to_none=True), times=5)
     return peak, prediction.peak_bytes - prediction.memory_bytes["optimizer"]

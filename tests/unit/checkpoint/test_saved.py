@@ -134,9 +134,9 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(
         about.write_text(json.dumps({**json.loads(about.read_text()), "version": 99}))
     before, had_state = values(module), bool(optimizer.state)
     words = {
-        "shape": r"first\.weight is \(8, 8\) in it, \(16, 8\) here",
-        "names": "0.first.weight of the model is not in it",
-        "optimizer": "sum of the optimizer is not in it",
+        "shape": r"first\.weight is \(8, 8\) in the checkpoint, \(16, 8\) here",
+        "names": "0.first.weight of the model is missing",
+        "optimizer": "sum of the optimizer is missing",
         "scheduler": "no 'warmup'",
         "format": "version 99",
     }
