@@ -41,8 +41,9 @@ class Tensor:
     """One tensor of the traced model.
 
     Attributes:
-        key, result: what makes it. phase: when. resident: it is a parameter, a buffer or an input,
-            there all the time; no copy of one.
+        key, result: what makes it.
+        phase: when.
+        resident: it is a parameter, a buffer or an input, there all the time; no copy of one.
         given: it is there when the step begins: the same with copies, without gradients that come
             from another stage.
         sum_dtype: what its partial sums are reduced in: gradients of 16-bit parameters in fp32,
@@ -78,7 +79,7 @@ class Facts:
         """Read the tensors of a traced model, and who reads each.
 
         Args:
-            trace: of one call of the model, or of a stage.
+            trace: the trace of one call of the model, or of a stage.
             accumulates: whether a step has several microbatches, which get parameters in the dtype
                 that they read.
 
@@ -138,7 +139,7 @@ class _Origins:
         """Collect the values that are given to a traced graph.
 
         Args:
-            trace: of one call of the model, or of a stage.
+            trace: the trace of one call of the model, or of a stage.
             accumulates: whether a step has several microbatches.
         """
         parameters = {p.node: parameter_key(p.name) for p in trace.parameters}
@@ -174,7 +175,7 @@ def _choose_sum_dtype(
     """Return the dtype in which partial sums are reduced; see `Tensor.sum_dtype`.
 
     Args:
-        dtype: of the tensor.
+        dtype: the dtype of the tensor.
         readers: of the tensor.
         cast_to: dtype of the gradient that the tensor is cast to; `dtype` if there is none.
     """
@@ -188,7 +189,7 @@ def _find_asked(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str
     """Return the nodes of forward that backward or another stage asks for; see `Facts`.
 
     Args:
-        tensors: of the traced model.
+        tensors: the tensors of the traced model.
         leaving: keys of values that other stages read.
     """
     makers: dict[str, list[str]] = {}
@@ -237,7 +238,8 @@ class Claims:
 
     Attributes:
         chosen, again: node key → strategy, and the one with which backward runs it again.
-        steps: tensor and phase → its collectives. kept: tensor → layouts kept for backward.
+        steps: tensor and phase → its collectives.
+        kept: tensor → layouts kept for backward.
         own: node key and phase → the collectives that the node does by itself.
     """
 
@@ -276,10 +278,11 @@ class Context:
     """The surroundings of a plan.
 
     Attributes:
-        forced: what constraints force. crossing: how tensors cross to a stage's neighbours.
-        num_microbatches, num_in_flight: of a stage. schedule: its name, ``""`` for a plan without
-            stages.
-        batch_bytes: of the whole batch, which is there during a step of several microbatches.
+        forced: what constraints force.
+        crossing: how tensors cross to a stage's neighbours.
+        num_microbatches, num_in_flight: of a stage.
+        schedule: its name, ``""`` for a plan without stages.
+        batch_bytes: bytes of the whole batch, which is there during a step of several microbatches.
         returned: what calls of a pipeline return.
         stage, actions: its number, and what its rank does, where the rank holds other stages beside
             it.

@@ -23,7 +23,7 @@ def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
     """Yield the claims by which the plan is for another model or other hardware.
 
     Args:
-        trace: of the call that the plan, or the stage, is for.
+        trace: the trace of the call that the plan, or the stage, is for.
         plan: the plan, or the plan of a stage.
         hardware: on which the claims are checked.
     """
@@ -152,7 +152,7 @@ def _read_asked_pipeline(plan: Plan) -> Pipelined | None:
     """The pipeline among the constraints in a plan's options; None where none is asked for.
 
     Raises:
-        AutoparError: where a constraint cannot be read, or is not of the plan's mesh.
+        AutoparError: if a constraint cannot be read, or is not of the plan's mesh.
     """
     constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
     asked = pipeline_in(constraints, plan.mesh)

@@ -158,7 +158,7 @@ def sum_resting(
     """What a device holds of each kind, as it follows from layouts alone.
 
     Args:
-        trace: of the model, or of the stage.
+        trace: the trace of the model, or of the stage.
         facts: its tensors.
         claims: the plan's layouts.
         plan: its mesh and optimizer are read.

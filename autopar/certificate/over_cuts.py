@@ -107,8 +107,8 @@ def least_over_cuts(
     then with a lower limit.
 
     Args:
-        units: per stage, what each unit takes on its devices. borders: per pair of neighbouring
-            stages, the pairs before each unit but the first.
+        units: per stage, what each unit takes on its devices.
+        borders: per pair of neighbouring stages, the pairs before each unit but the first.
     """
     num = len(units[0])
     ends = [[(0, 0.0, 0.0)]]
@@ -170,7 +170,7 @@ class PipelineFigures:
             under.
         placing: the unit of each node when the model is cut at all places.
         exposed: nodes whose results may cross between stages.
-        mesh_shape: of a stage.
+        mesh_shape: the shape of a stage's mesh.
     """
 
     trace: Trace

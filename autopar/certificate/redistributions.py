@@ -35,9 +35,10 @@ class MoveWalk:
     """All tensors of a model under a plan.
 
     Attributes:
-        owner: key → the decision it belongs to. again: the decisions that backward may run again.
+        owner: key → the decision it belongs to.
+        again: the decisions that backward may run again.
         rests: keys under which plans say where parameters rest, if these may move once per step.
-            num_microbatches: among which the time of that is shared.
+        num_microbatches: among which the time of that is shared.
     """
 
     facts: Facts
@@ -355,7 +356,7 @@ def held_so(rests: Layout, strategies: Sequence[Strategy], *, accumulates: bool)
 
     Args:
         rests: the storage layout.
-        strategies: of a microbatch, then of the storage.
+        strategies: the strategies of a microbatch, then of the storage.
         accumulates: whether a step has several microbatches.
     """
     seen, stored = strategies[0], strategies[-1]

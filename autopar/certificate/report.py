@@ -279,12 +279,14 @@ class Certificate:
     """What was claimed and what was found.
 
     Attributes:
-        title: model, mesh and profile. findings: the claims that do not hold; none where `ok`.
+        title: model, mesh and profile.
+        findings: the claims that do not hold; none where `ok`.
         notes: what does not bear on the claims, such as another torch version.
         num_decisions, num_nodes, num_steps: how many entries, nodes under them and collectives were
             looked at.
-        claimed_step_s, claimed_peak_bytes: as the plan predicts. step_s, peak_bytes: as derived;
-            None where an earlier finding leaves nothing to derive them from.
+        claimed_step_s, claimed_peak_bytes: as the plan predicts.
+        step_s, peak_bytes: as derived; None where an earlier finding leaves nothing to derive them
+            from.
         budget_bytes: per device, as the plan records it.
         objective_s, claimed_bound_s: as the plan's proof has them; what of the bound is not
             certified is the search's word.

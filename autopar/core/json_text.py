@@ -55,7 +55,7 @@ def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         Key → value.
 
     Raises:
-        ValueError: where a key stands there twice. `json.loads` would take the last.
+        ValueError: if a key stands there twice. `json.loads` would take the last.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -72,7 +72,7 @@ def _check_texts(data: Any, without: re.Pattern[str]) -> None:
         without: these characters.
 
     Raises:
-        ValueError: where a text or key has one.
+        ValueError: if a text or key has one.
     """
     if isinstance(data, dict):
         for key in data:
@@ -92,7 +92,7 @@ def _check_depth(text: str) -> None:
         text: JSON, whole or not.
 
     Raises:
-        ValueError: where more than `MOST_LEVELS` lists and objects are open at once.
+        ValueError: if more than `MOST_LEVELS` lists and objects are open at once.
     """
     depth = 0
     for found in _TEXT_OR_BRACKET.finditer(text):
@@ -112,7 +112,7 @@ def _read_integer(digits: str) -> int:
         The integer.
 
     Raises:
-        ValueError: where it has more than 64 bits.
+        ValueError: if it has more than 64 bits.
     """
     num_digits = len(digits.lstrip("-"))
     if num_digits > _MOST_DIGITS or abs(int(digits)) >= 2**_BITS:
@@ -132,7 +132,7 @@ def _read_number(digits: str) -> float:
         The nearest number of 64 bits.
 
     Raises:
-        ValueError: where it is larger than any of them.
+        ValueError: if it is larger than any of them.
     """
     number = float(digits)
     if math.isinf(number):

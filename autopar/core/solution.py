@@ -75,13 +75,13 @@ class Solution:
         strategies: chosen strategy index per op.
         recomputed: strategy index with which backward runs an op again, per recomputed op.
         kept: per variant index, the versions of the value that are kept for backward.
-        objective_s: least time of a step with these choices. bound_s: proven lower bound on every
-            choice the problem admits.
+        objective_s: least time of a step with these choices.
+        bound_s: proven lower bound on every choice the problem admits.
         free_bound_s: proven lower bound on every choice that the problem would admit if all
             reserves were 0.
         num_variables, num_constraints: size of the program that was solved.
-        solver: which solver answered. stats: whether time ran out, how many budget rows came in,
-            and how many of excess.
+        solver: which solver answered.
+        stats: whether time ran out, how many budget rows came in, and how many of excess.
         memory_price_s_per_byte: dual of the budget row in the relaxation (0 where memory is ample).
         multipliers: what of the bound is proven by arithmetic alone; None where the solver gives no
             duals.

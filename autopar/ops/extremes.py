@@ -19,8 +19,8 @@ def is_extreme(x: Tensor, dim: list[int], kind: str) -> Tensor:
     """Which elements of `x` equal its extreme over `dim`.
 
     Args:
-        dim: all dims if it is empty. kind: "max", "min", "median" or "nanmedian"; medians are
-            those of all dims.
+        dim: all dims if it is empty.
+        kind: "max", "min", "median" or "nanmedian"; medians are those of all dims.
 
     Returns:
         Booleans in the shape of `x`.
@@ -43,8 +43,9 @@ def is_scattered_extreme(
     """Which elements equal the extreme that they were reduced into by ``scatter_reduce``.
 
     Args:
-        x: what is reduced into. index, source: of one shape, with as many dims. kind: "amax" or
-            "amin".
+        x: what is reduced into.
+        index, source: of one shape, with as many dims.
+        kind: "amax" or "amin".
         of_source: whether elements of `source` are asked for, else those of `x`.
 
     Returns:
@@ -58,7 +59,9 @@ def cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float) -> Tensor:
     """The gradient of `x` in ``torch.cdist(x, y, p)``, whose distances are computed again.
 
     Args:
-        grad: [..., m, n]. x: [..., m, d]. y: [..., n, d].
+        grad: [..., m, n].
+        x: [..., m, d].
+        y: [..., n, d].
     """
     grad, x, y = grad.contiguous(), x.contiguous(), y.contiguous()  # the kernel takes no others
     return aten._cdist_backward.default(grad, x, y, p, aten._cdist_forward.default(x, y, p, None))

@@ -78,7 +78,8 @@ def native_group_norm(
     """As torch's, of operands in any memory format.
 
     Args:
-        x: [N, C, ...], with HxW elements in the other dims. weight, bias: [C] or None.
+        x: [N, C, ...], with HxW elements in the other dims.
+        weight, bias: [C] or None.
     """
     x = x.contiguous(memory_format=_format_of(x))
     result: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm.default(
@@ -102,8 +103,10 @@ def native_group_norm_backward(
     """As torch's, of operands in any memory format; its kernel takes `grad` to be in that of `x`.
 
     Args:
-        grad, x: [N, C, ...], with HxW elements in the other dims. mean, rstd: [N, group].
-        weight: [C] or None. output_mask: which of the three gradients are wanted.
+        grad, x: [N, C, ...], with HxW elements in the other dims.
+        mean, rstd: [N, group].
+        weight: [C] or None.
+        output_mask: which of the three gradients are wanted.
     """
     layout = _format_of(x)
     grad, x = grad.contiguous(memory_format=layout), x.contiguous(memory_format=layout)

@@ -195,8 +195,8 @@ def max_pool_backward_part(
     """The gradient of `max_pool_part` for the part's own elements, which `x` has the shape of.
 
     Args:
-        grad, indices: of all results that see the part. starts: per spatial dim, the part's first
-            index.
+        grad, indices: of all results that see the part.
+        starts: per spatial dim, the part's first index.
     """
     num = len(sizes)
     lengths = x.shape[x.dim() - num :]

@@ -130,7 +130,7 @@ def decode(data: Sequence[Sequence[str]]) -> AxisOption:
     """The inverse of `encode`.
 
     Raises:
-        LayoutError: where a placement cannot be read.
+        LayoutError: if a placement cannot be read.
     """
     inputs, outputs = (
         [p for token in side for p in Layout.parse(token).placements] for side in data

@@ -77,9 +77,11 @@ class Proven:
     """Bounds, in the program's unit.
 
     Attributes:
-        bound: no plan costs less. free: none would if all reserves were 0. relaxed: the best that a
-            relaxation alone proves of `bound`.
-        first: what was known before. vertex: duals of the relaxation without further rows.
+        bound: no plan costs less.
+        free: none would if all reserves were 0.
+        relaxed: the best that a relaxation alone proves of `bound`.
+        first: what was known before.
+        vertex: duals of the relaxation without further rows.
     """
 
     extra: Incoming
@@ -179,7 +181,8 @@ class Incumbent:
     """The best plan so far.
 
     Attributes:
-        best: None before the first. start: its columns, where they are known.
+        best: None before the first.
+        start: its columns, where they are known.
     """
 
     extra: Incoming

@@ -111,9 +111,10 @@ class SearchRelaxation:
     """The relaxation of a search: first without budget rows, then with all rows that came in.
 
     Attributes:
-        free: its columns without budget rows. point: its last vertex with rows. mixture: the
-            columns of a relaxation that mixes what is best at several balances, where one was
-            solved.
+        free: its columns without budget rows.
+        point: its last vertex with rows.
+        mixture: the columns of a relaxation that mixes what is best at several balances, where one
+            was solved.
         beginning: where the relaxation of a program that is not small begins.
     """
 

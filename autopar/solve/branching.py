@@ -57,8 +57,8 @@ class Grown:
     """The result of a tree.
 
     Attributes:
-        bound: no plan costs less, in the program's unit. broken: budget rows that are to come in;
-            then the bound is that of the root.
+        bound: no plan costs less, in the program's unit.
+        broken: budget rows that are to come in; then the bound is that of the root.
     """
 
     bound: float
@@ -125,8 +125,8 @@ class Tree:
         max_relaxations: how many it may solve.
 
     Attributes:
-        offer: takes values of the columns, rounded, as a plan; gives budget rows to add. best: the
-            best plan's cost.
+        offer: takes values of the columns, rounded, as a plan; gives budget rows to add.
+        best: the best plan's cost.
         wanted: the relative gap at which to stop.
     """
 

@@ -68,7 +68,8 @@ class MemoryPrices:
         of_ops, of_again: seconds by strategy of each op, and where backward runs it again, all
             instances together.
         of_kept: per variant, seconds per byte of the version of one instance.
-        given_s: what the budget is worth, less what is reserved. reserved_s: of that, what is.
+        given_s: what the budget is worth, less what is reserved.
+        reserved_s: of that, what is.
     """
 
     problem: Problem
@@ -203,8 +204,8 @@ class _GroupBuilder:
         """Add a group. A layout from which no collective leads to a reader has no potential.
 
         Raises:
-            InfeasibleError: if nothing leads to any reader, and some reader is more than an op
-                that backward may run again.
+            InfeasibleError: if nothing leads to any reader, and some reader is more than an op that
+                backward may run again.
         """
         variant = self.problem.variants[v]
         graph = self.problem.values[variant.value].graph

@@ -50,7 +50,9 @@ def balance_trees(
     """The trees of all variants that make the step the shortest.
 
     Args:
-        first: those of λ = 1. at: those of a variant at a balance. load: of a step with such trees.
+        first: those of λ = 1.
+        at: those of a variant at a balance.
+        load: the load of a step with such trees.
     """
     slowdown = problem.overlap_slowdown
     tried, loads = [first], [load(first)]
@@ -126,7 +128,8 @@ class Evaluation:
     """Cost of given choices, per device and step.
 
     Attributes:
-        compute_s, communication_s: as they take alone. saved_s: what kernels save of both.
+        compute_s, communication_s: as they take alone.
+        saved_s: what kernels save of both.
         load: how much of the rest may run at once.
         slowdown: the profile's `overlap_slowdown`.
         kept_bytes, static_bytes, gradient_bytes: what rests between forward and backward, always,
@@ -138,8 +141,8 @@ class Evaluation:
         forward, backward: per variant, its redistributions.
         resting_bytes: left side of each budget row (`autopar.solve.memory_rows.budget_rows`), in
             their order.
-        regions: those that kernels and routes need; `static_bytes` holds them, too. routed: the ops
-            whose routes are taken, and whether as backward runs them again.
+        regions: those that kernels and routes need; `static_bytes` holds them, too.
+        routed: the ops whose routes are taken, and whether as backward runs them again.
     """
 
     compute_s: float
@@ -183,8 +186,8 @@ def evaluate(
     """Price choices.
 
     Args:
-        strategies: strategy index per op. recomputed: strategy index per op that backward runs
-            again.
+        strategies: strategy index per op.
+        recomputed: strategy index per op that backward runs again.
         kept: per variant, the versions that may be kept; by default every keepable layout that
             forward makes, on the devices.
         regions: those that kernels may use; by default all.

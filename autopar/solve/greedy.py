@@ -40,7 +40,8 @@ class _Settled:
     """What is settled of each group.
 
     Attributes:
-        at_hand: layouts that the tensor is in. read: readers and the layouts in which they read it.
+        at_hand: layouts that the tensor is in.
+        read: readers and the layouts in which they read it.
     """
 
     ascent: Ascent
@@ -141,8 +142,8 @@ class Quick:
     """The best plan that fits, if any, and what is proven of all.
 
     Attributes:
-        multipliers: of the bound; none where the quickest strategies prove nothing. ascent: if
-            there was one.
+        multipliers: the multipliers of the bound; none where the quickest strategies prove nothing.
+        ascent: if there was one.
     """
 
     problem: Problem

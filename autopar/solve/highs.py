@@ -43,8 +43,8 @@ class Begun:
     """Where relaxations of a program begin.
 
     Args:
-        rows: those that there are duals of, each with one side, or both the same. duals: y0; of a
-            wrong sign they count as 0. None is 0.
+        rows: those that there are duals of, each with one side, or both the same.
+        duals: y0; of a wrong sign they count as 0. None is 0.
 
     Attributes:
         knows: whether some dual is not 0.
@@ -110,7 +110,8 @@ class SimplexWork:
     from run to run, as seconds are not.
 
     Attributes:
-        spent: so far. most: where a search that has a plan ends.
+        spent: so far.
+        most: where a search that has a plan ends.
     """
 
     spent: float = 0.0
@@ -152,8 +153,10 @@ class Relaxation:
     """What the duals prove.
 
     Attributes:
-        bound: lower bound of the program. reduced: d per column. duals: y per row. values: the
-            columns; `exact` says whether they are a vertex of the relaxation.
+        bound: lower bound of the program.
+        reduced: d per column.
+        duals: y per row.
+        values: the columns; `exact` says whether they are a vertex of the relaxation.
     """
 
     bound: float
@@ -208,8 +211,9 @@ class Engine:
     """HiGHS, one thread, on one program.
 
     Args:
-        model: without budget rows; its columns come by name. time_limit_s: for all runs together.
-            work: where runs are counted.
+        model: without budget rows; its columns come by name.
+        time_limit_s: for all runs together.
+        work: where runs are counted.
 
     Attributes:
         vertex: the last one of the relaxation without further rows.
@@ -326,10 +330,10 @@ class Engine:
         """Solve the integer program over some columns.
 
         Args:
-            gap: stop at this relative gap to the restricted program's own bound. target: stop at
-                this objective.
-            start: a known solution; none that is worse is looked for. quick: for solutions rather
-                than a proof.
+            gap: stop at this relative gap to the restricted program's own bound.
+            target: stop at this objective.
+            start: a known solution; none that is worse is looked for.
+            quick: for solutions rather than a proof.
             whole: the columns that are whole numbers, if not those of the model.
         """
         rows = self.rows.plus(budget).only(columns)
@@ -382,7 +386,7 @@ def proof(cost: Floats, rows: Rows, duals: Floats) -> tuple[float, Floats, Float
 
     Args:
         cost: by column.
-        rows: of the program.
+        rows: the rows of the program.
         duals: y by row; if there are not as many as rows, they count as 0.
 
     Returns:
@@ -426,7 +430,9 @@ class Point:
     Attributes:
         bound: what the duals prove of every solution within these bounds, however exactly they were
             found.
-        values: the columns. duals: y per row. reduced: cost − Aᵀy.
+        values: the columns.
+        duals: y per row.
+        reduced: cost − Aᵀy.
     """
 
     bound: float

@@ -46,8 +46,8 @@ class KernelTerms:
     """Terms of kernels that are collected for rows of several variants.
 
     Attributes:
-        scattered: variant and layout → kernels that scatter it, by collective. unseen: the same of
-            kernels that do what its reader would.
+        scattered: variant and layout → kernels that scatter it, by collective.
+        unseen: the same of kernels that do what its reader would.
         ways: product → kind of collective → what does one.
     """
 

@@ -35,8 +35,9 @@ class Least:
     """How much memory a problem needs, reserves included.
 
     Attributes:
-        bound_bytes: no smaller budget suffices. size_bytes: this one does, by `choices`, whatever
-            their time is; 0 and None where the search found none.
+        bound_bytes: no smaller budget suffices.
+        size_bytes: this one does, by `choices`, whatever their time is; 0 and None where the search
+            found none.
     """
 
     bound_bytes: int

@@ -70,7 +70,8 @@ def multipliers(
     Args:
         duals: of the engine's own rows, or of these and rows (9), in the program's unit. Those of a
             vertex have few that are not 0.
-        budget: rows without reserves. prices: the dual of each, ≤ 0, by name.
+        budget: rows without reserves.
+        prices: the dual of each, ≤ 0, by name.
     """
     cost, num = engine.costs(program.costs(balance)), len(program.keys)
     kinds = np.array([key[0] for key in program.keys])

@@ -43,8 +43,10 @@ class Decision:
     """Which strategy; `optional` where it may be none.
 
     Attributes:
-        prices: by strategy. costs: as the potentials have them now. place: in the order of a sweep.
-            share: of the leeway, for one reader.
+        prices: by strategy.
+        costs: as the potentials have them now.
+        place: in the order of a sweep.
+        share: of the leeway, for one reader.
     """
 
     prices: Floats
@@ -72,8 +74,8 @@ class Side:
     """The strategies of a decision by the layout in which they make or read a tensor.
 
     Attributes:
-        at: layout per strategy. times: how often what is made so counts, per strategy; 0 where it
-            does not.
+        at: layout per strategy.
+        times: how often what is made so counts, per strategy; 0 where it does not.
         layouts, often: the layouts for which it counts, and how often it does there.
     """
 
@@ -187,11 +189,11 @@ class ReaderGroup:
     """What a tensor's readers of one phase share.
 
     Attributes:
-        useful: layouts that are read, or lead to some that are. num: layouts, without those of
-            versions.
-        costs: of the collectives, at today's price of memory.
-        rises: by how much the potentials of all readers rise over each collective; kept where
-            there are several readers.
+        useful: layouts that are read, or lead to some that are.
+        num: layouts, without those of versions.
+        costs: the costs of the collectives, at today's price of memory.
+        rises: by how much the potentials of all readers rise over each collective; kept where there
+            are several readers.
     """
 
     variant: int
@@ -284,8 +286,9 @@ class PricedReader:
     """One reader.
 
     Attributes:
-        use: its position among those of the variant. worth: π, by layout. risen: over each
-            collective, where there are several readers.
+        use: its position among those of the variant.
+        worth: π, by layout.
+        risen: over each collective, where there are several readers.
     """
 
     group: ReaderGroup

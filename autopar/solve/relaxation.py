@@ -201,8 +201,8 @@ class PricedPart:
     """Some ops, each once, and the tensors that only these make and read.
 
     Attributes:
-        problem: of these. again: the ops that backward may run again, whatever the problem says of
-            them.
+        problem: the problem of these.
+        again: the ops that backward may run again, whatever the problem says of them.
         further: per op what each strategy costs beside its time, in seconds, and what it costs as
             backward runs it again.
     """
@@ -235,8 +235,8 @@ def least_of(
     """No choice for the part costs less than so many seconds; and how many relaxations that took.
 
     Args:
-        target_s: what is to be shown, if it is true; the search ends there. max_relaxations: beyond
-            those of a first dive.
+        target_s: what is to be shown, if it is true; the search ends there.
+        max_relaxations: beyond those of a first dive.
     """
     program = _PartProgram(part.problem, part=part)
     engine = Engine(program.model, time_limit_s)

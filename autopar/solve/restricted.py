@@ -52,8 +52,9 @@ class Climb:
         """Search restricted programs from small to large, until the gap is closed.
 
         Args:
-            point: a vertex to begin from. free: as in `from_vertex`. rungs: how many columns, if
-                not as many as usual.
+            point: a vertex to begin from.
+            free: as in `from_vertex`.
+            rungs: how many columns, if not as many as usual.
         """
         if self.plans.is_close():
             return []
@@ -209,7 +210,8 @@ def sift_balances(
     """Better and better balances.
 
     Args:
-        live: without rows of excess. phases: those whose excess counts; λ of the others is 1.
+        live: without rows of excess.
+        phases: those whose excess counts; λ of the others is 1.
         first: what is tried to begin with, each; the more they differ, the more the rows over few
             columns know.
         learn_mixture: gets the columns with which the rows over few columns are solved. Unlike the
@@ -284,7 +286,7 @@ class Beginning:
         Args:
             further: the further rows.
             budget_row: name of the budget row.
-            position: of that row, among the further ones.
+            position: the position of that row, among the further ones.
         """
         best_s, found, worth_s = -np.inf, 0.0, _FIRST * self.ascent.bound_s
         most_s = _MOST * self.ascent.bound_s

@@ -70,12 +70,13 @@ def solve(
 
     Args:
         gap: stop when incumbent and bound are this close (relative).
-        max_nodes: limit of ``highs``' search tree. time_limit_s: where it ends a run, which is
-            logged, the answer may differ between runs and `Solution.stats["timed_out"]` is 1.
+        max_nodes: limit of ``highs``' search tree.
+        time_limit_s: where it ends a run, which is logged, the answer may differ between runs and
+            `Solution.stats["timed_out"]` is 1.
         solver: ``highs``, or one of PuLP's (`autopar.solve.pulp_models`), which are slower.
 
     Raises:
-        InfeasibleError: where nothing fits the budget; with the smallest budget that would do.
+        InfeasibleError: if nothing fits the budget; with the smallest budget that would do.
     """
     found = choices_or_least(
         problem, gap=gap, max_nodes=max_nodes, time_limit_s=time_limit_s, solver=solver
@@ -170,7 +171,7 @@ def choices_or_least(
             begins; it ends with none that is worse.
 
     Raises:
-        InfeasibleError: where no assignment of layouts is legal, whatever the memory; naming the op
+        InfeasibleError: if no assignment of layouts is legal, whatever the memory; naming the op
             that refuses where that is known.
     """
     if not all(op.strategies for op in problem.ops):
@@ -216,7 +217,8 @@ class _Searched:
     """What a search has found.
 
     Attributes:
-        answer: None if there is none yet. bound_s, multipliers: what is proven then.
+        answer: None if there is none yet.
+        bound_s, multipliers: what is proven then.
         infeasible: proven so.
     """
 

@@ -81,8 +81,9 @@ class Host:
     """A device's share of its host: memory beside its own, and the way there.
 
     Attributes:
-        memory_bytes: of the host's memory, per device. memory_bandwidth_bytes_per_s: what the
-            host's processors reach in it, per device, while all devices' shares are worked on.
+        memory_bytes: of the host's memory, per device.
+        memory_bandwidth_bytes_per_s: what the host's processors reach in it, per device, while all
+            devices' shares are worked on.
         latency_s, bandwidth_bytes_per_s: of a copy between the two, one direction.
     """
 

@@ -23,7 +23,8 @@ class Mixed:
     """Devices that differ along one mesh axis.
 
     Attributes:
-        axis: name of the axis. profiles: of the devices at each index along it.
+        axis: name of the axis.
+        profiles: of the devices at each index along it.
     """
 
     axis: str
@@ -52,7 +53,7 @@ def profile_of(hardware: Hardware, axis: str, stage: int) -> HardwareProfile:
     """Of the devices of a stage, the k-th of those that lie along `axis` on device k mod n.
 
     Args:
-        axis: of the stages, empty for one stage on the whole mesh.
+        axis: the axis of the stages, empty for one stage on the whole mesh.
     """
     if isinstance(hardware, Mixed) and axis == hardware.axis:
         return hardware.profiles[stage % len(hardware.profiles)]
