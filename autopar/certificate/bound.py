@@ -73,7 +73,7 @@ from autopar.core.problem import Problem
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Prices = Mapping[tuple[int, int, bool], Mapping[int, float]]
-"""By (tensor, position of the reader in `uses`, whether in backward of what forward made):
+"""By (tensor, position of the reader in `uses`, whether in backward of values from forward):
 layout → π."""
 
 

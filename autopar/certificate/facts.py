@@ -237,7 +237,7 @@ class Claims:
     """What a plan says, instance by instance.
 
     Attributes:
-        chosen, again: node key → strategy, and the one with which backward runs it again.
+        chosen, again: node key → strategy, and the one with which backward recomputes it.
         steps: tensor and phase → its collectives.
         kept: tensor → layouts kept for backward.
         own: node key and phase → the collectives that the node does by itself.

@@ -274,7 +274,7 @@ class OwnWalk:
 
 
 def dispatched_along(call: Call, strategy: Strategy) -> int | None:
-    """The axis along which a call's tokens are dispatched; None where there is none, or more
+    """The axis along which a call's tokens are dispatched; None if there is none, or more
     than one, which no rule offers."""
     if call.target not in (ops.experts, ops.experts_backward):
         return None

@@ -289,7 +289,7 @@ class KernelWalk:
         normed with them.
 
         Args:
-            after: the sum and the norm after the product; None where there are none.
+            after: the sum and the norm after the product; None if there are none.
         """
         if after is None or kernel.again or phase != "forward":
             yield "forward has no sum and norm after it"

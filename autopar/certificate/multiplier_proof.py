@@ -41,8 +41,8 @@ from autopar.validation.shards import held_bytes, local_lengths
 #                          above, each gradient that is done and each tensor that still has a
 #                          reader, in their fewest bytes
 #
-# A result of forward is asked for by its readers in backward; by a view of it in forward if the
-# view is asked for; and by an op that may run again if its own results are, since the op then reads
+# A result of forward is requested by its readers in backward; by a view of it in forward if the
+# view is requested; and by an op that may run again if its own results are, since the op then reads
 # its operands. After the result of an op that ran again is read, an operand that nothing else reads
 # may be gone; if the operand is kept in several layouts, so may the version that the op read. With
 # several microbatches the others in flight are held in full at every point, and so are the sums of
@@ -83,7 +83,7 @@ class Moments:
     def _first_asked(self, node: fx.Node) -> tuple[float, float, float]:
         """Positions of the first node of backward that could ask for what forward made, of the
         first that itself reads it, or a view of it, and of the first for which what runs again
-        could; infinite where there is none."""
+        could; infinite if there is none."""
         asked, read, through = [math.inf], [math.inf], [math.inf]
         for user in node.users:
             if user.op != "call_function":
@@ -102,7 +102,7 @@ class Moments:
 
     def _last_asked(self, node: fx.Node) -> float:
         """Position of the last node of backward that could ask for what a node made, or for a view
-        of it; infinitely early where there is none."""
+        of it; infinitely early if there is none."""
         found, in_backward = [-math.inf], node.meta.get("phase") == "backward"
         for user in node.users:
             if user.op != "call_function":
@@ -127,7 +127,7 @@ class Moments:
         return now < self._asked[name] < math.inf or (now == self._asked[name] and left)
 
     def row(self, place: str, worth_s: float) -> MemoryRow | None:
-        """The row of a point of the step, or None where there is no such point."""
+        """The row of a point of the step, or None if there is no such point."""
         problem = self.priced.problem
         gradients = {
             n: [op.count * s.gradient_bytes for s in op.strategies]

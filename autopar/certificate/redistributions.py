@@ -1,7 +1,7 @@
 """Every redistribution, walked: from what makes a tensor, over the plan's collectives, to all who
 read it, in both phases.
 
-In the phase that makes a tensor its maker's layout is at hand. In backward, of what forward made:
+In the phase that makes a tensor its maker's layout is at hand. In backward, of values from forward:
 the layouts that are kept, what rests anyway, and the layout in which backward makes it again. An op
 that runs again reads what those of its nodes read that backward has a use for
 (`autopar.certificate.facts`). A collective is legal where its source is at hand and it leads to its
@@ -36,7 +36,7 @@ class MoveWalk:
 
     Attributes:
         owner: key → the decision it belongs to.
-        again: the decisions that backward may run again.
+        again: the decisions that backward may recompute.
         rests: keys under which plans say where parameters rest, if these may move once per step.
         num_microbatches: among which the time of that is shared.
     """
@@ -152,7 +152,7 @@ class MoveWalk:
         return {self.claims.chosen[r.key].inputs[r.operand] for r in readers}
 
     def _read_again(self, tensor: Tensor) -> set[Layout]:
-        """The layouts in which ops of forward read a tensor when backward runs them again."""
+        """The layouts in which ops of forward read a tensor when backward recomputes them."""
         again = self.claims.again
         readers = [
             r

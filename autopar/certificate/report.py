@@ -280,12 +280,12 @@ class Certificate:
 
     Attributes:
         title: model, mesh and profile.
-        findings: the claims that do not hold; none where `ok`.
+        findings: the claims that do not hold; none if `ok`.
         notes: what does not bear on the claims, such as another torch version.
         num_decisions, num_nodes, num_steps: how many entries, nodes under them and collectives were
             looked at.
         claimed_step_s, claimed_peak_bytes: as the plan predicts.
-        step_s, peak_bytes: as derived; None where an earlier finding leaves nothing to derive them
+        step_s, peak_bytes: as derived; None if an earlier finding leaves nothing to derive them
             from.
         budget_bytes: per device, as the plan records it.
         objective_s, claimed_bound_s: as the plan's proof has them; what of the bound is not
@@ -293,7 +293,7 @@ class Certificate:
         certified_bound_s: what `num_multipliers` multipliers prove by arithmetic alone; None as
             above.
         unverified: the fields of the plan that no check bears on, by reason.
-        validation: how the nodes of the emitted program were justified; None where one was not,
+        validation: how the nodes of the emitted program were justified; None if one was not,
             which is a finding then.
     """
 
@@ -347,7 +347,7 @@ class Certificate:
         return not any(names[: len(each)] == each for each in listed)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON has it; seconds and bytes as numbers, None where a figure was not
+        """All of it as JSON has it; seconds and bytes as numbers, None if a figure was not
         derived.
 
         ``unordered`` lists the fields whose entries may stand in any order.

@@ -180,7 +180,7 @@ class Op:
         key: stable name, in the user's words (module path with ``*`` for repeated indices, and op).
         results: value index per result. What an operand reads is given by the variants, since
             instances may differ in it.
-        recomputable: whether backward may run it again.
+        recomputable: whether backward may recompute it.
     """
 
     key: str
@@ -201,7 +201,7 @@ class MemoryPoint:
         key: the node that runs, in the user's words.
         held: (variant, number of its instances whose kept versions are live).
         live: (op, bytes per strategy of it): results that are there and still read, gradients.
-        again: (op, bytes per strategy) of the results of ops that backward runs again.
+        again: (op, bytes per strategy) of the results of ops that backward recomputes.
         fetched: (variant, number of its instances that would already be fetched from the hosts if
             they had been stored there).
         reserve_bytes: a constant for everything else that was measured to be live then.
@@ -308,7 +308,7 @@ class Condition:
 
 
 Kernels = Mapping[tuple[int, bool], tuple[OverlapKernel, ...]]
-"""(variant, whether it is moved in backward though forward made it) → the kernels on offer."""
+"""(variant, whether it is moved in backward though forward made it) → the offered kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ class Problem:
         accumulates: whether gradients are added to sums that are held through the step.
         overlap_slowdown: seconds by which a second of concurrent communication delays compute; 1 if
             nothing is hidden.
-        kernels: the collective-overlap kernels on offer (`autopar.cost.kernel_offers`).
+        kernels: the offered collective-overlap kernels (`autopar.cost.kernel_offers`).
         routes: (op, strategy) → the route on offer (`autopar.cost.expert_routes`).
         regions: bytes of each region that kernels and routes share with their peers
             (`autopar.kernels.chunked`); each is allocated for the whole step, once for all its

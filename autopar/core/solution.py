@@ -19,13 +19,13 @@ class Multipliers:
         bound_s: what they prove of every choice the problem admits.
         potentials_s: (variant, 1 where backward reads what forward made else 0, the reader's
             position in `uses`, layout) → what the layout is worth to the reader, all instances of
-            the variant together; 0 where there is none.
+            the variant together; 0 if there is none.
         memory_s: budget row (`autopar.solve.memory_rows`) → what the whole budget is worth there; 0
-            where there is none.
+            if there is none.
         balance: at whose prices they hold (`autopar.solve.prices`).
         versions_s: (variant, layout) → what it is worth that the layout is made or arrives, to
             those who keep it, all instances of the variant together (rows (9) of
-            `autopar.solve.formulation`); 0 where there is none.
+            `autopar.solve.formulation`); 0 if there is none.
         copies_s: likewise, of what rests in the layout anyway, what it is worth that forward reads
             it, to those who keep a copy.
         once_s: likewise, what it is worth to keep the layout that no version of it is kept more
@@ -73,7 +73,7 @@ class Solution:
 
     Attributes:
         strategies: chosen strategy index per op.
-        recomputed: strategy index with which backward runs an op again, per recomputed op.
+        recomputed: strategy index with which backward recomputes an op, per recomputed op.
         kept: per variant index, the versions of the value that are kept for backward.
         objective_s: least time of a step with these choices.
         bound_s: proven lower bound on every choice the problem admits.
@@ -83,7 +83,7 @@ class Solution:
         solver: which solver answered.
         stats: whether time ran out, how many budget rows came in, and how many of excess.
         memory_price_s_per_byte: dual of the budget row in the relaxation (0 where memory is ample).
-        multipliers: what of the bound is proven by arithmetic alone; None where the solver gives no
+        multipliers: what of the bound is proven by arithmetic alone; None if the solver gives no
             duals.
         mixed: op of several instances → the shares of them for which the relaxation decides, runs
             again or keeps something, where these are neither all nor none: instances that decide

@@ -16,7 +16,7 @@ _without_data = ContextVar("without data", default=False)
 
 @contextmanager
 def looks_alone() -> Iterator[None]:
-    """Within, only shapes, strides and dtypes of results are asked for: what is worked on in
+    """Within, only shapes, strides and dtypes of results are requested: what is worked on in
     several blocks is worked on in two, as they look the same."""
     token = _without_data.set(True)
     try:

@@ -46,7 +46,7 @@ def is_scattered_extreme(
         x: what is reduced into.
         index, source: of one shape, with as many dims.
         kind: "amax" or "amin".
-        of_source: whether elements of `source` are asked for, else those of `x`.
+        of_source: whether elements of `source` are requested, else those of `x`.
 
     Returns:
         Booleans in the shape of `source`, or of `x`.

@@ -343,7 +343,7 @@ def _flex_attention(
         score, mask: texts of functions of ``score, b, h, q, k`` and of ``b, h, q, k``.
         starts: where `q` is a part, its first batch entry, head and query; else zeros.
         own: tensor, dim, tensor, dim, …: dims of captured tensors that are parts as `q` is.
-        heads: as of `autopar.ops.attention`; empty where `q` has as many parts as `k`.
+        heads: as of `autopar.ops.attention`; empty if `q` has as many parts as `k`.
     """
     how = Scoring(captured, score, mask, scale, starts, own)
     if heads:

@@ -26,7 +26,7 @@ _BY_ELEMENT = (  # though not tagged so
 @cache
 def in_place_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] | None:
     """What a call becomes whose result is to lie in an operand, and the keyword that names this
-    operand to it; the keyword is empty where the form always writes into its first. None for an op
+    operand to it; the keyword is empty if the form always writes into its first. None for an op
     that may read an element after another of the result was written.
     """
     if target in _OWN:

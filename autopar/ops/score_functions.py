@@ -330,7 +330,7 @@ class Reading:
     """What functions read.
 
     Attributes:
-        indexed: tensor → the coordinate of each dim, None where it has none.
+        indexed: tensor → the coordinate of each dim, None if it has none.
         free: coordinates that they read other than as the index of such a dim.
     """
 

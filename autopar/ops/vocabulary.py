@@ -85,7 +85,7 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
 
 
 def pick(x: Tensor, index: Tensor, ignored: int, start: int = 0, size: int | None = None) -> Tensor:
-    """``x[..., index − start]`` of `x` [..., v], for `index` [...] → [...]; 0 where that is outside
+    """``x[..., index − start]`` of `x` [..., v], for `index` [...] → [...]; 0 if that is outside
     of 0…v−1.
 
     Args:
@@ -315,7 +315,7 @@ def _ctc(
     blank: int,
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Losses [n], infinite where no alignment fits, and the gradient of each in log_probs.
+    """Losses [n], infinite if no alignment fits, and the gradient of each in log_probs.
 
     Args:
         log_probs: [t, n, c], as log_softmax gives them.

@@ -96,7 +96,7 @@ def convolution_backward_part(
 
     Args:
         grad: [n, o, ...] and x: [n, c, ...], both with the halos that `edges` says.
-        edges: per spatial dim the numbers of `Edges`, None where it is not split.
+        edges: per spatial dim the numbers of `Edges`, None if it is not split.
     """
     num, around = len(edges), _named(edges)
     strides, dilations = _each(stride, num), _each(dilation, num)

@@ -86,7 +86,7 @@ def path() -> Path | None:
 
 
 def load(call: Call) -> tuple[AxisOption, ...]:
-    """The options found for an equal call, but replicate-everything; empty where none are known."""
+    """The options found for an equal call, but replicate-everything; empty if none are known."""
     try:
         options = tuple(map(decode, _rules(path()).get(_key(call), ())))
     except (LayoutError, TypeError, ValueError, AttributeError) as error:
@@ -461,7 +461,7 @@ class Discovery:
 
 
 def unfit(target: Callable[..., Any]) -> str:
-    """Why an op can have no rule; empty where it can."""
+    """Why an op can have no rule; empty if it can."""
     if not isinstance(target, torch._ops.OpOverload):
         return "it is not a torch operator with a schema"
     if target._schema.is_mutable:
@@ -506,7 +506,7 @@ def _answer(text: str) -> tuple[tuple[AxisOption, ...], str]:
 
 
 def _in_child(work: Callable[[], str]) -> str:
-    """The text that `work` gives in a fork of this process; empty where the fork dies, or the
+    """The text that `work` gives in a fork of this process; empty if the fork dies, or the
     system has none."""
     if not hasattr(os, "fork"):
         return ""

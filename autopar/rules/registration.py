@@ -260,7 +260,7 @@ def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
 
 
 def _operands(target: Any, num_terms: int) -> tuple[Operand, ...] | None:
-    """One operand for each term; None where other parameters have to be filled in."""
+    """One operand for each term; None if other parameters have to be filled in."""
     parameters = target._schema.arguments
     needed = [a for a in parameters if not a.has_default_value()]
     leading = parameters[:num_terms]

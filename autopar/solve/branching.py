@@ -261,7 +261,7 @@ class Tree:
         )
 
     def _at(self, lower: Floats, upper: Floats, around: float | None = None) -> _Node | None:
-        """The node of a box, offered as a plan; None where the box is empty.
+        """The node of a box, offered as a plan; None if the box is empty.
 
         Args:
             around: the bound of a box that this one is in, which holds here where the steps for a

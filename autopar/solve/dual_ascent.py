@@ -9,7 +9,7 @@ collective over which they rise by more than it costs,
 
     d[x]  = price + Σ π of what the strategy reads − Σ π of what it supplies, to backward too where
           a version may be kept so
-    d[rc] = likewise, of an op that backward runs again
+    d[rc] = likewise, of an op that backward recomputes
 
 A *sweep* goes over all decisions, and back: each gives its leeway to the readers of what it
 supplies that come after it, and to the sources of what it reads that do
@@ -65,7 +65,7 @@ class MemoryPrices:
 
     Attributes:
         worths_s: budget row → what the whole budget is worth there.
-        of_ops, of_again: seconds by strategy of each op, and where backward runs it again, all
+        of_ops, of_again: seconds by strategy of each op, and where backward recomputes it, all
             instances together.
         of_kept: per variant, seconds per byte of the version of one instance.
         given_s: what the budget is worth, less what is reserved.
@@ -205,7 +205,7 @@ class _GroupBuilder:
 
         Raises:
             InfeasibleError: if nothing leads to any reader, and some reader is more than an op that
-                backward may run again.
+                backward may recompute.
         """
         variant = self.problem.variants[v]
         graph = self.problem.values[variant.value].graph
@@ -287,7 +287,7 @@ class _GroupBuilder:
         return self._known[key]
 
     def place_decisions(self) -> list[Decision]:
-        """Put decisions in order (forward, what backward may run again, backward) and number
+        """Put decisions in order (forward, what backward may recompute, backward) and number
         them."""
         phases: tuple[Phase, Phase] = ("forward", "backward")
         forward, backward = (

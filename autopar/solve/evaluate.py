@@ -5,7 +5,7 @@ is minimised: trees are the cheapest where an early second costs s, or, where ea
 then outlasts compute, those of other balances with which the step is shorter
 (`autopar.solve.evaluate`).
 
-A kernel that is on offer (`autopar.cost.kernel_offers`) is taken where it saves something: of one
+A kernel that is offered (`autopar.cost.kernel_offers`) is taken where it saves something: of one
 collective by one product, and of a product either what is gathered for it or what its result is
 scattered by, for all instances alike (`autopar.solve.pick_kernels`).
 
@@ -142,7 +142,7 @@ class Evaluation:
         resting_bytes: left side of each budget row (`autopar.solve.memory_rows.budget_rows`), in
             their order.
         regions: those that kernels and routes need; `static_bytes` holds them, too.
-        routed: the ops whose routes are taken, and whether as backward runs them again.
+        routed: the ops whose routes are taken, and whether as backward recomputes them.
     """
 
     compute_s: float
@@ -187,7 +187,7 @@ def evaluate(
 
     Args:
         strategies: strategy index per op.
-        recomputed: strategy index per op that backward runs again.
+        recomputed: strategy index per op that backward recomputes.
         kept: per variant, the versions that may be kept; by default every keepable layout that
             forward makes, on the devices.
         regions: those that kernels may use; by default all.

@@ -142,7 +142,7 @@ class Quick:
     """The best plan that fits, if any, and what is proven of all.
 
     Attributes:
-        multipliers: the multipliers of the bound; none where the quickest strategies prove nothing.
+        multipliers: the multipliers of the bound; none if the quickest strategies prove nothing.
         ascent: if there was one.
     """
 

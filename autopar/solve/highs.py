@@ -168,7 +168,7 @@ class Relaxation:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A restricted program's answer: values of all columns (None where nothing was found), and
+    """A restricted program's answer: values of all columns (None if nothing was found), and
     its own proven bound."""
 
     values: Floats | None
@@ -256,13 +256,13 @@ class Engine:
         self.begun = Begun(self.rows, duals)
 
     def costs(self, costs: Costs) -> Floats:
-        """Costs of all columns; 0 where there are none."""
+        """Costs of all columns; 0 if there are none."""
         cost = np.zeros(len(self.names))
         cost[self._at[costs[0]]] = costs[1]
         return cost
 
     def relax(self, extra: Rows | None = None, *, interior: bool = False) -> Relaxation | None:
-        """Solve the relaxation with some more rows; None where it is infeasible.
+        """Solve the relaxation with some more rows; None if it is infeasible.
 
         Args:
             interior: by the interior point method, which dense rows slow down less, instead of the
@@ -494,7 +494,7 @@ class Live:
                 next to nothing is left can lead round in circles.
 
         Returns:
-            None where nothing is within these bounds. Where the time or the steps ran out, what the
+            None if nothing is within these bounds. Where the time or the steps ran out, what the
             duals of the moment prove, and after the steps no values.
         """
         changed = self._numbers[(lower != self._bounds[0]) | (upper != self._bounds[1])]

@@ -188,7 +188,7 @@ class KernelRows:
 
     def _addends(self, kernel: OverlapKernel) -> list[Column]:
         """The strategies with which the last addend of a kernel's sum can do its collectives;
-        none where there is no sum."""
+        none if there is no sum."""
         op, strategies = kernel.product
         return [self.x[op][s] for s in strategies if kernel.added]
 

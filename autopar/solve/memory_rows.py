@@ -50,7 +50,7 @@ class BudgetRow:
         Args:
             static_bytes: held all the time.
             strategies: strategy index by op.
-            recomputed: op that backward runs again → strategy index.
+            recomputed: op that backward recomputes → strategy index.
             held_bytes: variant → bytes that one instance keeps on the device.
             stored_bytes: variant → bytes that one instance stores on the hosts.
         """

@@ -36,7 +36,7 @@ class Least:
 
     Attributes:
         bound_bytes: no smaller budget suffices.
-        size_bytes: this one does, by `choices`, whatever their time is; 0 and None where the search
+        size_bytes: this one does, by `choices`, whatever their time is; 0 and None if the search
             found none.
     """
 
@@ -105,7 +105,7 @@ class Lightest:
         return int(np.ceil(self._least * self._unit * (1 - 1e-6)))
 
     def choices(self, weight: float) -> Solution | None:
-        """A plan where the least time weighs so much of the least peak; None where none was
+        """A plan where the least time weighs so much of the least peak; None if none was
         found."""
         if self._fastest is None:
             found = self._relax(0.0, 1.0)[2]

@@ -1,4 +1,4 @@
-"""Which of the kernels on offer are taken under given choices.
+"""Which of the offered kernels are taken under given choices.
 
 A kernel does one collective together with one product. If several kernels could do a collective,
 the one that saves the most does it. If a product could do several collectives of a tensor, it does
@@ -21,7 +21,7 @@ from autopar.core.streams import Load
 from autopar.solve.prices import saved_load
 
 Chosen = tuple[Sequence[int], Mapping[int, int]]
-"""Strategy per op, and of those that backward runs again."""
+"""Strategy per op, and of those that backward recomputes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ M = TypeVar("M", bound=Moves)
 
 
 def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[OverlapKernel, ...]:
-    """List the kernels on offer of which each op runs with one of the kernel's strategies: the
+    """List the offered kernels of which each op runs with one of the kernel's strategies: the
     product, and the ops that the kernel adds to it or does after it.
 
     Args:
         problem: that offers kernels.
         v: index of the variant that is moved.
         late: whether in backward, what forward made.
-        chosen: strategies, and those of ops that backward runs again.
+        chosen: strategies, and those of ops that backward recomputes.
     """
     now, again = chosen
 

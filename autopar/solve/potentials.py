@@ -1,6 +1,6 @@
 """The potentials of one tensor's readers, and the two steps that raise the bound by them.
 
-Terms. A *decision* is an op's strategy, or the one with which backward runs it again; its *costs*
+Terms. A *decision* is an op's strategy, or the one with which backward recomputes it; its *costs*
 are the reduced costs of its strategies, and the *leeway* of a layout is how much the least cost of
 a strategy that makes or reads it exceeds the least of all. A *group* is what one tensor's readers
 of one phase share: the collectives between its layouts, and the decisions that put it there, its
@@ -75,7 +75,7 @@ class Side:
 
     Attributes:
         at: layout per strategy.
-        times: how often what is made so counts, per strategy; 0 where it does not.
+        times: how often what is made so counts, per strategy; 0 if it does not.
         layouts, often: the layouts for which it counts, and how often it does there.
     """
 
@@ -164,7 +164,7 @@ class GroupArcs:
         """Propagate the worth of layouts against the direction of collectives.
 
         Args:
-            most: worth by layout, −∞ where there is none; changed in place.
+            most: worth by layout, −∞ if there is none; changed in place.
             costs: seconds by collective.
 
         Returns:
@@ -302,7 +302,7 @@ class PricedReader:
         self.worth, self.risen = np.zeros(len(self.group.useful)), np.zeros(len(self.group.costs))
 
     def rise(self) -> Floats:
-        """By how much π rises over each collective; 0 where it falls."""
+        """By how much π rises over each collective; 0 if it falls."""
         arcs = self.group.arcs
         return np.maximum(0.0, self.worth[arcs.heads] - self.worth[arcs.tails])
 

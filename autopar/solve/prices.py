@@ -44,7 +44,7 @@ def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> 
         problem: that has the op.
         n: index of the op.
         strategy: index of its strategy.
-        again: whether as backward runs it again.
+        again: whether the op is recomputed in backward.
     """
     op, phase = problem.ops[n], "backward" if again else problem.ops[n].phase
     chosen = op.strategies[strategy]

@@ -177,14 +177,14 @@ class _SolverAnswer:
 def solve_modelled(
     problem: Problem, solver: str, gap: float, time_limit_s: float
 ) -> Solution | None:
-    """The best plan by one of PuLP's solvers; None where none fits, or none was found in time.
+    """The best plan by one of PuLP's solvers; None if none fits, or none was found in time.
 
     Args:
         solver: its name.
         time_limit_s: time limit of all solves together, in seconds.
 
     Raises:
-        InfeasibleError: if no assignment of layouts is legal, whatever the memory.
+        InfeasibleError: if no assignment of layouts is legal, regardless of memory.
         AutoparError: if the solver is not there, or fails.
     """
     used, ends = pulp_solver(solver), time.monotonic() + time_limit_s
@@ -317,7 +317,7 @@ def to_pulp(
 #
 #     x3_1.layers.0.up.mm.R_S_0__to_S_0_      op 3 with strategy 1: its key, and the layouts that it
 #                                             reads and makes
-#     rc3_1. …                                backward runs it again
+#     rc3_1. …                                backward recomputes it
 #     k5_2.layers.0.act.S_0_                  value variant 5 is kept for backward in layout 2;
 #                                             h5_2: on the hosts
 #     f17.layers.0.act.S_0__to_R              the collective between two layouts; others that start

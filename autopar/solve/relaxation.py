@@ -41,7 +41,7 @@ class Spread:
         times: per op and group, how many times its time is paid.
         made: per variant, the share of its tensors that each group of the producer makes.
         read: per variant and use, the share that each group of the reader reads.
-        apart: variants that have no rows for backward of what forward made.
+        apart: variants that have no rows for backward of values from forward.
     """
 
     times: tuple[tuple[float, ...], ...]
@@ -202,9 +202,9 @@ class PricedPart:
 
     Attributes:
         problem: the problem of these.
-        again: the ops that backward may run again, whatever the problem says of them.
+        again: the ops that backward may recompute, whatever the problem says of them.
         further: per op what each strategy costs beside its time, in seconds, and what it costs as
-            backward runs it again.
+            backward recomputes it.
     """
 
     problem: Problem

@@ -40,7 +40,7 @@ def is_large(engine: Engine) -> bool:
 @dataclass
 class Climb:
     """The restricted programs of one search; each method returns rows that are to come in, and
-    ends where there are some."""
+    ends if there are some."""
 
     extra: Incoming
     proven: Proven

@@ -159,7 +159,7 @@ def choices_or_least(
             fits.
         whole: search on where the relaxation mixes decisions of equal ops; else the answer then
             says which (`Solution.mixed`), without a plan (`FractionalGroups`) where memory binds in
-            a large problem, only a plan is asked for, and none is near the relaxation.
+            a large problem, only a plan is requested, and none is near the relaxation.
         likely: at which balance the bound of a problem like this one was best; a search that begins
             there is sooner done.
         waits: let the search go on past the time limit as long as it has no plan.
@@ -171,7 +171,7 @@ def choices_or_least(
             begins; it ends with none that is worse.
 
     Raises:
-        InfeasibleError: if no assignment of layouts is legal, whatever the memory; naming the op
+        InfeasibleError: if no assignment of layouts is legal, regardless of memory; naming the op
             that refuses where that is known.
     """
     if not all(op.strategies for op in problem.ops):

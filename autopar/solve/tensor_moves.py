@@ -1,7 +1,7 @@
 """The collectives of a tensor under given choices: the cheapest trees of both phases at the prices
 of a balance, and the slack of each collective.
 
-A kernel that is on offer (`autopar.cost.kernel_offers`) is taken if it saves time
+A kernel that is offered (`autopar.cost.kernel_offers`) is taken if it saves time
 (`autopar.solve.pick_kernels`).
 """
 
@@ -86,7 +86,7 @@ class Redistribution:
 
 
 Moves = tuple[Redistribution, Redistribution, tuple[int, ...]]
-"""Of a variant: in its own phase, in backward of what forward made, and the versions that are
+"""Of a variant: in its own phase, in backward of values from forward, and the versions that are
 kept between the two."""
 
 
