@@ -9,8 +9,8 @@
    (`autopar.solve.restricted`). Restricted programs have few columns, to find better plans, or, for
    small problems, all columns that a better plan could have. Rows that cut off mixtures are in the
    relaxation from the first tree on.
-3. A round ends early if a plan is close enough, or if a plan breaks rows that are not in the program
-   yet: budget rows, or the rows of a phase whose communication outlasts compute
+3. A round ends early if a plan is close enough, or if a plan breaks rows that are not in the
+   program yet: budget rows, or the rows of a phase whose communication outlasts compute
    (`autopar.solve.lazy_rows`). These rows are added, the relaxation is solved again with the price
    of memory and the balance of both streams, and the next round begins.
 
