@@ -232,10 +232,10 @@ class Way:
     """One way to label a call.
 
     Attributes:
-        results: the labels of its results. raises: per operand, the power of M by which it has to
-        be raised. linear: sets of indices of operands. If all operands of a set are raised further,
-        all results
-            are raised too.
+        results: the labels of its results.
+        raises: per operand, the power of M by which it has to be raised.
+        linear: sets of indices of operands. If all operands of a set are raised further, all
+            results are raised too.
     """
 
     results: Labels
@@ -379,8 +379,9 @@ def _goes_along(info: TensorInfo, read: Label, from_right: int) -> bool:
     """Whether an index is the same in all microbatches, or is cut where the positions are.
 
     Args:
-        info: the index. read: its label. from_right: the dim of the positions, counted from the
-            end, since indices broadcast.
+        info: the index.
+        read: its label.
+        from_right: the dim of the positions, counted from the end, since indices broadcast.
     """
     is_cut = read.kind in ("split", "place") and len(info.shape) - read.dim == from_right
     return read == WHOLE or is_cut

@@ -1,5 +1,5 @@
-"""An independent certificate of a plan: every claim derived anew from the model, the mesh and
-the profile, without a solver."""
+"""An independent certificate of a plan: derives every claim again from the model, the mesh and the
+profile, without a solver."""
 
 from autopar.certificate.marks import named_so
 from autopar.certificate.plan_certificate import StagedTrace, certify

@@ -1,18 +1,18 @@
 """The lower bound by weak duality, from the multipliers in the plan, by arithmetic alone.
 
-The problem is relaxed to a linear program; names are those of the plan: op n, strategy s, tensor v
+The problem is relaxed to a linear program. Names are those of the plan: op n, strategy s, tensor v
 (all instances with the same readers, `count` of them), reader c, layout l, collective a from
-tail(a) to head(a). All variables lie in [0, 1].
+tail(a) to head(a). All variables are in [0, 1].
 
-A step takes max(C + s·P, P) + K seconds in forward, and so in backward: C is compute, slices
-included, P is communication beside which it may run, each second of which costs it s, K all else,
-ops' own collectives among it. For every λ in [0, 1], one per phase, λ(C + s·P) + (1 − λ)P + K is no
-more than that. So a second of C has the weight λ, one of P λ·s + 1 − λ, one of K 1; `time` is meant
-times its weight. P is what moves
+A step takes max(C + s·P, P) + K seconds in forward, and likewise in backward. C is compute with
+slices. P is communication that may overlap with compute; each of its seconds delays compute by s. K
+is all else, with the collectives inside ops. For every λ in [0, 1], one per phase, λ(C + s·P) +
+(1 − λ)P + K is at most that. So a second of C has the weight λ, a second of P λ·s + 1 − λ, and a
+second of K 1; `time` includes its weight. P is the communication of
 
-    a tensor that rests, in the phase that makes it and in backward
-    in backward, what an op of forward made that backward may not run again
-    what only parameters read in the phase that makes it: their gradients
+    a tensor at rest, in the phase that makes it and in backward
+    a result of forward in backward, if backward may not recompute its op
+    a tensor whose only readers in the phase that makes it are parameters: their gradients
     copies between devices and their hosts
 
     minimise Σ count·time·x[n,s] + Σ count·time·rc[n,s] + Σ count·time(a)·r[a] + Σ count·(a store
@@ -73,7 +73,7 @@ from autopar.core.problem import Problem
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Prices = Mapping[tuple[int, int, bool], Mapping[int, float]]
-"""By (tensor, position of the reader in `uses`, whether in backward of what forward made):
+"""By (tensor, position of the reader in `uses`, whether in backward of values from forward):
 layout → π."""
 
 
@@ -88,8 +88,8 @@ class Versions:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Row (6) at one point: instances kept per variant, bytes per strategy of some ops beside
-    what rests; and its λ."""
+    """Row (6) at one point, with its λ: instances kept per variant, bytes per strategy of some ops
+    in addition to those at rest."""
 
     held: Mapping[int, int]
     live: Mapping[int, Sequence[int]]
@@ -98,7 +98,7 @@ class MemoryRow:
 
 @dataclass
 class _Dual:
-    """Reduced costs while the multipliers come in."""
+    """Reduced costs, updated as multipliers are added."""
 
     problem: Problem
     balance: tuple[float, float]
@@ -119,8 +119,8 @@ class _Dual:
                 self.again[n] = time_s - beside * (1.0 - in_backward)
 
     def costs(self, v: int, *, later: bool) -> Floats:
-        """Per collective of a tensor, its seconds as they are paid; `later`: in backward, of
-        what forward made."""
+        """Return the weighted seconds of each collective of a tensor; `later`: in backward, of a
+        value from forward."""
         variant, ops = self.problem.variants[v], self.problem.ops
         value = self.problem.values[variant.value]
         maker = ops[value.op]
@@ -140,7 +140,7 @@ class _Dual:
         )
 
     def away(self, v: int) -> Floats:
-        """Per layout of a tensor, what storing it on the hosts and fetching it again costs."""
+        """Return the cost of storing a tensor on the hosts and fetching it, per layout."""
         variant = self.problem.variants[v]
         away_s = self.problem.values[variant.value].away_s
         weight = variant.count * sum(
@@ -201,7 +201,7 @@ def _memory(dual: _Dual, row: MemoryRow, kept: Floats) -> None:
 
 
 def _tensor(dual: _Dual, v: int, prices: Prices, per_kept_byte: float) -> None:
-    """One tensor: rows (2), (3), (4) and (9)."""
+    """Add one tensor: rows (2), (3), (4) and (9)."""
     variant = dual.problem.variants[v]
     value = dual.problem.values[variant.value]
     graph, maker = value.graph, value.op
@@ -342,7 +342,7 @@ def _versions(
 
 
 def _layouts(problem: Problem, graph: LayoutGraph, op: int, side: str, position: int) -> Ints:
-    """Per strategy of an op, the layout of one operand or result."""
+    """Return the layout of one operand or result, by strategy of an op."""
     return np.array(
         [graph.index[getattr(s.layouts, side)[position]] for s in problem.ops[op].strategies]
     )

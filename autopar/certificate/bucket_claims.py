@@ -1,10 +1,11 @@
-"""Buckets, walked: whether what shares one may, what the one collective puts in, and what it saves.
+"""Checks of buckets: whether their members may share a bucket, and its bytes and savings.
 
-Members are collectives of the plan for which no op waits, gathers of what is there when their phase
-begins, or of the begin or the end of a step; of one kind, axis, dtype, reduction and slack; of
-tensors of which all devices have equal parts. None starts from what another of its bucket makes: no
-op waits for them, or they start from what is there, so that can only be one of the same tensor.
-Each segment of a bucket is filled up to 8 elements; a reduce-scatter puts in a row for each device.
+Members are collectives of the plan that no op waits for, gathers of tensors that exist when their
+phase begins, or collectives at the begin or the end of a step. They have the same kind, axis,
+dtype, reduction and slack, and all devices have equal parts of their tensors. No member starts from
+the result of another member. Since no op waits for members, or they start from existing tensors,
+only two collectives of the same tensor can do so. Each segment of a bucket is padded to a multiple
+of 8 elements. A reduce-scatter puts in a row for each device.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class BucketWalk:
         return next(tuple(p.view) for p in self.trace.parameters if storage_key(p.name) == node)
 
     def _member(self, c: Collective, step: Communication, shape: Sequence[int]) -> Iterator[str]:
-        """What keeps a collective from being in a bucket."""
+        """Explain why a collective cannot be in a bucket."""
         own, sizes = step.collective, self.plan.mesh.shape
         if own.kind not in SHARING:
             yield f"uses {own.kind}, which is not bucketed"
@@ -164,7 +165,7 @@ class BucketWalk:
         )
 
     def _in_order(self, bucket: Bucket, steps: Sequence[Communication]) -> Iterator[str]:
-        """Whether a member starts from what another makes."""
+        """Check that no member starts from the result of another."""
         for a, step in zip(bucket.members, steps, strict=True):
             for b, other in zip(bucket.members, steps, strict=True):
                 same = (a.node, a.result) == (b.node, b.result) and step is not other
@@ -207,7 +208,7 @@ def count_issued(plan: Plan, claims: Claims) -> Mapping[tuple[str, str, int], tu
 
     Args:
         plan: its communications and buckets are counted.
-        claims: what the same plan says of each tensor.
+        claims: the claims of the same plan about each tensor.
 
     Returns:
         (phase, kind, axis) → number of collectives and the sum of their bytes.

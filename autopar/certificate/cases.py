@@ -1,10 +1,10 @@
-"""The cases of a proof: whether they cover all choices, and which strategies each rules out.
+"""The cases of a proof: whether they cover all solutions, and which strategies each rules out.
 
-A condition says whether an op runs whole along a mesh axis: no operand and no result of its
-strategy is split, partial or shifted there. Each choice of strategies meets the condition or does
-not. So two cases that differ in one condition cover what the case without this condition covers,
-and a proof covers all choices if its cases are the leaves of a tree whose inner nodes divide by a
-condition.
+A condition states whether an op runs whole along a mesh axis: no operand and no result of its
+strategy is split, partial or shifted there. Each solution satisfies the condition or its opposite.
+So two cases that differ in one condition cover the same solutions as the case without this
+condition. A proof covers all solutions if its cases are the leaves of a tree whose inner nodes
+divide by a condition.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.cost.priced import Priced
 from autopar.plans import ProofCase
 
 Conditions = Mapping[tuple[str, int], bool]
-"""By first node of the op and axis: whether it runs whole."""
+"""First node of an op and axis → whether the op runs whole."""
 
 
 class UnprovenCases(Exception):
@@ -33,8 +33,8 @@ def ruled_out_by_case(
 
     Args:
         priced: the problem that the cases divide.
-        cases: of the proof.
-        num_axes: of the mesh.
+        cases: the cases of the proof.
+        num_axes: the number of mesh axes.
 
     Raises:
         UnprovenCases: a condition is of no op of the problem or of no mesh axis, a case has two

@@ -1,9 +1,9 @@
-"""What a plan says of its cuts: with what the later stages begin, what crosses to them, and within
-which memory stages are planned.
+"""Claims of a plan about its cuts: the first layers of later stages, the values that cross, and the
+memory within which stages are planned.
 
-All of it follows from the microbatch's trace, its cut, and what the stages' plans decide: a value
-crosses in the layout in which its stage hands it on, each device sends its largest part, and a
-gradient comes back where backward needs one.
+All of them follow from the microbatch's trace, its cut, and the decisions of the stages' plans. A
+value crosses in the layout in which its stage sends it, each device sends its largest part, and a
+gradient returns if backward needs one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
     """
     places: dict[
         int, list[str]
-    ] = {}  # a finer level may call the part at a position by another name
+    ] = {}  # a deeper module may have another name for the part at a position
     for point in (point for points in levels(part) if pipeline.positions for point in points):
         places.setdefault(point.position, []).append(point.module)
     for number, (position, module) in enumerate(

@@ -1,8 +1,7 @@
-"""Every entry of a plan against the statement of the problem: what it speaks of, its strategy, and
-its time.
+"""Checks every entry of a plan against the problem: its nodes, its strategy and its time.
 
-A strategy is legal where the rule of each node offers it. It is covered by the bound where the
-problem offers it: with the plan's constraints, and with no collective inside a decision.
+A strategy is legal if the rule of each node offers it. The bound covers a strategy if the problem
+offers it: under the plan's constraints, and without collectives inside a decision.
 """
 
 from __future__ import annotations
@@ -76,7 +75,8 @@ class Decisions:
         self.rates = Rates(self.mesh, self.profile)
 
     def strangers(self) -> Iterator[Finding]:
-        """Yield the nodes that only one of model and plan has, and those that the plan has twice.
+        """Yield the nodes that only the model or only the plan has, and nodes that the plan lists
+        twice.
 
         If there are any, no other claim can be checked.
         """
@@ -95,8 +95,8 @@ class Decisions:
         yield from (f for e in self.plan.entries for f in self._check_arity(e))
 
     def _check_arity(self, entry: Entry) -> Iterator[Finding]:
-        """Each strategy has as many layouts as the node has tensors, so that they can be looked
-        up."""
+        """Check that each strategy has as many layouts as its node has tensors, so that they can be
+        looked up."""
         if not entry.instances:
             yield Finding("layouts", "it has no nodes", entry.key)
             return
@@ -196,8 +196,8 @@ class Decisions:
     def _find_illegal(
         self, entry: Entry, choices: Sequence[NodeChoice], when: str
     ) -> Iterator[Finding]:
-        """Strategies that no rule allows, and layouts in which a parameter cannot rest with its
-        gradient."""
+        """Yield strategies that no rule allows, and layouts in which a parameter and its gradient
+        cannot be stored."""
         strategies, sizes = tuple(c.strategy for c in choices), self.mesh.shape
         for choice in choices:
             key = choice.node.format(*entry.instances[0])
@@ -277,7 +277,7 @@ class Decisions:
         if (entry.kind == "input" and key != input_key("tangent")) or (
             key in self._crossing and layouts.outputs
         ):
-            tensor = self.facts.tensors[key, 0]  # of an output that crosses: what comes back for it
+            tensor = self.facts.tensors[key, 0]  # of a crossing output: its gradient
             size = held_bytes(tensor.shape, tensor.dtype, layouts.outputs[0], self.mesh.shape)
             wire = (
                 self.context.crossing.before
@@ -339,7 +339,7 @@ class Decisions:
         return added_s - (added_s - written_s) / self.context.num_microbatches
 
     def crosses(self, entry: Entry) -> bool:
-        """Whether an entry is of what crosses between stages."""
+        """Whether an entry is a value that crosses between stages."""
         return entry.nodes[0].node.format(*entry.instances[0]) in self._crossing
 
     def _node_time_s(self, key: str, strategy: Strategy) -> float:

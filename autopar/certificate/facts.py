@@ -1,5 +1,5 @@
-"""What a plan is held against: the traced model's tensors and who reads them; and what the plan
-says of each, looked up."""
+"""The facts that claims are checked against: the tensors of the traced model and their readers; and
+the claims of a plan, indexed."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ class Tensor:
     """One tensor of the traced model.
 
     Attributes:
-        key, result: what makes it. phase: when. resident: it is a parameter, a buffer or an input,
-            there all the time; no copy of one.
-        given: it is there when the step begins: the same with copies, without gradients that come
-            from another stage.
-        sum_dtype: what its partial sums are reduced in: gradients of 16-bit parameters in fp32,
-            what is cast to a gradient in the dtype of that, all else in its own dtype.
+        key, result: the node that makes it, and the index of its result.
+        phase: the phase of that node.
+        resident: whether it is a parameter, a buffer or an input, and no copy of one.
+        given: whether it exists when the step begins: resident tensors and copies of them, without
+            gradients that come from another stage.
+        sum_dtype: the dtype in which its partial sums are reduced: fp32 for gradients of 16-bit
+            parameters, the dtype of the gradient for a tensor that is cast to one, else its own.
     """
 
     key: str
@@ -62,10 +63,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A traced model: tensors by what makes them, compute nodes by key, the key of each node of the
-    graph by its name, every key a plan has to speak of, and which nodes of forward `asked` for:
-    what they make backward reads, or another stage, or what such nodes make of it. Where backward
-    runs an op again it runs these of its nodes."""
+    """A traced model: tensors by the node that makes them, compute nodes by key, the key of each
+    node of the graph by its name, every key that a plan must list, and the `asked` nodes of
+    forward. Backward or another stage reads the results of an `asked` node, directly or through
+    other such nodes. If backward recomputes an op, it runs only these of its nodes."""
 
     tensors: Mapping[TensorKey, Tensor]
     nodes: Mapping[str, fx.Node]
@@ -75,16 +76,16 @@ class Facts:
 
     @staticmethod
     def of(trace: Trace, *, accumulates: bool = False) -> Facts:
-        """Read the tensors of a traced model, and who reads each.
+        """Collect the tensors of a traced model and the readers of each.
 
         Args:
-            trace: of one call of the model, or of a stage.
+            trace: the trace of one call of the model, or of a stage.
             accumulates: whether a step has several microbatches, which get parameters in the dtype
                 that they read.
 
         Returns:
-            One `Tensor` per result of each node that the plan speaks of; shapes are those of the
-            whole tensors.
+            One `Tensor` per result of each node that the plan must list, with the shape of the
+            whole tensor.
         """
         origins = _Origins.of(trace, accumulates=accumulates)
         nodes = {n.meta["key"]: n for n in trace.graph.nodes if n.op == "call_function"}
@@ -122,10 +123,10 @@ class _Origins:
     Attributes:
         keys: node name → the key under which plans list it.
         tangents: gradients of outputs, which arrive in backward.
-        given: what is there when the step begins; excludes inputs and gradients that come from
-            another stage.
-        resident: what rests during the whole step; excludes copies in a narrower dtype and values
-            from the previous stage.
+        given: the values that exist when the step begins, without inputs and gradients that come
+            from another stage.
+        resident: the values at rest during the whole step, without copies in a narrower dtype and
+            values from the previous stage.
     """
 
     keys: Mapping[str, str]
@@ -138,7 +139,7 @@ class _Origins:
         """Collect the values that are given to a traced graph.
 
         Args:
-            trace: of one call of the model, or of a stage.
+            trace: the trace of one call of the model, or of a stage.
             accumulates: whether a step has several microbatches.
         """
         parameters = {p.node: parameter_key(p.name) for p in trace.parameters}
@@ -149,14 +150,14 @@ class _Origins:
             for o in trace.differentiable
         }
         keys = {**parameters, **buffers, **inputs, **tangents}
-        crossing = {i.node for i in trace.inputs if i.crosses}  # held like what forward makes
+        crossing = {i.node for i in trace.inputs if i.crosses}  # held like results of forward
         returning = {o.tangent for o in trace.differentiable if o.is_answered}
         copied = {p.node for p in trace.parameters if p.is_narrowed and not accumulates}
         there = frozenset(keys) - crossing
         return _Origins(keys, frozenset(tangents), there - returning, there - copied)
 
     def phase_of(self, node: fx.Node) -> str:
-        """The phase in which a node's results are first there."""
+        """Return the phase in which a node's results first exist."""
         return "backward" if node.name in self.tangents else str(node.meta.get("phase", "forward"))
 
 
@@ -174,8 +175,8 @@ def _choose_sum_dtype(
     """Return the dtype in which partial sums are reduced; see `Tensor.sum_dtype`.
 
     Args:
-        dtype: of the tensor.
-        readers: of the tensor.
+        dtype: the dtype of the tensor.
+        readers: the readers of the tensor.
         cast_to: dtype of the gradient that the tensor is cast to; `dtype` if there is none.
     """
     is_gradient = any(r.key.endswith("/parameter") for r in readers)
@@ -188,7 +189,7 @@ def _find_asked(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str
     """Return the nodes of forward that backward or another stage asks for; see `Facts`.
 
     Args:
-        tensors: of the traced model.
+        tensors: the tensors of the traced model.
         leaving: keys of values that other stages read.
     """
     makers: dict[str, list[str]] = {}
@@ -233,12 +234,13 @@ def _results(trace: Trace) -> Iterator[tuple[tuple[str, int], TensorReader]]:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a plan says, instance by instance.
+    """The claims of a plan, by instance.
 
     Attributes:
-        chosen, again: node key → strategy, and the one with which backward runs it again.
-        steps: tensor and phase → its collectives. kept: tensor → layouts kept for backward.
-        own: node key and phase → the collectives that the node does by itself.
+        chosen, again: node key → its strategy, and the strategy of its recomputation.
+        steps: tensor and phase → its collectives.
+        kept: tensor → layouts kept for backward.
+        own: node key and phase → the collectives inside the node.
     """
 
     chosen: Mapping[str, Strategy]
@@ -249,8 +251,8 @@ class Claims:
 
     @staticmethod
     def of(plan: Plan) -> Claims:
-        """Look up what a plan says of each node and tensor. Raises nothing: what is not of the
-        model is found later."""
+        """Index the claims of a plan about each node and tensor. Claims about nodes that the model
+        lacks are reported later."""
         steps: dict[tuple[TensorKey, str], tuple[Communication, ...]] = {}
         own: dict[tuple[str, str], tuple[Communication, ...]] = {}
         for node, step in plan.steps():
@@ -276,13 +278,14 @@ class Context:
     """The surroundings of a plan.
 
     Attributes:
-        forced: what constraints force. crossing: how tensors cross to a stage's neighbours.
-        num_microbatches, num_in_flight: of a stage. schedule: its name, ``""`` for a plan without
-            stages.
-        batch_bytes: of the whole batch, which is there during a step of several microbatches.
-        returned: what calls of a pipeline return.
-        stage, actions: its number, and what its rank does, where the rank holds other stages beside
-            it.
+        forced: the resolved constraints.
+        crossing: how tensors cross to a stage's neighbours.
+        num_microbatches, num_in_flight: those of a stage.
+        schedule: the name of the schedule, ``""`` for a plan without stages.
+        batch_bytes: bytes of the whole batch, which is live during a step of several microbatches.
+        returned: the values that calls of a pipeline return.
+        stage, actions: the index of the stage, and the actions of its rank, if the rank holds
+            several stages.
     """
 
     forced: Forced

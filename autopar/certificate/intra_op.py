@@ -71,11 +71,11 @@ def check_routed(
     """Yield the claims that do not hold of a node whose collectives go between peers.
 
     Args:
-        node: of the ops `experts` or `experts_backward`.
+        node: the node of the ops `experts` or `experts_backward`.
         phase: in which the node runs; "backward" if it runs again.
         said: the collectives that the plan lists for the node, in order.
-        mesh: of the plan.
-        profile: of the devices; its kernels say how fast a route is.
+        mesh: the mesh of the plan.
+        profile: the profile of the devices; its kernels say how fast a route is.
     """
     key, reached = node.meta["key"], profile.kernels.get("moe_route", 0.0)
     again, total_s = phase != node.meta["phase"], 0.0
@@ -131,7 +131,7 @@ def count_shared(
     """Count the memory that a node whose rows go between peers shares along an axis.
 
     Args:
-        node: of the ops `experts` or `experts_backward`.
+        node: the node of the ops `experts` or `experts_backward`.
         strategy: the layouts of its operands and results.
         mesh_shape: the size of each mesh axis.
         axis: index of the mesh axis along which rows go.
@@ -274,7 +274,7 @@ class OwnWalk:
 
 
 def dispatched_along(call: Call, strategy: Strategy) -> int | None:
-    """The axis along which a call's tokens are dispatched; None where there is none, or more
+    """The axis along which a call's tokens are dispatched; None if there is none, or more
     than one, which no rule offers."""
     if call.target not in (ops.experts, ops.experts_backward):
         return None

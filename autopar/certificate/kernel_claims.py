@@ -1,19 +1,20 @@
-"""Every kernel of a plan: that its product stands at an end of the collective, could do it, and
-saves what the plan says.
+"""Checks every kernel of a plan: whether its product is at an end of the collective and can run in
+the kernel, and whether it saves as much as claimed.
 
-Ranks along the collective's axis are of one node, so that they reach each other's memory. A product
-does one collective of a tensor, and is cut into chunks one way: for what it reads, or for what it
-makes. What is scattered at once is nowhere in one piece, so nothing else starts from there, and
-nobody reads or keeps it so. What has slack whatever is chosen is no kernel's, and the product can
-stand where what it reads is first read: its other factor is a parameter, an input, or forward's.
-What comes from another stage counts as made in its phase, and has slack in the other. A product
-that is only added to something, in its own phase, can do that as well, and scatter the sum, if
-nothing lies otherwise before; one of forward can norm the sum after (`NormWalk`).
+Ranks along the collective's axis are in one node, so they can access each other's memory. A product
+runs with one collective of a tensor, and is divided into chunks in one way: for its operand, or for
+its result. A result that is scattered as it is computed never exists as a whole, so nothing else
+starts from it, reads it or keeps it. A collective that has slack in every plan has no kernel. The
+product must be able to run where its operand is first read: its other factor is a parameter, an
+input, or a result of forward. A tensor from another stage counts as made in its phase, and has
+slack in the other phase. If a product is only added to another tensor, in its own phase, its kernel
+can also add that tensor and scatter the sum, unless the layout changes before. A product of forward
+can also compute the norm after the sum (`NormWalk`).
 
-What kernels share with their peers along an axis rests there, once for all that move a tensor of
-one form in the same pieces: with n ranks and q chunks, two slots for a rank's part where it is
-gathered, 2·n of them where it is scattered, each a multiple of a line of 128 bytes, and 1 + n + n·q
-flags, each in a line of its own.
+The memory that kernels share with their peers along an axis is allocated once for all that move a
+tensor of one form in the same pieces. With n ranks and q chunks, it has two slots for a rank's part
+if the tensor is gathered, 2·n of them if it is scattered, each a multiple of a line of 128 bytes,
+and 1 + n + n·q flags, each in a separate line.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from autopar.sharding import pattern_of
 from autopar.validation.shards import local_lengths
 
 # --------------------------------------------------------------------------------------------------
-# Kernels that also norm: sum and norm follow the product, lie in whole rows as its part does, and
-# round as it does.
+# Kernels that also compute a norm. Sum and norm follow the product, have whole rows in the layout
+# of its part, and round as the product does.
 
-_WIDE = {torch.float64: torch.float64}  # all else is normed in float32
+_WIDE = {torch.float64: torch.float64}  # all other dtypes are normalized in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class NormWalk:
         if total is None or total.target is not torch.ops.aten.add.Tensor:
             return None
         for reader in facts.tensors[total.meta["key"], 0].readers:
-            norm = facts.nodes.get(reader.key)  # outputs are none
+            norm = facts.nodes.get(reader.key)  # None for outputs
             if (
                 norm is None
                 or norm.target is not ops.rms_norm
@@ -84,15 +85,15 @@ class NormWalk:
             ):
                 continue
             squares, weight = norm.args[1:3]
-            # A weight that comes later may not be there when the sum is made.
+            # A weight that is computed later may not exist when the sum is computed.
             if isinstance(squares, fx.Node) and isinstance(weight, fx.Node) and weight < total:
                 return NormWalk(facts, claims, product, (total, squares, norm))
         return None
 
     @property
     def strategies(self) -> list[Strategy | None]:
-        """The strategy of the sum, of the squares and of the norm; None for one that the plan does
-        not decide."""
+        """Return the strategies of the sum, of the squares and of the norm; None for one that the
+        plan does not list."""
         return [self.claims.chosen.get(node.meta["key"]) for node in self.nodes]
 
     def wrong(self, layout: Layout) -> Iterator[str]:
@@ -253,8 +254,8 @@ class KernelWalk:
         yield from self._check_saving(step, kernel, product, chosen, adds=adds, normed=normed)
 
     def _is_offered(self, tensor: Tensor, key: tuple[str, int], phase: str) -> bool:
-        """Whether a collective of a tensor in a phase can be a kernel's. In the phase that does not
-        make the tensor, only if the tensor does not cross between phases."""
+        """Whether a collective of a tensor in a phase can run in a kernel. In the phase that does
+        not make the tensor, only if the tensor does not cross between phases."""
         if phase not in ("forward", "backward"):
             return False
         return phase == tensor.phase or not self._crosses(key)
@@ -289,7 +290,7 @@ class KernelWalk:
         normed with them.
 
         Args:
-            after: the sum and the norm after the product; None where there are none.
+            after: the sum and the norm after the product; None if there are none.
         """
         if after is None or kernel.again or phase != "forward":
             yield "forward has no sum and norm after it"
@@ -398,7 +399,7 @@ class KernelWalk:
         return key[0] not in self.facts.nodes and not self.facts.tensors[key].given
 
     def _phase_of(self, node: fx.Node) -> str:
-        """The phase; none of what rests."""
+        """Return the phase of a node; none for values at rest."""
         if node.op != "placeholder":
             return str(node.meta["phase"])
         tensor = self.facts.tensors[self.facts.names[node.name], 0]

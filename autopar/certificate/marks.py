@@ -23,7 +23,7 @@ def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
     """Yield the claims by which the plan is for another model or other hardware.
 
     Args:
-        trace: of the call that the plan, or the stage, is for.
+        trace: the trace of the call that the plan, or the stage, is for.
         plan: the plan, or the plan of a stage.
         hardware: on which the claims are checked.
     """
@@ -149,10 +149,10 @@ def _check_pipeline(plan: Plan) -> Iterator[Finding]:
 
 
 def _read_asked_pipeline(plan: Plan) -> Pipelined | None:
-    """The pipeline among the constraints in a plan's options; None where none is asked for.
+    """The pipeline among the constraints in a plan's options; None if none is requested.
 
     Raises:
-        AutoparError: where a constraint cannot be read, or is not of the plan's mesh.
+        AutoparError: if a constraint cannot be read, or is not of the plan's mesh.
     """
     constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
     asked = pipeline_in(constraints, plan.mesh)
@@ -163,10 +163,10 @@ def _read_asked_pipeline(plan: Plan) -> Pipelined | None:
 
 
 def _compare_pipelines(pipeline: Pipeline, asked: Pipelined) -> Iterator[Finding]:
-    """Whether a plan's pipeline has each property that is asked for."""
+    """Whether a plan's pipeline has each property that is requested."""
     waits = pipeline.schedule == GPIPE  # also where backward waits for a loss of the whole batch
     schedule = None if asked.schedule == AUTO or waits else asked.schedule
-    wanted = {  # property → what is asked for, None where nothing is, and what the plan has
+    wanted = {  # property → what is requested, None if nothing is, and what the plan has
         "axis": (asked.axis, pipeline.axis),
         "number of microbatches": (asked.microbatches, pipeline.num_microbatches),
         "schedule": (schedule, pipeline.schedule),

@@ -47,7 +47,7 @@ def emission(plan: Plan, claims: Claims, program: StageProgram) -> Iterator[Find
 
     Args:
         plan: the plan that lists collectives.
-        claims: what the same plan says of each tensor.
+        claims: the claims of the same plan about each tensor.
         program: the program emitted from the plan.
     """
     both = count_issued(plan, claims)
@@ -84,8 +84,8 @@ def emission(plan: Plan, claims: Claims, program: StageProgram) -> Iterator[Find
 
 
 def _read_collectives(node: fx.Node) -> Iterator[tuple[str, int, int]]:
-    """Kind, mesh axis and bytes of each collective that an emitted node issues; the axis is −1
-    between host and device."""
+    """Yield kind, mesh axis and bytes of each collective that an emitted node issues; the axis is
+    −1 between host and device."""
     for each in node.meta.get("own", ()):
         yield each.collective.kind, each.collective.axis, each.collective.bytes
     kind = _kind_of(node)
@@ -105,13 +105,13 @@ def _kind_of(node: fx.Node) -> str:
 
 
 def overlap(plan: Plan, program: StageProgram, held: Overlap, slowdown: float) -> Iterator[Finding]:
-    """Yield the claims about communication beside compute that do not hold.
+    """Yield the false claims about overlap of communication and compute.
 
     Args:
-        plan: its overlap and timeline are checked.
-        program: emitted under `plan.overlap`.
-        held: what its early steps hold at most.
-        slowdown: of the hardware's profile.
+        plan: the plan whose overlap and timeline are checked.
+        program: the program emitted under `plan.overlap`.
+        held: the largest bytes that its early communications hold.
+        slowdown: the slowdown of the hardware's profile.
     """
     if plan.overlap.slowdown != slowdown:
         yield Finding(
@@ -155,17 +155,17 @@ def overlap(plan: Plan, program: StageProgram, held: Overlap, slowdown: float) -
 def sum_resting(
     trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accumulates: bool
 ) -> dict[str, int]:
-    """What a device holds of each kind, as it follows from layouts alone.
+    """Compute the bytes at rest on a device by kind, from layouts alone.
 
     Args:
-        trace: of the model, or of the stage.
+        trace: the trace of the model, or of the stage.
         facts: its tensors.
         claims: the plan's layouts.
         plan: its mesh and optimizer are read.
         accumulates: whether a step has several microbatches, whose gradients are summed up.
 
     Returns:
-        Bytes by kind; "copies" only where parameters are held in another dtype or layout, too.
+        Bytes by kind; "copies" only if parameters are also held in another dtype or layout.
     """
     found = Counter(
         dict.fromkeys(
@@ -194,10 +194,10 @@ def sum_resting(
 def _measure_parameter(
     p: Parameter, claims: Claims, plan: Plan, *, accumulates: bool
 ) -> Iterator[tuple[str, int]]:
-    """What a device holds of a parameter, by kind (bytes): the hosts' memory does not count.
+    """Compute the bytes of a parameter on a device by kind, without host memory.
 
-    With P bytes where it rests: P of parameters, a copy where ops read it in another layout or,
-    with several microbatches, in another dtype, and, where it is trained, its gradient (summed over
+    With P bytes at rest: P for the parameter, a copy if ops read it in another layout or, with
+    several microbatches, in another dtype, and, if it is trained, its gradient (summed over
     microbatches in fp32 at least) and the optimizer's state, a multiple of P.
     """
     sizes, state = plan.mesh.shape, OPTIMIZERS[str(plan.options.get("optimizer"))][0]
@@ -227,7 +227,7 @@ def memory(
         program: the program emitted from it.
         facts: the tensors of the traced model.
         sizes: bytes that rest on a device, by kind.
-        context: of the plan or the stage.
+        context: the context of the plan or the stage.
 
     Returns:
         The peak in bytes on a device, with all that rests, and the findings.
@@ -276,7 +276,7 @@ def memory(
 
 
 def _peak(plan: Plan, program: StageProgram, context: Context) -> int:
-    """Return the bytes that the program of a step holds at most."""
+    """Return the peak of a step of the program, in bytes."""
     outputs = plan.options.get("outputs", "dtensor")
     if not context.schedule:
         return trace_peak(
@@ -385,7 +385,7 @@ def _bars(
     if plan.overlap.slowdown < 1.0 or plan.buckets or beyond_s:
         moved = [
             c for c in plan.communications if c.phase != "step"
-        ]  # what is done once per step is not in the graphs
+        ]  # the graphs do not include work that runs once per step
         local_s = sum(len(c.instances) * c.time_s for c in moved if c.collective.kind == "slice")
         saved_s = sum(bucket.saved_s for bucket in plan.buckets)  # of communication
         compute_s += (

@@ -1,5 +1,5 @@
-"""Check the proof of a plan: find its multipliers in the problem by the names that they are stored
-under, and derive its figures."""
+"""Checks the proof of a plan: finds its multipliers in the problem by their stored names, and
+derives its figures."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from autopar.validation.shards import held_bytes, local_lengths
 #                          above, each gradient that is done and each tensor that still has a
 #                          reader, in their fewest bytes
 #
-# A result of forward is asked for by its readers in backward; by a view of it in forward if the
-# view is asked for; and by an op that may run again if its own results are, since the op then reads
+# A result of forward is requested by its readers in backward; by a view of it in forward if the
+# view is requested; and by an op that may run again if its own results are, since the op then reads
 # its operands. After the result of an op that ran again is read, an operand that nothing else reads
 # may be gone; if the operand is kept in several layouts, so may the version that the op read. With
 # several microbatches the others in flight are held in full at every point, and so are the sums of
@@ -83,7 +83,7 @@ class Moments:
     def _first_asked(self, node: fx.Node) -> tuple[float, float, float]:
         """Positions of the first node of backward that could ask for what forward made, of the
         first that itself reads it, or a view of it, and of the first for which what runs again
-        could; infinite where there is none."""
+        could; infinite if there is none."""
         asked, read, through = [math.inf], [math.inf], [math.inf]
         for user in node.users:
             if user.op != "call_function":
@@ -102,7 +102,7 @@ class Moments:
 
     def _last_asked(self, node: fx.Node) -> float:
         """Position of the last node of backward that could ask for what a node made, or for a view
-        of it; infinitely early where there is none."""
+        of it; infinitely early if there is none."""
         found, in_backward = [-math.inf], node.meta.get("phase") == "backward"
         for user in node.users:
             if user.op != "call_function":
@@ -127,7 +127,7 @@ class Moments:
         return now < self._asked[name] < math.inf or (now == self._asked[name] and left)
 
     def row(self, place: str, worth_s: float) -> MemoryRow | None:
-        """The row of a point of the step, or None where there is no such point."""
+        """The row of a point of the step, or None if there is no such point."""
         problem = self.priced.problem
         gradients = {
             n: [op.count * s.gradient_bytes for s in op.strategies]
@@ -191,8 +191,8 @@ class Moments:
         return MemoryRow(held, live, worth_s)
 
     def _count_scratch(self, live: dict[int, list[int]], node: fx.Node) -> None:
-        """What the gradient of a cross entropy needs beside its result, where its op begins with
-        it."""
+        """Add the scratch memory of the gradient of a cross entropy, if it is the first node of its
+        op."""
         op = self._owner[node.meta["key"]]
         cluster = self.priced.sources[op].cluster
         if (
@@ -345,7 +345,7 @@ def _both(
 
 
 def _shares_memory(node: fx.Node) -> bool:
-    """Whether what a node makes lies in the memory of its operand."""
+    """Whether the result of a node shares the memory of its operand."""
     return operand_written(node) is not None or _is_view(node)
 
 
@@ -372,8 +372,8 @@ class Stored:
         return _count(self.plan.proof) + sum(map(_count, self.plan.proof.cases))
 
     def bound_s(self) -> float:
-        """The bound (seconds) that they prove for a plan without stages: the least of all cases,
-        if the proof has any."""
+        """The bound in seconds that they prove for a plan without stages: the least bound of all
+        cases, if the proof has any."""
         cases = self.plan.proof.cases
         if not cases:
             return self._bound_of(self.plan.proof, {})
@@ -386,7 +386,7 @@ class Stored:
         return min(bounds)
 
     def _bound_of(self, proof: Proof | ProofCase, ruled_out: Mapping[int, Sequence[int]]) -> float:
-        """The bound of all choices that take none of the strategies that are ruled out, by op."""
+        """Return the bound of all solutions without the strategies that are ruled out, by op."""
         balance = proof.balance
         if not all(0.0 <= share <= 1.0 for share in balance):
             self.findings.append(
@@ -406,7 +406,7 @@ class Stored:
         """Return the multipliers π by variant, use and phase.
 
         Args:
-            proof: that has them; by default the plan's.
+            proof: the proof or case with the multipliers; by default the plan's proof.
         """
         proof, num_ops = proof or self.plan.proof, len(self.priced.problem.ops)
         tensors, readers = (
@@ -424,7 +424,7 @@ class Stored:
         """Return the multipliers of versions by variant.
 
         Args:
-            proof: that has them; by default the plan's.
+            proof: the proof or case with the multipliers; by default the plan's proof.
         """
         tensors, found = self._tensors(), dict[int, Versions]()
         for version in (proof or self.plan.proof).versions:

@@ -1,10 +1,10 @@
 """The bound of a plan with stages over all cuts, from the multipliers in the plan, by arithmetic
 alone.
 
-Every op and tensor of the microbatch's trace is taken by itself, so that equal layers may decide
-differently. Names are those of `autopar.certificate.bound`; a stored π is of all tensors with the
-same readers together, and each gets its share. Beside π there is μ ≥ 0 of one more row, which holds
-of every choice, and one in place of (4) for what rests anyway:
+Each op and tensor of the microbatch's trace is an instance, so equal layers may decide differently.
+Names are those of `autopar.certificate.bound`. A stored π is the total of all tensors with the same
+readers, and each tensor gets its share. In addition to π there is μ ≥ 0 of one more row, which
+holds for every solution, and a row that replaces (4) for tensors at rest:
 
     (9)  k[v,l] ≤ strategies that make l + Σ_{head(a)=l} r[a]
     (4') k[v,l] ≤ strategies of forward readers that read l
@@ -101,14 +101,14 @@ def least_over_cuts(
     num_microbatches: int,
     allowed: Collection[int] | None,
 ) -> float:
-    """The least step over all cuts before units that are `allowed`, and all pairs at borders.
+    """Find the minimum step over all cuts before `allowed` units, and all pairs at borders.
 
-    With every τ below a limit, the shortest Σ τ by dynamic programming, one stage after another;
-    then with a lower limit.
+    Dynamic programming over stages finds the least Σ τ with every τ below a limit. The limit is
+    then lowered.
 
     Args:
-        units: per stage, what each unit takes on its devices. borders: per pair of neighbouring
-            stages, the pairs before each unit but the first.
+        units: per stage, what each unit takes on its devices.
+        borders: per pair of neighbouring stages, the pairs before each unit but the first.
     """
     num = len(units[0])
     ends = [[(0, 0.0, 0.0)]]
@@ -139,7 +139,7 @@ def least_over_cuts(
         least = min(least, float((num_microbatches - 1) * worst[-1] + total[-1]))
         if (num_microbatches - 1) * slowest[-1] + total[
             -1
-        ] >= least:  # less for the slowest only makes the sum longer
+        ] >= least:  # a lower limit only increases the sum
             return least
         limit = worst[-1]
 
@@ -170,7 +170,7 @@ class PipelineFigures:
             under.
         placing: the unit of each node when the model is cut at all places.
         exposed: nodes whose results may cross between stages.
-        mesh_shape: of a stage.
+        mesh_shape: the shape of a stage's mesh.
     """
 
     trace: Trace
@@ -184,8 +184,8 @@ class PipelineFigures:
 
 @dataclass(frozen=True, slots=True)
 class Crosses:
-    """A tensor at a border that it may cross, forward or backward: per layout its bytes, and what
-    it costs the stage that makes it, and the one that it goes to, without the time of arriving."""
+    """A tensor at a border that it may cross, forward or backward. Per layout: its bytes, and its
+    cost for the stage that makes it and for the stage that receives it, without the transfer."""
 
     forward: bool
     bytes: tuple[int, ...]
@@ -195,7 +195,7 @@ class Crosses:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of the trace: who makes and reads it, and the multipliers of its layouts, in
+    """One tensor of the trace: its makers and readers, and the multipliers of its layouts, in
     seconds per layout.
 
     Attributes:

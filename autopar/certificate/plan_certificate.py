@@ -87,7 +87,7 @@ def certify(
     """Check every claim of a plan.
 
     Args:
-        trace: of the batch.
+        trace: the trace of the batch.
         plan: the plan to check.
         hardware: the profile, or profiles of unequal devices. Each stage is certified on its own
             devices, at the pace of the slowest of them.
@@ -251,8 +251,8 @@ def held_at_most(
     Args:
         schedule: "gpipe", "1f1b" or "interleaved".
         stage: index among all stages.
-        num_stages: of all ranks.
-        num_microbatches: of a step.
+        num_stages: the number of stages of all ranks.
+        num_microbatches: the number of microbatches per step.
         num_chunks: stages per rank.
     """
     if schedule == INTERLEAVED:

@@ -177,7 +177,7 @@ def order_of(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int) 
         rank: index along the pipeline's axis.
         num_ranks: devices along this axis.
         num_chunks: stages per rank.
-        num_microbatches: of a step.
+        num_microbatches: the number of microbatches per step.
     """
     per_round = num_microbatches // max(1, num_microbatches // num_ranks)
 
@@ -209,7 +209,7 @@ def held_by_chunks(stage: int, num_ranks: int, num_chunks: int, num_microbatches
         stage: index among all stages.
         num_ranks: devices along the pipeline's axis.
         num_chunks: stages per rank.
-        num_microbatches: of a step.
+        num_microbatches: the number of microbatches per step.
     """
     rank, chunk = stage % num_ranks, stage // num_ranks
     per_round = num_microbatches // max(1, num_microbatches // num_ranks)
@@ -277,7 +277,7 @@ def step_by_longest_path(
     Args:
         phases: per stage, the seconds of forward and of backward of a microbatch.
         num_ranks: devices along the pipeline's axis.
-        num_microbatches: of a step.
+        num_microbatches: the number of microbatches per step.
     """
     num_stages = len(phases)
     after: Mapping[Piece, list[Piece]] = defaultdict(list)
@@ -315,7 +315,7 @@ def least_of_cuts(least_s: float, num_ranks: int, num_microbatches: int) -> floa
     Args:
         least_s: seconds that a microbatch takes at least through all stages.
         num_ranks: P, devices along the pipeline's axis.
-        num_microbatches: of a step.
+        num_microbatches: the number of microbatches per step.
     """
     return least_s * max(1.0, num_microbatches / num_ranks)
 

@@ -208,7 +208,7 @@ def wire_between(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wir
 
     Args:
         axis: name of the pipeline's axis; `""` returns a link that takes no time.
-        mesh: of the whole plan.
+        mesh: the mesh of the whole plan.
         hardware: the profile, or one per index along an axis.
         stages: indices along `axis`.
     """
@@ -236,7 +236,7 @@ def handed_on_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> fl
 
     Args:
         axis: name of the pipeline's axis; `""` takes no time.
-        mesh: of the whole plan.
+        mesh: the mesh of the whole plan.
         hardware: the profile, or one per index along an axis.
         num_bytes: bytes of the result on a device.
     """

@@ -1,12 +1,12 @@
-"""Every redistribution, walked: from what makes a tensor, over the plan's collectives, to all who
-read it, in both phases.
+"""Checks every redistribution: from the node that makes a tensor, over the plan's collectives, to
+all its readers, in both phases.
 
-In the phase that makes a tensor its maker's layout is at hand. In backward, of what forward made:
-the layouts that are kept, what rests anyway, and the layout in which backward makes it again. An op
-that runs again reads what those of its nodes read that backward has a use for
-(`autopar.certificate.facts`). A collective is legal where its source is at hand and it leads to its
-target; its bytes follow from the source and the dtype, its time from the profile. Nothing is made
-or kept that nobody reads.
+In the phase that makes a tensor, the layout of its maker is available. In backward, these layouts
+of a value from forward are available: the kept layouts, the layout at rest, and the layout in which
+backward recomputes it. A recomputed op reads only the operands of those of its nodes that backward
+needs (`autopar.certificate.facts`). A collective is legal if its source is available and it leads
+to its target. Its bytes follow from the source and the dtype, and its time from the profile. No
+layout is made or kept without a reader.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class MoveWalk:
     """All tensors of a model under a plan.
 
     Attributes:
-        owner: key → the decision it belongs to. again: the decisions that backward may run again.
-        rests: keys under which plans say where parameters rest, if these may move once per step.
-            num_microbatches: among which the time of that is shared.
+        owner: key → the decision that it belongs to.
+        again: the decisions that backward may recompute.
+        rests: keys of the storage of parameters, if parameters may be moved once per step.
+        num_microbatches: microbatches that share the time of these collectives.
     """
 
     facts: Facts
@@ -77,8 +78,8 @@ class MoveWalk:
             yield from self._check_tensor(each)
 
     def _check_tensor(self, tensor: Tensor) -> Iterator[Finding]:
-        """Whether all who read a tensor in the phase that makes it, and what is kept of it, get
-        it."""
+        """Check that all readers of a tensor in the phase that makes it, and its kept versions, get
+        their layouts."""
         here = (tensor.key, tensor.result)
         made = {self.claims.chosen[tensor.key].outputs[tensor.result]}
         steps = self.claims.steps.get((here, tensor.phase), ())
@@ -109,11 +110,11 @@ class MoveWalk:
     def _check_backward(
         self, tensor: Tensor, made: set[Layout], at_hand: set[Layout], kept: Sequence[Layout]
     ) -> Iterator[Finding]:
-        """Whether backward gets what it reads of a tensor that forward makes.
+        """Check that backward gets the layouts in which it reads a tensor of forward.
 
-        At hand in backward is ``kept ∪ rests ∪ again``: the layouts that are kept, where the tensor
-        rests anyway, and the layout in which backward makes it again. What collectives make of
-        these has to cover all that is read.
+        Available in backward are ``kept ∪ rests ∪ again``: the kept layouts, the layout at rest,
+        and the layout in which backward recomputes the tensor. These and the results of collectives
+        that start from them must cover all that is read.
 
         Args:
             made: the layout in which forward makes it.
@@ -141,8 +142,8 @@ class MoveWalk:
             yield Finding("kept values", what, _name(tensor.key, tensor.result))
 
     def _read_in(self, tensor: Tensor, phase: str, *, by_ops: bool = False) -> set[Layout]:
-        """The layouts in which readers in a phase read a tensor; of ops alone, or also of
-        outputs and parameters."""
+        """Return the layouts in which readers in a phase read a tensor: ops alone, or also outputs
+        and parameters."""
         readers = [
             r
             for r in tensor.readers
@@ -151,7 +152,8 @@ class MoveWalk:
         return {self.claims.chosen[r.key].inputs[r.operand] for r in readers}
 
     def _read_again(self, tensor: Tensor) -> set[Layout]:
-        """The layouts in which ops of forward read a tensor when backward runs them again."""
+        """Return the layouts in which ops of forward read a tensor when backward recomputes
+        them."""
         again = self.claims.again
         readers = [
             r
@@ -163,8 +165,8 @@ class MoveWalk:
     def _check_beside(
         self, tensor: Tensor, steps: Sequence[Communication], always: bool
     ) -> Iterator[Finding]:
-        """Whether steps count as running beside compute where, whatever is chosen, they have
-        slack, and nowhere else."""
+        """Check that steps count as overlapping with compute if and only if they have slack in
+        every plan."""
         for step in steps:
             counts = (
                 always or step.collective.kind in HOST_KINDS
@@ -181,7 +183,7 @@ class MoveWalk:
     def _report_missing(
         self, tensor: Tensor, phase: str, missing: set[Layout], at_hand: set[Layout]
     ) -> Finding:
-        """The finding that a phase reads layouts that nothing makes."""
+        """Make the finding that a phase reads layouts that nothing makes."""
         what = (
             f"{phase} reads it as {_list(missing)}, which no collective returns; available:"
             f" {_list(at_hand) or 'nothing'}"
@@ -215,8 +217,7 @@ class MoveWalk:
             yield Finding("moves", f"{said}: {what}", _name(tensor.key, tensor.result))
 
     def _find_faults(self, tensor: Tensor, step: Communication) -> Iterator[str]:
-        """What is wrong with one collective: where it leads, what it moves, and how long it
-        takes."""
+        """Yield what is wrong with one collective: its target, its bytes, and its time."""
         c, shape, sizes = step.collective, tensor.shape, self.mesh.shape
         if not all(layout.fits(shape, sizes) for layout in (step.source, step.target)):
             yield f"a tensor of shape {shape} cannot have this layout on mesh {self.mesh}"
@@ -231,8 +232,8 @@ class MoveWalk:
         yield from self._check_time(tensor, step)
 
     def _check_bytes(self, tensor: Tensor, step: Communication) -> Iterator[str]:
-        """Whether a collective moves the dtype that the tensor has, or is summed in, and as many
-        bytes as follow from it."""
+        """Check that a collective moves the tensor's dtype, or the dtype of its sums, and the bytes
+        that follow from it."""
         c, shape, sizes = step.collective, tensor.shape, self.mesh.shape
         dtype = tensor.sum_dtype if c.reduce_op else tensor.dtype
         if c.dtype != str(dtype).removeprefix("torch."):
@@ -245,10 +246,9 @@ class MoveWalk:
             yield f"a device receives {taken} bytes from its neighbors, not {c.halo_bytes}"
 
     def _check_time(self, tensor: Tensor, step: Communication) -> Iterator[str]:
-        """Whether a collective takes the time that the profile says, by itself or as a share of a
-        bucket.
+        """Check that a collective takes the time of the profile, alone or as a share of a bucket.
 
-        What is done once per step counts 1/M in each of M microbatches.
+        A collective that runs once per step counts 1/M in each of M microbatches.
         """
         num = self.num_microbatches if step.phase == "step" else 1
         alone_s = self.rates.alone_s(step.collective) / num
@@ -267,8 +267,8 @@ class MoveWalk:
                 yield f"it takes {time_s:.6g} s{when}, not {said_s:.6g} s"
 
     def _may_share(self, tensor: Tensor, step: Communication) -> bool:
-        """Whether it may be in a bucket: of equal parts of a floating tensor, that are gathered
-        or reduced."""
+        """Whether a collective may be in a bucket: it gathers or reduces equal parts of a floating
+        tensor."""
         even = all(
             is_even(layout, tensor.shape, self.mesh.shape) for layout in (step.source, step.target)
         )
@@ -278,13 +278,13 @@ class MoveWalk:
 def _find_wrongly_kept(
     kept: Sequence[Layout], at_hand: set[Layout], read: set[Layout], rests: set[Layout]
 ) -> Iterator[str]:
-    """What is kept and is not made or not read, is kept twice, or is read where it rests and is not
-    said to be kept.
+    """Yield kept layouts that are not made or not read, or are kept twice, and layouts at rest that
+    are read and are not listed as kept.
 
     Args:
         at_hand: layouts that the tensor has in forward.
         read: layouts that ops or collectives of backward read.
-        rests: the layout in which the tensor is there all the time, if it is.
+        rests: the layout of a tensor that is at rest; None for others.
     """
     for layout in kept:
         if layout not in at_hand or (layout.host and layout.on_device() in kept):
@@ -300,8 +300,8 @@ def _find_wrongly_kept(
 def _check_slacks(
     tensor: Tensor, steps: Sequence[Communication], at_start: set[Layout], waited: set[Layout]
 ) -> Iterator[Finding]:
-    """Whether steps have the slack that follows from what is there when the phase starts, and
-    from what ops wait for."""
+    """Check that steps have the slack that follows from what exists when the phase starts, and from
+    what ops wait for."""
     there, needed = _reach(at_start, steps), set(waited)
     while further := {step.source for step in steps if step.target in needed} - needed:
         needed |= further
@@ -322,7 +322,7 @@ def _check_slacks(
 
 
 def _reach(sources: set[Layout], steps: Sequence[Communication]) -> set[Layout]:
-    """Everything that the steps make from the sources."""
+    """Return all layouts that the steps make from the sources."""
     found, left = set(sources), list(steps)
     while ready := [step for step in left if step.source in found]:
         found |= {step.target for step in ready}
@@ -342,9 +342,10 @@ def _list(layouts: set[Layout]) -> str:
 # Collectives that run once per step of several microbatches: parameters are gathered before the
 # first microbatch, and sums of gradients are reduced after the last.
 #
-# A parameter rests in one layout. On each mesh axis, microbatches read it as it rests, or whole;
-# its gradients add up as it rests, or as partial sums. Collectives lead from the layout in which it
-# rests to the one that is read, and from the layout of the sums to the one in which it rests.
+# A parameter has one storage layout. On each mesh axis, microbatches read it in that placement or
+# replicated, and its gradients are summed in that placement or as partial sums. Collectives lead
+# from the storage layout to the layout that is read, and from the layout of the sums to the storage
+# layout.
 
 PHASE = "step"
 
@@ -355,7 +356,7 @@ def held_so(rests: Layout, strategies: Sequence[Strategy], *, accumulates: bool)
 
     Args:
         rests: the storage layout.
-        strategies: of a microbatch, then of the storage.
+        strategies: the strategies of a microbatch, then of the storage.
         accumulates: whether a step has several microbatches.
     """
     seen, stored = strategies[0], strategies[-1]

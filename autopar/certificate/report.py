@@ -1,4 +1,4 @@
-"""What a certificate says."""
+"""The report of a certificate: its findings, and the fields of a plan that it verifies."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ DERIVED: tuple[str, ...] = (
     "buckets.time_s",
     "buckets.saved_s",
 )
-"""Recomputed from the model, the hardware and what other fields decide."""
+"""Recomputed from the model, the hardware and the decisions in other fields."""
 
 COMPARED: tuple[str, ...] = (
     "fingerprint.model",
@@ -121,7 +121,7 @@ COMPARED: tuple[str, ...] = (
     "pipeline.independent",
     "proof.on_profiles.profile",
 )
-"""Held against the model, the hardware, and what other fields say."""
+"""Compared with the model, the hardware and other fields."""
 
 _ASKED = "as requested: the claims hold for it"
 _SEARCH = "the search's word"
@@ -179,7 +179,7 @@ UNVERIFIED: Mapping[str, str] = {
     "proof.cases.conditions.axis": _DIVIDES,
     "proof.cases.conditions.is_whole": _DIVIDES,
 }
-"""No claims about the model, or claims that nothing here proves: path → why."""
+"""No claims about the model, or claims that are not proven here: path → reason."""
 
 UNORDERED: tuple[str, ...] = (
     "entries",
@@ -191,12 +191,12 @@ UNORDERED: tuple[str, ...] = (
     "buckets",
     "buckets.members",
 )
-"""Lists whose order no claim depends on. Members lie in a bucket in the order of their list."""
+"""Lists whose order affects no claim. The members of a bucket are in the order of their list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unverified:
-    """Fields that a certificate does not vouch for, for one reason."""
+    """Fields that a certificate does not verify, for one reason."""
 
     why: str
     paths: tuple[str, ...]
@@ -206,13 +206,14 @@ class Unverified:
 
 
 def list_unverified(plan: Plan, *, but: Iterable[str] = ()) -> tuple[Unverified, ...]:
-    """What of a plan its certificate does not vouch for.
+    """List the fields of a plan that its certificate does not verify.
 
     Args:
+        plan: the plan.
         but: paths that are verified in this plan after all.
 
     Returns:
-        The fields that hold anything in the plan or one of its stages, by reason.
+        The fields that are not empty in the plan or one of its stages, by reason.
     """
     plans = (plan, *plan.stages)
     by_reason: dict[str, list[str]] = {}
@@ -223,7 +224,7 @@ def list_unverified(plan: Plan, *, but: Iterable[str] = ()) -> tuple[Unverified,
 
 
 def _holds(value: Any, names: Sequence[str]) -> bool:
-    """Whether there is anything at a path."""
+    """Whether a path has a nonempty value."""
     return any(found not in (None, "", {}) for found in _values(value, names))
 
 
@@ -254,14 +255,14 @@ Claim = Literal[
     "words",
     "program",
 ]
-_SHOWN = 12  # findings of one claim that are printed
-NEAR = 1e-9  # relative: sums of the same numbers in another order
-_SAME = 1e-4  # of the objective: bounds that are no farther apart are told as one
+_SHOWN = 12  # printed findings per claim
+NEAR = 1e-9  # relative tolerance of sums of the same numbers in another order
+_SAME = 1e-4  # share of the objective below which two bounds are reported as one
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One claim that does not hold: of what kind, what is wrong, and where."""
+    """A claim that does not hold: its kind, what is wrong, and where."""
 
     claim: Claim
     what: str
@@ -276,23 +277,25 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What was claimed and what was found.
+    """The claims of a plan, and the result of their checks.
 
     Attributes:
-        title: model, mesh and profile. findings: the claims that do not hold; none where `ok`.
-        notes: what does not bear on the claims, such as another torch version.
-        num_decisions, num_nodes, num_steps: how many entries, nodes under them and collectives were
-            looked at.
-        claimed_step_s, claimed_peak_bytes: as the plan predicts. step_s, peak_bytes: as derived;
-            None where an earlier finding leaves nothing to derive them from.
-        budget_bytes: per device, as the plan records it.
-        objective_s, claimed_bound_s: as the plan's proof has them; what of the bound is not
-            certified is the search's word.
-        certified_bound_s: what `num_multipliers` multipliers prove by arithmetic alone; None as
-            above.
-        unverified: the fields of the plan that no check bears on, by reason.
-        validation: how the nodes of the emitted program were justified; None where one was not,
-            which is a finding then.
+        title: model, mesh and profile.
+        findings: the claims that do not hold; none if `ok`.
+        notes: remarks that do not affect the claims, such as another torch version.
+        num_decisions, num_nodes, num_steps: number of checked entries, of their nodes, and of
+            collectives.
+        claimed_step_s, claimed_peak_bytes: step in seconds and peak in bytes as predicted by the
+            plan.
+        step_s, peak_bytes: the derived figures; None if an earlier finding prevents this.
+        budget_bytes: bytes per device, as recorded in the plan.
+        objective_s, claimed_bound_s: objective and bound of the plan's proof. The part of the bound
+            that is not certified relies on the search.
+        certified_bound_s: the bound that `num_multipliers` multipliers prove by arithmetic alone;
+            None if an earlier finding prevents this.
+        unverified: the fields of the plan that no check covers, by reason.
+        validation: how the nodes of the emitted program were justified; None if a node was not,
+            which is then a finding.
     """
 
     title: str
@@ -320,12 +323,12 @@ class Certificate:
 
     @property
     def claimed_gap(self) -> float:
-        """Relative distance of objective and bound, by the search's word."""
+        """Relative distance of the objective from the claimed bound."""
         return _gap(self.objective_s, self.claimed_bound_s)
 
     @property
     def certified_gap(self) -> float | None:
-        """The same, by arithmetic alone."""
+        """Relative distance of the objective from the certified bound."""
         return (
             None
             if self.certified_bound_s is None
@@ -345,10 +348,10 @@ class Certificate:
         return not any(names[: len(each)] == each for each in listed)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON has it; seconds and bytes as numbers, None where a figure was not
-        derived.
+        """Return all fields as data of JSON. Seconds and bytes are numbers, None if a figure was
+        not derived.
 
-        ``unordered`` lists the fields whose entries may stand in any order.
+        ``unordered`` lists the fields whose entries may be in any order.
         """
         figures = {
             name: getattr(self, name)
@@ -432,7 +435,7 @@ class Certificate:
 
 
 def near(a: float, b: float) -> bool:
-    """Whether two sums of the same numbers are equal."""
+    """Whether two sums of the same numbers are equal up to rounding."""
     return abs(a - b) <= NEAR * max(abs(a), abs(b))
 
 

@@ -421,9 +421,9 @@ def certify_stage(
 
     Args:
         report: as `begin` returns it.
-        trace: of the stage.
-        plan: of the stage.
-        profile: of its devices.
+        trace: the trace of the stage.
+        plan: the plan of the stage.
+        profile: the profile of its devices.
         context: the surroundings of the stage.
     """
     if not report.ok:

@@ -66,13 +66,13 @@ class Places:
         """Place every instance of every op of a trace that is cut at all places.
 
         Args:
-            trace: of a microbatch of the whole model.
+            trace: the trace of a microbatch of the whole model.
             priced: the problem that is stated of it.
             placing: the unit of each node, and the units that hold each parameter.
             forced: what the user says of the plan.
 
         Raises:
-            KeyError: where `placing` is of another trace.
+            KeyError: if `placing` is of another trace.
         """
         found = Places(priced, placing)
         made = next(iter(reversed(trace.graph.nodes))).args[0]

@@ -11,11 +11,11 @@ KINDS = ("cpu", "cuda")  # of devices: where programs run
 
 
 def autocast_around(device_type: str) -> str:
-    """Describe the active `torch.autocast` in words, for all kinds of devices: capture follows that
-    of any kind, not of `device_type` alone.
+    """Describe the active `torch.autocast`, for all kinds of devices: capture follows autocast of
+    any kind, not of `device_type` alone.
 
     Args:
-        device_type: kind of device that the words need not name.
+        device_type: kind of device that the description need not name.
     """
     found = [
         f"autocast to {torch.get_autocast_dtype(k)}" + f" of {k}" * (k != device_type)

@@ -118,7 +118,7 @@ class Collective:
 def collective_time(
     collective: Collective, axis_size: int, link: str, profile: HardwareProfile
 ) -> float:
-    """Return the seconds that a collective takes by itself.
+    """Return the seconds of a collective alone.
 
     Args:
         collective: the collective.
@@ -175,17 +175,17 @@ def collective_time(
 BUCKETED: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 """Kinds of collectives that may share a bucket."""
 BUCKET_DTYPES: Mapping[str, int] = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-"""Of what may lie in one: bytes of an element."""
+"""Bytes per element of the dtypes that may share a bucket."""
 STRIPE = 2048
-"""Elements that a block of `pack` moves in one go, however few there are (``kStripe`` in
+"""The number of elements that a block of `pack` moves at once, at the least (``kStripe`` in
 autopar_csrc/include/sums.h)."""
 BUCKET_BYTES = 32 * 2**20
-"""Of a bucket on one rank, as it goes in or comes out, at most: larger ones would hide less, and
-save little more."""
-# of a launch; not measured: enough that a bias is not split, and gathered, for a few nanoseconds of
-# the optimizer's
+"""The largest size of a bucket on one rank, of its input or its output. Larger buckets would hide
+less and save little more."""
+# Share of a launch; not measured. It is large enough that a bias is not split and gathered to save
+# a few nanoseconds of the optimizer.
 _PER_MEMBER = 0.125
-_NUM_TOTALS = 16  # sizes of buckets that are compared, each half of the one before
+_NUM_TOTALS = 16  # sizes of buckets to compare, each half of the previous one
 
 
 def bucket_time(
@@ -223,9 +223,9 @@ def bucket_time(
 
 
 def _passes_s(collective: Collective, axis_size: int, profile: HardwareProfile) -> float:
-    """Seconds of `pack`, which reads and writes one tensor's input, and of `unpack`, which reads
-    and writes its output. Each copies one row per rank, and at least a stripe per row. The share of
-    a launch is the host's time for one more tensor."""
+    """Compute the seconds of `pack`, which reads and writes the input of one tensor, and of
+    `unpack`, which reads and writes its output. Each copies one row per rank, and at least a stripe
+    per row. The share of a launch is the host's time for one more tensor."""
     least, rows = STRIPE * BUCKET_DTYPES[collective.dtype], {collective.kind: axis_size}
     put_in = max(collective.bytes, least * rows.get("reduce_scatter", 1))
     taken = max(collective.output_bytes(axis_size), least * rows.get("all_gather", 1))
@@ -319,9 +319,9 @@ def with_faster(profile: HardwareProfile, link: str, share: float) -> HardwarePr
 
 
 def _copied_bytes(collective: Collective, axis_size: int) -> int:
-    """Bytes copied locally. Ranks' parts are contiguous in a collective's buffer, so that a dim
-    that is not leading needs a copy. A slice is always copied. So are the halves of a swap when
-    they are joined, and, if the dim is not leading, the half that is sent."""
+    """Compute the bytes copied locally. Ranks' parts are contiguous in the buffer of a collective,
+    so a dim that is not leading needs a copy. A slice is always copied. The halves of a swap are
+    copied when they are joined, and the sent half is copied if the dim is not leading."""
     match collective.kind:
         case "all_gather":
             return collective.bytes * axis_size if collective.dim > 0 else 0
@@ -340,7 +340,7 @@ def _copied_bytes(collective: Collective, axis_size: int) -> int:
 
 
 def _num_rounds(kind: Kind) -> int:
-    """How often the data go around all ranks: an all_reduce is a reduce_scatter and an all_gather.
+    """Count how often the data pass all ranks: an all_reduce is a reduce_scatter and an all_gather.
 
     Raises:
         AssertionError: if the kind does not involve all ranks of the axis.
@@ -361,7 +361,7 @@ def _steps(kind: Kind, n: int) -> int:
 
 
 def _share(kind: Kind, n: int) -> float:
-    """Bytes that one device sends, per byte of the larger of its input and output."""
+    """Compute the bytes that one device sends, per byte of the larger of its input and output."""
     return (n - 1) / n * _num_rounds(kind)
 
 

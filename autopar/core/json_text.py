@@ -10,7 +10,7 @@ from typing import Any
 
 MOST_LEVELS = 100
 _BITS = 64
-_MOST_DIGITS = 20  # of an integer of so many bits
+_MOST_DIGITS = 20  # digits of the longest integer of 64 bits
 _TEXT_OR_BRACKET = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 _ESCAPE = re.compile(r"\\[ubfr]")
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
@@ -46,16 +46,16 @@ def read_json(text: str, *, without: re.Pattern[str] | None = None) -> Any:
 
 
 def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of its keys and values.
+    """Make an object from its keys and values.
 
     Args:
-        pairs: in the order of the text.
+        pairs: keys and values, in the order of the text.
 
     Returns:
         Key → value.
 
     Raises:
-        ValueError: where a key stands there twice. `json.loads` would take the last.
+        ValueError: if a key occurs twice. `json.loads` would use the last value.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -68,11 +68,11 @@ def _check_texts(data: Any, without: re.Pattern[str]) -> None:
     """Refuse texts with certain characters.
 
     Args:
-        data: what was read.
-        without: these characters.
+        data: the data that were read.
+        without: the characters.
 
     Raises:
-        ValueError: where a text or key has one.
+        ValueError: if a text or key has one.
     """
     if isinstance(data, dict):
         for key in data:
@@ -92,7 +92,7 @@ def _check_depth(text: str) -> None:
         text: JSON, whole or not.
 
     Raises:
-        ValueError: where more than `MOST_LEVELS` lists and objects are open at once.
+        ValueError: if more than `MOST_LEVELS` lists and objects are open at once.
     """
     depth = 0
     for found in _TEXT_OR_BRACKET.finditer(text):
@@ -106,13 +106,13 @@ def _read_integer(digits: str) -> int:
     """Read an integer.
 
     Args:
-        digits: as it is written, with its sign.
+        digits: the text of the integer, with its sign.
 
     Returns:
         The integer.
 
     Raises:
-        ValueError: where it has more than 64 bits.
+        ValueError: if it has more than 64 bits.
     """
     num_digits = len(digits.lstrip("-"))
     if num_digits > _MOST_DIGITS or abs(int(digits)) >= 2**_BITS:
@@ -126,13 +126,13 @@ def _read_number(digits: str) -> float:
     """Read a number that is written with a point or an exponent.
 
     Args:
-        digits: as it is written, with its sign.
+        digits: the text of the number, with its sign.
 
     Returns:
         The nearest number of 64 bits.
 
     Raises:
-        ValueError: where it is larger than any of them.
+        ValueError: if it is larger than any of them.
     """
     number = float(digits)
     if math.isinf(number):
@@ -141,7 +141,7 @@ def _read_number(digits: str) -> float:
 
 
 def _refuse_constant(name: str) -> Any:
-    """Refuse what Python writes for numbers that JSON does not have.
+    """Refuse the names of numbers that Python reads but JSON does not have.
 
     Args:
         name: ``NaN``, ``Infinity`` or ``-Infinity``.

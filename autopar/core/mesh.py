@@ -38,8 +38,7 @@ class Mesh:
         devices_per_node: how many consecutive ranks share a node; by default the size of the last
             axis if there are several axes, else all devices up to 8.
         links: the link of each axis whose link does not follow from the stride, ``{"gpu":
-            "inter"}``.
-        sizes: the axes as keywords, if `axes` is left out.
+            "inter"}``. sizes: the axes as keywords, if `axes` is left out.
 
     Raises:
         MeshError: if the axes are given twice or not at all, or on an empty mesh, a size below 1, a

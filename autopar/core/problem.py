@@ -1,18 +1,18 @@
-"""The optimisation problem: the solver's whole input, without fx and without pulp. Its answer is in
-`autopar.core.solution`.
+"""The optimisation problem: the whole input of the solver, without fx and without pulp. Its
+solution is in `autopar.core.solution`.
 
 Terms. An *op* is a group of graph nodes that share one decision; equal ops of repeated layers form
 one op with a `count`. A *value* is a tensor that crosses between ops. A *variant* is a set of
 instances of one value that have the same readers (the last layer's output is read by others than
 the first layer's); redistribution is chosen per variant. The layouts of a value are the nodes of
-its layout graph. Its *versions* are what may be kept of it until backward: the number of a layout
-l, on the devices, and num layouts + l, the same parts on their hosts.
+its layout graph. Its *versions* are the forms in which it may be kept until backward: l for layout
+l on the devices, and num layouts + l for the same parts on their hosts.
 
 Phases: forward and backward. Backward readers of a forward value read a version that was *kept*, or
 one that was *recomputed*. A parameter is an op of kind ``parameter``: it produces the parameter
-(its storage layout) and reads the gradient in the same layout. Where a step has several
-microbatches it rests in a storage layout, may be held gathered through the step, and its gradient
-accumulates in a layout of its own (`autopar.cost.zero_stages`). Inputs are ops that produce
+(its storage layout) and reads the gradient in the same layout. If a step has several microbatches,
+it has a separate storage layout, may be held gathered through the step, and its gradient
+accumulates in another separate layout (`autopar.cost.zero_stages`). Inputs are ops that produce
 replicated values; outputs are ops that read.
 
 Times are in seconds, sizes in bytes, both per device and per instance (multiply by `count`).
@@ -54,9 +54,9 @@ class Value:
         copied: whether it is a copy of a parameter in a narrower dtype, made when the step begins
             and held like a result of forward.
         dtype: dtype of the tensor, as text.
-        away_s: per layout the seconds of storing it on the host and of fetching it from there;
-            infinite for layouts in which it may not wait there for backward; empty if it may in
-            none.
+        away_s: per layout, the seconds of storing it on the host and of fetching it from there;
+            infinite for layouts in which it may not be stored on the host until backward; empty if
+            there are no others.
     """
 
     key: str
@@ -125,8 +125,8 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Use:
     """Operand `operand` of op `op` reads the value, in `phase` (a parameter op reads its gradient
-    in backward); of what forward reads, `again` says whether backward does, too, where it runs the
-    op again."""
+    in backward). For readers in forward, `again` tells whether the operand is also read when
+    backward recomputes the op."""
 
     op: int
     operand: int
@@ -180,7 +180,7 @@ class Op:
         key: stable name, in the user's words (module path with ``*`` for repeated indices, and op).
         results: value index per result. What an operand reads is given by the variants, since
             instances may differ in it.
-        recomputable: whether backward may run it again.
+        recomputable: whether backward may recompute it.
     """
 
     key: str
@@ -194,14 +194,14 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """A point of the step, and what is certainly live then in addition to what rests for the whole
-    step.
+    """A point of the step, and the bytes that are live then in any plan, in addition to the bytes
+    held for the whole step.
 
     Attributes:
         key: the node that runs, in the user's words.
         held: (variant, number of its instances whose kept versions are live).
-        live: (op, bytes per strategy of it): results that are there and still read, gradients.
-        again: (op, bytes per strategy) of the results of ops that backward runs again.
+        live: (op, bytes per strategy): results that still have readers, and gradients.
+        again: (op, bytes per strategy) of the results of ops that backward recomputes.
         fetched: (variant, number of its instances that would already be fetched from the hosts if
             they had been stored there).
         reserve_bytes: a constant for everything else that was measured to be live then.
@@ -308,12 +308,12 @@ class Condition:
 
 
 Kernels = Mapping[tuple[int, bool], tuple[OverlapKernel, ...]]
-"""(variant, whether it is moved in backward though forward made it) → the kernels on offer."""
+"""(variant, whether it is moved in backward though forward made it) → the offered kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything the solver sees.
+    """The input of the solver.
 
     `budget_bytes` bounds, per device, static bytes plus kept bytes, static plus gradient bytes, and
     static bytes plus what is live at each moment. Without moments these are lower bounds of the
@@ -327,8 +327,8 @@ class Problem:
         accumulates: whether gradients are added to sums that are held through the step.
         overlap_slowdown: seconds by which a second of concurrent communication delays compute; 1 if
             nothing is hidden.
-        kernels: the collective-overlap kernels on offer (`autopar.cost.kernel_offers`).
-        routes: (op, strategy) → the route on offer (`autopar.cost.expert_routes`).
+        kernels: the offered collective-overlap kernels (`autopar.cost.kernel_offers`).
+        routes: (op, strategy) → the offered route (`autopar.cost.expert_routes`).
         regions: bytes of each region that kernels and routes share with their peers
             (`autopar.kernels.chunked`); each is allocated for the whole step, once for all its
             users.

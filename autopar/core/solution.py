@@ -1,5 +1,4 @@
-"""The answer to an optimisation problem (`autopar.core.problem`), and what proves how good it
-is."""
+"""The solution of an optimisation problem (`autopar.core.problem`), and the proof of its bound."""
 
 from __future__ import annotations
 
@@ -12,28 +11,27 @@ from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """A lower bound and what proves it by arithmetic alone (weak duality,
+    """A lower bound and the multipliers that prove it by arithmetic alone (weak duality,
     `autopar.solve.multipliers`).
 
     Attributes:
-        bound_s: what they prove of every choice the problem admits.
-        potentials_s: (variant, 1 where backward reads what forward made else 0, the reader's
-            position in `uses`, layout) → what the layout is worth to the reader, all instances of
-            the variant together; 0 where there is none.
-        memory_s: budget row (`autopar.solve.memory_rows`) → what the whole budget is worth there; 0
-            where there is none.
-        balance: at whose prices they hold (`autopar.solve.prices`).
-        versions_s: (variant, layout) → what it is worth that the layout is made or arrives, to
-            those who keep it, all instances of the variant together (rows (9) of
-            `autopar.solve.formulation`); 0 where there is none.
-        copies_s: likewise, of what rests in the layout anyway, what it is worth that forward reads
-            it, to those who keep a copy.
-        once_s: likewise, what it is worth to keep the layout that no version of it is kept more
-            than once.
-        cases: the cases that the choices were divided into; the bound is then the least of theirs,
-            and the other fields are empty.
-        penalties_s: op → for each strategy, the seconds by which the bound of the choices with this
-            strategy is higher; empty if they are not known.
+        bound_s: lower bound of all solutions of the problem, in seconds.
+        potentials_s: (variant, 1 if backward reads a value from forward else 0, the reader's
+            position in `uses`, layout) → the worth of the layout to the reader, for all instances
+            of the variant together; 0 if there is none.
+        memory_s: budget row (`autopar.solve.memory_rows`) → the worth of the whole budget; 0 if
+            there is none.
+        balance: the balance whose prices they are for (`autopar.solve.prices`).
+        versions_s: (variant, layout) → the worth, to kept versions, of making the layout or moving
+            to it, for all instances of the variant together (rows (9) of
+            `autopar.solve.formulation`); 0 if there is none.
+        copies_s: the same for a layout at rest: the worth, to kept copies, of its readers in
+            forward.
+        once_s: the same for the row that at most one version of the layout is kept.
+        cases: the cases into which the problem was divided. The bound is then the least of their
+            bounds, and the other fields are empty.
+        penalties_s: op → for each strategy, the seconds by which the bound of the solutions with
+            this strategy is higher; empty if they are not known.
     """
 
     bound_s: float
@@ -47,10 +45,10 @@ class Multipliers:
     penalties_s: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
     def bound_without(self, excluded: Mapping[int, Collection[int]]) -> float:
-        """Bound the choices without some strategies, in seconds.
+        """Return a lower bound of the solutions without some strategies, in seconds.
 
         Args:
-            excluded: op → the strategies that are left out; each op keeps at least one.
+            excluded: op → excluded strategies; each op keeps at least one.
         """
         known = ((self.penalties_s[n], out) for n, out in excluded.items() if n in self.penalties_s)
         return self.bound_s + sum(
@@ -61,7 +59,7 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class CaseMultipliers:
-    """What proves a lower bound of the choices that meet some conditions."""
+    """The multipliers that prove a lower bound of the solutions that satisfy some conditions."""
 
     conditions: tuple[Condition, ...]
     multipliers: Multipliers
@@ -69,29 +67,30 @@ class CaseMultipliers:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The solver's answer.
+    """A solution with its objective and bound.
 
     Attributes:
-        strategies: chosen strategy index per op.
-        recomputed: strategy index with which backward runs an op again, per recomputed op.
+        strategies: the chosen strategy index per op.
+        recomputed: the strategy index of the recomputation, per recomputed op.
         kept: per variant index, the versions of the value that are kept for backward.
-        objective_s: least time of a step with these choices. bound_s: proven lower bound on every
-            choice the problem admits.
-        free_bound_s: proven lower bound on every choice that the problem would admit if all
-            reserves were 0.
-        num_variables, num_constraints: size of the program that was solved.
-        solver: which solver answered. stats: whether time ran out, how many budget rows came in,
-            and how many of excess.
-        memory_price_s_per_byte: dual of the budget row in the relaxation (0 where memory is ample).
-        multipliers: what of the bound is proven by arithmetic alone; None where the solver gives no
+        objective_s: least time of a step with these decisions.
+        bound_s: proven lower bound of all solutions of the problem.
+        free_bound_s: proven lower bound of all solutions if all reserves were 0.
+        num_variables, num_constraints: size of the solved program.
+        solver: the solver.
+        stats: whether the time limit was reached, and the numbers of added budget rows and rows of
+            excess.
+        memory_price_s_per_byte: dual of the budget row in the relaxation (0 if memory does not
+            bind).
+        multipliers: multipliers that prove a bound by arithmetic alone; None if the solver gives no
             duals.
-        mixed: op of several instances → the shares of them for which the relaxation decides, runs
-            again or keeps something, where these are neither all nor none: instances that decide
-            apart would come nearer to the bound.
-        regions: those that kernels may use; None is all.
-        unfinished: the search ended with a plan, though it might have proven more.
-        split: a condition such that the relaxation mixes choices that meet it with others that do
-            not; None if the search did not find any.
+        mixed: op with several instances → the shares of them with the same decision in the
+            relaxation, if these are neither all nor none. Separate decisions of these instances
+            would come nearer to the bound.
+        regions: the regions that kernels may use; None for all.
+        unfinished: whether the search ended with a plan before its bound was final.
+        split: a condition such that the relaxation mixes solutions on both sides of it; None if the
+            search found none.
     """
 
     strategies: tuple[int, ...]
@@ -113,14 +112,14 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """Relative distance between incumbent and bound."""
+        """Relative distance between objective and bound."""
         return (self.objective_s - self.bound_s) / max(self.objective_s, 1e-30)
 
 
 @dataclass(frozen=True, slots=True)
 class FractionalGroups:
-    """Which ops would decide apart, of a search that has met no plan on the way: `mixed` and
-    `bound_s` as of `Solution`."""
+    """The ops that would decide separately, from a search that found no plan on the way; `mixed`
+    and `bound_s` are as in `Solution`."""
 
     mixed: Mapping[int, tuple[float, ...]]
     bound_s: float

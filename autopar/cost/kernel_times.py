@@ -289,7 +289,7 @@ class Product:
 
     Attributes:
         op: index of the op.
-        again: whether backward runs it again.
+        again: whether backward recomputes it.
         classes: the class of clusters that the product is the first op of.
         factor: which factor the tensor is; None if it is the result, or a sum that contains it.
         total: the sum, if partial sums of several products are added up first.

@@ -221,7 +221,7 @@ class TotalWork:
         """Collect the work of a trace's ops.
 
         Args:
-            trace: of the whole batch.
+            trace: the trace of the whole batch.
             hardware: tells whether norms run as row kernels, which move fewer bytes.
         """
         by_kernels = any(profile.has_row_kernels for profile in _profiles(hardware))
@@ -246,7 +246,8 @@ class TotalWork:
         """Bound the seconds that one microbatch takes through the whole model.
 
         Args:
-            hardware: of the devices; if they are unequal, each op is taken on the fastest.
+            hardware: the hardware of the devices; if they are unequal, each op is taken on the
+                fastest.
             num_devices: devices that share each op.
             num_microbatches: equal parts of the batch.
         """

@@ -49,7 +49,7 @@ class OpBuilder:
 
     def __init__(self, setting: PriceSetting) -> None:
         self.setting, self.tables = setting, OpTables()
-        # Nodes of forward that backward may run again.
+        # Nodes of forward that backward may recompute.
         self._asked = asked_again(setting.trace)
 
     def parameters(self) -> None:
@@ -285,7 +285,7 @@ class OpBuilder:
             )
 
     def settle_recomputation(self, classes: Sequence[ClusterClass]) -> None:
-        """Decide which ops backward may run again."""
+        """Decide which ops backward may recompute."""
         leaving = ((o.node, 0) for o in self.setting.trace.outputs if o.crosses)
         borders = {self.tables.made[ref][0] for ref in borders_of(classes, leaving)}
         for i, (op, source) in enumerate(zip(self.tables.ops, self.tables.sources, strict=True)):

@@ -1,7 +1,7 @@
 """The tensors of a problem: which ops make and read them, how equal ones fold into values and
 variants, and which of them may be kept.
 
-Which values may be kept for backward, and which ops backward may run again, follows from the
+Which values may be kept for backward, and which ops backward may recompute, follows from the
 borders of layers and from named plans. A value that may be kept in no layout is recomputed
 (`autopar.core.problem.Value.keepable`).
 """
@@ -237,7 +237,7 @@ class TensorValues:
 
 
 # --------------------------------------------------------------------------------------------------
-# What may be kept, and what backward may run again.
+# What may be kept, and what backward may recompute.
 
 
 def borders_of(classes: Sequence[ClusterClass], leaving: Iterable[Ref]) -> set[Ref]:
@@ -296,7 +296,7 @@ def is_never_kept(cluster: ClusterClass, result: int, forced: Forced) -> bool:
     """Whether a result of a recomputable cluster must be recomputed.
 
     Args:
-        cluster: a class of clusters that backward may run again.
+        cluster: a class of clusters that backward may recompute.
         result: index of the result.
         forced: the constraints.
     """

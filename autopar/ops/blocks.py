@@ -1,4 +1,4 @@
-"""A few rows at a time, and the dtype that sums are taken in: what bounds the scratch of ops
+"""Processing of a few rows at a time, and the dtype of sums: both bound the scratch memory of ops
 that are plain calls of ATen."""
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-_BLOCK, _MOST_BLOCKS = 2**24, 16  # elements that are there at a time, at least a part of all
+_BLOCK, _MOST_BLOCKS = 2**24, 16  # elements of a block, at least 1 / 16 of all
 _without_data = ContextVar("without data", default=False)
 
 
 @contextmanager
 def looks_alone() -> Iterator[None]:
-    """Within, only shapes, strides and dtypes of results are asked for: what is worked on in
-    several blocks is worked on in two, as they look the same."""
+    """A context in which only shapes, strides and dtypes of results matter, so that two blocks are
+    processed instead of many equal ones."""
     token = _without_data.set(True)
     try:
         yield
@@ -26,13 +26,13 @@ def looks_alone() -> Iterator[None]:
 
 
 def block_length(rows: int, width: int) -> int:
-    """How many of the rows of a tensor [rows, width] are worked on at a time, at most."""
+    """Return the largest number of rows of a tensor [rows, width] to process at a time."""
     return min(rows, max(_BLOCK // max(width, 1), -(-rows // _MOST_BLOCKS), 1))
 
 
 def row_blocks(x: Tensor) -> list[slice]:
-    """The rows of `x` [..., n], together or some at a time; a compiler, which fuses what is done
-    to them, is given them together."""
+    """Return the blocks of rows of `x` [..., n] to process. A compiler gets all rows in one block,
+    since it fuses the ops on them."""
     rows = x.numel() // max(x.shape[-1], 1)
     few = rows if torch.compiler.is_compiling() else block_length(rows, x.shape[-1])
     if few < rows and _without_data.get():
@@ -45,7 +45,7 @@ def row_blocks(x: Tensor) -> list[slice]:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which a dtype's exponentials and sums are computed."""
+    """Return the dtype in which exponentials and sums of a dtype are computed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

@@ -54,10 +54,13 @@ def _experts(
     """``Σ gate · down(act(up x))`` over each token's picks, summed in at least float32.
 
     Args:
-        x: tokens [t, h]. ids: the experts that each picks [t, p]; a number that is none adds
-            nothing. gates: [t, p].
-        up: [e, g, f, h], where g is 2 for gated experts, else 1. down: [e, d, f].
-        act: a name of `ACTS`. size: the number of all experts.
+        x: tokens [t, h].
+        ids: the experts that each picks [t, p]; a number that is none adds nothing.
+        gates: [t, p].
+        up: [e, g, f, h], where g is 2 for gated experts, else 1.
+        down: [e, d, f].
+        act: a name of `ACTS`.
+        size: the number of all experts.
         start: where `up` and `down` are a part of the experts, the first one.
 
     Returns:

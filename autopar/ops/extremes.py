@@ -1,9 +1,9 @@
 """Which elements are extremes: comparisons that backward makes with a value that forward computed.
 
-Autograd hands the gradient of a maximum to the elements that equal it. Backward may read these
-elements as they were computed again, or as they were summed in another order than forward read
-them, and then none of them equals forward's maximum: the gradient is 0 / 0. The ops of this module
-compute the extreme and compare with it in one call, from the same operand.
+Autograd gives the gradient of a maximum to the elements that equal it. Backward may read these
+elements after recomputation, or summed in another order than in forward. Then none of them may
+equal forward's maximum, and the gradient is 0 / 0. The ops of this module compute the extreme and
+compare with it in one call, from the same operand.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MEDIANS = {"median": aten.median.default, "nanmedian": aten.nanmedian.default}
 
 
 def is_extreme(x: Tensor, dim: list[int], kind: str) -> Tensor:
-    """Which elements of `x` equal its extreme over `dim`.
+    """Return which elements of `x` equal its extreme over `dim`.
 
     Args:
-        dim: all dims if it is empty. kind: "max", "min", "median" or "nanmedian"; medians are
-            those of all dims.
+        dim: all dims if it is empty.
+        kind: "max", "min", "median" or "nanmedian"; medians are those of all dims.
 
     Returns:
         Booleans in the shape of `x`.
@@ -40,12 +40,13 @@ def is_scattered_extreme(
     include_self: bool,
     of_source: bool,
 ) -> Tensor:
-    """Which elements equal the extreme that they were reduced into by ``scatter_reduce``.
+    """Return which elements equal the extreme that ``scatter_reduce`` reduced them into.
 
     Args:
-        x: what is reduced into. index, source: of one shape, with as many dims. kind: "amax" or
-            "amin".
-        of_source: whether elements of `source` are asked for, else those of `x`.
+        x: the tensor that is reduced into.
+        index, source: of one shape, with as many dims.
+        kind: "amax" or "amin".
+        of_source: whether elements of `source` are requested, else those of `x`.
 
     Returns:
         Booleans in the shape of `source`, or of `x`.
@@ -55,10 +56,12 @@ def is_scattered_extreme(
 
 
 def cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float) -> Tensor:
-    """The gradient of `x` in ``torch.cdist(x, y, p)``, whose distances are computed again.
+    """Return the gradient of `x` in ``torch.cdist(x, y, p)``, recomputing the distances.
 
     Args:
-        grad: [..., m, n]. x: [..., m, d]. y: [..., n, d].
+        grad: [..., m, n].
+        x: [..., m, d].
+        y: [..., n, d].
     """
     grad, x, y = grad.contiguous(), x.contiguous(), y.contiguous()  # the kernel takes no others
     return aten._cdist_backward.default(grad, x, y, p, aten._cdist_forward.default(x, y, p, None))

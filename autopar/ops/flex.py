@@ -41,9 +41,10 @@ class Scoring:
     """How scores are made of products.
 
     Attributes:
-        captured: tensors that the functions read. score, mask: their texts.
-        starts: the first batch entry, query head and query of the part. own: as of
-            `autopar.ops.score_functions.module_of`.
+        captured: tensors that the functions read.
+        score, mask: their texts.
+        starts: the first batch entry, query head and query of the part.
+        own: as of `autopar.ops.score_functions.module_of`.
     """
 
     captured: Sequence[Tensor]
@@ -137,8 +138,9 @@ class _Block:
     """Some queries, and the keys from the first to the last that one of them sees.
 
     Attributes:
-        queries, keys: where they lie, of q and of k. scalars: names and vectors of coordinates.
-            seen: [b, h, q, k], or what broadcasts to it.
+        queries, keys: where they lie, of q and of k.
+        scalars: names and vectors of coordinates.
+        seen: [b, h, q, k], or what broadcasts to it.
     """
 
     queries: tuple[slice, ...]
@@ -337,11 +339,11 @@ def _flex_attention(
     Args:
         q: [b, h, s, d]; k: [b or 1, g, t, d]; v: [b or 1, g, t, e], where g divides h and query
             head i reads head i // (h / g).
-        captured: what the functions read. score, mask: texts of functions of ``score, b, h, q, k``
-            and of ``b, h, q, k``.
+        captured: what the functions read.
+        score, mask: texts of functions of ``score, b, h, q, k`` and of ``b, h, q, k``.
         starts: where `q` is a part, its first batch entry, head and query; else zeros.
         own: tensor, dim, tensor, dim, …: dims of captured tensors that are parts as `q` is.
-        heads: as of `autopar.ops.attention`; empty where `q` has as many parts as `k`.
+        heads: as of `autopar.ops.attention`; empty if `q` has as many parts as `k`.
     """
     how = Scoring(captured, score, mask, scale, starts, own)
     if heads:

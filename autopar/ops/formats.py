@@ -1,12 +1,12 @@
-"""ATen ops whose kernels want operands in one memory format, for operands in any.
+"""ATen ops whose kernels require operands in one memory format, for operands in any format.
 
-These kernels read their operands as if they were contiguous, and compute something else, or refuse,
-where they are not. Torch makes the copies around them, in code that no graph shows: above the
-dispatcher (`group_norm`, `pdist`, `embedding_bag`), or in autograd's formulas. Where a value is
-contiguous when it is captured, such a copy is nothing. In a program it may lie otherwise: inputs
-and parameters come contiguous whatever they were, and so does what a collective makes, so that a
-view of it, contiguous before, no longer is. Hence each function here copies what its kernel needs
-copied, where the op runs. `ANY_FORMAT` says which op each stands for.
+These kernels read their operands as if they were contiguous; otherwise they compute something else,
+or fail. Torch copies the operands in code that no graph shows: above the dispatcher (`group_norm`,
+`pdist`, `embedding_bag`), or in autograd's formulas. If a value is contiguous when it is captured,
+no copy is recorded. In a program it may have other strides: inputs, parameters and results of
+collectives are always contiguous, so a view of them that was contiguous at capture may not be.
+Hence each function here copies the operands of its kernel where necessary, when the op runs.
+`ANY_FORMAT` maps each op to its function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def _of_contiguous(op: Any) -> Callable[..., Any]:
-    """`op`, of contiguous copies of the operands that are not contiguous."""
+    """Wrap `op` in contiguous copies of the operands that are not contiguous."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         """Call `op` on contiguous operands."""
@@ -53,7 +53,7 @@ def _contiguous(value: Any) -> Any:
 
 
 def _format_of(x: Tensor) -> torch.memory_format:
-    """The format that kernels for images take `x` in: channels-last where it is that, else
+    """Return the format in which image kernels read `x`: channels-last if it has that format, else
     contiguous."""
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(
         x.dim(), torch.contiguous_format
@@ -78,7 +78,8 @@ def native_group_norm(
     """As torch's, of operands in any memory format.
 
     Args:
-        x: [N, C, ...], with HxW elements in the other dims. weight, bias: [C] or None.
+        x: [N, C, ...], with HxW elements in the other dims.
+        weight, bias: [C] or None.
     """
     x = x.contiguous(memory_format=_format_of(x))
     result: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm.default(
@@ -102,8 +103,10 @@ def native_group_norm_backward(
     """As torch's, of operands in any memory format; its kernel takes `grad` to be in that of `x`.
 
     Args:
-        grad, x: [N, C, ...], with HxW elements in the other dims. mean, rstd: [N, group].
-        weight: [C] or None. output_mask: which of the three gradients are wanted.
+        grad, x: [N, C, ...], with HxW elements in the other dims.
+        mean, rstd: [N, group].
+        weight: [C] or None.
+        output_mask: which of the three gradients are wanted.
     """
     layout = _format_of(x)
     grad, x = grad.contiguous(memory_format=layout), x.contiguous(memory_format=layout)
@@ -146,12 +149,12 @@ ANY_FORMAT: Mapping[Any, Callable[..., Any]] = {
     aten.fractional_max_pool2d_backward.default: fractional_max_pool2d_backward,
     aten.fractional_max_pool3d_backward.default: fractional_max_pool3d_backward,
 }
-"""ATen op → the function that stands for it in normal form."""
+"""ATen op → the function that replaces it in normal form."""
 
 _STANDS_FOR = {function: op for op, function in ANY_FORMAT.items()}
 
 
 def torchs_own(target: Callable[..., Any]) -> Callable[..., Any]:
-    """The ATen op that a function of this module stands for; any other target itself."""
+    """Return the ATen op that a function of this module replaces, or any other target itself."""
     found: Callable[..., Any] = _STANDS_FOR.get(target, target)
     return found

@@ -25,9 +25,9 @@ _BY_ELEMENT = (  # though not tagged so
 
 @cache
 def in_place_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] | None:
-    """What a call becomes whose result is to lie in an operand, and the keyword that names this
-    operand to it; the keyword is empty where the form always writes into its first. None for an op
-    that may read an element after another of the result was written.
+    """Return the in-place form of an op, and the keyword of the operand to write into; the keyword
+    is empty if the form always writes into its first operand. Return None for an op that may read
+    an element after it has written another element of the result.
     """
     if target in _OWN:
         return _OWN[target], ""
@@ -50,8 +50,8 @@ def in_place_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] 
 
 @cache
 def functional_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] | None:
-    """What writes its result nowhere, of a form that `in_place_form` gives, and the keyword to
-    leave out; None for any other op."""
+    """Return the form of an op without an operand to write into, given a form of `in_place_form`,
+    and the keyword to remove; None for any other op."""
     for own, into in _OWN.items():
         if into == target:
             return own, ""

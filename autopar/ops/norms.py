@@ -323,7 +323,8 @@ def normalize_backward(
     """Gradient of `x`, given that of the result, where mean and rstd are those of x's own batch.
 
     Args:
-        grad_sum: `channel_sum` of `grad`. product: its `scaled_product`.
+        grad_sum: `channel_sum` of `grad`.
+        product: its `scaled_product`.
         count: elements per channel of the whole batch.
     """
     normalized = _minus(x, mean).mul_(_view_channels(rstd * product / -count, x))

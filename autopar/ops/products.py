@@ -81,8 +81,9 @@ class _Sizes:
     """The sizes of a product.
 
     Attributes:
-        plan: the product. first, second: shapes of the factors as matrices, [batch, rows, inner]
-            and [batch, inner, columns], without the batch if there is none.
+        plan: the product.
+        first, second: shapes of the factors as matrices, [batch, rows, inner] and [batch, inner,
+            columns], without the batch if there is none.
         natural: the dims of the result in the order of the product: the batch, the rows, the
             columns.
         columns: the last of these.

@@ -1,7 +1,7 @@
 """Random numbers by position: the number of an element depends only on the state, the number of the
 draw and the element's index in the whole tensor.
 
-Therefore a draw is the same for every layout and number of ranks, and when backward runs it again.
+Therefore a draw is the same for every layout and number of ranks, and when backward recomputes it.
 In normal-form graphs these functions replace torch's random ops, whose numbers depend on how a
 tensor is split.
 

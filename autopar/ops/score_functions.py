@@ -45,8 +45,8 @@ class Function:
     """A text that was read.
 
     Attributes:
-        does: (ATen op's name, args, kwargs) of each call, references as in the text. gives: the
-            reference of the result.
+        does: (ATen op's name, args, kwargs) of each call, references as in the text.
+        gives: the reference of the result.
     """
 
     does: tuple[tuple[str, Any, Any], ...]
@@ -62,7 +62,7 @@ def read_function(text: str) -> Function:
     """Read a text.
 
     Raises:
-        UnwritableError: where it calls what is no functional op of ATen.
+        UnwritableError: if it calls what is no functional op of ATen.
     """
     held = json.loads(text)
     for name, _, _ in held["does"]:
@@ -76,7 +76,7 @@ def overload_of(name: str) -> torch._ops.OpOverload:
     """The op of ATen that a text names.
 
     Raises:
-        UnwritableError: where there is none, or it writes into an operand or draws random numbers.
+        UnwritableError: if there is none, or it writes into an operand or draws random numbers.
     """
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
@@ -97,11 +97,11 @@ def write_function(graph: fx.Graph, scalars: Sequence[str], captured: Sequence[i
 
     Args:
         graph: its placeholders are the scalars, in this order, then captured tensors.
-        scalars: names of the first placeholders. captured: number of the tensor that each further
-            placeholder stands for.
+        scalars: names of the first placeholders.
+        captured: number of the tensor that each further placeholder stands for.
 
     Raises:
-        UnwritableError: where it holds a tensor of its own, or calls anything else.
+        UnwritableError: if it holds a tensor of its own, or calls anything else.
     """
     written: dict[fx.Node, Any] = {}
     does: list[Any] = []
@@ -306,8 +306,8 @@ def over_all(
     Args:
         first: for each of its first arguments, the dim of the four that it has as a vector; -1 for
             scores, which have all; None for a scalar.
-        rest: how many arguments after these are taken whole. dims: which of the four the result
-            has.
+        rest: how many arguments after these are taken whole.
+        dims: which of the four the result has.
     """
     made = function
     for dim in reversed(dims):
@@ -330,7 +330,7 @@ class Reading:
     """What functions read.
 
     Attributes:
-        indexed: tensor → the coordinate of each dim, None where it has none.
+        indexed: tensor → the coordinate of each dim, None if it has none.
         free: coordinates that they read other than as the index of such a dim.
     """
 

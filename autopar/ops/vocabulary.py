@@ -85,7 +85,7 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
 
 
 def pick(x: Tensor, index: Tensor, ignored: int, start: int = 0, size: int | None = None) -> Tensor:
-    """``x[..., index − start]`` of `x` [..., v], for `index` [...] → [...]; 0 where that is outside
+    """``x[..., index − start]`` of `x` [..., v], for `index` [...] → [...]; 0 if that is outside
     of 0…v−1.
 
     Args:
@@ -93,7 +93,7 @@ def pick(x: Tensor, index: Tensor, ignored: int, start: int = 0, size: int | Non
         start, size: where `x` is a part of the classes, its first one and the number of all.
 
     Raises:
-        RuntimeError: where an index is neither a class nor `ignored`.
+        RuntimeError: if an index is neither a class nor `ignored`.
     """
     remedy = (
         "give the loss as many classes as the labels use, and set labels to skip to its"
@@ -200,8 +200,10 @@ def linear_cross_entropy(
     afterwards.
 
     Args:
-        x: [..., d]. weight: [v, d]. index: class of each row [...]. ignored: the index that stands
-            for no class.
+        x: [..., d].
+        weight: [v, d].
+        index: class of each row [...].
+        ignored: the index that stands for no class.
         gradients: whether they are wanted; without, both are empty.
 
     Returns:
@@ -209,7 +211,7 @@ def linear_cross_entropy(
         of those that are not, the gradients of `x` and, added up in at least float32, of `weight`.
 
     Raises:
-        RuntimeError: where an index is neither a class nor `ignored`.
+        RuntimeError: if an index is neither a class nor `ignored`.
     """
     return linear_cross_entropy_by(_row_losses, x, weight, index, ignored, rows, gradients)
 
@@ -313,11 +315,11 @@ def _ctc(
     blank: int,
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Losses [n], infinite where no alignment fits, and the gradient of each in log_probs.
+    """Losses [n], infinite if no alignment fits, and the gradient of each in log_probs.
 
     Args:
-        log_probs: [t, n, c], as log_softmax gives them. targets: [n, s], of which the first
-            `target_lengths` [n] count.
+        log_probs: [t, n, c], as log_softmax gives them.
+        targets: [n, s], of which the first `target_lengths` [n] count.
         zero_infinity: whether the gradients of infinite losses are zeros.
 
     Returns:

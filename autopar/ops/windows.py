@@ -96,7 +96,7 @@ def convolution_backward_part(
 
     Args:
         grad: [n, o, ...] and x: [n, c, ...], both with the halos that `edges` says.
-        edges: per spatial dim the numbers of `Edges`, None where it is not split.
+        edges: per spatial dim the numbers of `Edges`, None if it is not split.
     """
     num, around = len(edges), _named(edges)
     strides, dilations = _each(stride, num), _each(dilation, num)
@@ -195,8 +195,8 @@ def max_pool_backward_part(
     """The gradient of `max_pool_part` for the part's own elements, which `x` has the shape of.
 
     Args:
-        grad, indices: of all results that see the part. starts: per spatial dim, the part's first
-            index.
+        grad, indices: of all results that see the part.
+        starts: per spatial dim, the part's first index.
     """
     num = len(sizes)
     lengths = x.shape[x.dim() - num :]

@@ -1,5 +1,5 @@
-"""Candidates of a search: drafts that plans are assembled from, emitted plans with their peaks, and
-the limits beyond which no plan is tried."""
+"""Candidates of a search: drafts from which plans are assembled, and emitted plans with their
+peaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autopar.solve import Evaluation, evaluate_choices
 # Drafts of plans, and the names of tensors and nodes in plans.
 
 FIELD = re.compile(r"\{\d+\}")
-"""In a pattern, what stands for the index of a layer."""
+"""The placeholder of a layer index in a pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class PlanDraft:
 
     @staticmethod
     def of(trace: Trace, mesh: Mesh, priced: Priced, choices: Solution) -> PlanDraft:
-        """Make the draft of choices, without runner-ups.
+        """Make a draft without runner-ups.
 
         Args:
-            trace: of the model.
-            mesh: that the plan is for.
-            priced: the problem that the choices answer.
-            choices: the solver's answer.
+            trace: the trace of the model.
+            mesh: the mesh of the plan.
+            priced: the priced problem.
+            choices: a solution of the problem.
         """
         return PlanDraft(
             trace, mesh, priced, choices, evaluate_choices(priced.problem, choices), {}
@@ -63,22 +63,26 @@ def tensor_patterns(
 
 
 def all_keys(trace: Trace) -> dict[str, str]:
-    """Map the nodes that compute, and placeholders, to their keys."""
+    """Map the names of ops and placeholders to their keys."""
     keys = {n.name: n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
     return {**keys, **placeholder_keys(trace)}
 
 
 class TooSlow(Exception):
-    """No plan is as fast as is asked for; its argument is the bound in seconds."""
+    """Raised if no plan is as fast as requested. The argument is the lower bound in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan that was emitted: its peak, all that rests included, and the bound that holds for all
-    plans.
+    """An emitted plan.
 
     Attributes:
-        problem: what the solver was asked, with the moments that were known then.
+        draft: what the plan was assembled from.
+        plan: the plan.
+        program: the program of the plan.
+        peak_bytes: peak memory per device, with parameters and optimizer state.
+        bound_s: lower bound of the step of all plans, in seconds.
+        problem: the solved problem, with the moments that were known when it was solved.
     """
 
     draft: PlanDraft
@@ -90,10 +94,10 @@ class Candidate:
 
     @property
     def time_s(self) -> float:
-        """Seconds of the step."""
+        """The objective: seconds of the step."""
         return self.draft.evaluation.objective_s
 
     @property
     def gap(self) -> float:
-        """Relative distance of the step from its bound."""
+        """The relative distance of the objective from its lower bound."""
         return (self.time_s - self.bound_s) / self.time_s if self.time_s else 0.0

@@ -1,4 +1,4 @@
-"""How long the phases of planning took."""
+"""Times of the phases of planning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Progress = Callable[[str], None]
 
 
 class Clock:
-    """Seconds by phase; tells `progress` what is going on."""
+    """Measures the seconds of each phase and reports the phases to `progress`."""
 
     def __init__(self, progress: Progress) -> None:
         self.seconds: dict[str, float] = {}
@@ -18,7 +18,7 @@ class Clock:
         self._start = 0.0
 
     def phase(self, name: str) -> Clock:
-        """Name the phase that the next `with` block measures; blocks of one name add up."""
+        """Name the phase that the next `with` block measures. Blocks of the same name add up."""
         self._name = name
         return self
 

@@ -1,10 +1,10 @@
-"""The order of an emitted program's communications: which share buckets, and which overlap with
-compute.
+"""The order of the communications of an emitted program: which share buckets, and which overlap
+with compute.
 
-Both are chosen after the search, by the simulated step. Each candidate is simulated with the whole
-budget as room for early communications, and the shortest is taken. If its peak is over the budget,
-early communications only get the memory that the step leaves while they run, and the candidate is
-taken if it is still the shortest.
+Both are chosen after the search, by the simulated step. Each candidate is first simulated with the
+whole budget as room for early communications, and the shortest candidate is preferred. If its peak
+exceeds the budget, early communications get only the memory that the step leaves while they run.
+The candidate is chosen if it is still the shortest.
 """
 
 from __future__ import annotations
@@ -37,24 +37,26 @@ from autopar.program.stage_memory import StagePeak, chunk_memory, rank_peak, tra
 from autopar.request import PlanOptions
 
 # --------------------------------------------------------------------------------------------------
-# The memory that early communications may hold at each place: the budget, less what the step holds
-# there itself.
+# The memory that early communications may hold at each position: the budget, minus the bytes that
+# the step itself holds there.
 
-_WINDOWS = 64  # of a phase, each with one room: its least
-# rooms are rounded down to powers of this share of the largest, so that a plan says them in few
-# pieces
+# Windows of a phase. The room of a window is the least of its positions.
+_WINDOWS = 64
+# Rooms are rounded down to the largest room times a power of this factor, so that a plan stores
+# them in few pieces.
 _LEVEL = 0.9
 
 
 def rooms_left(
     graphs: Mapping[str, fx.Graph], peaks: Iterable[NodePeak], beside: int, budget: int
 ) -> dict[str, tuple[Piece, ...]]:
-    """Compute the bytes that early communications may hold, by phase and place.
+    """Compute the bytes that early communications may hold, by phase and position.
 
     Args:
-        graphs: by phase, with no step started early. peaks: bytes while each of their nodes runs.
-            beside: bytes that are there as well.
-        budget: bytes.
+        graphs: the graphs by phase, with no communication started early.
+        peaks: the peaks of their nodes.
+        beside: further bytes that are held at every node.
+        budget: bytes per device.
     """
     seen = {(peak.phase, peak.node): peak.peak_bytes for peak in peaks}
     found = {}
@@ -65,7 +67,7 @@ def rooms_left(
 
 
 def _pieces(held: list[int], budget: int) -> tuple[Piece, ...]:
-    """Round the bytes that are left at each place down to a few pieces."""
+    """Round the free bytes at each position down to a few pieces."""
     width = -(-len(held) // _WINDOWS)
     left = [max(budget - max(held[at : at + width]), 0) for at in range(0, len(held), width)]
     levels = [int(max(left) * _LEVEL**n) for n in range(_WINDOWS)]
@@ -77,28 +79,31 @@ def _pieces(held: list[int], budget: int) -> tuple[Piece, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The communications that share a bucket: chosen after the search, by the simulated step of the
+# The communications that share a bucket, chosen after the search by the simulated step of the
 # emitted program.
 #
-# Each collective pays the latency of its algorithm. Many small ones of one kind, axis, dtype and
-# reduction, for which nothing that computes waits, are one collective on one bucket; that pays it
-# once, and for two passes over the bucket. One of what may be deferred starts when the last of
-# them is there, and one of what may be prefetched is done before the first of them is read, which
-# may hide less of it. So those members of a group that two of their own size would gain from go
-# together, in the order in which they are issued, in one bucket or in several of about equal
-# bytes; as many for every group, since each number that is tried costs a simulation. The one with
-# the shortest simulated step is taken, if it is shorter and its peak is within the budget.
+# Each collective pays the latency of its algorithm. Small collectives of the same kind, axis, dtype
+# and reduction that no compute waits for form a group. A group may run as one collective on one
+# bucket, which pays the latency once, and two passes over the bucket. A bucket of deferrable
+# collectives starts when its last member is ready. A bucket of prefetchable collectives must end
+# before its first member is read. Both may hide less of the communication.
 #
-# A tensor that moves over several axes takes several steps. Where some tensors move over one axis
-# first and others over another, buckets of the two axes wait for each other in a circle. Then
-# first steps have buckets of their own, second steps others, and so on: none of a first step
-# waits for one of a second.
+# A collective belongs to its group if two of its size are faster in a bucket. The members are
+# divided in issue order into one bucket, or into several of about equal bytes. All groups try the
+# same numbers of buckets, since each number costs a simulation. The buckets with the shortest
+# simulated step are chosen, if the step is shorter than without buckets and its peak is within the
+# budget.
 #
-# Objective and bound count what may share a bucket as its share of a full one
-# (`autopar.solve.prices`); the buckets themselves are in the simulated step.
+# A tensor that moves over several axes takes several steps. If some tensors move over one axis
+# first and others over another, the buckets of the two axes wait for each other in a cycle. In
+# that case the first steps have separate buckets, the second steps others, and so on: no first
+# step waits for a second step.
+#
+# The objective and the bound count a collective that may share a bucket as its share of a full
+# bucket (`autopar.solve.prices`). The buckets themselves are in the simulated step.
 
-WORTH = 1e-3  # share of the step: buckets that save less are not worth their place in the plan
-_NUM_BUCKETS = (8, 4, 1)  # into which each group is put
+WORTH = 1e-3  # buckets that save a smaller share of the step are not added to the plan
+_NUM_BUCKETS = (8, 4, 1)  # numbers of buckets per group to try
 _Name = tuple[object, ...]
 
 
@@ -107,8 +112,8 @@ class Groups:
     """The communications of a program that may share buckets.
 
     Attributes:
-        mesh, profile, num_microbatches: what they are priced with. times: seconds of each, by
-            `Moved.name`.
+        mesh, profile, num_microbatches: the parameters of their prices.
+        times: seconds of each communication, by `Moved.name`.
     """
 
     mesh: Mesh
@@ -121,9 +126,10 @@ class Groups:
         """Collect the communications of a plan.
 
         Args:
-            plan: whose communications may share buckets.
-            profile: that buckets are priced with.
-            num_microbatches: of a step; communications at its ends run once for all of them.
+            plan: the plan.
+            profile: the hardware profile that prices buckets.
+            num_microbatches: microbatches per step. Communications at the begin and the end of a
+                step run once for all of them.
         """
         steps: Iterator[tuple[str, Communication]] = iter(plan.steps())
         return Groups(
@@ -134,12 +140,13 @@ class Groups:
         )
 
     def of_program(self, program: StageProgram, *, by_turn: bool = False) -> list[list[fx.Node]]:
-        """The members of each group, in the order in which they are issued; the group that saves
-        most first.
+        """Return the members of each group in issue order, the group with the largest saving first.
 
         Args:
-            by_turn: whether first, second, … steps of the tensors are in groups of their own; else
-                steps of a tensor that wait for another in their group are left out.
+            program: the program.
+            by_turn: whether the first, second, … steps of tensors form separate groups. Otherwise,
+                only the first step of a tensor in a group is included, since later steps wait for
+                it.
         """
         found: dict[_Name, list[fx.Node]] = {}
         for name in ("forward", "backward", "begin", "end"):
@@ -155,7 +162,7 @@ class Groups:
                     found.setdefault(
                         (name, slack_of(node), c.kind, c.axis, c.dtype, c.reduce_op, turn), []
                     ).append(node)
-        groups = [_apart(nodes) for nodes in found.values()]
+        groups = [_without_later_steps(nodes) for nodes in found.values()]
         return sorted(
             (nodes for nodes in groups if len(nodes) > 1),
             key=lambda nodes: -self.bucket(nodes).saved_s,
@@ -181,8 +188,8 @@ class Groups:
         )
 
     def in_buckets(self, steps: Sequence[fx.Node], num: int) -> tuple[Bucket, ...]:
-        """Divide communications into about `num` buckets of equal bytes, or more if these were too
-        large. A communication that would be alone in a bucket gets none."""
+        """Divide communications into about `num` buckets of equal bytes, or more if those would be
+        too large. A communication that would be alone in its bucket stays without one."""
         sizes = [node.meta["collective"].bytes for node in steps]
         c = steps[0].meta["collective"]
         most = min(max(sum(sizes), 1) / num, most_put_in(c.kind, self.mesh.shape[c.axis]))
@@ -196,12 +203,12 @@ class Groups:
         return tuple(self.bucket(piece) for piece in pieces if len(piece) > 1)
 
     def _gains(self, step: fx.Node) -> bool:
-        """Whether it and another of its size are faster in a bucket."""
+        """Whether two communications of this size are faster in one bucket."""
         return self.bucket((step, step)).saved_s > 0.0
 
 
-def _apart(steps: Sequence[fx.Node]) -> list[fx.Node]:
-    """The steps without those that wait for another of them."""
+def _without_later_steps(steps: Sequence[fx.Node]) -> list[fx.Node]:
+    """Keep only the first step of each tensor; the later steps wait for it."""
     found: list[fx.Node] = []
     tensors = set[tuple[str, int]]()
     for node in steps:
@@ -218,12 +225,14 @@ def offer_buckets(
     now_s: float,
     fits_together: Callable[[tuple[Bucket, ...]], bool],
 ) -> Iterator[tuple[Bucket, ...]]:
-    """Generate the buckets to try, none of which wait for each other in a circle.
+    """Generate the sets of buckets to try, without sets whose buckets wait for each other in a
+    cycle.
 
     Args:
-        program: without any, in the order without communication beside compute. now_s: its step, of
-            which what they save is some part.
-        fits_together: whether none of these waits for another in a circle.
+        groups: the communications that may share buckets.
+        program: the program without buckets and without overlap.
+        now_s: seconds of its step. No set is generated if all buckets save less than `WORTH` of it.
+        fits_together: whether a set of buckets has no cycle.
     """
     found, by_turn = groups.of_program(program), groups.of_program(program, by_turn=True)
     if sum(groups.bucket(steps).saved_s for steps in found) < WORTH * now_s:
@@ -238,7 +247,7 @@ def offer_buckets(
                 break
 
 
-_TRIES = 6  # with ever less room for early steps, before there is none
+_MAX_REDUCTIONS = 6  # attempts with less and less room; then no communication starts early
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +255,12 @@ class Ordering:
     """Orders the communications of plans within a budget.
 
     Attributes:
-        peak_bytes: of what a program holds. by_node: of one microbatch, while each node runs.
-        over: whether the first order that is found is to do.
+        priced: the problem that the plans solve.
+        budget: bytes per device.
+        peak_bytes: measures the peak of a program, in bytes.
+        by_node: measures the peak of each node for one microbatch.
+        clock: measures phases.
+        over: whether the time is over, so that the first order that fits is chosen.
     """
 
     priced: Priced
@@ -258,45 +271,45 @@ class Ordering:
     over: Callable[[], bool] = lambda: False
 
     def fastest(self, tried: Candidate) -> Candidate:
-        """Order the communications of a plan that fits such that its simulated step is the
-        shortest."""
+        """Return a plan that fits with the order of communications that has the shortest simulated
+        step."""
         return self.fastest_within(tried, math.inf) or tried
 
     def fastest_within(self, tried: Candidate, limit_s: float) -> Candidate | None:
-        """Return what `fastest` does; None if no order has a simulated step below a limit.
+        """Do as `fastest`, but return None if no order has a simulated step below a limit.
 
         Args:
-            tried: the plan that fits, in the order of its ops.
-            limit_s: seconds of a step that is too long.
+            tried: a plan that fits, in the order of its ops.
+            limit_s: exclusive upper limit of the simulated step, in seconds.
         """
         with self.clock.phase("buckets"):
             plans = [tried, *self._in_buckets(tried)]
         if len(plans) == 1 and self.priced.problem.overlap_slowdown >= 1.0:
             return tried
         with self.clock.phase("overlap"):
-            every = [_Plain(plain, Orders(plain.program, plain.plan)) for plain in plans]
-            roomy = [plain.beside(self._all_room(plain.tried)) for plain in every]
+            unordered = [_Plain(plain, Orders(plain.program, plain.plan)) for plain in plans]
+            roomy = [plain.beside(self._all_room(plain.tried)) for plain in unordered]
             shortest_first = sorted(
-                zip(map(_seconds, roomy), every, roomy, strict=True), key=lambda each: each[0]
+                zip(map(_seconds, roomy), unordered, roomy, strict=True), key=lambda each: each[0]
             )
         found: tuple[Candidate, _Plain] | None = (
-            None  # the best plan so far, with communication beside compute and without
+            None  # the best plan so far, with overlap and without
         )
         least_s = math.inf
         if shortest_first[0][0] >= limit_s * (1.0 + WORTH):
             return None
-        for roomy_s, plain, ordered in shortest_first:
-            if roomy_s >= least_s or (math.isfinite(least_s) and self.over()):
+        for least_possible_s, plain, ordered in shortest_first:
+            if least_possible_s >= least_s or (math.isfinite(least_s) and self.over()):
                 break
             within = self._within_budget(plain, ordered)
             seconds = math.inf if within is None else _seconds(within)
             if within is not None and seconds < least_s:
                 found, least_s = (within, plain), seconds
-        return tried if found is None else self._in_little_room(*found)
+        return tried if found is None else self._minimize_room(*found)
 
-    def _in_little_room(self, ordered: Candidate, plain: _Plain) -> Candidate:
-        """Reduce the plan's overlap to the rooms that give the same program, and write the
-        program."""
+    def _minimize_room(self, ordered: Candidate, plain: _Plain) -> Candidate:
+        """Reduce the rooms of the plan's overlap to the least that give the same program, and write
+        the graphs of the program."""
         with self.clock.phase("overlap"):
             least = plain.orders.least(ordered.plan.overlap)
             return replace(
@@ -306,16 +319,16 @@ class Ordering:
             )
 
     def _in_buckets(self, tried: Candidate) -> Iterator[Candidate]:
-        """Generate the plan with buckets, with its program in the order of its ops."""
+        """Generate the variants of the plan with buckets, each in the order of its ops."""
         programs: dict[tuple[Bucket, ...], StageProgram] = {}
 
         def fits_together(buckets: tuple[Bucket, ...]) -> bool:
-            """Whether the program can have these buckets; it is kept if so."""
+            """Whether the buckets can be applied to the program. The program is stored if so."""
             try:
                 programs[buckets] = apply_buckets(
                     tried.program, replace(tried.plan, buckets=buckets)
                 )
-            except WaitingError:  # groups over several axes, each in order, may not be so together
+            except WaitingError:  # buckets of several axes may form a cycle
                 return False
             return True
 
@@ -333,12 +346,13 @@ class Ordering:
         return Overlap(slowdown, self.budget, self.budget) if slowdown < 1.0 else plain.plan.overlap
 
     def _within_budget(self, plain: _Plain, roomy: Candidate) -> Candidate | None:
-        """Overlap as much as the budget allows; None if the plan is over it without overlap."""
+        """Overlap as much as the budget allows. Return None if the plan exceeds the budget without
+        overlap."""
         tried: dict[Overlap, Candidate] = {}
         beside_bytes = plain.tried.plan.prediction.beside_bytes
 
         def fits(allowed: Overlap) -> bool:
-            """Whether the program with as much overlap is within the budget; it is kept."""
+            """Whether the program with this overlap is within the budget. The program is stored."""
             with self.clock.phase("overlap"):
                 ordered = tried.get(allowed) or (plain.beside(allowed) if tried else roomy)
             with self.clock.phase("memory"):
@@ -356,19 +370,19 @@ class Ordering:
             if left is None:
                 return None
             allowed = left.overlap
-            for _ in range(_TRIES):
+            for _ in range(_MAX_REDUCTIONS):
                 if fits(allowed):
                     break
                 allowed = self._less(allowed, tried[allowed], left.beside_bytes)
             else:
                 allowed = Overlap(allowed.slowdown)
                 is_within = fits(allowed)
-                assert is_within, "it is the plan with nothing early"
+                assert is_within, "the plan without early communications fits"
         return replace(tried[allowed], plan=replace(plain.tried.plan, overlap=allowed))
 
-    def _room_left(self, plain: Candidate, held: Overlap) -> _Left | None:
-        """Compute the room beside a plan without overlap; None if that alone is over the
-        budget."""
+    def _room_left(self, plain: Candidate, held: Overlap) -> _RemainingRoom | None:
+        """Compute the room that a plan without overlap leaves. Return None if that plan already
+        exceeds the budget."""
         with self.clock.phase("memory"):
             beside = plain.plan.prediction.beside_bytes
             peak = (
@@ -379,26 +393,26 @@ class Ordering:
             seen = self.by_node(plain.program)
             beside = peak - max(
                 each.peak_bytes for each in seen
-            )  # what a schedule holds beside the microbatch that runs
+            )  # bytes that the schedule holds in addition to the running microbatch
             graphs = {
                 "forward": plain.program.forward.graph,
                 "backward": plain.program.backward.graph,
             }
             left = rooms_left(graphs, seen, beside, self.budget)
-        return _Left(
+        return _RemainingRoom(
             replace(held, forward_room=left["forward"], backward_room=left["backward"]), beside
         )
 
     def _less(self, allowed: Overlap, over: Candidate, beside: int) -> Overlap:
-        """Reduce the room in each phase by the bytes by which an order was over the budget
+        """Reduce the room of each phase by the bytes by which an order exceeded the budget
         there."""
         excess = dict.fromkeys(("forward", "backward"), 0)
         with self.clock.phase("memory"):
             for each in (
                 peak for peak in self.by_node(over.program) if peak.phase in excess
-            ):  # at a step's begin nothing is early
+            ):  # no communication starts early at the begin of a step
                 excess[each.phase] = max(excess[each.phase], each.peak_bytes + beside - self.budget)
-        if not any(excess.values()):  # it was over it between the phases
+        if not any(excess.values()):  # the peak is between the phases
             excess = dict.fromkeys(excess, over.peak_bytes - self.budget)
         return replace(
             allowed,
@@ -412,8 +426,9 @@ class Ordering:
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
-    """The room of early communications, and the bytes that the step holds beside its nodes."""
+class _RemainingRoom:
+    """The room of early communications, and the bytes that the step holds in addition to those of
+    its nodes."""
 
     overlap: Overlap
     beside_bytes: int
@@ -421,25 +436,25 @@ class _Left:
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """A plan in the order of its ops, and the orders that it may have."""
+    """A plan in the order of its ops, and its possible orders."""
 
     tried: Candidate
     orders: Orders
 
     def beside(self, allowed: Overlap) -> Candidate:
-        """Overlap as much as is allowed; the program's graphs are not written."""
+        """Overlap as much as is allowed, without writing the program's graphs."""
         program, held = self.orders.within(allowed)
         return replace(self.tried, plan=replace(self.tried.plan, overlap=held), program=program)
 
 
 def _seconds(tried: Candidate) -> float:
-    """Seconds of the simulated step; a little more if there are buckets, so that buckets that save
-    next to nothing are left out."""
+    """Return the seconds of the simulated step. Plans with buckets get a small penalty, so that
+    buckets with a negligible saving are not chosen."""
     return simulated_s(tried.program, tried.plan) * (1.0 + WORTH * bool(tried.plan.buckets))
 
 
 # --------------------------------------------------------------------------------------------------
-# The memory of an emitted program, under the schedule that it is planned for.
+# The memory of an emitted program under its schedule.
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,11 +462,12 @@ class StageSchedule:
     """The schedule that a stage is planned for.
 
     Attributes:
-        name: of the schedule. batch_bytes: of the whole batch, which is live during the whole
-            step.
-        returned: what calls of the pipeline return.
-        stage, actions: its number, and what its rank does, where the rank holds other stages beside
-            it.
+        name: the name of the schedule.
+        num_microbatches: microbatches per step.
+        batch_bytes: bytes of the whole batch, which is live during the whole step.
+        returned: the values that calls of the pipeline return.
+        stage, actions: the index of the stage, and the actions of its rank, if the rank holds
+            several stages.
     """
 
     name: str
@@ -464,11 +480,13 @@ class StageSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Measures the memory of the programs that one search emits.
+    """Measures the memory of the programs of one search.
 
     Attributes:
-        schedule: None where the batch is worked on in one piece. num_in_flight: microbatches that
-            wait for their backward.
+        options: the options of planning.
+        schedule: the schedule of a stage; None if the batch is not divided into microbatches.
+        num_in_flight: microbatches that wait for their backward.
+        alike: measurements of equal programs.
     """
 
     options: PlanOptions
@@ -477,14 +495,14 @@ class Peaks:
     alike: Alike = field(default_factory=Alike)
 
     def peak_bytes(self, program: StageProgram) -> int:
-        """Measure the most bytes that the program holds at any moment of a step."""
+        """Measure the peak of the program over a step, in bytes."""
         schedule = self.schedule
         if schedule is None:
             return self._measure(program)[0].peak_bytes
-        return schedule.batch_bytes + self._of_stage(schedule, write_order(program))
+        return schedule.batch_bytes + self._stage_peak_bytes(schedule, write_order(program))
 
     def by_node(self, program: StageProgram) -> tuple[NodePeak, ...]:
-        """Measure the bytes that the program holds while each node runs, for one microbatch."""
+        """Measure the peak of each node for one microbatch, in bytes."""
         return self._measure(program)[1]
 
     def _measure(self, program: StageProgram) -> tuple[PeakMemory, tuple[NodePeak, ...]]:
@@ -493,7 +511,7 @@ class Peaks:
             lambda: all_peaks(program, batch=self.options.batch, outputs=self.options.outputs),
         )
 
-    def _of_stage(self, schedule: StageSchedule, program: StageProgram) -> int:
+    def _stage_peak_bytes(self, schedule: StageSchedule, program: StageProgram) -> int:
         if schedule.actions:
             memory = self.alike.memory(program, lambda: chunk_memory(program, self.options.outputs))
             return rank_peak({schedule.stage: memory}, schedule.actions, schedule.num_microbatches)

@@ -25,8 +25,14 @@ class Emitter:
     """Emits the plans of one trace on one mesh and measures them.
 
     Attributes:
-        mark: what the plans are made for. recorded: the options that the plans record.
-        budget: bytes per device. peaks: measures emitted programs.
+        trace: the trace.
+        mesh: its mesh.
+        options: the options of planning.
+        clock: measures phases.
+        mark: the fingerprint of the model and the machine that the plans are for.
+        recorded: the options that the plans record.
+        budget: bytes per device.
+        peaks: measures the memory of emitted programs.
     """
 
     trace: Trace
@@ -39,13 +45,14 @@ class Emitter:
     peaks: Peaks
 
     def emit(self, groups: LayerGroups, choices: Solution) -> Candidate:
-        """Emit the plan of choices and measure its peak.
+        """Emit the plan of a solution and measure its peak.
 
         Args:
-            groups: the layers that the choices are for, with the bound that the plan states.
+            groups: the groups of layers of the problem, with the lower bound that the plan states.
+            choices: the solution.
 
         Returns:
-            The candidate, whose communications are in the order of the ops.
+            The candidate, with its communications in the order of the ops.
         """
         draft, plan = self._assemble(groups, choices)
         with self.clock.phase("emit"):
@@ -58,10 +65,11 @@ class Emitter:
         return Candidate(draft, plan, program, peak_bytes, groups.bound_s, problem)
 
     def prove(self, groups: LayerGroups, candidate: Candidate) -> Candidate:
-        """Return a candidate with another bound. Its program stays.
+        """Return a candidate with another lower bound and the same program.
 
         Args:
-            groups: the layers that the candidate is for, with the bound that the plan states.
+            groups: the groups of layers of the problem, with the lower bound that the plan states.
+            candidate: the candidate.
         """
         choices = candidate.draft.choices
         draft, plan = self._assemble(groups, choices)
@@ -88,22 +96,22 @@ class Emitter:
         """Order the communications of a candidate that fits.
 
         Returns:
-            The candidate in the order whose simulated step is the shortest within the budget; the
-            candidate as it is if no time is left.
+            The candidate in the order with the shortest simulated step within the budget. If no
+            time is left, the candidate is returned unchanged.
         """
         if self.options.is_over:
             return candidate
         return self._ordering(candidate).fastest(candidate)
 
     def order_within(self, candidate: Candidate, limit_s: float) -> Candidate | None:
-        """Order the communications of a candidate that fits, if its step may be short enough.
+        """Order the communications of a candidate that fits, if its step can be below a limit.
 
         Args:
             candidate: the candidate.
-            limit_s: seconds of a simulated step that is too long.
+            limit_s: exclusive upper limit of the simulated step, in seconds.
 
         Returns:
-            As `order`; None if no order is shorter than the limit.
+            The result of `order`; None if no order has a step below the limit.
         """
         if self.options.is_over:
             return candidate
@@ -115,17 +123,18 @@ class Emitter:
         return Ordering(candidate.draft.priced, self.budget, *measures, self.clock, over)
 
     def learn(self, learnt: Learnt, candidate: Candidate) -> Learnt:
-        """Learn from a candidate at which moments it is over the budget.
+        """Learn the moments at which a candidate exceeds the budget.
 
         Args:
             learnt: the moments known so far.
+            candidate: the candidate.
 
         Returns:
-            These moments as they were in the candidate, and those at which it is over the budget.
+            The known moments, updated by the candidate, and those at which it exceeds the budget.
         """
         with self.clock.phase("memory"):
             peaks = self.peaks.by_node(candidate.program)
             beside = candidate.plan.prediction.beside_bytes
-            if self.peaks.schedule is not None:  # held beside the microbatch that runs
+            if self.peaks.schedule is not None:  # also held: bytes of the other microbatches
                 beside = candidate.peak_bytes - max(peak.peak_bytes for peak in peaks)
             return learnt.further(candidate.draft.choices, peaks, beside, self.budget)

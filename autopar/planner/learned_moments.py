@@ -1,9 +1,9 @@
-"""Moments that are learned from the plans of one problem that were over the budget, and the groups
-of equal layers whose problem they belong to.
+"""Moments learned from plans that exceed the budget, and the groups of equal layers whose problem
+the moments belong to.
 
 The memory of an emitted program is measured node by node. If the program holds more than its
-budget at a node, the moment of that node of the trace is added to the problem, with a reserve: the
-bytes that were live there and that the moment alone does not account for.
+budget at a node, the moment of that node of the trace is added to the problem, with a reserve. The
+reserve is the live bytes that the moment alone does not account for.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autopar.program.peak_memory import NodePeak
 from autopar.sharding import Starts, layer_of
 from autopar.solve import evaluate_choices
 
-_MOST_NEW = 24  # moments that one round adds: those most over the budget
+_MOST_NEW = 24  # moments that one round adds: those that exceed the budget by most
 
 
 class Sight(NamedTuple):
-    """The measurement at a node of the trace: the phase, the peak while it ran, and the nodes that
-    had run again and whose results were live then."""
+    """The measurement at a node of the trace: its phase, the peak while it ran, and the recomputed
+    nodes whose results were live."""
 
     phase: str
     peak_bytes: int
@@ -39,16 +39,17 @@ class Sight(NamedTuple):
 
 
 Seen = Mapping[str, Sight]
-"""By node of the trace, or moment at which what it made is widened."""
+"""Measurements by node of the trace, or by the moment at which the result of a node is widened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """Learned moments, in addition to those that are certain.
+    """Learned moments, in addition to those that hold for every plan.
 
     Attributes:
-        latest: by node, as they were in the last plan that was looked at. retained: as they were in
-            others before.
+        liveness: the liveness of the problem.
+        latest: the moments by node, as measured in the last plan.
+        retained: moments as measured in earlier plans.
     """
 
     liveness: Liveness
@@ -57,12 +58,12 @@ class Learnt:
 
     @staticmethod
     def empty(liveness: Liveness) -> Learnt:
-        """Begin without learned moments."""
+        """Return no learned moments."""
         return Learnt(liveness, {})
 
     @staticmethod
     def from_reserves(liveness: Liveness, reserves: Mapping[str, int]) -> Learnt:
-        """Make moments with reserves that were learned with layers in other groups."""
+        """Make moments from reserves that were learned with another grouping of the layers."""
         phases = {
             node: liveness.trace.node(node.removesuffix(WIDENED)).meta["phase"] for node in reserves
         }
@@ -79,7 +80,7 @@ class Learnt:
 
     @property
     def moments(self) -> tuple[MemoryPoint, ...]:
-        """All moments of the problem, those that are certain first."""
+        """All moments of the problem, those that hold for every plan first."""
         return (*self.liveness.certain, *self.latest.values(), *self.retained)
 
     @property
@@ -90,11 +91,11 @@ class Learnt:
     def further(
         self, choices: Solution, peaks: Iterable[NodePeak], beside_bytes: int, budget: int
     ) -> Learnt:
-        """Learn the moments at which a plan is over the budget, and update those that are known.
+        """Add the moments at which a plan exceeds the budget, and update the known moments.
 
         Args:
-            choices: of the plan.
-            peaks: of the emitted program, by node.
+            choices: the solution of the plan.
+            peaks: peaks of the emitted program, by node.
             beside_bytes: memory in use that the program does not hold itself.
             budget: bytes per device.
         """
@@ -103,7 +104,7 @@ class Learnt:
         return replace(self, latest=explain_peaks(self.liveness, choices, seen, wanted))
 
     def retain_latest(self) -> Learnt:
-        """Keep the latest moments as they are now; what is learned later does not replace them."""
+        """Retain the latest moments, so that later measurements do not replace them."""
         first = len(self.retained)
         now = (
             replace(moment, key=f"{moment.key} ({first + n})")
@@ -114,11 +115,16 @@ class Learnt:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Layers in groups that decide alike, their problem, and what is known of it.
+    """Groups of layers that share their decisions, the problem with these groups, and what is known
+    about it.
 
     Attributes:
-        starts: where groups begin, by list of layers; empty where all equal layers decide alike.
-        bound_s: no plan takes less; 0 where nothing is proven. multipliers: prove it by arithmetic.
+        priced: the priced problem.
+        learnt: the learned moments.
+        starts: the first layers of groups, by list of layers; empty if all equal layers share their
+            decisions.
+        bound_s: a lower bound of the step in seconds; 0 if none is proven.
+        multipliers: the multipliers that prove the bound by arithmetic.
     """
 
     priced: Priced
@@ -129,46 +135,46 @@ class LayerGroups:
 
     @staticmethod
     def of(trace: Trace, priced: Priced, starts: Starts) -> LayerGroups:
-        """Make groups of which nothing is known yet.
+        """Make groups without learned moments or a bound.
 
         Args:
-            trace: of the model.
-            priced: the problem of layers in these groups.
-            starts: where groups begin, by list of layers.
+            trace: the trace of the model.
+            priced: the problem with these groups.
+            starts: the first layers of groups, by list of layers.
         """
         return LayerGroups(priced, Learnt.empty(Liveness(trace, priced)), starts)
 
     @property
     def problem(self) -> Problem:
-        """The problem with all moments that are known."""
+        """The problem with all known moments."""
         return replace(self.priced.problem, moments=self.learnt.moments)
 
     def forget(self) -> LayerGroups:
-        """Drop the learned moments; the bound stays."""
+        """Drop the learned moments and keep the bound."""
         return replace(self, learnt=Learnt.empty(self.learnt.liveness))
 
 
 def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: int) -> Seen:
     """Map the peaks of a program's nodes to nodes of the trace.
 
-    Peaks of collectives, and of ops that run again, count for the node that comes after them. The
-    peak of a product in a kernel counts for all nodes that the kernel computes. Peaks of the
-    reduction of a widened sum count for the moment at which it is widened.
+    Peaks of collectives and of recomputed ops count for the next node. The peak of a product in a
+    kernel counts for all nodes that the kernel computes. Peaks of the reduction of a widened sum
+    count for the moment at which it is widened.
 
     Args:
-        liveness: of the trace.
-        peaks: of the program, in the order in which its nodes run.
-        resting_bytes: memory that rests beside the program's own tensors (the optimizer's state).
+        liveness: the liveness of the trace.
+        peaks: peaks of the program, in the order in which its nodes run.
+        resting_bytes: memory in addition to the tensors of the program, such as optimizer state.
     """
     keys = {n.meta["key"]: n.name for n in liveness.trace.graph.nodes if n.op == "call_function"}
     seen: dict[str, Sight] = {}
     waiting, last = Sight("", 0), ""
 
-    for peak, again in _with_what_ran_again(peaks, keys):
+    for peak, again in _pair_with_recomputed(peaks, keys):
         now = Sight(peak.phase, peak.peak_bytes + resting_bytes, again)
         made = keys.get(
             peak.node.meta.get("key", "").rpartition("/")[0], ""
-        )  # of the steps that a sum is reduced by
+        )  # nodes of the reduction of a sum
         if made in liveness.widened:
             _record(seen, made + WIDENED, now)
             continue
@@ -184,24 +190,24 @@ def by_trace_node(liveness: Liveness, peaks: Iterable[NodePeak], resting_bytes: 
             _record(seen, name, waiting)
             last = name
         waiting = Sight("", 0) if here else waiting
-    if last:  # what comes after the last node counts for it
+    if last:  # peaks after the last node count for that node
         _record(seen, last, waiting._replace(phase=waiting.phase or seen[last].phase))
     return seen
 
 
 def _record(seen: dict[str, Sight], name: str, sight: Sight) -> None:
-    """Record a measurement; the larger peak of a node stays. A node that picks a result has the
-    key of the op, which may have needed more."""
+    """Record a measurement, keeping the larger peak of a node. A node that picks a result has the
+    key of its op, and the op may have the larger peak."""
     before = seen.get(name)
     if before is not None and before.peak_bytes > sight.peak_bytes:
         sight = before._replace(phase=sight.phase)
     seen[name] = sight
 
 
-def _with_what_ran_again(
+def _pair_with_recomputed(
     peaks: Iterable[NodePeak], keys: Mapping[str, str]
 ) -> Iterator[tuple[NodePeak, frozenset[str]]]:
-    """Pair each peak with the nodes of the trace whose results, computed again, are live then."""
+    """Pair each peak with the nodes of the trace whose recomputed results are live then."""
     peaks = tuple(peaks)
     place = {peak.node: i for i, peak in enumerate(peaks)}
     until = dict[fx.Node, int]()
@@ -228,15 +234,15 @@ def _with_what_ran_again(
 
 
 def over_budget(liveness: Liveness, seen: Seen, budget_bytes: int) -> list[str]:
-    """List the nodes at which a program is over the budget, the worst first.
+    """List the nodes at which a program exceeds the budget, the largest excess first.
 
-    Of equal nodes of repeated layers only the worst is listed, and only the first `_MOST_NEW`
-    nodes: others follow once these hold.
+    Only the worst of equal nodes of repeated layers is listed, and at most `_MOST_NEW` nodes. Later
+    rounds add the others.
 
     Args:
-        liveness: of the trace.
+        liveness: the liveness of the trace.
         seen: peaks by node.
-        budget_bytes: per device.
+        budget_bytes: bytes per device.
     """
     worst: dict[tuple[int, bool], tuple[int, str]] = {}
     for node, sight in seen.items():
@@ -252,14 +258,14 @@ def explain_peaks(
 ) -> dict[str, MemoryPoint]:
     """Make the moments of nodes, each with the reserve that explains the measured peak.
 
-    Results that were live since they had been computed again count for the ops that run again, even
-    if they are needed only because other ops do.
+    Live results of recomputed ops are attributed to these ops, even if the ops are recomputed only
+    for other recomputed ops.
 
     Args:
-        liveness: of the trace.
-        choices: of the plan that was measured.
+        liveness: the liveness of the trace.
+        choices: the solution of the measured plan.
         seen: peaks by node.
-        nodes: those to make moments of.
+        nodes: the nodes.
     """
     moments = {node: liveness.moment(node, seen[node].phase, seen[node].again) for node in nodes}
     problem = replace(liveness.priced.problem, moments=tuple(moments.values()))
@@ -272,20 +278,20 @@ def explain_peaks(
 
 
 # --------------------------------------------------------------------------------------------------
-# The groups into which a list of equal layers is cut, each of which decides for itself: cuts are
-# at the shares in which the relaxation mixes decisions.
+# The groups into which a list of equal layers is divided. Each group has separate decisions. Groups
+# begin at the shares in which the relaxation mixes decisions.
 #
-# A relaxation that keeps something in 45 of 100 layers wants two groups. With two such shares that
-# are far apart, three: more groups mean a larger program and a plan that is harder to read, for
-# less and less time.
+# If the relaxation keeps a value in 45 of 100 layers, two groups are made; with two such shares far
+# apart, three. More groups make the program larger and the plan harder to read, for less and less
+# time.
 
-_CUTS = 2  # of a list
-_NEAR = 16  # cuts that are nearer to each other than this part of the list are one
+_MAX_CUTS = 2  # cuts per list of layers
+_MIN_DISTANCE = 16  # cuts nearer than 1 / 16 of the list are merged
 
 
 def starts_of(priced: Priced, choices: Solution | FractionalGroups) -> Starts:
-    """Find the groups that would bring a plan nearer to the bound; none if all equal layers decide
-    alike in the relaxation."""
+    """Find the groups that bring a plan nearer to the bound; none if all equal layers share their
+    decisions in the relaxation."""
     wanted: dict[str, Counter[int]] = {}
     for n, shares in choices.mixed.items():
         for layers, numbers in _layers(priced.sources[n]).items():
@@ -294,13 +300,13 @@ def starts_of(priced: Priced, choices: Solution | FractionalGroups) -> Starts:
                 if 0 < num < len(numbers):
                     wanted.setdefault(layers, Counter())[numbers[num]] += 1
     return {
-        layers: _cuts(found, max(_span(priced, layers) // _NEAR, 1))
+        layers: _cuts(found, max(_span(priced, layers) // _MIN_DISTANCE, 1))
         for layers, found in sorted(wanted.items())
     }
 
 
 def _layers(source: Source) -> dict[str, list[int]]:
-    """Map the lists of layers that an op's instances lie in to the indices of their layers."""
+    """Map the lists of layers that contain an op's instances to the indices of the layers."""
     found: dict[str, set[int]] = {}
     for layers, number in filter(None, map(layer_of, _keys(source))):
         found.setdefault(layers, set()).add(number)
@@ -319,9 +325,9 @@ def _span(priced: Priced, layers: str) -> int:
 
 
 def _cuts(wanted: Counter[int], near: int) -> tuple[int, ...]:
-    """Choose the layers at which most decisions change, none near another."""
+    """Choose the layers at which most decisions change, with a minimum distance."""
     cuts: list[int] = []
     for layer, _ in sorted(wanted.items(), key=lambda item: (-item[1], item[0])):
-        if len(cuts) < _CUTS and all(abs(layer - cut) >= near for cut in cuts):
+        if len(cuts) < _MAX_CUTS and all(abs(layer - cut) >= near for cut in cuts):
             cuts.append(layer)
     return tuple(sorted(cuts))

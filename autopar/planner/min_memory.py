@@ -1,9 +1,9 @@
-"""The least memory of plans: a proven bound, and emitted plans that need little.
+"""The minimum memory of plans: a proven lower bound, and emitted plans that need little memory.
 
-    proven ≤ the least memory that any plan needs ≤ found
+    proven ≤ minimum memory of all plans ≤ found
 
-Neither depends on the budget, nor on the plans that a search within a budget found. So the plan is
-found again if its size is passed as the budget.
+Neither depends on the budget or on the plans of a search within a budget. So the same plan is found
+again if its peak is passed as the budget.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopar.sharding import Cluster
 from autopar.solve import Least, Lightest, shortage, within
 
 # --------------------------------------------------------------------------------------------------
-# Lower bound on memory: the bytes that any plan holds while an op runs, as moments without
+# Lower bound on memory: the bytes that any plan holds while an op runs, as moments without a
 # reserve.
 #
-# `Liveness.certain` is the part of this bound that a search has rows for. The moments here also
-# cover forward, and terms that add little or seldom bind:
+# `Liveness.certain` is the part of this bound that has rows in every search. The moments here also
+# cover forward, and terms that add little or rarely bind:
 #
 #     results and operands of the op    operands in the layout in which the op reads them
 #     a parameter that the op reads     bytes as read − bytes at rest: a second copy, if the layouts
@@ -40,10 +40,10 @@ from autopar.solve import Least, Lightest, shortage, within
 
 
 def surely(liveness: Liveness) -> tuple[MemoryPoint, ...]:
-    """List moments at which any plan holds the memory given.
+    """List moments whose memory any plan holds.
 
     There is one moment for each op whose position is the same in every plan, and one for each
-    widening of sums. Of equal ops only the first and the last are taken.
+    widening of sums. Only the first and the last of equal ops are used.
     """
     found, last = [], _last_forward(liveness)
     for op, source in enumerate(liveness.priced.sources):
@@ -62,10 +62,11 @@ def surely(liveness: Liveness) -> tuple[MemoryPoint, ...]:
 
 
 def _last_forward(liveness: Liveness) -> dict[str, int]:
-    """Node → position of its last reader in forward, views included; `NEVER` if it has none.
+    """Map each node to the position of its last reader in forward, including readers of its views;
+    `NEVER` if it has none.
 
-    Only nodes and readers are counted whose position is the same in every plan. A node of forward
-    that only backward needs is excluded: backward may run it instead.
+    Only nodes and readers whose position is the same in every plan are counted. A node of forward
+    that only backward needs is excluded, since backward may run it instead.
     """
     found: dict[str, int] = {}
     for node in reversed(liveness.trace.graph.nodes):
@@ -90,7 +91,7 @@ def _last_forward(liveness: Liveness) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Now:
-    """An op that runs: the first node of a cluster, at a position of the trace."""
+    """A running op: the first node of a cluster, at a position of the trace."""
 
     liveness: Liveness
     op: int
@@ -104,7 +105,7 @@ class _Now:
         return self.liveness.priced.problem.ops[self.op].phase == "backward"
 
     def moment(self) -> MemoryPoint:
-        """The bytes that any plan holds while the op runs."""
+        """Return the bytes that any plan holds while the op runs."""
         live = self.liveness.made_at(self.op, self.cluster.members[0].node)
         held: dict[int, int] = {}
         self._add_waiting(live, held)
@@ -118,7 +119,7 @@ class _Now:
         )
 
     def _add_waiting(self, live: dict[int, list[int]], held: dict[int, int]) -> None:
-        """Add the values that wait for later readers, and gradients that are complete."""
+        """Add the values that wait for later readers, and complete gradients."""
         problem, spans = self.liveness.priced.problem, self.liveness.spans
         for v, refs in enumerate(self.liveness.priced.refs):
             value = problem.values[problem.variants[v].value]
@@ -148,7 +149,7 @@ class _Now:
         return 0 <= span.last_forward < self.now and span.until >= 0
 
     def _num_waiting(self, here: Sequence[tuple[str, Span]]) -> int:
-        """How many tensors of forward wait for a later reader there."""
+        """Count the tensors of forward that wait for a later reader in forward."""
         now, read = self.now, {name for name, _ in self.cluster.operands}
         return sum(
             s.made < now < self.last_forward.get(n, NEVER) and s.has_memory and n not in read
@@ -186,19 +187,20 @@ class _Now:
 
 
 # --------------------------------------------------------------------------------------------------
-# Emitted plans that need little, and the proven bound.
+# Emitted plans that need little memory, and the proven bound.
 
 T = TypeVar("T")
-_WEIGHTS = (0.03, 0.003)  # of time beside memory, see `autopar.solve.min_budget`
+_WEIGHTS = (0.03, 0.003)  # weights of time against memory, see `autopar.solve.min_budget`
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that a plan needs on a device, and the budget of that device, which is the one that
-    lacks most.
+    """The bytes that a plan needs on the device that lacks most, and the budget of that device.
 
     Attributes:
-        where: which devices these are, where others have other budgets.
+        num_bytes: bytes that the plan needs.
+        budget_bytes: the budget of the device.
+        where: a description of the device, if devices have unequal budgets.
     """
 
     num_bytes: int
@@ -207,12 +209,12 @@ class Need:
 
     @property
     def share(self) -> float:
-        """Share of the budget that is needed."""
+        """The needed share of the budget."""
         return self.num_bytes / self.budget_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the budget suffices."""
+        """Whether the bytes are within the budget."""
         return self.num_bytes <= self.budget_bytes
 
 
@@ -220,9 +222,9 @@ def proven_bytes(trace: Trace, priced: Priced, time_limit_s: float) -> int:
     """Prove a lower bound of the bytes that any plan of a problem needs.
 
     Args:
-        trace: of the model.
-        priced: the problem; its budget plays no part.
-        time_limit_s: of the solver.
+        trace: the trace of the model.
+        priced: the problem; its budget is ignored.
+        time_limit_s: time limit of the solver, in seconds.
     """
     return Lightest(_with_moments(trace, priced), time_limit_s).bound_bytes
 
@@ -230,13 +232,13 @@ def proven_bytes(trace: Trace, priced: Priced, time_limit_s: float) -> int:
 def light(
     trace: Trace, priced: Priced, time_limit_s: float, emit: Callable[[Solution], Candidate]
 ) -> tuple[Candidate, ...]:
-    """Find some plans that need little memory, without kernels.
+    """Find plans that need little memory, without kernels.
 
     Args:
-        trace: of the model.
-        priced: the problem; its budget plays no part.
-        time_limit_s: of the solver.
-        emit: emits choices.
+        trace: the trace of the model.
+        priced: the problem; its budget is ignored.
+        time_limit_s: time limit of the solver, in seconds.
+        emit: emits the plan of a solution.
     """
     lightest = Lightest(within(_with_moments(trace, priced), frozenset()), time_limit_s)
     found: list[Solution] = []
@@ -248,16 +250,16 @@ def light(
 
 
 def prefer_fastest(plans: Sequence[T], cost: Callable[[T], tuple[Need, float]]) -> T | None:
-    """Choose the fastest plan that fits; if none does, the one that needs the smallest share of its
-    budget.
+    """Choose the fastest plan that fits, or, if none fits, the plan that needs the smallest share
+    of its budget.
 
     Args:
-        plans: may be empty; then None is returned.
-        cost: memory and seconds of a plan.
+        plans: the plans. If there are none, None is returned.
+        cost: returns the memory and the seconds of a plan.
     """
 
     def order(plan: T) -> tuple[bool, float]:
-        """Sort plans that fit by time, then the others by memory."""
+        """Sort plans that fit first, by time; then the others, by memory."""
         need, time_s = cost(plan)
         return not need.fits, time_s if need.fits else need.share
 
@@ -269,12 +271,12 @@ def _with_moments(trace: Trace, priced: Priced) -> Problem:
 
 
 def refusal(budget: int, last: Solution | Least, smallest: int) -> InfeasibleError:
-    """Make the error for a budget within which no plan was found.
+    """Make the error for a budget that no plan fits into.
 
     Args:
         budget: bytes per device.
         last: the last answer of the solver.
-        smallest: least peak of the plans that were emitted, in bytes; 0 if none was.
+        smallest: least peak of the emitted plans, in bytes; 0 if no plan was emitted.
     """
     if smallest or isinstance(last, Solution):
         tried = f"; the smallest plan tried needs {size_text(smallest)}"

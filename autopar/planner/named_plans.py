@@ -1,16 +1,16 @@
 """The comparison of the best plan with named plans, by the simulated step.
 
 The search minimizes the objective, which counts the best overlap and the fullest buckets that a
-choice admits. The simulated step of the emitted program is a little longer, and by a different
-share for each plan. So a named plan whose objective is a little above the least one may have the
-shorter simulated step. Users compare plans by that step, so the planner emits named plans whose
-objective is close to the least one, and takes the fastest. No simulated step is shorter than the
-objective. So with ``effort="thorough"``, for which every objective below the simulated step of the
-best plan is close, no named plan is faster.
+solution admits. The simulated step of the emitted program is slightly longer, by a different share
+for each plan. A named plan whose objective is slightly above the minimum may therefore have the
+shorter simulated step. Since users compare plans by that step, the planner emits the named plans
+whose objective is close to the minimum, and chooses the fastest. No simulated step is shorter than
+its objective. With ``effort="thorough"``, every objective below the simulated step of the best plan
+counts as close, so no named plan is faster than the result.
 
-A named plan excludes strategies of the same problem. So its answer is one of that problem, and the
-proven bound of the problem stays the bound of the plan. What the multipliers of the bound tell of
-the excluded strategies rules out most named plans without solving anything.
+A named plan excludes strategies of the same problem. Its solution is a solution of that problem, so
+the proven bound of the problem is also the bound of the plan. The reduced costs that follow from
+the multipliers of the bound rule out most named plans without another solve.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from autopar.solve import Common, SmallerProblem
 Excluded = Mapping[int, frozenset[int]]
 """Op → the strategies that a named plan does not admit."""
 
-_ROUNDS = 4  # in which a named plan that is over the budget learns the moments at which it is
+_ROUNDS = 4  # solves of a named plan; each adds the moments at which it exceeds the budget
 # Share of the distance from the objective to the simulated step of the best plan, within which the
 # objective of another plan is close.
 _CLOSE = {"normal": 0.25, "thorough": 1.0}
 
 
 def _plans_on(axis: str, *, is_thorough: bool) -> tuple[Parallelism, ...]:
-    """The named plans on one axis, those that are most often close to the best first. To apply
-    those that split the sequence takes the longest by far."""
+    """Return the named plans on one axis, those that are most often close to the best first. Plans
+    that split the sequence take by far the longest to resolve."""
     plans = fsdp(axis), ddp(axis), tensor_parallel("1d", axes=axis)
     split_sequence = tensor_parallel("1d", axes=axis, sequence=True), context_parallel(axis)
     return (*plans, *split_sequence) if is_thorough else plans
@@ -62,7 +62,7 @@ class NamedPlans:
     Attributes:
         trace: the trace.
         mesh: its mesh.
-        is_thorough: whether plans that split the sequence are among them.
+        is_thorough: whether plans that split the sequence are included.
     """
 
     trace: Trace
@@ -78,15 +78,15 @@ class NamedPlans:
     ) -> Iterator[tuple[str, Excluded]]:
         """Yield the named plans that are close to the best plan.
 
-        A plan on one axis is looked at first, with the other axes free. If it is not close, it is
-        not close beside any plan on the other axes.
+        A plan on one axis is checked first, with the other axes free. If it is not close, it is not
+        close in combination with any plan on the other axes.
 
         Args:
-            priced: the problem whose strategies they exclude.
-            is_close: whether an answer without these strategies may be close.
+            priced: the problem whose strategies the plans exclude.
+            is_close: whether a solution without these strategies may be close.
 
         Returns:
-            The plan in words, and the strategies that it excludes.
+            The description of the plan, and the strategies that it excludes.
         """
         pairs = zip(self.mesh.names, self.mesh.shape, strict=True)
         on_axes = [
@@ -106,12 +106,12 @@ class NamedPlans:
     def _excluded(
         self, priced: Priced, plans: Sequence[Parallelism], is_close: Callable[[Excluded], bool]
     ) -> Excluded:
-        """Return the strategies that named plans exclude; none if the plans do not hold, are not
-        close, or decide about nodes apart that take one decision in this problem."""
+        """Return the strategies that named plans exclude; none if the plans cannot be applied, are
+        not close, or decide separately about nodes that share a decision in this problem."""
         try:
-            with _without_warnings():  # about plans that the user did not ask for
+            with _without_warnings():  # the user did not request these plans
                 named = resolve_named(self.trace, plans, self.mesh, self._walks)
-        except ConstraintError:  # a call that asks for them is refused with this error
+        except ConstraintError:  # the plans do not apply to this model
             return {}
         if named.apart:
             return {}
@@ -122,7 +122,7 @@ class NamedPlans:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Log no warnings of autopar."""
+    """Suppress the warnings of autopar."""
     log = logging.getLogger("autopar")
 
     def is_less(record: logging.LogRecord) -> bool:
@@ -141,7 +141,7 @@ def excluded_by(priced: Priced, named: Named) -> Excluded:
     Equal layers share a decision. A strategy is excluded if one of the layers does not admit it.
 
     Args:
-        priced: the problem, and what its ops stand for.
+        priced: the problem.
         named: the resolved plans.
     """
     forced = Forced({}, {}, named)
@@ -159,7 +159,8 @@ def excluded_by(priced: Priced, named: Named) -> Excluded:
 
 
 def _excluded_of_cluster(cluster_class: ClusterClass, named: Named) -> frozenset[int]:
-    """Return the strategies of equal clusters that the rows of one of them do not admit."""
+    """Return the strategies that the rows of at least one of several equal clusters do not
+    admit."""
     rows = {
         (i, axis, row)
         for cluster in cluster_class.instances
@@ -174,7 +175,7 @@ def _excluded_of_cluster(cluster_class: ClusterClass, named: Named) -> frozenset
 
 
 def _admits(row: LabelRow, axis: int, strategy: Strategy) -> bool:
-    """Whether a node's strategy has the labels of a row on an axis."""
+    """Whether a row admits a node's strategy on an axis."""
     return row.admits(
         tuple(layout.placements[axis] for layout in strategy.inputs),
         tuple(layout.placements[axis] for layout in strategy.outputs),
@@ -187,9 +188,9 @@ class NamedComparison:
 
     Attributes:
         emitter: emits and measures plans.
-        solving: answers problems.
-        groups: the layers that the best plan decides for, with the bound that it states.
-        best: the best plan, with its communications in order.
+        solving: solves problems.
+        groups: the groups of layers of the best plan, with its bound.
+        best: the best plan, with ordered communications.
     """
 
     emitter: Emitter
@@ -198,7 +199,7 @@ class NamedComparison:
     best: Candidate
 
     def fastest(self, named: NamedPlans) -> Candidate:
-        """Return the plan with the shortest simulated step, of the best and named plans.
+        """Return the plan with the shortest simulated step among the best plan and named plans.
 
         Args:
             named: the plans to compare with.
@@ -221,7 +222,7 @@ class NamedComparison:
         return _note(fastest, taken) if taken else fastest
 
     def _least_s(self, excluded: Excluded) -> float:
-        """Bound the objectives of the answers without some strategies."""
+        """Return a lower bound of the objective without some strategies, in seconds."""
         proven = self.groups.multipliers
         return 0.0 if proven is None else proven.bound_without(excluded)
 
@@ -229,13 +230,13 @@ class NamedComparison:
         """Emit the best plan without some strategies.
 
         Args:
-            excluded: op → the strategies that are left out.
-            limit_s: seconds of an objective that is too long.
-            fastest_s: seconds of a simulated step that is too long.
+            excluded: op → excluded strategies.
+            limit_s: exclusive upper limit of the objective, in seconds.
+            fastest_s: exclusive upper limit of the simulated step, in seconds.
 
         Returns:
-            The plan, with its communications in order; None if it is the best plan of all, is too
-            slow, or does not fit.
+            The plan with ordered communications; None if it equals the best plan, is too slow, or
+            does not fit.
         """
         groups = replace(self.groups, bound_s=self.best.bound_s).forget()
         smaller, common = SmallerProblem.of(groups.problem, excluded), Common()
@@ -252,7 +253,8 @@ class NamedComparison:
         return None
 
     def _with_proof(self, candidate: Candidate) -> Plan:
-        """Return the plan of a candidate with the proof of the best plan, which holds for all."""
+        """Return the plan of a candidate with the proof of the best plan, whose bound holds for all
+        plans."""
         own, proof = candidate.plan.proof, self.best.plan.proof
         gap = max(1.0 - proof.bound_s / own.objective_s, 0.0)
         proof = replace(proof, objective_s=own.objective_s, gap=gap, covers=own.covers)
@@ -264,7 +266,7 @@ def _decisions(choices: Solution) -> tuple[object, ...]:
 
 
 def _note(fastest: Candidate, name: str) -> Candidate:
-    """Record that a named plan was taken."""
+    """Record in the proof that a named plan was chosen."""
     line = (
         f"taken for its simulated step, which is shorter than that of the least objective: {name}"
     )

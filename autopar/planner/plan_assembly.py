@@ -1,4 +1,4 @@
-"""Assembles a plan from the solver's choices: nodes, layouts, memory, times and proof by name."""
+"""Assembles a plan from a solution: nodes, layouts, memory, times and proof by name."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def assemble(
     """Assemble the plan of a draft. Its peak is filled in later, from the emitted program.
 
     Args:
-        draft: what the plan is assembled from.
-        fingerprint: what the plan is made for.
-        options: that the plan records.
-        bound_s: no plan takes less.
+        draft: the draft.
+        fingerprint: the fingerprint of the model and the hardware.
+        options: the options that the plan records.
+        bound_s: lower bound of the step, in seconds.
     """
     objective = draft.evaluation.objective_s
     choices = draft.choices
@@ -130,7 +130,7 @@ def assemble(
 
 
 def covers_of(draft: PlanDraft) -> tuple[str, ...]:
-    """List what the bound covers, one sentence each."""
+    """List the scope of the bound, one sentence each."""
     starts = draft.priced.starts
     strategies = (
         s for op in draft.priced.problem.ops if op.kind == "compute" for s in op.strategies
@@ -150,7 +150,7 @@ def covers_of(draft: PlanDraft) -> tuple[str, ...]:
 
 
 def _groups(layers: str, cuts: Sequence[int]) -> str:
-    """``model.layers 0–2, 3–7, from 8 on``."""
+    """Describe the groups of a list of layers, as ``model.layers 0–2, 3–7, from 8 on``."""
     ended = (
         f"{first}–{after - 1}" if after - first > 1 else str(first)
         for first, after in zip((0, *cuts), cuts, strict=False)
@@ -159,7 +159,7 @@ def _groups(layers: str, cuts: Sequence[int]) -> str:
 
 
 def beside_compute(evaluation: Evaluation) -> tuple[str, ...]:
-    """List what the bound assumes of communication that overlaps with compute."""
+    """List the assumptions of the bound about overlap of communication and compute."""
     slowdown = evaluation.slowdown
     if slowdown >= 1.0:
         return ("compute and communication do not overlap",)
@@ -224,8 +224,8 @@ def _entries(draft: PlanDraft) -> Iterable[Entry]:
 
 
 def portable_line(source: str) -> str:
-    """Make the file of a source line relative to Python's import path, so that a plan is the same
-    on every machine, and remove control characters."""
+    """Make the file of a source line relative to Python's import path and remove control
+    characters, so that a plan is the same on every machine."""
     roots = [os.path.join(os.path.abspath(root), "") for root in sys.path]
     root = max((root for root in roots if source.startswith(root)), key=len, default="")
     return printable(source[len(root) :])
@@ -314,7 +314,7 @@ def _prediction(draft: PlanDraft, moved: Sequence[Communication]) -> Prediction:
 
 
 def _on_hosts(draft: PlanDraft) -> dict[str, int]:
-    """Bytes of the host's memory, by kind."""
+    """Compute the bytes of host memory by kind."""
     found = dict.fromkeys(("parameters", "optimizer", "gradients", "copies"), 0)
     state, _ = OPTIMIZERS[draft.priced.optimizer]
     parameters = {p.name: p for p in draft.trace.parameters}
@@ -344,10 +344,10 @@ def fingerprint(trace: Trace, model_name: str, hardware: Hardware, version: str)
     """Make the fingerprint of a model, its batch and the hardware.
 
     Args:
-        trace: of the model and batch.
-        model_name: empty if the model has none.
-        hardware: a profile, or unequal ones along an axis.
-        version: of autopar.
+        trace: the trace of the model and batch.
+        model_name: the model's name; may be empty.
+        hardware: a profile, or the profiles of unequal devices along an axis.
+        version: the version of autopar.
     """
     mixed = (
         (hardware.axis, tuple((p.name, p.hash) for p in hardware.profiles))
@@ -368,16 +368,16 @@ def fingerprint(trace: Trace, model_name: str, hardware: Hardware, version: str)
 
 
 # --------------------------------------------------------------------------------------------------
-# The multipliers of the bound, by name: tensors, readers and layouts instead of indices.
+# The multipliers of the bound by name, with tensors, readers and layouts instead of indices.
 
 
 def certify_proof(proof: Proof, draft: PlanDraft, multipliers: Multipliers | None) -> Proof:
-    """Add the bound that arithmetic alone proves, and its multipliers, to a proof.
+    """Add multipliers, and the bound that they prove by arithmetic, to a proof.
 
     Args:
-        proof: of the plan.
-        draft: of the plan.
-        multipliers: of the bound; if None, the proof is returned as it is.
+        proof: the proof of the plan.
+        draft: the draft of the plan.
+        multipliers: the multipliers of the bound; if None, the proof is returned unchanged.
     """
     if multipliers is None:
         return proof
@@ -389,9 +389,9 @@ def with_multipliers(proof: Proof, draft: PlanDraft, multipliers: Multipliers) -
     """Add multipliers to a proof, by name.
 
     Args:
-        proof: of the plan.
-        draft: of the plan, whose problem the multipliers are of.
-        multipliers: by index.
+        proof: the proof of the plan.
+        draft: the draft of the plan, whose problem has the multipliers.
+        multipliers: multipliers by index.
     """
     keys = {
         node.name: node.meta["key"]
@@ -401,7 +401,7 @@ def with_multipliers(proof: Proof, draft: PlanDraft, multipliers: Multipliers) -
     keys_at = keys | {name + WIDENED: key + WIDENED for name, key in keys.items()}
 
     def named(found: Multipliers) -> dict[str, Any]:
-        """Multipliers by name, as the fields of a proof or a case."""
+        """Convert multipliers to the fields of a proof or a case."""
         return {
             "potentials": tuple(_potentials(draft, found, keys)),
             "memory_s": {keys_at.get(row, row): value for row, value in found.memory_s.items()},
@@ -425,7 +425,7 @@ def _versions(
     tensors, problem = {**keys, **placeholder_keys(draft.trace)}, draft.priced.problem
 
     def by_layout(v: int, worths: Mapping[tuple[int, int], float]) -> dict[str, float]:
-        """Multipliers of a variant, by layout."""
+        """Return the multipliers of a variant by layout."""
         layouts = problem.values[problem.variants[v].value].graph.layouts
         return {
             str(layouts[layout]): worth
@@ -459,7 +459,7 @@ def _potentials(
 
 
 def _first_key(draft: PlanDraft, op: int) -> str:
-    """The key of an op's first node, in the first of its instances."""
+    """Return the key of an op's first node, in the first of its instances."""
     source = draft.priced.sources[op]
     return (
         source.cluster.first.members[0].key

@@ -1,4 +1,4 @@
-"""Collectives, kernels and routes of a plan, from the solver's indices to names of nodes."""
+"""Collectives, kernels and routes of a plan, by name of nodes instead of solver index."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROUTES = "; experts' rows between peers, at so much of an all-to-all's bandwidt
 
 
 def of_kernels(priced: Priced) -> str:
-    """Say whether collective-overlap kernels were on offer, and which share they hide."""
+    """Describe the offered collective-overlap kernels and the share that they hide."""
     figures = priced.profile.kernels
     shares = ", ".join(
         f"{name} {reached:g}" for name, reached in figures.items() if name not in (TAIL, ROUTE)
@@ -44,7 +44,7 @@ def of_kernels(priced: Priced) -> str:
 
 
 def communications(draft: PlanDraft) -> Iterable[Communication]:
-    """List the communications of all tensors, those inside nodes, and those at the ends of a
+    """List the communications of all tensors, inside nodes, and at the begin and the end of a
     step."""
     keys = all_keys(draft.trace)
     problem, evaluation = draft.priced.problem, draft.evaluation
@@ -87,8 +87,8 @@ def communications(draft: PlanDraft) -> Iterable[Communication]:
 
 
 def _why(draft: PlanDraft, where: tuple[int, bool], arc: Arc, kernel: InKernel | None) -> str:
-    """Why no kernel does a collective, or why the one that does computes no norm after it; "" if
-    there is nothing to say."""
+    """Explain why no kernel runs a collective, or why its kernel computes no norm; "" if there is
+    nothing to explain."""
     v, late = where
     if kernel is None:
         return why_none(draft.trace, draft.priced, draft.mesh, where, arc, draft.choices)
@@ -98,7 +98,7 @@ def _why(draft: PlanDraft, where: tuple[int, bool], arc: Arc, kernel: InKernel |
 
 
 def _own_communications(draft: PlanDraft) -> Iterable[Communication]:
-    """List the collectives inside nodes: in their own phase, and as backward runs them again."""
+    """List the collectives inside nodes, in the node's phase and if backward recomputes it."""
     price, chosen = draft.priced.moves.price, draft.choices
     runs = [(n, s, False) for n, s in enumerate(chosen.strategies)] + [
         (n, s, True) for n, s in chosen.recomputed.items()
@@ -152,7 +152,7 @@ def _in_kernel(draft: PlanDraft, taken: Taken | None, arc: Arc) -> InKernel | No
 
 
 def _step_communications(draft: PlanDraft) -> Iterable[Communication]:
-    """List the collectives at the begin and the end of a step: of parameters (result 0) and of the
+    """List the collectives at the begin and the end of a step, of parameters (result 0) and of the
     sums of their gradients (result 1)."""
     parameters = {p.name: p for p in draft.trace.parameters}
     for op, source, s in zip(

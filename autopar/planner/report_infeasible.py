@@ -1,9 +1,9 @@
-"""Conflicts of constraints: among those that cannot hold together, a smallest set that cannot, by a
+"""Conflicts of constraints: finds an irreducible set of constraints that cannot hold together, by a
 deletion filter.
 
-Each constraint in turn is left out; if the others still cannot hold, it is not needed for the
-conflict and stays out (Chinneck and Dravnieks, "Locating Minimal Infeasible Constraint Sets in
-Linear Programs", 1991). What is left cannot hold, and holds without any one.
+Each constraint in turn is removed. If the others still cannot hold, the constraint is not needed
+for the conflict and stays removed (Chinneck and Dravnieks, "Locating Minimal Infeasible Constraint
+Sets in Linear Programs", 1991). The remaining set cannot hold, but holds without any one of them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Hold = Callable[[Sequence[Constraint]], object]
 
 
 def find_conflict(constraints: Sequence[Constraint], hold: Hold) -> tuple[Constraint, ...]:
-    """Find a smallest set of constraints that cannot hold together.
+    """Find an irreducible set of constraints that cannot hold together.
 
     Args:
-        hold: raises `ConstraintError` where constraints cannot hold. It is called once per
-            constraint.
+        constraints: constraints that cannot hold together.
+        hold: raises `ConstraintError` if constraints cannot hold. It is called once per constraint.
     """
     left = list(constraints)
     for constraint in constraints:
@@ -40,11 +40,11 @@ def find_conflict(constraints: Sequence[Constraint], hold: Hold) -> tuple[Constr
 def with_conflict(
     error: ConstraintError, constraints: Sequence[Constraint], hold: Hold
 ) -> ConstraintError:
-    """Name the constraints that conflict in an error, if it needs more than one.
+    """Add the conflicting constraints to an error, if there are at least two.
 
     Args:
-        error: that the constraints caused.
-        constraints: all of them.
+        error: the error that the constraints caused.
+        constraints: all constraints.
         hold: as in `find_conflict`.
     """
     return _name_conflict(error, find_conflict(constraints, hold) if len(constraints) > 1 else ())
@@ -69,20 +69,23 @@ def with_conflict_of_stages(
     wish: Pipelined,
     constraints: Sequence[Constraint],
 ) -> ConstraintError:
-    """Name the constraints that conflict in the error of a plan with a pipeline or microbatches.
+    """Add the conflicting constraints to the error of a plan with a pipeline or microbatches.
 
-    All constraints but the pipeline apply to a microbatch on the mesh of a stage, so the smallest
-    set is found there. The pipeline is part of the conflict if that set can hold without it, for
-    the batch on the whole mesh.
+    All constraints but the pipeline apply to a microbatch on the mesh of a stage, so the
+    irreducible set is found there. The pipeline is part of the conflict if that set can hold
+    without it, for the batch on the whole mesh.
 
     Args:
-        whole, part: the traces of the batch and of one microbatch. wish: the pipeline with its
-            number of microbatches, ``""`` as its axis where there is one stage.
+        error: the error.
+        whole, part: the traces of the batch and of one microbatch.
+        mesh: the whole mesh.
+        wish: the pipeline with its number of microbatches; its axis is ``""`` for one stage.
+        constraints: all constraints.
     """
     asked = pipeline_in(constraints, mesh)
     if (
         asked is not None and asked.axis is None
-    ):  # the axis is the planner's choice: no constraint asks for this one
+    ):  # the planner chose the axis, so no constraint requests it
         return error
     others = [c for c in constraints if not isinstance(c, Pipelined)]
     left = mesh.without(wish.axis or "")
@@ -92,7 +95,7 @@ def with_conflict_of_stages(
         """Raise ConstraintError if a stage cannot hold these constraints."""
         _enumerate_strategies(part, left, chosen, num_stages=num_stages)
 
-    if _holds(others, hold):  # then it is of the cuts, or of one stage
+    if _holds(others, hold):  # the cause is the cuts, or the single stage
         return error
     found = find_conflict(others, hold)
     cuts = next((c for c in constraints if pipeline_in([c], mesh) is not None), wish)
@@ -114,7 +117,7 @@ def _holds(constraints: Sequence[Constraint], hold: Hold) -> bool:
 def _enumerate_strategies(
     trace: Trace, mesh: Mesh, constraints: Sequence[Constraint], *, num_stages: int
 ) -> None:
-    """Check that the constraints leave every op a strategy. With several stages, no cluster may
+    """Check that the constraints leave every op a strategy. With several stages, clusters must not
     cross a cut point.
 
     Raises:

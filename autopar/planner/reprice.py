@@ -1,9 +1,9 @@
-"""Prices a plan's decisions again: the seconds of the step on another profile, with every layout
-and every collective as in the plan.
+"""Reprices the decisions of a plan: the seconds of its step on another profile, with all layouts
+and collectives of the plan.
 
-Compute is priced as in planning, for the strategies that the plan names; communication is the
-plan's own collectives, which are those that it is emitted with, on the profile's links; what counts
-as running beside compute does so there too.
+Compute is priced as in planning, for the strategies of the plan. Communication is the emitted
+collectives of the plan, priced on the links of the profile. Communication that the plan overlaps
+with compute is overlapped in the repriced step, too.
 """
 
 from __future__ import annotations
@@ -47,15 +47,18 @@ _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "
 def reprice_plan(
     plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions
 ) -> float:
-    """Compute the seconds of a step with the plan's decisions, on a mesh of the same axes, which
-    may have other links.
+    """Compute the seconds of a step with the plan's decisions, on a mesh with the same axes and
+    possibly other links.
 
     Args:
-        trace: of one microbatch. options: those that the
-            plan was made with.
+        plan: the plan.
+        trace: the trace of one microbatch.
+        mesh: the mesh.
+        hardware: the hardware.
+        options: the options that the plan was made with.
 
     Raises:
-        PlanError: where a decision is not one that can be taken here.
+        PlanError: if a decision is not possible here.
     """
     pipeline = plan.as_pipeline
     times = [
@@ -77,10 +80,14 @@ def reprice_plan(
 
 @dataclass(frozen=True, slots=True)
 class PlanPart:
-    """The plan of a stage, with the problem that it answers.
+    """The plan of a stage and its problem.
 
     Attributes:
-        mesh: without the axis of the pipeline. shared: parameters that other stages hold, too.
+        plan: the plan of the stage.
+        trace: the trace of the stage.
+        mesh: the mesh without the pipeline axis.
+        priced: the problem on the devices of the stage.
+        shared: parameters that other stages hold, too.
     """
 
     plan: Plan
@@ -93,10 +100,10 @@ class PlanPart:
 def problems_of(
     plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions
 ) -> Iterator[PlanPart]:
-    """Generate the plans of the stages in order, each with its problem on its devices.
+    """Generate the plans of the stages in order, each with the problem on its devices.
 
-    Memory has no limit in the problems, tensors may cross in any layout, and copies of a parameter
-    rest as in the stages before.
+    The problems have no memory limit. Tensors may cross in any layout, and copies of a parameter
+    have the storage layout of the preceding stages.
 
     Args:
         plan, trace, mesh, hardware, options: as in `reprice_plan`.
@@ -125,11 +132,11 @@ def problems_of(
 
 
 def _phases(part: PlanPart, profile: HardwareProfile, num: int) -> tuple[float, float]:
-    """Seconds of forward and of all else, of a stage's microbatch."""
+    """Compute the seconds of a stage's microbatch, in forward and in all else."""
     plan, mesh, priced = part.plan, part.mesh, part.priced
     strategies, again = decisions(priced, plan)
     ops = priced.problem.ops
-    loads = [Load(), Load()]  # of forward, and of all else
+    loads = [Load(), Load()]  # forward, all else
     for op, s in zip(ops, strategies, strict=True):
         first = op.kind == "input" or (op.kind == "compute" and op.phase == "forward")
         loads[0 if first else 1] += work(
@@ -155,8 +162,8 @@ def _phases(part: PlanPart, profile: HardwareProfile, num: int) -> tuple[float, 
 
 
 def _saved_s(part: PlanPart, c: Communication, once_s: float, profile: HardwareProfile) -> float:
-    """Seconds that a kernel saves of one instance of a collective and its product; 0 if there is
-    no kernel."""
+    """Compute the seconds that a kernel saves of one instance of a collective and its product; 0 if
+    there is no kernel."""
     if c.kernel is None:
         return 0.0
     key = c.node.format(*c.instances[0])
@@ -183,11 +190,11 @@ def _saved_s(part: PlanPart, c: Communication, once_s: float, profile: HardwareP
 
 
 def decisions(priced: Priced, plan: Plan) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Look up the plan's strategy of each op, and of each op that backward runs again, as indices
-    into those of the problem.
+    """Look up the plan's strategy of each op, and of each recomputed op, as indices of the
+    problem's strategies.
 
     Raises:
-        PlanError: where a decision is not one that can be taken here.
+        PlanError: if a decision is not possible here.
     """
     return tuple(_find_strategies(priced, plan.node_choices()).values()), _find_strategies(
         priced, plan.recomputed_choices(), every=False
@@ -203,7 +210,7 @@ def _price_trace(
     crossing: Crossing,
     num: int,
 ) -> Priced:
-    """Price the trace of one of `num` microbatches of a step."""
+    """Price the trace of one of `num` microbatches per step."""
     classes = classes_of(trace, mesh.shape, forced)
     return price(
         trace,
@@ -222,8 +229,8 @@ def _price_trace(
 def _find_strategies(
     priced: Priced, chosen: Mapping[str, Strategy], *, every: bool = True
 ) -> dict[int, int]:
-    """Op → strategy of the problem that is the plan's; with `every` of all ops, else of those
-    that the plan speaks of."""
+    """Map ops to the plan's strategies, as indices of the problem's strategies. With `every`, all
+    ops are mapped, else those that `chosen` contains."""
     found: dict[int, int] = {}
     for index, (op, source) in enumerate(zip(priced.problem.ops, priced.sources, strict=True)):
         if source.cluster is not None:
@@ -245,13 +252,13 @@ def _find_strategies(
 def _refusal(
     key: str, source: Source, wanted: Sequence[Strategy], mesh_shape: Sequence[int]
 ) -> PlanError:
-    """Why what the plan decides is not offered: a tensor that cannot be split so, where there is
-    one."""
+    """Make the error for a decision that the problem does not offer. It names a tensor that cannot
+    have its layout, if there is one."""
     what = f"the plan's decision for {key} is not possible here"
     members = () if source.cluster is None else source.cluster.first.members
     for member, strategy in zip(
         members, wanted, strict=False
-    ):  # the plan may be of another model, and speak of fewer
+    ):  # a plan of another model may have fewer strategies
         tensors = (*member.call.inputs, *member.call.outputs)
         for tensor, layout in zip(tensors, (*strategy.inputs, *strategy.outputs), strict=False):
             if not layout.fits(tensor.shape, mesh_shape):

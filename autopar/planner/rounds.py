@@ -1,21 +1,21 @@
 """The loop of one search, for a trace and its problem.
 
-Each round solves the problem, emits the answer, and measures its peak memory. The transient peak
-depends on the order of the emitted program. If the plan is over its budget, the moments at which it
-is become rows of the problem (`autopar.cost.memory`), and the next round solves it again. The
-first problem has none of these rows, so its bound holds for all plans.
+Each round solves the problem, emits the solution, and measures its peak memory. The transient peak
+depends on the order of the emitted program. If the plan exceeds its budget, rows for the moments
+that exceed it are added to the problem (`autopar.cost.memory`), and the next round solves it again.
+The first problem has none of these rows, so its bound holds for all plans.
 
-Equal layers take one decision. If that leaves plan and bound too far apart, since the relaxation
-mixes decisions, layers are put into groups (`autopar.planner.learned_moments`), and the problem of
-these groups is solved; its bound is one for plans with such groups. Learned moments shift the
-shares of the mixture, so the layers are then put into other groups once more.
+Equal layers share their decisions. If the gap between plan and bound is too large because the
+relaxation mixes decisions, layers are divided into groups (`autopar.planner.learned_moments`), and
+the problem with these groups is solved. Its bound holds for plans with such groups. Learned moments
+shift the shares of the mixture, so the layers are regrouped once.
 
-A large search, or one where memory binds, first asks for plans only, since most bounds are of no
-use: if the plan does not fit, the bound of its problem is far below any plan that does. If that
-bound may be near the best plan, the search is repeated to its end or to the limit of its work.
+If the problem is large or memory binds, a search first looks for plans only, since most bounds are
+of no use: if the plan does not fit, the bound of its problem is far below any plan that fits. If
+that bound may be close to the best plan, the search is repeated to its end, or to its work limit.
 
 A search is a chain of states (`SearchState`). Each phase (`SearchPhase`) is a function from a state
-to the next one, and decides from the state, the options and the time that is left.
+to the next one. It decides from the state, the options and the remaining time.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from autopar.planner.solving import Solving
 from autopar.sharding import Starts
 from autopar.solve import Least, quickest
 
-_ROUNDS = 12  # each finds a plan that fits, or adds moments at which the plan before did not
-_WASTE = 0.02  # share of the budget: if a plan leaves more unused, moments may admit a better one
+_ROUNDS = 12  # each finds a plan that fits, or adds the moments at which its plan did not
+_WASTE = 0.02  # unused share of the budget above which learned moments may admit a better plan
 
 
 class SearchPhase(Enum):
-    """What a search does next."""
+    """The next action of a search."""
 
-    ASK = auto()  # solve until it is known which equal layers decide apart
-    GROUP = auto()  # put these layers into groups, and solve for the groups
-    SOLVE = auto()  # solve for the groups as they are
-    TRY = auto()  # emit the answer, and compare it with the best plan
-    LEARN = auto()  # add the moments at which the plan is over its budget
-    REGROUP = auto()  # put layers into the groups that the learned moments ask for
+    ASK = auto()  # solve until it is known which equal layers decide separately
+    GROUP = auto()  # divide these layers into groups, and solve for the groups
+    SOLVE = auto()  # solve for the present groups
+    TRY = auto()  # emit the solution, and compare it with the best plan
+    LEARN = auto()  # add the moments at which the plan exceeds its budget
+    REGROUP = auto()  # divide layers into groups that suit the learned moments
     FINISH = auto()  # prove the best plan to the end, and order its communications
-    COMPARE = auto()  # compare the best plan with named ones, by the simulated step
+    COMPARE = auto()  # compare the best plan with named plans, by the simulated step
     SHRINK = auto()  # no plan fits: search without kernels, or for little memory
-    DONE = auto()  # `SearchState.best` is the answer
+    DONE = auto()  # `SearchState.best` is the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,20 @@ class SearchState:
     """The state of a search.
 
     Attributes:
-        groups: the layers in their groups. regions: what kernels may share with their peers
-            (`autopar.core.problem.Solution`), None for all.
-        limit_s: a plan that takes as long is not wanted.
-        effort: of each round's solve: MIXED while layers may still be put into groups, else WHOLE.
-        answer: of the last solve, to an assignment or a refusal.
-        free: the last answer to a problem without learned moments, and that problem.
-        decided: the decisions of the plans tried so far, the last one last.
-        candidate: the last plan tried. best: the fastest that fits. smallest: the least peak, or 0.
+        phase: the next phase.
+        groups: the groups of layers.
+        regions: the memory that kernels may share with their peers
+            (`autopar.core.problem.Solution`); None for all.
+        limit_s: exclusive upper limit of the step, in seconds.
+        effort: the effort of each round's solve: MIXED while layers may still be grouped, else
+            WHOLE.
+        answer: the result of the last solve.
+        free: the last solution without learned moments, with its problem.
+        decided: the decisions of all tried plans, in order.
+        candidate: the last tried plan.
+        best: the fastest plan that fits.
+        smallest: the least peak in bytes, or 0.
+        was_regrouped: whether layers were regrouped.
     """
 
     phase: SearchPhase
@@ -91,10 +97,12 @@ class PlannerLoop:
     """Searches for the best plan of one trace.
 
     Attributes:
-        emitter: emits and measures plans. pricing: gives the problem if layers decide in groups.
-        limit_s: a plan that takes as long is not wanted; it may be returned as it was found.
-        named: the named plans that the best plan is compared with; None for none.
-        whole: whether layers stay as `pricing` has them, and are put into no groups.
+        emitter: emits and measures plans.
+        pricing: prices the problem with given groups of layers.
+        limit_s: exclusive upper limit of the step, in seconds. A slower plan may be returned
+            without further work on it.
+        named: the named plans to compare with; None for none.
+        whole: whether layers are never grouped beyond `pricing`.
         regions: as in `SearchState`.
     """
 
@@ -114,11 +122,12 @@ class PlannerLoop:
         """Search for the fastest plan that fits.
 
         Returns:
-            The best plan; if none with kernels fits, one without; if none at all was found, one
-            that needs little memory.
+            The best plan; if no plan with kernels fits, the best without kernels; if that does not
+            fit either, a plan that needs little memory.
 
         Raises:
-            InfeasibleError: no plan that fits was found. TooSlow: the bound is not below `limit_s`.
+            InfeasibleError: if no plan that fits was found.
+            TooSlow: if the bound is not below `limit_s`.
         """
         effort = Effort.WHOLE if self.whole else Effort.MIXED
         state = SearchState(
@@ -132,8 +141,8 @@ class PlannerLoop:
 
     @property
     def phases(self) -> Mapping[SearchPhase, Callable[[SearchState], SearchState]]:
-        """The function that runs each phase. It returns the next state; the one that it is given is
-        not changed."""
+        """The function of each phase. It returns the next state and does not change its
+        argument."""
         return {
             SearchPhase.ASK: self._ask,
             SearchPhase.GROUP: self._group,
@@ -148,12 +157,13 @@ class PlannerLoop:
 
     @cached_property
     def ungrouped_layers(self) -> LayerGroups:
-        """All equal layers alike, with nothing learned or proven."""
+        """The problem in which all equal layers share their decisions, with nothing learned or
+        proven."""
         with self.clock.phase("price"):
             return LayerGroups.of(self.emitter.trace, self.pricing({}), {})
 
     def group_layers(self, starts: Starts) -> LayerGroups:
-        """Put layers into groups.
+        """Divide layers into groups.
 
         Returns:
             The groups, with nothing learned or proven.
@@ -164,14 +174,14 @@ class PlannerLoop:
             return LayerGroups.of(self.emitter.trace, self.pricing(starts), starts)
 
     def find_lightest(self, proven_s: float = 0.0) -> Candidate | None:
-        """Try some plans that need little memory, whatever they take.
+        """Try plans that need little memory, whatever their time.
 
         Args:
-            proven_s: a bound that is known; one for layers in groups holds for equal layers alike.
+            proven_s: a known lower bound in seconds. A bound with groups also holds without groups.
 
         Returns:
-            The fastest that fits, in order; if none fits, the one that needs least; None if none
-            was found.
+            The fastest that fits, with ordered communications; if none fits, the one that needs
+            least; None if none was found.
         """
         whole = self.ungrouped_layers
         multipliers = quickest(whole.priced.problem)
@@ -192,7 +202,7 @@ class PlannerLoop:
         return replace(state, phase=phase)
 
     def _ask(self, state: SearchState) -> SearchState:
-        """Solve until it is known which equal layers decide apart."""
+        """Solve until it is known which equal layers decide separately."""
         state = self._solve_problem(state, Effort.MIXED)
         found = state.answer
         if isinstance(found, Least):
@@ -200,13 +210,13 @@ class PlannerLoop:
         assert found is not None, "a solve has an answer"
         is_too_slow = found.bound_s >= state.limit_s
         if isinstance(found, Solution) and (is_too_slow or not found.mixed or self.options.is_late):
-            return state  # it is close enough, too slow, or was searched for to the end
+            return state  # close enough, too slow, or solved to the end
         if is_too_slow:
             raise TooSlow(found.bound_s)
         return replace(state, phase=SearchPhase.GROUP, effort=Effort.WHOLE)
 
     def _group(self, state: SearchState) -> SearchState:
-        """Put layers into the groups that the answer asks for, if these are better than none."""
+        """Divide layers into the groups of the relaxation, if the result is better than without."""
         mixed = state.answer
         assert isinstance(mixed, Solution | FractionalGroups), "only such an answer mixes decisions"
         met = mixed if isinstance(mixed, Solution) else None
@@ -228,22 +238,24 @@ class PlannerLoop:
         return grouped
 
     def _is_enough(self, finer: Solution, met: Solution | None) -> bool:
-        """Whether an answer for groups needs no comparison with one for layers as they were."""
+        """Whether a solution with groups needs no comparison with one without them."""
         if met is None:
             return finer.gap <= self.options.gap
         return finer.objective_s < met.objective_s
 
     def _solve(self, state: SearchState) -> SearchState:
-        """Solve for the groups as they are."""
+        """Solve for the present groups."""
         return self._solve_problem(state, Effort.WHOLE)
 
     def _solve_problem(
         self, state: SearchState, effort: Effort, met: Solution | None = None
     ) -> SearchState:
-        """Solve the problem of a state; the answer is tried next.
+        """Solve the problem of a state; the next phase tries the solution.
 
         Args:
-            met: an answer that is known already.
+            state: the state.
+            effort: the effort of the solve.
+            met: a known solution.
         """
         groups, learnt = state.groups, bool(state.groups.learnt)
         with self.clock.phase("solve"):
@@ -255,9 +267,10 @@ class PlannerLoop:
         return replace(state, phase=SearchPhase.TRY, answer=found)
 
     def _try(self, state: SearchState) -> SearchState:
-        """Emit the answer, and compare it with the best plan.
+        """Emit the solution, and compare it with the best plan.
 
-        The rounds end if there is no answer, it is the last plan again, or it is good enough.
+        The rounds end if there is no solution, if it repeats the last plan, or if it is good
+        enough.
         """
         found, groups = state.answer, state.groups
         if not isinstance(found, Solution):
@@ -269,13 +282,13 @@ class PlannerLoop:
         decided = groups.starts, found.strategies, found.recomputed, found.kept, found.regions
         if state.decided and decided == state.decided[-1]:
             return replace(state, phase=SearchPhase.FINISH, groups=groups)
-        if decided in state.decided:  # the search goes in a circle: both plans' moments are to hold
+        if decided in state.decided:  # a cycle: keep the moments of both plans
             groups = replace(groups, learnt=groups.learnt.retain_latest())
         state = replace(state, groups=groups, decided=(*state.decided, decided))
         return self._take_candidate(state, self.emitter.emit(groups, found))
 
     def _take_candidate(self, state: SearchState, candidate: Candidate) -> SearchState:
-        """Take a candidate if it is the best, and decide whether the search goes on."""
+        """Record a candidate if it is the best, and decide whether the search continues."""
         fits = self.emitter.fits(candidate)
         improved = fits and (state.best is None or candidate.time_s < state.best.time_s)
         goes_on = not fits or (improved and self._may_improve(candidate, state.groups))
@@ -294,7 +307,7 @@ class PlannerLoop:
         return wasted and bool(groups.learnt) and is_far and not self.options.is_late
 
     def _learn(self, state: SearchState) -> SearchState:
-        """Add the moments at which the last plan is over its budget."""
+        """Add the moments at which the last plan exceeds its budget."""
         assert state.candidate is not None, "a plan was tried"
         learnt = self.emitter.learn(state.groups.learnt, state.candidate)
         state = replace(state, groups=replace(state.groups, learnt=learnt))
@@ -304,9 +317,9 @@ class PlannerLoop:
         return self._next_round(state)
 
     def _regroup(self, state: SearchState) -> SearchState:
-        """Put layers into the groups that the learned moments ask for, if these are others.
+        """Divide layers into the groups that suit the learned moments, if these differ.
 
-        The groups before are not solved again with the moments: that takes as long as a round.
+        The previous groups are not solved again with the moments, which would take a round.
         """
         reserves = state.groups.learnt.reserves
         whole = _expect(self.group_layers({}), reserves)
@@ -330,12 +343,12 @@ class PlannerLoop:
         if state.best is None:
             return replace(state, phase=SearchPhase.SHRINK)
         if state.best.time_s * (1 - self.options.gap) >= state.limit_s:
-            return replace(state, phase=SearchPhase.DONE)  # slower than a plan that is known
+            return replace(state, phase=SearchPhase.DONE)  # slower than a known plan
         best = self.emitter.order(self._prove_to_the_end(state, state.best))
         return replace(state, phase=SearchPhase.COMPARE, best=best)
 
     def _compare(self, state: SearchState) -> SearchState:
-        """Compare the best plan with named ones, if it is wanted at all."""
+        """Compare the best plan with named plans, if it is below the limit."""
         best, groups = state.best, state.groups
         assert best is not None, "only a plan is compared with others"
         is_wanted = best.time_s < self.limit_s and not self.options.is_late
@@ -347,18 +360,18 @@ class PlannerLoop:
         return replace(state, phase=SearchPhase.DONE, best=best)
 
     def _prove_to_the_end(self, state: SearchState, best: Candidate) -> Candidate:
-        """Search to the end if the bound may come near the best plan.
+        """Repeat the solve to the end if the bound may come close to the best plan.
 
         Returns:
-            The best plan with the bound of that search, or a better one that it finds.
+            The best plan with the bound of that solve, or a better plan.
         """
         if self.options.is_late or best.gap <= self.options.gap or state.regions is not None:
             return best
         if state.free is None or state.free[0] is not best.draft.priced:
-            return best  # what would be proven is of other plans
+            return best  # the bound would hold for other plans
         free = state.free[1]
         if not free.unfinished or best.time_s * (1 - self.options.gap) > free.objective_s:
-            return best  # no bound of a problem is above its answer
+            return best  # the bound of a problem is at most its solution
         choices = best.draft.choices
         met = replace(choices, bound_s=0.0)
         state = self._solve_problem(replace(state, groups=state.groups.forget()), Effort.END, met)
@@ -374,10 +387,10 @@ class PlannerLoop:
         return self.emitter.prove(groups, best)
 
     def _shrink(self, state: SearchState) -> SearchState:
-        """Search again without kernels, or, if there are none, for a plan of little memory.
+        """Search again without kernels, or, if there are none, for a plan that needs little memory.
 
         Raises:
-            InfeasibleError: no plan that fits was found.
+            InfeasibleError: if no plan that fits was found.
         """
         if state.regions is None and state.groups.priced.problem.regions:
             again = SearchState(
@@ -394,10 +407,10 @@ class PlannerLoop:
 
 
 def _take_proof(groups: LayerGroups, choices: Solution) -> LayerGroups:
-    """The groups with what an answer proves of all their plans, those with kernels included.
+    """Add the bound and multipliers of a solution, which hold for all plans with these groups.
 
-    Learned moments hold reserves, which are right for the plans that they were learned from only.
-    So the bound without reserves is taken then, and the multipliers stay.
+    Learned moments have reserves, which are correct only for the plans that they were learned from.
+    With learned moments the bound without reserves is used, and the multipliers do not change.
     """
     if groups.learnt:
         return replace(groups, bound_s=groups.bound_s or choices.free_bound_s)
@@ -406,5 +419,5 @@ def _take_proof(groups: LayerGroups, choices: Solution) -> LayerGroups:
 
 
 def _expect(groups: LayerGroups, reserves: dict[str, int]) -> LayerGroups:
-    """The groups with moments whose reserves were learned from plans with other groups."""
+    """Add moments whose reserves were learned from plans with other groups."""
     return replace(groups, learnt=Learnt.from_reserves(groups.learnt.liveness, reserves))

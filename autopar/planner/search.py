@@ -1,4 +1,4 @@
-"""The search without stages, from trace and mesh to plan and program (the rounds are in
+"""The search without stages, from trace and mesh to plan and program (its rounds are in
 `autopar.planner.rounds`)."""
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ from autopar.version import VERSION
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, the program it is emitted into, and how long each phase took (seconds by name).
+    """A plan, its program, and the seconds of each phase of planning.
 
     Attributes:
-        was_interrupted: whether Ctrl-C ended the search, so that another run may find another plan.
-        computing_s: what any plan without stages computes at least; 0 where that is not known.
-        problem: what the solver was asked, of a plan without stages.
-        closer: where the plan's bound over all cuts can be raised: searches for one that is so many
-            times it, and gives what it finds.
+        plan: the plan.
+        program: the emitted program.
+        seconds: seconds by name of the phase.
+        closer: raises the plan's bound over all cuts by a factor, and returns the proven bound in
+            seconds; None if it cannot be raised.
+        computing_s: lower bound of the compute of any plan without stages, in seconds; 0 if it is
+            not known.
+        was_interrupted: whether Ctrl-C ended the search. Another run may find another plan.
+        problem: the solved problem of a plan without stages.
     """
 
     plan: Plan
@@ -65,11 +69,11 @@ class Planned:
     problem: Problem | None = field(default=None, repr=False, compare=False)
 
     def closer_proven(self, *, in_time: bool = True) -> Planned:
-        """Raise the plan's bound to the gap that was asked for, if possible. No multipliers prove
-        the higher bound; it rests on the search.
+        """Raise the plan's bound to the requested gap, if possible. No multipliers prove the higher
+        bound; it relies on the search.
 
         Args:
-            in_time: whether there is time for that.
+            in_time: whether there is time left.
         """
         proof, gap = self.plan.proof, float(self.plan.options["gap"])  # type: ignore[arg-type]
         if not in_time or self.closer is None or proof.gap <= gap or not proof.bound_s:
@@ -87,12 +91,14 @@ class Planned:
         return replace(self, plan=replace(self.plan, proof=proof), closer=None)
 
     def write_lp(self, path: str | Path) -> None:
-        """Write the integer program whose answer the plan is, in LP format
-        (`autopar.solve.pulp_models`).
+        """Write the integer program of the plan in LP format (`autopar.solve.pulp_models`).
+
+        Args:
+            path: the file to write.
 
         Raises:
-            AutoparError: where the plan has stages, each with a program of its own, or the file
-                cannot be written.
+            AutoparError: if the plan has stages, each with a separate program, or the file cannot
+                be written.
         """
         if self.problem is None:
             what = (
@@ -125,13 +131,18 @@ def make_plan(
     """Plan a captured model for a mesh.
 
     Args:
-        hardware: of unequal devices the slowest sets the pace of all. limit_s: a plan that is no
-            faster is not wanted.
+        trace: the trace of the model.
+        mesh: the mesh.
+        hardware: the hardware. If devices are unequal, the slowest limits all of them.
+        options: the options of planning.
+        model_name: the model's name, for the plan's fingerprint.
+        progress: called with the name of each phase.
+        limit_s: exclusive upper limit of the step, in seconds.
 
     Raises:
-        ConstraintError: where a constraint matches nothing or no strategy meets it.
-        InfeasibleError: where nothing fits the memory; says what would.
-        TooSlow: where the bound shows that no plan beats the limit.
+        ConstraintError: if a constraint matches nothing, or no strategy satisfies it.
+        InfeasibleError: if no plan fits; the error has the bytes needed.
+        TooSlow: if the bound shows that no plan is below the limit.
     """
     clock, options = Clock(progress), options.of_a_trace().begun()
     search = prepare_search(
@@ -163,14 +174,14 @@ def prepare_search(
     Args:
         trace, mesh, hardware, options: as in `make_plan`.
         clock: measures phases.
-        model_name: for the plan's fingerprint.
-        limit_s: a plan that is no faster is not wanted.
+        model_name: the model's name, for the plan's fingerprint.
+        limit_s: exclusive upper limit of the step, in seconds.
 
     Returns:
         The search; `PlannerLoop.find_best` runs it.
 
     Raises:
-        ConstraintError: where a constraint matches nothing or no strategy meets it.
+        ConstraintError: if a constraint matches nothing, or no strategy satisfies it.
     """
     for constraint in options.constraints:
         check(constraint, mesh)
@@ -217,8 +228,8 @@ def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> P
 
     Args:
         candidate: the answer of a search, with its communications in order.
-        clock: of the search.
-        options: of the search; with `strict`, ops without a rule are refused.
+        clock: the clock of the search.
+        options: the options of the search; with `strict`, ops without a rule are refused.
 
     Raises:
         AutoparError: if `strict` is set and ops without a rule run replicated.

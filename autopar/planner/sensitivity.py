@@ -85,7 +85,7 @@ def _best_other(
     chosen = op.strategies[current].layouts
 
     def promise(s: int) -> tuple[int, float, int]:
-        """Sort key: strategies that change few layouts first, then the quicker."""
+        """Sort key: strategies that change few layouts first, then faster strategies."""
         layouts = op.strategies[s].layouts
         pairs = zip(
             (*layouts.inputs, *layouts.outputs), (*chosen.inputs, *chosen.outputs), strict=True
@@ -113,15 +113,15 @@ def local_load(
     """Compute the load that depends on one op's strategy.
 
     Args:
-        problem: that has the op.
-        choices: of all other ops.
-        index: of the op.
-        strategy: of the op.
+        problem: the problem.
+        choices: the solution for all other ops.
+        index: the index of the op.
+        strategy: the index of the op's strategy.
         touched: the variants that it makes or reads, as from `variants_by_op`.
 
     Returns:
-        Its compute, with its route, and the communication of the variants; None if some layout
-        cannot be reached.
+        The compute of the op, with its route, and the communication of the variants; None if some
+        layout cannot be reached.
     """
     strategies = list(choices.strategies)
     strategies[index] = strategy
@@ -137,38 +137,38 @@ def local_load(
 
 
 def _longer(step: Load, now: Load, other: Load, slowdown: float) -> float:
-    """By how much a step is longer with one part of it in another's place."""
+    """Compute the seconds by which a step is longer if one part of its load is replaced."""
     change = other + now.scale(-1.0)
     return change.serial_s - ((step + change).saved_s(slowdown) - step.saved_s(slowdown))
 
 
 # --------------------------------------------------------------------------------------------------
-# The change of the hardware at which a runner-up overtakes: the factor by which a link's bandwidth,
-# or the speed of compute, has to change.
+# The change of the hardware at which a runner-up becomes the better choice: the factor by which the
+# bandwidth of a link, or the speed of compute, has to change.
 #
-# The chosen strategy of an op and its runner-up are priced again on changed hardware, exactly,
-# all else fixed as in `autopar.planner.sensitivity`; a second of compute and of early
-# communication costs what it does in the plan's own step, whose longer stream stays the longer.
-# The factor nearest to 1 is bisected at which they cost the same. Only this one choice is
-# compared: a plan made for the changed hardware may change others sooner.
+# The chosen strategy of an op and its runner-up are priced exactly on changed hardware, with all
+# else fixed. Compute and early communication have the prices of the plan's step, so the longer of
+# its two streams stays the longer. Bisection finds the factor nearest to 1 at which both cost the
+# same. Only this choice is compared: a plan made for the changed hardware may change other choices
+# sooner.
 #
-# A stage is a plan of its own: what a microbatch takes there is compared, with which the step
-# grows under every schedule with one stage a rank. What several stages decide together, the
-# layout of what crosses between them and where a parameter that they share rests, is no choice of
-# one and is left out.
+# Each stage of a pipeline is compared separately, by the time of one microbatch. The step grows
+# with it under every schedule with one stage per rank. Decisions of several stages together are
+# left out: the layouts of crossing tensors, and the storage of shared parameters.
 
-_STEP = 2**0.5  # of the outward search for a factor at which the runner-up is no dearer
-_PRECISION = 1e-4  # relative, of the factor
+_STEP = 2**0.5  # factor of the outward search for a sign change
+_PRECISION = 1e-4  # relative precision of the factor
 
 
 def all_flips(
     plan: Plan, trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions, *, most: int
 ) -> Flips:
-    """Find the flips of each stage of a plan, the least change first; or why there are none.
+    """Find the flips of each stage of a plan, the least change first, or the reason if there are
+    none.
 
     Args:
-        trace: of one microbatch. options: those that the
-            plan was made with.
+        plan, trace, mesh, hardware, options: as in `autopar.planner.reprice.reprice_plan`.
+        most: closest runner-ups per stage to price.
     """
     found: list[Flip] = []
     could_turn = False
@@ -191,7 +191,7 @@ def all_flips(
 
 
 def _why_none(plan: Plan) -> str:
-    """Say why none of a plan's choices has a runner-up that could take over."""
+    """Return the reason why no choice of a plan has a runner-up that could become better."""
     if any(entry.runner_up for stage in plan.stages for entry in stage.entries):
         return NO_DEARER
     return NO_CHOICE if plan.options.get("constraints") else NO_OTHER
@@ -207,12 +207,16 @@ def flips(
     most: int,
     shared: Collection[str] = (),
 ) -> tuple[Flip, ...]:
-    """Per op of the `most` closest runner-ups the least change that turns the choice, the least
-    first; ops that none turns are left out.
+    """Find, for each of the `most` closest runner-ups, the least change of the hardware that makes
+    it the better choice. The least change is first; ops without one are left out.
 
     Args:
-        plan: without stages, or a stage. trace: what it is for. priced: the problem that it
-            answers, on `profile`.
+        plan: a plan without stages, or the plan of a stage.
+        trace: its trace.
+        priced: its problem, on `profile`.
+        mesh: its mesh.
+        profile: the hardware profile.
+        most: runner-ups to price.
         shared: parameters that other stages hold, too.
     """
     strategies, again = decisions(priced, plan)
@@ -256,7 +260,7 @@ def flips(
 
 
 def _closest(plan: Plan, priced: Priced, shared: Collection[str]) -> list[tuple[float, int]]:
-    """Ops by how much dearer their runner-ups are, without those that a stage does not decide
+    """Sort ops by the extra cost of their runner-ups, without ops that a stage does not decide
     alone."""
     alone = [
         not source.crosses and set(shared).isdisjoint(source.names) for source in priced.sources
@@ -270,11 +274,11 @@ def _closest(plan: Plan, priced: Priced, shared: Collection[str]) -> list[tuple[
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """What one op's choice costs on hardware of which `what` is faster by a factor, at the prices
+    """The cost of one op's choice on hardware that is faster by a factor in `what`, at the prices
     of a balance.
 
     Attributes:
-        others: strategies of the runner-up's layouts, which differ in where a parameter rests.
+        others: strategies with the runner-up's layouts; they differ in the storage of a parameter.
     """
 
     priced: Priced
@@ -289,7 +293,7 @@ class _Local:
     balance: OverlapWeights
 
     def delta_s(self, factor: float) -> float:
-        """By how much the runner-up is dearer."""
+        """Compute the extra cost of the runner-up, in seconds."""
         problem = self._change_hardware(factor)
         return min(self._cost(problem, s) for s in self.others) - self._cost(
             problem, self.choices.strategies[self.index]
@@ -327,8 +331,8 @@ class _Local:
         )
 
     def _kernels_saving(self, saved_s: Callable[[OverlapOption, int], float]) -> Kernels:
-        """The kernels of what the op touches, where each saves so much of a variant's collective:
-        as before, but no more than the shorter of collective and product then takes."""
+        """Change the savings of the kernels of the op's variants. A kernel saves as much as before,
+        but at most the shorter of its collective and its product."""
         found = dict[tuple[int, bool], tuple[OverlapKernel, ...]]()
         for (v, late), kernels in self.priced.problem.kernels.items():
             if v in self.touched:
@@ -339,7 +343,7 @@ class _Local:
         return found
 
     def _with_strategies(self, changed: Callable[[int, OpStrategy], OpStrategy]) -> Problem:
-        """The problem with other prices of the op's own strategies, of those that are compared."""
+        """Change the prices of the compared strategies of the op."""
         ops = list(self.priced.problem.ops)
         op, compared = ops[self.index], {*self.others, self.choices.strategies[self.index]}
         ops[self.index] = replace(
@@ -351,8 +355,8 @@ class _Local:
         return replace(self.priced.problem, ops=tuple(ops))
 
     def _reprice_moves(self, index: int, strategy: OpStrategy, moves: StepMoves) -> OpStrategy:
-        """A strategy with its own collectives, or what its parameter moves at the begin and the
-        end of a step, priced by `moves`."""
+        """Reprice the collectives inside an op, or of a parameter at the begin and the end of a
+        step, with `moves`."""
         source = self.priced.sources[self.index]
         if source.cluster is not None:
             members = zip(
@@ -377,10 +381,10 @@ def _price_arc(arc: Arc, price: CollectivePrices) -> Arc:
 
 
 def nearest_root(delta: Callable[[float], float]) -> float | None:
-    """Find the factor nearest to 1, on a logarithmic scale, at which `delta` is no longer above 0;
-    None if there is none up to `FARTHEST`.
+    """Find the factor nearest to 1, on a logarithmic scale, at which `delta` is at most 0; None if
+    there is none up to `FARTHEST`.
 
-    Steps outward on both sides at once, then bisects the first step over which the sign changes.
+    The search steps outward on both sides, then bisects the first step with a sign change.
     """
     inner = 1.0
     while inner < FARTHEST:

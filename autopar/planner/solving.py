@@ -1,4 +1,4 @@
-"""The solver's answers to the problems of one search."""
+"""Solves the problems of one search."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from autopar.solve import (
 )
 
 _LEAST_WORK = (
-    3e9  # simplex steps by columns, about some seconds: what a search for the bound may do
+    3e9  # simplex steps times columns, some seconds: the work limit of a search for the bound
 )
-# Relative distance of plan and bound from which on a problem is divided into cases. Below it, cases
-# take several times as long as the search before, and may find plans that are slower as emitted.
+# Relative gap from which a problem is divided into cases. Below it, cases take several times as
+# long as the search before, and may find plans that are slower as emitted.
 _LEAST_GAP = 0.05
-_WORK_SHARE = 0.25  # of what all searches before have done, if that is more
+_WORK_SHARE = 0.25  # share of the work of all earlier searches, if that is more
 
 
 @dataclass
 class Solving:
-    """Asks the solver, or reuses its answer for a stage that is alike.
+    """Calls the solver, or reuses its result for an equal stage.
 
     Attributes:
-        likely: the balance of the last problem whose bound has multipliers. has_plan: whether there
-            is any, so that time may end a search.
-        common: what its searches share.
-        cases: of the last problem that was divided into cases.
+        options: the options of planning.
+        alike: the results of earlier stages.
+        likely: the balance of the last problem whose bound has multipliers.
+        has_plan: whether there is a plan, so that the time limit may end a search.
+        common: what all searches share.
+        cases: the cases of the last divided problem.
     """
 
     options: PlanOptions
@@ -59,10 +61,13 @@ class Solving:
         """Solve a problem.
 
         Args:
-            learnt: whether it has moments that were learnt, which leave a part of the gap to what
-                they do not know.
-            regions: what kernels may share with their peers (`autopar.core.problem.Solution`). met:
-                as in `autopar.solve.choices_or_least`.
+            problem: the problem.
+            effort: the effort of the search.
+            learnt: whether the problem has learned moments. They are approximate, so the requested
+                gap is halved.
+            regions: the memory that kernels may share with their peers
+                (`autopar.core.problem.Solution`).
+            met: as in `autopar.solve.choices_or_least`.
         """
         spent = self.common.work.spent
         self.common.work.most = (
@@ -117,10 +122,10 @@ class Solving:
         )
 
     def _divide(self, problem: Problem, found: Solution) -> Solution:
-        """Divide a problem into cases (`autopar.solve.cases`), if its answer asks for that.
+        """Divide a problem into cases (`autopar.solve.cases`), if the gap of its solution is large.
 
         Returns:
-            The answer, with the bound of all cases.
+            The solution, with the bound of all cases.
         """
         least = max(self.options.gap, _LEAST_GAP)
         if found.split is None or found.gap <= least or self.options.is_late:
@@ -129,7 +134,7 @@ class Solving:
         return self.cases.answer
 
     def _from_cases(self, problem: Problem, *, learnt: bool) -> Solution | None:
-        """Solve a problem that was divided into cases before, as other moments were known."""
+        """Solve a problem that was divided into cases before, with other moments."""
         if self.cases is None or not self.cases.are_of(problem):
             return None
         return self.cases.solve(problem) if learnt else self.cases.answer
@@ -140,13 +145,12 @@ class Solving:
         """Solve a problem without some strategies, and without dividing it into cases.
 
         Args:
-            smaller: the problem.
-            limit_s: seconds of a step that an answer has to beat.
+            smaller: the problem without the strategies.
+            limit_s: exclusive upper limit of the step, in seconds.
             common: what searches for the same problem with other moments have found.
 
         Returns:
-            The answer, as one of the whole problem; None if there is none, or it does not beat the
-            limit.
+            The solution, in terms of the whole problem; None if there is none below the limit.
         """
         found = self._ask_case(smaller.problem, None, common or Common())
         if not isinstance(found, Solution) or found.objective_s >= limit_s:
@@ -156,7 +160,7 @@ class Solving:
     def _ask_case(
         self, problem: Problem, met: Solution | None, common: Common
     ) -> Solution | Least | FractionalGroups | None:
-        """Solve one case; None if no choice meets its conditions."""
+        """Solve one case; None if the case is infeasible."""
         try:
             return self._choices(problem, self.options.gap, Effort.WHOLE, met, common)
         except InfeasibleError:

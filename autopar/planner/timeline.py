@@ -1,11 +1,11 @@
-"""The time line of a step, for people to look at: one bar per stretch of equal (layer, phase,
-kind), one after the other.
+"""The time line of a step for display: one bar per stretch of equal (layer, phase, kind), in
+sequence.
 
-Collectives that shrink what they read stand behind the op that makes it, the others before their
-first reader, as they are emitted; a layer's recomputation stands before its first backward op. The
-bars add up to compute and communication. Where communication runs beside compute, or may share
-buckets, the bars of forward and backward are those of the simulated program: a bar of compute is as
-long as it takes there, and a bucket is one stretch of communication.
+As in the emitted program, a collective that reduces the size of its operand follows the op that
+computes it. Other collectives precede their first reader. The recomputation of a layer precedes its
+first backward op. The bars add up to compute and communication. If communication overlaps with
+compute or shares buckets, the bars of forward and backward are those of the simulated program: bars
+of compute have their simulated length, and a bucket is one stretch of communication.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ INPUTS, BEFORE, BEHIND, PARAMETERS, OPTIMIZER = (
     "parameters",
     "optimizer",
 )
-NOT_RUN = "priced, and not run"  # an op that nothing reads after all
-OUTSIDE = (INPUTS, BEFORE, BEHIND, PARAMETERS, OPTIMIZER)  # of the graphs
+NOT_RUN = "priced, and not run"  # ops whose results have no reader in the program
+OUTSIDE = (INPUTS, BEFORE, BEHIND, PARAMETERS, OPTIMIZER)  # bars outside the graphs
 
 
 def timeline(
@@ -44,22 +44,23 @@ def timeline(
     """List all bars of a step, in order.
 
     Args:
-        trace: of the model.
-        priced: the problem that the choices answer.
-        choices: the solver's answer.
-        evaluation: of the choices.
+        trace: the trace of the model.
+        priced: the problem.
+        choices: its solution.
+        evaluation: the evaluation of the solution.
     """
     return _stretches(_events(trace, priced, choices, evaluation))
 
 
 def beside(serial: Prediction, program: StageProgram, plan: Plan) -> Prediction:
-    """Update a prediction by the simulated program: what overlap hides, what buckets save, and the
-    time line.
+    """Update a prediction from the simulated program: the time hidden by overlap, the time saved by
+    buckets, and the time line.
 
     Args:
-        serial: the prediction without overlap and buckets; returned as it is if there are none.
-        program: emitted from the plan.
-        plan: with its buckets and overlap.
+        serial: the prediction without overlap and buckets. It is returned unchanged if the plan has
+            none.
+        program: the emitted program of the plan.
+        plan: the plan with its buckets and overlap.
     """
     if plan.overlap.slowdown >= 1.0 and not plan.buckets and not serial.beyond_shares_s:
         return serial
@@ -94,7 +95,7 @@ def beside(serial: Prediction, program: StageProgram, plan: Plan) -> Prediction:
 def _bars_of_spans(
     phase: str, spans: Iterable[tuple[str, str, float, float]], start_s: float
 ) -> list[Bar]:
-    """The bars of a simulated phase, by layer on both streams, in the order in which they begin."""
+    """Make the bars of a simulated phase, by layer on both streams, sorted by start."""
     lanes: dict[str, list[Bar]] = {"compute": [], "communication": []}
     for key, kind, at_s, duration_s in spans:
         layer = _layer(key.partition("/")[0])
@@ -103,7 +104,7 @@ def _bars_of_spans(
 
 
 def simulated_s(program: StageProgram, plan: Plan) -> float:
-    """Seconds of a step of the emitted program, or of a stage's microbatch, as `beside` says."""
+    """Return the seconds of the simulated step, or of a stage's microbatch, as in `beside`."""
     return _without(
         plan.prediction, plan, sum(phase.hidden_s for phase in simulate_program(program, plan))
     )
@@ -124,7 +125,7 @@ def _end(bars: Sequence[Bar]) -> float:
 
 
 def _stretch(lane: list[Bar], bar: Bar) -> None:
-    """Add a bar, to the one before where it is of the same layer and goes on where that ends."""
+    """Add a bar, or extend the last bar if it has the same label and ends where the bar starts."""
     label, phase, kind, start_s, duration_s = bar
     if (
         lane
@@ -148,7 +149,7 @@ def _events(
         label, phase = _label(node)
         if (
             phase == "backward" and returns and node.op == "call_function"
-        ):  # tangents stand in front of the graph
+        ):  # tangents are placeholders before the first op
             yield BEHIND, phase, "communication", sum(returns)
             returns = ()
         if phase == "backward" and label in again:
@@ -158,14 +159,14 @@ def _events(
             yield where, phase, "communication", moves.pop((operand.name, phase, False), 0.0)
         yield from _bars_of(label, phase, compute.get(node.name, (0.0, 0.0)))
         yield label, phase, "communication", moves.pop((node.name, phase, True), 0.0)
-    if returns:  # a stage that only hands on what came
+    if returns:  # a stage without ops in backward
         yield BEHIND, "backward", "communication", sum(returns)
-    for label, both in again.items():  # of layers that have no backward of their own
+    for label, both in again.items():  # layers without a backward op
         yield from _bars_of(label, "backward", both)
     for (
         (name, phase, _),
         seconds,
-    ) in moves.items():  # read under another phase's label: gradients of tied weights and the like
+    ) in moves.items():  # read under another label, such as gradients of tied weights
         yield _label(trace.node(name))[0], phase, "communication", seconds
     moved_s = step_time(priced, choices)
     yield PARAMETERS, "step", "communication", moved_s
@@ -178,12 +179,12 @@ def crossing_times(
     """Compute the seconds that a stage waits for values from other stages.
 
     Args:
-        trace: of the stage.
-        priced: the problem that the choices answer.
-        choices: the solver's answer.
+        trace: the trace of the stage.
+        priced: the problem.
+        choices: its solution.
 
     Returns:
-        Seconds for each value from the stage before, and for each gradient from the stage behind.
+        Seconds of each value from the previous stage, and of each gradient from the next stage.
     """
     arriving, leaving = (
         {i.path for i in trace.inputs if i.crosses},
@@ -199,8 +200,8 @@ def crossing_times(
 
 
 def step_time(priced: Priced, choices: Solution) -> float:
-    """Seconds per microbatch of what parameters and gradients move at the begin and the end of a
-    step."""
+    """Compute the seconds per microbatch of the communication of parameters and gradients at the
+    begin and the end of a step."""
     ops = zip(priced.problem.ops, choices.strategies, strict=True)
     return sum(
         op.count * op.strategies[s].communication_s for op, s in ops if op.kind == "parameter"
@@ -208,7 +209,7 @@ def step_time(priced: Priced, choices: Solution) -> float:
 
 
 def own_time(priced: Priced, choices: Solution) -> float:
-    """Seconds of what ops move by themselves."""
+    """Compute the seconds of the collectives inside ops."""
     ops, runs = priced.problem.ops, [*enumerate(choices.strategies), *choices.recomputed.items()]
     return sum(
         ops[n].count * ops[n].strategies[s].communication_s
@@ -220,8 +221,8 @@ def own_time(priced: Priced, choices: Solution) -> float:
 def _compute(
     trace: Trace, priced: Priced, choices: Solution
 ) -> tuple[dict[str, _Both], dict[str, _Both]]:
-    """Seconds of compute and of own collectives by first node of each cluster, and those of what
-    backward runs again by layer."""
+    """Compute the seconds of compute and of collectives inside ops: by first node of each cluster,
+    and of recomputation by layer."""
     labels = {n.name: _label(n)[0] for n in trace.graph.nodes}
     compute: dict[str, _Both] = {}
     again: dict[str, _Both] = {}
@@ -250,7 +251,7 @@ def _bars_of(label: str, phase: str, both: _Both) -> Iterator[Event]:
 
 
 def _moves(priced: Priced, evaluation: Evaluation) -> dict[tuple[str, str, bool], float]:
-    """(node, phase, whether at once) → seconds of its collectives."""
+    """Map (node, phase, whether at once) to the seconds of its collectives."""
     moves: dict[tuple[str, str, bool], float] = {}
     for v, refs in enumerate(priced.refs):
         phase = priced.problem.values[priced.problem.variants[v].value].phase
@@ -275,7 +276,8 @@ def _seconds_resting(priced: Priced, choices: Solution, kind: str) -> float:
 
 
 def _label(node: fx.Node) -> tuple[str, str]:
-    """(layer, phase) of a node: its module path up to the first index, else its first two parts."""
+    """Return the layer and phase of a node. The layer is the module path up to the first index, or
+    its first two parts."""
     if node.op == "output":
         return "", "backward"
     return _layer(node.meta.get("module", "")), node.meta.get("phase", "forward")

@@ -1,10 +1,10 @@
-"""Transfers a plan's decisions to a mesh of other axes or other sizes, and predicts their time and
+"""Transfers the decisions of a plan to a mesh with other axes or sizes, and predicts their time and
 memory there.
 
-Every op runs, and every value rests, crosses between stages and is kept, in the layouts of the plan
-(`autopar.planner.transfer_plan`); cuts, schedule and the number of microbatches are the plan's.
-What is moved between layouts is the cheapest there, and collectives share buckets and start early
-as they would in a plan made there, so that on its own mesh a plan takes and needs what it says.
+All ops run in the layouts of the plan, and all values have its layouts at rest, when they cross
+between stages and when they are kept. Cuts, schedule and the number of microbatches are those of
+the plan. Redistributions are the cheapest on the new mesh. Collectives share buckets and start
+early as in a plan made for that mesh, so a plan transferred to its own mesh keeps its predictions.
 """
 
 from __future__ import annotations
@@ -43,20 +43,24 @@ from autopar.sharding.presets.tensor import around_softmax
 from autopar.stages import cut_trace
 
 # --------------------------------------------------------------------------------------------------
-# A plan's decisions on a mesh of other axes: an axis is the plan's axis of its name.
+# The decisions of a plan on a mesh with other axes. Axes correspond by name.
 #
-# An axis of the plan that is not there has size 1 there: what was split over it is whole. One
-# that is new to the plan is one over which all is whole: its devices do the same work. So of an
-# axis of size 1.
+# An axis of the plan that the mesh lacks has size 1 there, so tensors that were split over it are
+# whole. Over an axis that the plan lacks, all tensors are replicated, and its devices do the same
+# work. The same holds for an axis of size 1.
 
 
 def stages_on(plan: Plan, mesh: Mesh) -> tuple[Plan, ...]:
-    """Return the decisions of the plan's stages, and what these keep, in their layouts on the axes
-    of another mesh; without communications.
+    """Return the plans of the stages, with all layouts on the axes of another mesh and without
+    communications.
+
+    Args:
+        plan: the plan.
+        mesh: the other mesh.
 
     Raises:
-        PlanError: where no axis has a name of the plan's, or its stages do not lie along their axis
-            there.
+        PlanError: if no axis name is common to both meshes, or the size of the pipeline axis
+            differs.
     """
     _check(plan, mesh)
     left = mesh.without(plan.stage_axis)
@@ -64,7 +68,7 @@ def stages_on(plan: Plan, mesh: Mesh) -> tuple[Plan, ...]:
 
 
 def notes(plan: Plan, mesh: Mesh) -> tuple[str, ...]:
-    """Describe the axes that only one of the meshes has, one sentence each."""
+    """Describe the axes that only one of the two meshes has, one sentence each."""
     return tuple(_notes(plan, mesh))
 
 
@@ -124,7 +128,7 @@ def _entry(entry: Entry, axes: Sequence[int | None]) -> Entry:
     )
     if (
         entry.kind == "parameter" and len(nodes) > 1 and nodes[0].strategy == nodes[1].strategy
-    ):  # it is used as it rests
+    ):  # the layout in use is the storage layout
         nodes = nodes[:1]
     return replace(entry, nodes=nodes, recompute=again)
 
@@ -144,14 +148,14 @@ def _kept_of_axis(kept: Kept, axes: Sequence[int | None]) -> Kept:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Seconds of a step, and bytes of a device, per index along the axis of stages."""
+    """Seconds of a step, and peak bytes of a device by index along the pipeline axis."""
 
     step_s: float
     peaks: tuple[int, ...]
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes at the peak of the fullest device."""
+        """The peak of the fullest device, in bytes."""
         return max(self.peaks)
 
 
@@ -167,15 +171,18 @@ def carry_plan(
     """Predict the time and memory of a plan's decisions on another mesh.
 
     Args:
-        trace: of one microbatch. options: with the
-            constraints that the plan records, as they are.
-        batch_bytes: of the whole batch.
-        returned: what a call returns of the batch.
+        plan: the plan.
+        trace: the trace of one microbatch.
+        mesh: the other mesh.
+        hardware: the hardware.
+        options: the options, with the constraints as the plan records them.
+        batch_bytes: bytes of the whole batch.
+        returned: the values that a call returns.
 
     Raises:
-        PlanError: where a decision is not one that can be taken there, or the meshes have no axis
-            in common, or not the stages'.
-        ConstraintError: where a constraint that the plan records cannot hold there.
+        PlanError: if a decision is not possible on the mesh, no axis name is common to both meshes,
+            or the size of the pipeline axis differs.
+        ConstraintError: if a recorded constraint cannot hold on the mesh.
     """
     there = replace(plan.as_pipeline, stages=stages_on(plan, mesh))
     carrier = _Carrier(
@@ -204,8 +211,8 @@ class _CarriedPiece:
     """The plan of a stage on the other mesh.
 
     Attributes:
-        has_kernels: whether collective-overlap kernels are among its decisions.
-        schedule: None if the batch is worked on in one piece.
+        has_kernels: whether the plan uses collective-overlap kernels.
+        schedule: the schedule; None if the batch is not divided into microbatches.
         flying: microbatches in flight.
     """
 
@@ -220,11 +227,11 @@ class _CarriedPiece:
 
 @dataclass(frozen=True, slots=True)
 class _Carrier:
-    """Where pieces are carried to: what each runs on, and what constraints force there.
+    """Emits the plans of stages on the other mesh.
 
     Attributes:
-        mesh: of a stage.
-        num_microbatches: of a step.
+        mesh: the mesh of a stage.
+        num_microbatches: the number of microbatches per step.
     """
 
     mesh: Mesh
@@ -234,11 +241,10 @@ class _Carrier:
     alike: Alike = field(default_factory=Alike)
 
     def emit(self, piece: _CarriedPiece, crossing: Crossing) -> Candidate:
-        """Emit a piece's plan on this mesh, in the order in which it runs fastest within its
-        budget.
+        """Emit the plan of a stage on this mesh, in the fastest order within its budget.
 
         Args:
-            piece: of the plan.
+            piece: the plan of the stage.
             crossing: the links to the stage's neighbours.
         """
         _check_inputs(piece, self.mesh, self.num_microbatches)
@@ -286,7 +292,7 @@ class _Carrier:
 
 
 def _force_constraints(plan: Plan, trace: Trace, mesh: Mesh, options: PlanOptions) -> Forced:
-    """What constraints force on the plan's axes, and nothing on others."""
+    """Resolve constraints on the plan's axes; other axes are free."""
     before, left = plan.mesh.without(plan.stage_axis), mesh.without(plan.stage_axis)
     forced = resolve(trace, held_to(options.constraints, before, left), left)
     again = next(
@@ -307,8 +313,8 @@ def _share_memory(
     batch_bytes: int,
     returned: Returned,
 ) -> Sharing:
-    """The memory of the stages' ranks; where these share it, each stage has the part of the
-    budget there that it had in the plan."""
+    """Make the memory of the ranks. Stages that share a rank have the same shares of its budget as
+    in the plan."""
     num, chunks = len(pipeline.stages), pipeline.num_chunks
     budgets = [
         options.budget(profile_of(hardware, pipeline.axis, rank)) for rank in range(num // chunks)
@@ -335,7 +341,7 @@ def _share_memory(
 def _pieces(
     plan: Plan, there: Pipeline, trace: Trace, hardware: Hardware, sharing: Sharing
 ) -> Iterator[_CarriedPiece]:
-    """The stages."""
+    """Generate the stages."""
     made = cut_trace(trace, there.positions)
     for number, (old, new, part) in enumerate(
         zip(plan.stages, there.stages, made.stages, strict=True)
@@ -361,10 +367,10 @@ def _planned_of(candidate: Candidate) -> Planned:
 
 
 def _check_inputs(piece: _CarriedPiece, mesh: Mesh, num: int) -> None:
-    """That the batch, or a microbatch, can be split as the plan splits it.
+    """Check that the batch, or a microbatch, can be split as in the plan.
 
     Raises:
-        PlanError: naming the first input that cannot.
+        PlanError: if an input cannot be split; the error names the first one.
     """
     chosen = piece.plan.node_choices()
     for i in piece.trace.inputs:
@@ -388,7 +394,7 @@ def _check_inputs(piece: _CarriedPiece, mesh: Mesh, num: int) -> None:
 
 
 def _rests(piece: _CarriedPiece, mesh: Mesh) -> dict[str, Layout]:
-    """How parameters rest, where they can: how that competes with other ways is not asked."""
+    """Return the storage layouts of parameters, where they are possible on the mesh."""
     chosen, found = piece.plan.node_choices(), {}
     for p in piece.trace.parameters:
         strategy = chosen.get(storage_key(p.name), chosen.get(parameter_key(p.name)))
@@ -403,10 +409,10 @@ def _rests(piece: _CarriedPiece, mesh: Mesh) -> dict[str, Layout]:
 
 
 def _kept_variants(priced: Priced, plan: Plan, trace: Trace) -> dict[int, tuple[int, ...]]:
-    """By variant, what the plan keeps of it.
+    """Map variants to the versions that the plan keeps.
 
     Raises:
-        ChangedPlanError: where it is kept in a layout that nothing makes there.
+        ChangedPlanError: if a kept layout is not computed on this mesh.
     """
     layouts: dict[tuple[str, int], tuple[Layout, ...]] = {}
     for kept in plan.kept:

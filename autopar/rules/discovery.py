@@ -1,12 +1,12 @@
 """Rules found by experiment (`experiment`), for ops that have none.
 
-Experiments are evidence, no proof: a split that is wrong only for values that were not tried would
-be taken. So ops are left alone whose schema says that they change operands, draw numbers, or that
-shapes depend on values.
+Experiments are evidence, not proof: a split that is wrong only for untried values would be
+accepted. So ops whose schema shows that they change operands, draw random numbers, or have results
+whose shapes depend on values are not tried.
 
-An op may write beyond its memory when its operands do not belong together (some of torch's own do),
-so the experiments run in a child process: what it breaks, nobody needs. If it dies, a second one
-tries only the splits that should belong together.
+An op may write beyond its memory if its operands do not match (some of torch's own ops do), so the
+experiments run in a child process that can crash safely. If it dies, a second one tries only the
+splits whose operands are likely to match.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from autopar.rules.small_calls import Trial, trials_of
 from autopar.rules.trial import check_strategy, close, join, run, split, tolerance_of
 
 # --------------------------------------------------------------------------------------------------
-# What discovery found, remembered in a file of the user's cache directory (`cache_home`):
+# A cache of discovered rules in a file of the user's cache directory (`cache_home`):
 # ``discovered.json``.
 #
-# Only proposals are remembered: they pass the law again each time they are read, so that a file
-# that is stale, of another machine or edited by hand can cost choices but never give a wrong
-# rule. JSON, never pickle; of one version of torch. ``AUTOPAR_CACHE=0`` in the environment turns
-# it off. A file that is damaged, or that another user can write to, is not read: rules are found
-# again, and the log says why. One that cannot be written is left out: what was found stays known
-# to the process.
+# Only proposals are stored. They must pass the law again each time they are read, so a file that is
+# stale, from another machine or edited by hand can cost choices but never give a wrong rule. The
+# file is JSON, not pickle, and holds for one version of torch. ``AUTOPAR_CACHE=0`` in the
+# environment disables the cache. A file that is damaged, or that another user can write to, is not
+# read; rules are discovered again, and the log has the reason. If the file cannot be written,
+# discovered rules are kept in the process.
 
 _FORMAT, _VERSION = "autopar-discovered", 2
 
 
 def path() -> Path | None:
-    """Find the file of the cache, and make its folder, which is one of this process if other users
-    can write to the user's own.
+    """Return the file of the cache, and make its folder. If other users can write to the user's
+    folder, a folder of this process is used.
 
     Returns:
         The file, which may not exist; None if the cache is off, or its folder cannot be made.
@@ -86,7 +86,7 @@ def path() -> Path | None:
 
 
 def load(call: Call) -> tuple[AxisOption, ...]:
-    """The options found for an equal call, but replicate-everything; empty where none are known."""
+    """Return the options of an equal call, without replicate-everything; empty if unknown."""
     try:
         options = tuple(map(decode, _rules(path()).get(_key(call), ())))
     except (LayoutError, TypeError, ValueError, AttributeError) as error:
@@ -101,7 +101,7 @@ def load(call: Call) -> tuple[AxisOption, ...]:
 
 
 def save(call: Call, options: Sequence[AxisOption]) -> None:
-    """Remember the options of a call."""
+    """Store the options of a call."""
     file = path()
     if file is None:
         return
@@ -113,7 +113,7 @@ def save(call: Call, options: Sequence[AxisOption]) -> None:
         "rules": rules,
         "sha256": digest(rules),
     }
-    with contextlib.suppress(OSError):  # a cache: what cannot be written is found again
+    with contextlib.suppress(OSError):  # a cache: without the file, rules are discovered again
         with tempfile.NamedTemporaryFile(
             "w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8"
         ) as part:
@@ -122,7 +122,7 @@ def save(call: Call, options: Sequence[AxisOption]) -> None:
 
 
 def encode(option: AxisOption) -> list[list[str]]:
-    """An option as JSON."""
+    """Convert an option to JSON."""
     return [[str(Layout((p,))) for p in side] for side in (option.inputs, option.outputs)]
 
 
@@ -130,7 +130,7 @@ def decode(data: Sequence[Sequence[str]]) -> AxisOption:
     """The inverse of `encode`.
 
     Raises:
-        LayoutError: where a placement cannot be read.
+        LayoutError: if a placement cannot be read.
     """
     inputs, outputs = (
         [p for token in side for p in Layout.parse(token).placements] for side in data
@@ -139,12 +139,13 @@ def decode(data: Sequence[Sequence[str]]) -> AxisOption:
 
 
 def digest(rules: dict[str, Any]) -> str:
-    """The checksum of the entries of a file."""
+    """Return the checksum of the entries of a file."""
     return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
 
 
 def _rules(file: Path | None) -> dict[str, Any]:
-    """The file's entries; none if it is missing, damaged, of another version, or another user's."""
+    """Return the entries of a file; none if it is missing, damaged, or from another version or
+    user."""
     if file is None:
         return {}
     try:
@@ -159,10 +160,10 @@ def _rules(file: Path | None) -> dict[str, Any]:
 
 
 def _entries(data: Any) -> dict[str, Any]:
-    """The entries of what was read; none of another version of autopar or torch.
+    """Return the entries of parsed data; none if they are from another version of autopar or torch.
 
     Raises:
-        ValueError: if it is not what `save` wrote.
+        ValueError: if the data do not have the form that `save` writes.
     """
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError("it is not a file of discovered rules")
@@ -175,7 +176,7 @@ def _entries(data: Any) -> dict[str, Any]:
 
 
 def _key(call: Call) -> str:
-    """Op, schema, settings, shapes and dtypes; equal for equal calls of any process."""
+    """Return op, schema, settings, shapes and dtypes; equal for equal calls in all processes."""
     text = repr(
         (
             op_name(call.target),
@@ -191,14 +192,14 @@ def _key(call: Call) -> str:
 # --------------------------------------------------------------------------------------------------
 # Experiments on one call: which splits and partial sums of its operands give the whole result.
 #
-# Every way to split the operands on one axis, and every set of partial sums, is tried once on
-# small tensors (`small_calls`); where the results of the ranks join to the whole, by shards, as
-# sums, maxima, minima or as they are, that is an option. It is taken only after the same law as all
-# rules: on other numbers, on even and uneven parts, and beside every option that was taken before
-# it, on two axes.
+# Every way to split the operands on one axis, and every set of partial sums, is tried once on small
+# tensors (`small_calls`). A way is an option if the results of the ranks can be joined to the whole
+# by shards, as sums, maxima or minima, or as copies. The option is accepted if it passes the law of
+# all rules: on other numbers, on even and uneven parts, and on two axes together with every
+# accepted option.
 #
-# An op that is not known may do anything with operands that do not belong together, so this runs
-# in a child process (`_in_child`).
+# An unknown op may do anything with operands that do not match, so this runs in a child process
+# (`_in_child`).
 
 _NUM_PARTS = (2, 3)
 _MOST_COMBINATIONS = 4096
@@ -208,11 +209,12 @@ _MOST_OPTIONS = 24
 def experiment(
     call: Call, known: Sequence[AxisOption] = (), *, careful: bool = False
 ) -> tuple[tuple[AxisOption, ...], str]:
-    """The options of a call but replicate-everything; where none of them splits it, why.
+    """Return the options of a call without replicate-everything, or the reason if none splits it.
 
     Args:
-        known: what an earlier experiment gave. Where all of it obeys the law, it is the answer.
-        careful: try only the likely splits, see `_likely_splits`.
+        call: the call.
+        known: options of an earlier experiment. They are the result if all of them pass the law.
+        careful: whether to try only the likely splits (`_likely_splits`).
     """
     with as_written(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(
@@ -235,8 +237,8 @@ def experiment(
 
 
 def _tells(trials: Iterable[Trial]) -> list[bool]:
-    """Per result whether it is not one and the same number everywhere, which a sum, a maximum
-    and a copy could all be."""
+    """Return, per result, whether its elements differ. A constant result could be a sum, a maximum
+    or a copy."""
     results = zip(
         *(run(call.target, call.args, call.kwargs, tensors, (), ()) for call, tensors in trials),
         strict=True,
@@ -252,7 +254,7 @@ def _varies(x: torch.Tensor) -> bool:
 
 
 def _proposals(call: Call, trial: Trial, careful: bool) -> Iterator[AxisOption]:
-    """Options that hold on two parts of one trial."""
+    """Generate the options that hold on two parts of one trial."""
     small, tensors = trial
     expected, random = (
         run(small.target, small.args, small.kwargs, tensors, (), ()),
@@ -271,9 +273,7 @@ def _proposals(call: Call, trial: Trial, careful: bool) -> Iterator[AxisOption]:
                 run(small.target, small.args, small.kwargs, [p[(rank,)] for p in parts], (), ())
                 for rank in range(2)
             ]
-        except (
-            Exception
-        ):  # an op that is not known may raise anything: it does not take these parts
+        except Exception:  # an unknown op may raise anything: it does not accept these parts
             continue
         given = [PARTIAL] if PARTIAL in inputs else None
         if all(len(r) == len(expected) for r in ranks):
@@ -285,8 +285,8 @@ def _proposals(call: Call, trial: Trial, careful: bool) -> Iterator[AxisOption]:
 
 
 def _splits(small: Call) -> list[tuple[Placement, ...]]:
-    """Every choice of a dim, or none, of every operand; where these are too many, of dims of one
-    size together."""
+    """List all choices of a dim, or none, of every operand. If these are too many, dims of equal
+    size are split together."""
     dims = [[Shard(d) for d, size in enumerate(info.shape) if size > 1] for info in small.inputs]
     if math.prod(len(choices) + 1 for choices in dims) > _MOST_COMBINATIONS:
         sizes = sorted({size for info in small.inputs for size in info.shape if size > 1})
@@ -304,8 +304,8 @@ def _splits(small: Call) -> list[tuple[Placement, ...]]:
 
 
 def _likely_splits(small: Call) -> list[tuple[Placement, ...]]:
-    """The same dim of all operands in which it has the same size, counted from the front or from
-    the back."""
+    """List the dims that have equal sizes in all operands, counted from the front or from the
+    back."""
     found: dict[tuple[Placement, ...], None] = {}
     shapes = [info.shape for info in small.inputs]
     for d, size in {
@@ -334,7 +334,7 @@ def _product(dims: Sequence[Sequence[Shard]]) -> Iterator[tuple[Placement, ...]]
 
 
 def _partial_sums(call: Call) -> list[tuple[Placement, ...]]:
-    """Sets of operands that may be partial sums: those whose cast to the results rounds nothing."""
+    """List sets of operands that may be partial sums: their cast to the results rounds nothing."""
     results = [info for info in call.outputs if info != NO_TENSOR]
     able = [
         i
@@ -356,8 +356,8 @@ def _joins(
     given: Sequence[Placement] | None,
     tolerance: float,
 ) -> list[Placement]:
-    """The placements that make the whole of two ranks' results; `given` are the only ones that
-    may."""
+    """List the placements that join the results of two ranks to the whole. With `given`, only these
+    are tried."""
     if whole is None:
         return [REPLICATE]
     shards = [Shard(d) for d, size in enumerate(whole.shape) if size > 1]
@@ -388,8 +388,8 @@ def _makes(
 def _prove_proposals(
     call: Call, proposals: Iterable[AxisOption], trials: Sequence[Trial], tells: Sequence[bool]
 ) -> tuple[AxisOption, ...]:
-    """Those proposals that obey the law; of several for one split of operands, the first. A result
-    that tells nothing must be split, which its shape shows."""
+    """List the proposals that pass the law; the first one for each split of operands. A constant
+    result must be split, which its shape shows."""
     kept: dict[tuple[Placement, ...], AxisOption] = {
         replicated_option(call).inputs: replicated_option(call)
     }
@@ -404,8 +404,8 @@ def _prove_proposals(
 
 
 def _holds(option: AxisOption, trials: Sequence[Trial]) -> bool:
-    """Whether the option obeys the law on one axis, in every trial in which it fits; and there
-    is one."""
+    """Whether an option passes the law on one axis in every trial that it fits, and there is such
+    a trial."""
     strategies = [
         (trial, s, n)
         for trial in trials
@@ -434,7 +434,7 @@ def _obeys(trial: Trial, strategy: Strategy, mesh_shape: tuple[int, ...]) -> boo
     return True
 
 
-_LONGEST_S = 60.0  # that a child may be silent
+_LONGEST_S = 60.0  # seconds without output after which a child is stopped
 _TOO_LONG = '{"options": [], "reason": "experiments with it took too long"}'
 _TAGS = {
     torch.Tag.nondeterministic_seeded: "it draws random numbers",
@@ -453,15 +453,15 @@ _COMMUNICATING = (
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """What experiments gave: options, replicate-everything first; where none splits anything,
-    `reason` says why."""
+    """The result of experiments: options, replicate-everything first. If none splits anything,
+    `reason` is the reason."""
 
     options: tuple[AxisOption, ...]
     reason: str = ""
 
 
 def unfit(target: Callable[..., Any]) -> str:
-    """Why an op can have no rule; empty where it can."""
+    """Return why an op can have no rule; empty if it can."""
     if not isinstance(target, torch._ops.OpOverload):
         return "it is not a torch operator with a schema"
     if target._schema.is_mutable:
@@ -506,15 +506,15 @@ def _answer(text: str) -> tuple[tuple[AxisOption, ...], str]:
 
 
 def _in_child(work: Callable[[], str]) -> str:
-    """The text that `work` gives in a fork of this process; empty where the fork dies, or the
-    system has none."""
+    """Return the text that `work` returns in a fork of this process; empty if the fork dies, or the
+    system cannot fork."""
     if not hasattr(os, "fork"):
         return ""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning
-        )  # of forks beside threads: the child uses none of them
+        )  # about forks of processes with threads: the child uses no threads
         child = os.fork()
     if child == 0:
         _be_child(work, read, write)

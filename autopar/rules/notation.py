@@ -106,7 +106,7 @@ def parse(
         linear: sets of slots; a set with an empty slot is dropped.
 
     Raises:
-        RuleError: where the text does not fit the op's operands and results.
+        RuleError: if the text does not fit the op's operands and results.
     """
     terms, results = terms_of(text)
     every = slots(call)

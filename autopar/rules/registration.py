@@ -61,9 +61,9 @@ def register(
         rule: the rule in factor notation (`autopar.rules.notation`): one term per tensor parameter
             and per result, as in ``"m k, k n -> m n"``.
         linear: sets of tensor parameters, each parameter by its position among them, counted from
-            0. The op must be linear in the parameters of a set together, with all other
-            parameters fixed: f(a + b) = f(a) + f(b). Partial sums of all of them then pass
-            through the op. A matrix product has ``[(0,), (1,)]``, an addition ``[(0, 1)]``.
+            0. The op must be linear in the parameters of a set together, with all other parameters
+            fixed: f(a + b) = f(a) + f(b). Partial sums of all of them then pass through the op. A
+            matrix product has ``[(0,), (1,)]``, an addition ``[(0, 1)]``.
         reduce_op: how the partial results of a letter that a result lacks are reduced: ``sum``,
             ``max`` or ``min``.
         examples: arguments to test the rule on, each a tuple of positional or a dict of named
@@ -223,7 +223,7 @@ def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
     """Calls on float tensors whose dims are as the letters say.
 
     Raises:
-        RuleError: where the op takes none of them.
+        RuleError: if the op takes none of them.
     """
     terms, _ = terms_of(row.text)
     others = [
@@ -260,7 +260,7 @@ def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
 
 
 def _operands(target: Any, num_terms: int) -> tuple[Operand, ...] | None:
-    """One operand for each term; None where other parameters have to be filled in."""
+    """One operand for each term; None if other parameters have to be filled in."""
     parameters = target._schema.arguments
     needed = [a for a in parameters if not a.has_default_value()]
     leading = parameters[:num_terms]
@@ -357,7 +357,7 @@ def unregister(op: Any) -> None:
     """Forget the rule of an op that `register` took.
 
     Raises:
-        RuleError: where the op has none.
+        RuleError: if the op has none.
     """
     target = _overload(op)
     if REGISTERED.pop(target, None) is None:

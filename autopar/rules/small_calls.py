@@ -102,7 +102,7 @@ _SMALL, LARGEST = 2**13, 2**16  # elements of all operands
 
 
 def trials_of(call: Call) -> list[Trial]:
-    """Small calls that the op takes, with operands; empty where there is none. The first has the
+    """Small calls that the op takes, with operands; empty if there is none. The first has the
     most telling sizes."""
     own = num_elements(call.inputs)
     for scaled in scalings(call):

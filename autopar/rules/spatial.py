@@ -57,7 +57,7 @@ class Window:
 
 
 Windows = tuple[Window | None, ...]
-"""Per spatial dim, None where it must stay whole."""
+"""Per spatial dim, None if it must stay whole."""
 
 
 def _shape_of(call: Call, name: str) -> tuple[int, ...]:
@@ -330,7 +330,7 @@ def _local_padding(padding: Sequence[int], split: Sequence[bool]) -> tuple[int, 
 
 
 def _edges(windows: Windows, grad: Layout, operand: Layout, rank: int) -> tuple[Edges | None, ...]:
-    """Per spatial dim what lies around a part's own elements, None where the dim is not split."""
+    """Per spatial dim what lies around a part's own elements, None if the dim is not split."""
     found: list[Edges | None] = []
     for dim, window in enumerate(windows, rank - len(windows)):
         if not operand.splitters(dim):

@@ -1,5 +1,5 @@
 """The bound and the best plan of a search: what is proven so far and by which duals, and which
-values of the columns are better plans."""
+values of the columns give better plans."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from autopar.solve.memory_rows import unsure_bytes
 from autopar.solve.multipliers import multipliers, quickest
 
 # --------------------------------------------------------------------------------------------------
-# Equal ops that decide differently in a relaxation.
+# Equal ops with different decisions in a relaxation.
 
 
 def find_mixed(
     program: Formulation, engine: Engine, values: Floats
 ) -> dict[int, tuple[float, ...]]:
-    """Op of several instances → the shares of them for which something is decided, kept or run
-    again, if that is so for one at least and not for all. Two strategies for two thirds and one
-    third are both shares.
+    """Map ops with several instances to the shares of their instances with the same decision.
+
+    A decision is a strategy, a kept version or recomputation. Ops are included if at least one
+    share is neither 0 nor 1. Two strategies for two thirds and one third give both shares.
 
     Args:
-        values: of the columns.
+        values: the values of the columns.
     """
     problem = program.problem
     found: dict[int, list[float]] = {}
@@ -44,7 +45,7 @@ def find_mixed(
 
 
 def _decisions(program: Formulation) -> Iterator[tuple[int, str]]:
-    """(op, name of the variable); what is kept is the decision of the op that makes it."""
+    """List (op, name of the variable). Keeping a value is a decision of the op that computes it."""
     for n, row in enumerate(program.x):
         yield from ((n, variable.name) for variable in (*row, *program.again.get(n, ())))
     for (v, _), variable in program.keep.items():
@@ -53,14 +54,14 @@ def _decisions(program: Formulation) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True, slots=True)
 class RelaxedBound:
-    """What a relaxation proves, and by which duals.
+    """The bound that a relaxation proves, and its duals.
 
     Attributes:
-        bound: in the program's unit.
-        duals: those of the engine's rows and of rows (9); None without further rows.
+        bound: the bound in the program's unit.
+        duals: the duals of the engine's rows and of rows (9); None without further rows.
         prices: budget row → its dual.
-        price_s_per_byte: of memory, in all budget rows together.
-        balance: at which prices it proves the same without the rows of excess.
+        price_s_per_byte: the price of memory in all budget rows together.
+        balance: the balance whose prices prove the same bound without the rows of excess.
         mixed: as in `Solution`.
     """
 
@@ -77,9 +78,11 @@ class Proven:
     """Bounds, in the program's unit.
 
     Attributes:
-        bound: no plan costs less. free: none would if all reserves were 0. relaxed: the best that a
-            relaxation alone proves of `bound`.
-        first: what was known before. vertex: duals of the relaxation without further rows.
+        bound: lower bound of all plans.
+        free: lower bound if all reserves were 0.
+        relaxed: the largest part of `bound` that a relaxation alone proves.
+        first: what was known before the search.
+        vertex: duals of the relaxation without further rows.
     """
 
     extra: Incoming
@@ -91,16 +94,16 @@ class Proven:
 
     @property
     def bound_s(self) -> float:
-        """In seconds; 0 where none is known."""
+        """The bound in seconds; 0 if none is known."""
         return max(self.bound / SCALE, 0.0) if np.isfinite(self.bound) else 0.0
 
     def know(self, known: Quick) -> None:
-        """Take over the bound that was known before the search."""
+        """Adopt a bound that was known before the search."""
         self.first = known.multipliers
         self.rise(known.bound_s * SCALE)
 
     def take(self, choices: Solution) -> None:
-        """Take over the bound of an answer that is known."""
+        """Adopt the bound of a known solution."""
         if choices.bound_s > 0.0:
             self.first = choices.multipliers or self.first
             self.rise(choices.bound_s * SCALE)
@@ -115,8 +118,8 @@ class Proven:
         """Raise the bound by a relaxation with further rows.
 
         Args:
-            point: its answer.
-            balance: at which prices it proves the same without the rows of excess.
+            point: the solution of the relaxation.
+            balance: the balance whose prices prove the same bound without the rows of excess.
             duals: budget row → its dual.
         """
         program = self.extra.program
@@ -136,15 +139,15 @@ class Proven:
         self.free = max(self.free, point.bound + float(prices @ np.array(reserves, float)))
 
     def rise(self, bound: float) -> None:
-        """Raise the bound by that of a search tree."""
+        """Raise the bound to that of a search tree."""
         self.bound = max(self.bound, bound)
         if not self.extra.reserves:
             self.free = max(self.free, bound)
 
     def multipliers(self) -> Multipliers | None:
-        """Multipliers that prove a bound by arithmetic alone: those that were known, those of the
-        first relaxation, or those of the best, whichever prove the most. None if the bound depends
-        on reserves."""
+        """The multipliers that prove the largest bound by arithmetic alone: those known before the
+        search, of the first relaxation, or of the best relaxation. None if the bound depends on
+        reserves."""
         if self.extra.reserves:
             return None
         found = [self.first] if self.first is not None else []
@@ -169,8 +172,8 @@ class Proven:
 # --------------------------------------------------------------------------------------------------
 # The best plan of a search.
 
-# relative distance of plan and relaxation from which on mixtures are told, though none unmixed is
-# better
+# Relative gap between plan and relaxation from which mixtures are reported, although no plan
+# without them is better
 _FAR = 0.05
 
 
@@ -179,7 +182,8 @@ class Incumbent:
     """The best plan so far.
 
     Attributes:
-        best: None before the first. start: its columns, where they are known.
+        best: the best plan; None before the first.
+        start: the values of its columns, if they are known.
     """
 
     extra: Incoming
@@ -190,44 +194,43 @@ class Incumbent:
 
     @property
     def best_s(self) -> float:
-        """Infinite where there is none."""
+        """The objective of the best plan in seconds; infinite if there is none."""
         return np.inf if self.best is None else self.best.objective_s
 
     def is_close(self) -> bool:
-        """Whether the best plan is as near to the bound as is asked for."""
+        """Whether the gap of the best plan is at most the requested gap."""
         return self.best is not None and self.best_s * SCALE * (1 - self.gap) <= self.proven.bound
 
     def is_far(self) -> bool:
-        """Whether equal ops that decide apart could be much better: the search has not closed
-        the gap, or has only by not mixing them."""
+        """Whether separate decisions of equal ops could give a much better plan: the search has not
+        closed the gap, or closed it only by not mixing their decisions."""
         return (
             not self.is_close()
             or self.best_s * SCALE * (1 - max(self.gap, _FAR)) > self.proven.relaxed.bound
         )
 
     def may_end(self) -> bool:
-        """Whether there is a plan, and the search has done the work that it may do."""
+        """Whether there is a plan, and the work limit is reached."""
         return self.best is not None and self.extra.engine.work.is_over
 
     def offer(self, values: Floats) -> list[int]:
-        """Take a plan if it fits and is the best; else the rows that it breaks, where none of
-        them is in yet."""
+        """Record a plan if it fits and is the best. Otherwise return the rows that it breaks, if
+        none of them is in the program yet."""
         strategies, recomputed, kept, regions = self.extra.program.read_choices(self._named(values))
         return self._consider(
             strategies, recomputed, kept, values, regions if self.extra.budget else None
-        )  # else they cost nothing yet
+        )  # without these rows they cost nothing
 
     def offer_rounded(self, relaxation: Relaxation) -> list[int]:
-        """Offer the relaxation as a plan: fractional values are rounded, and every version that
-        backward reads is kept."""
+        """Offer the rounded relaxation as a plan, keeping every version that backward reads."""
         strategies = self.extra.program.read_choices(self._named(relaxation.values))[0]
         try:
             return self._consider(strategies, {}, None, relaxation.values)
-        except LayoutError:  # rounded strategies may make nothing that a reader can use
+        except LayoutError:  # rounded strategies may leave a reader without a usable layout
             return []
 
     def meet(self, choices: Solution) -> None:
-        """Take a known plan if it fits and is better."""
+        """Record a known plan if it fits and is better."""
         problem = self.extra.program.problem
         evaluation = evaluate(
             problem,
@@ -258,9 +261,11 @@ class Incumbent:
         values: Floats | None,
         regions: frozenset[int] | None = None,
     ) -> list[int]:
-        """Take a plan, or itself without kernels, if it fits and is the best. If it breaks rows
-        none of which is in yet, these, the worst first; else, as long as the best is too far from
-        the bound, and communication outlasts compute in it, the excess of both phases."""
+        """Record a plan, or the same plan without kernels, if it fits and is the best.
+
+        Return the rows to add, the worst first: the broken rows, if none of them is in the program
+        yet; else the excess of both phases, if the best plan is too far from the bound and its
+        communication outlasts compute."""
         problem = self.extra.program.problem
         evaluation = evaluate(problem, strategies, recomputed, kept, regions)
         over = self.extra.over(evaluation)

@@ -1,20 +1,21 @@
 """Branch and cut over the program of a problem, by HiGHS.
 
-0. Of a huge program something is known already (`autopar.solve.greedy`); if time runs out, that is
-   the answer.
-1. The relaxation without budget rows is solved. Its bound holds for all plans, and if its solution,
-   rounded, fits and is close enough, it is the answer.
-2. Else rounds follow. A round is a list of phases: a dive into a tree (`autopar.solve.branching`),
-   the branching of this tree, and restricted programs (`autopar.solve.restricted`), over few
-   columns to find better plans, and of a small problem over all columns that a better plan could
-   have. Rows that cut off mixtures are in the relaxation from the first tree on.
-3. A round ends early if a plan is close enough, or if a plan breaks rows that are not in yet:
-   budget rows, or those of a phase whose communication outlasts compute
-   (`autopar.solve.lazy_rows`). These rows come in, the relaxation is solved again, with the
-   price of memory and the balance of both streams, and the next round begins.
+0. A huge program has a first plan and a bound (`autopar.solve.greedy`). If time runs out, that plan
+   is the result.
+1. The relaxation without budget rows is solved. Its bound holds for all plans. If its rounded
+   solution fits and is close enough, it is the result.
+2. Otherwise rounds follow. A round is a list of phases: a dive into a tree
+   (`autopar.solve.branching`), branching of this tree, and restricted programs
+   (`autopar.solve.restricted`). Restricted programs have few columns, to find better plans, or, for
+   small problems, all columns that a better plan could have. Rows that cut off mixtures are in the
+   relaxation from the first tree on.
+3. A round ends early if a plan is close enough, or if a plan breaks rows that are not in the
+   program yet: budget rows, or the rows of a phase whose communication outlasts compute
+   (`autopar.solve.lazy_rows`). These rows are added, the relaxation is solved again with the price
+   of memory and the balance of both streams, and the next round begins.
 
-Limits count nodes of search trees and columns, not seconds, so the same problem gives the same
-choices.
+Limits count nodes of search trees and columns, not seconds, so the same problem has the same
+solution in every run.
 """
 
 from __future__ import annotations
@@ -53,22 +54,22 @@ from autopar.solve.restricted import (
     sift_balances,
 )
 
-_FEW = (500, 1000, 2000)  # columns of restricted programs that come before a tree
+_FEW = (500, 1000, 2000)  # columns of restricted programs that are solved before a tree
 _ROUNDS = 12
-# columns: from here on a balance that will do ends the sifting, and all budget rows at once take
-# too long
+# Number of columns from which a good-enough balance ends the search over balances, and all budget
+# rows at once take too long
 _HUGE = 100_000
-_RELAXATIONS = 2  # of a tree, per node that a search may have
-_SHORT_TREE = 40  # relaxations of one that is to better a plan, not to prove it
+_RELAXATIONS = 2  # relaxations of a tree per allowed node of the search
+_SHORT_TREE = 40  # relaxations of a tree that only improves a plan
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a phase of a round has come to.
+    """The result of a phase of a round.
 
     Attributes:
-        rows: to come in, since a plan breaks them; the round is over then, and the next begins.
-        is_final: whether the search is over, if no rows are to come in.
+        rows: the rows to add, since a plan breaks them. They end the round.
+        is_final: whether the search is over, if there are no rows to add.
     """
 
     rows: Sequence[int] = ()
@@ -80,11 +81,11 @@ _GO_ON, _END = Outcome(), Outcome(is_final=True)
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """What a search is to solve, within which limits, and what is known before it.
+    """The problem of a search, its limits, and what is known before it.
 
     Attributes:
         whole, likely, only_plan, waits, common, met: as in `autopar.solve.choices_or_least`.
-        known: of a huge program, before the search.
+        known: the plan and bound of a huge program before the search.
     """
 
     problem: Problem
@@ -100,7 +101,7 @@ class SearchRequest:
     met: Solution | None = None
 
     def begin(self) -> Incoming:
-        """Make the program, or take it from a search with other moments."""
+        """Make the program, or copy it from a search with other moments."""
         program, excess, engine = self.common.begin(self.problem, self.time_limit_s)
         engine.limit.waits = self.waits
         return Incoming(program, engine, excess)
@@ -108,13 +109,14 @@ class SearchRequest:
 
 @dataclass
 class SearchRelaxation:
-    """The relaxation of a search: first without budget rows, then with all rows that came in.
+    """The relaxation of a search, first without budget rows, then with all added rows.
 
     Attributes:
-        free: its columns without budget rows. point: its last vertex with rows. mixture: the
-            columns of a relaxation that mixes what is best at several balances, where one was
-            solved.
-        beginning: where the relaxation of a program that is not small begins.
+        free: its solution without budget rows.
+        point: its last vertex with rows.
+        mixture: the columns of a relaxation that mixes the best plans at several balances, if one
+            was solved.
+        beginning: the start of the relaxation of a program that is not small.
     """
 
     request: SearchRequest
@@ -130,8 +132,8 @@ class SearchRelaxation:
 
     @property
     def live(self) -> Live:
-        """The relaxation that keeps its basis; it has the rows against mixtures, and all that
-        `add_rows` was given."""
+        """The relaxation that keeps its basis, with the rows against mixtures and all rows of
+        `add_rows`."""
         if self._live is None:
             engine = self.extra.engine
             self._live = Live(engine, tighter(self.extra.program, engine))
@@ -181,8 +183,8 @@ class SearchRelaxation:
         return self._solve_with_rows(live)
 
     def _relax_from_price(self, beginning: Beginning) -> Point | None:
-        """Solve the relaxation with the first budget rows, from a price of the row that is broken
-        worst."""
+        """Solve the relaxation with the first budget rows, starting from a price of the most
+        violated row."""
         cuts = tighter(self.extra.program, self.extra.engine)
         worst = self.extra.active[0]
         further = cuts.plus(self.extra.matrix(self.extra.active))
@@ -202,12 +204,12 @@ class SearchRelaxation:
 
     def _sift_balances(self, live: Live) -> Point | None:
         """Solve the relaxation at the best balance, and search for plans over the columns that are
-        cheap at each balance on the way."""
+        cheap at each balance tried."""
         program, engine, phases = self.extra.program, self.extra.engine, self.extra.phases
         found: Sifted | None = None
         likely = (self.proven.relaxed.balance, self.request.likely)
         known = next((balance for balance in likely if balance != COMPUTE_BOUND), None)
-        # Near the first vertex, and far.
+        # Near the first vertex, and far from it.
         first = (known,) if known else (COMPUTE_BOUND, middle(phases))
         rows = self.extra.budget
         for at in sift_balances(
@@ -226,8 +228,8 @@ class SearchRelaxation:
 
     @property
     def _is_enough_when_close(self) -> bool:
-        """Whether better balances are of no use once the plan is close: where each takes long, or
-        the bound is that of one case of several."""
+        """Whether better balances are of no use once the plan is close: if each takes long, or the
+        bound is that of one of several cases."""
         return len(self.extra.engine.names) >= _HUGE or bool(self.request.problem.conditions)
 
     def _learn_mixture(self, values: Floats) -> None:
@@ -235,23 +237,24 @@ class SearchRelaxation:
 
 
 def _last_duals(point: Point, rows: Sequence[int]) -> dict[int, float]:
-    """Row → its dual, of the rows that are the last ones of a relaxation."""
+    """Map the last rows of a relaxation to their duals."""
     duals = point.duals[len(point.duals) - len(rows) :].tolist()
     return dict(zip(rows, duals, strict=True))
 
 
 class BranchAndCut:
-    """One search: which rows are in its program, the best plan (`plans`) and what is proven.
+    """One search: the rows in its program, the best plan (`plans`) and the proven bound.
 
     Attributes:
-        extra: the program, and the rows that came in beside the formulation's.
-        tree: of the round.
-        infeasible: proven so. least: what is then needed at least, where known. apart: where that
-            is the answer.
+        extra: the program, and the rows added to those of the formulation.
+        tree: the tree of the round.
+        infeasible: whether the problem is proven infeasible.
+        least: the bytes that are needed in that case, if known.
+        apart: the ops that decide separately, if they are the result.
     """
 
     def __init__(self, request: SearchRequest) -> None:
-        if request.known is not None:  # it has an ascent of its own
+        if request.known is not None:  # it has its own ascent
             request = replace(request, common=Common())
         self.request = request
         self.extra = request.begin()
@@ -273,11 +276,11 @@ class BranchAndCut:
         """Search for the best plan.
 
         Returns:
-            The best plan found, with its bound, or None. Then `infeasible`, `least` and `apart` say
-            what is known instead.
+            The best plan with its bound, or None. In that case `infeasible`, `least` and `apart`
+            have the result.
 
         Raises:
-            InfeasibleError: no assignment of layouts is legal, whatever the memory.
+            InfeasibleError: if no assignment of layouts is legal, regardless of memory.
         """
         self._take_known()
         relaxation = self.relaxation.solve_free()
@@ -297,7 +300,7 @@ class BranchAndCut:
         return self._answer()
 
     def _take_known(self) -> None:
-        """Begin with the plans and bounds that are known before the search."""
+        """Start from the plans and bounds that are known before the search."""
         known, met = self.request.known, self.request.met
         if known is not None:
             self.plans.best = known.best
@@ -308,27 +311,27 @@ class BranchAndCut:
             self.proven.take(met)
 
     def _run_round(self, relaxation: Relaxation) -> Outcome:
-        """Run phases until rows are to come in, the search is over, or a plan is close enough.
+        """Run phases until there are rows to add, the search is over, or a plan is close enough.
 
         Args:
-            relaxation: the one without budget rows.
+            relaxation: the relaxation without budget rows.
         """
         phases: tuple[Callable[[], Outcome], ...] = (
-            # The first plan, and with it the rows that come in first. Only before any row is in.
+            # The first plan, and the first rows to add. Only before any row is added.
             lambda: self._round_off(relaxation),
-            # A large program of which only a plan is wanted: the restricted programs find it at the
-            # vertex that is known, without a tree.
+            # If only a plan of a large program is needed, the restricted programs find it at the
+            # known vertex without a tree.
             self._restrict_at_vertex,
-            # The root's bound, and a plan from a short way down. It also shows which equal ops
-            # decide apart, which can be all that is asked for.
+            # The bound of the root, and a plan from a short dive. It also shows which equal ops
+            # decide separately, which may be the only question.
             self._dive,
             # Restricted programs before branching: a plan closes nodes of the tree.
             self._restrict_before_branching,
-            # The tree raises the bound, until it is close to the plan or a limit is reached.
+            # The tree raises the bound until it is close to the plan or a limit is reached.
             self._branch,
-            # What the tree left open: better plans over few columns. Only if rows are in.
+            # Better plans over few columns that the tree did not find. Only if rows were added.
             self._restrict,
-            # At last all columns that a better plan could have, if these are few.
+            # Finally all columns that a better plan could have, if these are few.
             self._prove,
         )
         outcome = _GO_ON
@@ -339,7 +342,7 @@ class BranchAndCut:
         return outcome
 
     def _round_off(self, relaxation: Relaxation) -> Outcome:
-        """Offer the relaxation without budget rows, rounded, as a plan."""
+        """Offer the rounded relaxation without budget rows as a plan."""
         if self.extra.active:
             return _GO_ON
         rows = self.plans.offer_rounded(relaxation)
@@ -348,14 +351,14 @@ class BranchAndCut:
         return Outcome(rows)
 
     def _restrict_at_vertex(self) -> Outcome:
-        """Search restricted programs from the last vertex of a large program for a plan."""
+        """Search restricted programs for a plan, at the last vertex of a large program."""
         if not self._is_large or self.relaxation.point is None or not self._asks_only_for_a_plan():
             return _GO_ON
         rows = self._climb()
         return Outcome(rows, is_final=self._will_do())
 
     def _dive(self) -> Outcome:
-        """Solve the root of a tree, and go a short way down from it."""
+        """Solve the root of a tree, and descend a short way."""
         self.tree = self._plant()
         grown, root = self.tree.dive(), self.tree.root
         if root is None:
@@ -365,7 +368,7 @@ class BranchAndCut:
             self._take_bound(grown.bound)
             return Outcome(grown.broken)
         if self._set_apart():
-            # What a dive finds depends on the vertex, so plans are looked for at the vertex.
+            # The result of a dive depends on the vertex, so plans are searched at the vertex.
             rows = self.climb.from_vertex(root.point, self.relaxation.free, soon=True)
             return Outcome(rows, is_final=True)
         if self._needs_no_plan():
@@ -381,12 +384,12 @@ class BranchAndCut:
         if self._asks_only_for_a_plan():
             rows = self._climb()
         elif self.extra.phases and SMALL < len(self.engine.names) < LARGE:
-            # Rows over all columns make a tree slow, and a few columns do not.
+            # Rows over all columns make a tree slow; rows over a few columns do not.
             rows = self._climb(*_FEW)
         return Outcome(rows, is_final=self._set_apart())
 
     def _branch(self) -> Outcome:
-        """Grow the tree; a short one, if there is a plan and only that is wanted."""
+        """Grow the tree; a short tree, if there is a plan and no bound is needed."""
         if self.tree is None or self.tree.root is None:
             return _GO_ON
         grown = self.tree.branch(_SHORT_TREE if self._will_do() else None)
@@ -406,24 +409,24 @@ class BranchAndCut:
         return Outcome(self.climb.prove(self.request.max_nodes, point), is_final=True)
 
     def _take_bound(self, bound: float) -> None:
-        """Take over the bound of a tree, which is infinite if no plan is in it."""
+        """Adopt the bound of a tree, which is infinite if the tree has no plan."""
         if np.isinf(bound):
             self.infeasible = self.plans.best is None
         else:
             self.proven.rise(min(bound, self.plans.best_s * SCALE))
 
     def _plant(self) -> Tree:
-        """A tree over the relaxation with the rows that are in."""
+        """Make a tree over the relaxation with the present rows."""
 
         def offer(values: Floats) -> Sequence[int]:
             """Offer rounded values as a plan; return the rows that it breaks."""
             try:
                 return self.plans.offer(values)
-            except LayoutError:  # rounded strategies may make nothing that a reader can use
+            except LayoutError:  # rounded strategies may leave a reader without a usable layout
                 return ()
 
         def best() -> float:
-            """Cost of the best plan, in the program's unit."""
+            """Return the cost of the best plan, in the program's unit."""
             return self.plans.best_s * SCALE
 
         live, sizes = self.relaxation.live, self.extra.sizes()
@@ -432,19 +435,19 @@ class BranchAndCut:
         return Tree(variables, live, offer, best, self.request.gap, most)
 
     def _fits_nowhere(self, broken: Sequence[int]) -> bool:
-        """Whether no plan fits, before the first budget rows come in: all rows at once say so
-        sooner than one after another. If a search before found a plan, this is rarely so."""
+        """Whether no plan fits, before the first budget rows are added. All rows at once show this
+        sooner than one after another. It is rare if an earlier search found a plan."""
         budget = [r for r in broken if r < len(self.extra.rows)]
         is_first = self.plans.best is None and budget and not self.extra.budget
         return bool(is_first) and not self.request.common.has_plan and self._needs_more()
 
     @property
     def _skipped_all_rows(self) -> bool:
-        """Whether the search has no answer and did not look at all budget rows at once."""
+        """Whether the search has no result and did not try all budget rows at once."""
         return self.apart is None and self.request.common.has_plan and bool(self.extra.budget)
 
     def _needs_more(self) -> bool:
-        """Whether all budget rows at once show that no plan fits; `least` then says how much is
+        """Whether all budget rows at once show that no plan fits; `least` then has the bytes
         needed."""
         if SMALL < len(self.engine.names) < LARGE:
             problem = self.request.problem
@@ -482,7 +485,7 @@ class BranchAndCut:
         )
 
     def _find_split(self) -> Condition | None:
-        """The condition that divides the mixture best, if the plan is too far from the bound."""
+        """Return the condition that divides the mixture best, if the gap is too large."""
         problem, values, point = (
             self.request.problem,
             self.relaxation.mixture,
@@ -497,14 +500,14 @@ class BranchAndCut:
         return find_split(problem, shares)
 
     def _climb(self, *rungs: int) -> list[int]:
-        """Search restricted programs, from small to large; from the last vertex if that pays."""
+        """Search restricted programs from small to large, at the last vertex if that pays."""
         from_vertex = self._is_large or not self._forms_groups
         point = self.relaxation.point if from_vertex else None
         return self.climb.up(point, self.relaxation.free, rungs)
 
     def _asks_only_for_a_plan(self) -> bool:
-        """Of a large program, or one with budget rows, a long tree mostly raises the bound: dives,
-        restricted programs and a short one have found the plan before."""
+        """Whether only a plan is needed. In a large program, or one with budget rows, a long tree
+        mostly raises the bound: the plans come from dives, restricted programs and a short tree."""
         return (
             self.request.only_plan
             and len(self.engine.names) > SMALL
@@ -512,16 +515,16 @@ class BranchAndCut:
         )
 
     def _will_do(self) -> bool:
-        """Whether there is a plan, and no more is wanted."""
+        """Whether there is a plan, and nothing more is needed."""
         return self._asks_only_for_a_plan() and self.plans.best is not None
 
     def _set_apart(self) -> bool:
-        """Whether equal ops that decide apart are to be tried rather than a tree."""
+        """Whether to try separate decisions of equal ops rather than a tree."""
         return self._forms_groups and self.plans.best is not None and len(self.engine.names) > SMALL
 
     def _needs_no_plan(self) -> bool:
-        """Whether it is enough to know which equal ops decide apart: where no plan is near the
-        relaxation, one takes long to find, and what layers in groups do is better."""
+        """Whether it is enough to know which equal ops decide separately. If no plan is near the
+        relaxation, one takes long to find, and plans with groups of layers are better."""
         return (
             self._forms_groups
             and self.plans.best is None
@@ -531,5 +534,5 @@ class BranchAndCut:
 
     @property
     def _forms_groups(self) -> bool:
-        """Whether equal ops decide apart, and what is found only says how to group them."""
+        """Whether equal ops decide separately, and the result only tells how to group them."""
         return bool(self.proven.relaxed.mixed) and not self.request.whole

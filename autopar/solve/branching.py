@@ -1,16 +1,16 @@
 """Branch and bound over live relaxations (`autopar.solve.highs`).
 
-A node is a box of bounds: of some ops one strategy is settled, or some are ruled out; where all are
-settled, what is kept and what is run again. Its relaxation's duals prove a bound for the box;
-rounded, it is offered as a plan. A node whose bound is within the wanted gap of the best plan is
-closed. First one box is made smaller and smaller, to have a plan early; then nodes are taken by the
-least bound, or, until there is a plan, the better child of the last one.
+A node is a box of bounds: some ops have a fixed strategy or excluded strategies; once all ops are
+fixed, also what is kept and recomputed. The duals of its relaxation prove a bound for the box, and
+its rounded solution is offered as a plan. A node is closed if its bound is within the requested gap
+of the best plan. First, one box is made smaller and smaller to find a plan early. Then the node
+with the least bound is next, or, until there is a plan, the better child of the last node.
 
-Which op to branch on: the one whose two boxes have the higher bounds, which is tried out for a few
-ops per node, and once an op has been tried twice its average stands for it. Relaxations differ by a
-few simplex steps from node to node, so that a node costs hundredths of a second where a restart
-costs seconds. Limits count relaxations and simplex steps, of one relaxation, too: a box that takes
-too many keeps the bound of the one around it.
+The op to branch on is the one whose two boxes have the highest bounds. This is tried for a few ops
+per node; once an op was tried twice, its average is used. Relaxations of neighbouring nodes differ
+by a few simplex steps, so a node costs hundredths of a second, while a restart costs seconds.
+Limits count relaxations and simplex steps, also per relaxation: a box that needs too many steps
+keeps the bound of its parent.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Key = tuple[
 ]  # 0 and an op, or 1 and the position of a bit: what runs again, what is kept, what kernels share
 Places = NDArray[np.int32]
 """Columns of the program, by their position."""
-_WHOLE = 1e-6  # what is this close to 0 or 1 is
-_TRIED, _OFTEN = 6, 2  # ops that are tried out per node; how often one is
-_DIVE = 3  # of what is not settled, one in so many is at a time
+_WHOLE = 1e-6  # distance from 0 or 1 below which a value counts as integral
+_TRIED, _OFTEN = 6, 2  # ops to try per node; tries per op
+_DIVE = 3  # a dive fixes one third of the free variables at a time
 _PER_ROW = (
     1 / 3
     # simplex steps, about as many as a relaxation takes that begins with nothing, and at most; but
@@ -57,8 +57,8 @@ class Grown:
     """The result of a tree.
 
     Attributes:
-        bound: no plan costs less, in the program's unit. broken: budget rows that are to come in;
-            then the bound is that of the root.
+        bound: lower bound of all plans, in the program's unit.
+        broken: budget rows to add; if there are any, the bound is that of the root.
     """
 
     bound: float
@@ -67,14 +67,14 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class BranchingVariables:
-    """The columns that a tree settles.
+    """The columns that a tree fixes.
 
     Attributes:
-        num_columns: of the whole program.
+        num_columns: columns of the whole program.
         choices: by op, the columns of its strategies.
-        bits: columns that are 0 or 1: what runs again, what is kept, what kernels share.
-        bit_sizes: of each bit its largest share of a budget in the rows that are in.
-        num_rows: of the program.
+        bits: binary columns: recomputation, kept versions and shared memory of kernels.
+        bit_sizes: of each bit, its largest share of a budget in the present rows.
+        num_rows: rows of the program.
     """
 
     num_columns: int
@@ -85,11 +85,11 @@ class BranchingVariables:
 
     @staticmethod
     def of(program: Formulation, engine: Engine, sizes: Floats) -> BranchingVariables:
-        """Find the columns of a program that are to be settled.
+        """Find the columns of a program to fix.
 
         Args:
             program, engine: the program, and its arrays.
-            sizes: per column its largest share of a budget in the rows that are in.
+            sizes: per column, its largest share of a budget in the present rows.
         """
         column = engine.column
         choices = [np.array([column[v.name] for v in row], np.int32) for row in program.x]
@@ -104,12 +104,12 @@ class BranchingVariables:
 
 @dataclass
 class _Effort:
-    """What a tree has done, and what it may do.
+    """The work and the limits of a tree.
 
     Attributes:
-        per_relaxation: simplex steps of one that begins with nothing.
-        max_relaxations, last_step: the limits; steps are counted by the live relaxation.
-        num_relaxations: solved so far.
+        per_relaxation: simplex steps of a relaxation from scratch.
+        max_relaxations, last_step: the limits; the live relaxation counts steps.
+        num_relaxations: solved relaxations.
     """
 
     per_relaxation: int
@@ -125,8 +125,8 @@ class Tree:
         max_relaxations: how many it may solve.
 
     Attributes:
-        offer: takes values of the columns, rounded, as a plan; gives budget rows to add. best: the
-            best plan's cost.
+        offer: offers rounded values of the columns as a plan, and returns budget rows to add.
+        best: returns the cost of the best plan.
         wanted: the relative gap at which to stop.
     """
 
@@ -144,7 +144,7 @@ class Tree:
         unit = max(int(_PER_ROW * variables.num_rows), _FEWEST)
         self._effort = _Effort(unit, max_relaxations)
         self.root: _Node | None = None
-        self._closed: float = np.inf  # the least bound of nodes that are not looked into further
+        self._closed: float = np.inf  # the least bound of nodes that are not branched further
         self._gains: dict[Key, list[float]] = {}
         self._broken: tuple[int, ...] = ()
 
@@ -154,7 +154,7 @@ class Tree:
         return self._effort.num_relaxations
 
     def dive(self) -> Grown:
-        """Solve the root, and from there a short sequence of nested boxes; each is offered as a
+        """Solve the root and a short sequence of nested boxes, each of which is offered as a
         plan."""
         n = self.variables.num_columns
         self.root = self._at(np.zeros(n), np.ones(n))
@@ -166,12 +166,11 @@ class Tree:
         return Grown(self.root.point.bound, self._broken)
 
     def branch(self, more: int | None = None) -> Grown:
-        """Dive to the bottom, then branch from the root until the gap is closed, a budget row has
-        to come in, or a limit is reached.
+        """Dive, then branch from the root until the gap is closed, there is a budget row to add, or
+        a limit is reached.
 
         Args:
-            more: relaxations beyond those of the dive, where these are to be fewer than the tree
-                may have.
+            more: limit of relaxations after the dive, if it is lower than that of the tree.
         """
         root, effort = self.root, self._effort
         assert root is not None, "the dive has found one"
@@ -185,14 +184,14 @@ class Tree:
         return Grown(max(root.point.bound, min([self._closed, *open_bounds])))
 
     def _grow(self, root: _Node) -> list[float]:
-        """Branch until nothing is open, or the tree may not go on.
+        """Branch until no box is open, or a limit is reached.
 
         Returns:
             The bounds of the boxes that are still open.
         """
         order = itertools.count()
         waiting = [(root.point.bound, next(order), root)]
-        last: _Node | None = None  # the better child, which comes next while there is no plan
+        last: _Node | None = None  # the better child, which is next while there is no plan
         while (waiting or last) and not self._broken and not self._spent():
             if last is None and self._is_done(waiting[0][0]):
                 break
@@ -209,8 +208,8 @@ class Tree:
         return bounds if last is None else [*bounds, last.point.bound]
 
     def _dive(self, root: _Node) -> None:
-        """Settle what is nearly so, a share of it at a time, ops first; each box is offered as a
-        plan. It ends where none within it can be better, or all is settled."""
+        """Fix nearly integral variables, a share of them at a time, ops first, and offer each box
+        as a plan. Stop if no plan in the box can be better, or all variables are fixed."""
         node: _Node | None = root
         while (
             node is not None and len(node.point.values) and not self._broken and not self._spent()
@@ -243,14 +242,14 @@ class Tree:
         return best * (1 - self.wanted) if np.isfinite(best) else np.inf
 
     def _is_done(self, least: float) -> bool:
-        """Whether no box that waits, of which one proves the least, is worth branching."""
+        """Whether no open box is worth branching, given the least of their bounds."""
         return min(least, self._closed) >= self._enough() or self._is_proven(least)
 
     def _is_proven(self, least: float) -> bool:
-        """Whether there is a plan, and no box that waits, of which one proves the least, can raise
-        the bound: one that is closed proves no more. So it is where the relaxation's prices take
-        early communication to be hidden (`autopar.solve.lazy_rows`), and settled choices cost
-        more than they do at these prices."""
+        """Whether there is a plan and no open box can raise the bound, given the least of their
+        bounds, since a closed box proves no more. This happens if the relaxation's prices assume
+        early communication to be hidden (`autopar.solve.lazy_rows`), and fixed decisions cost more
+        than at these prices."""
         return bool(np.isfinite(self.best())) and least >= self._closed
 
     def _spent(self) -> bool:
@@ -261,11 +260,12 @@ class Tree:
         )
 
     def _at(self, lower: Floats, upper: Floats, around: float | None = None) -> _Node | None:
-        """The node of a box, offered as a plan; None where the box is empty.
+        """Solve the node of a box and offer it as a plan; None if the box is empty.
 
         Args:
-            around: the bound of a box that this one is in, which holds here where the steps for a
-                better one run out; None of the root.
+            lower, upper: bounds of the columns.
+            around: the bound of the parent, used if the step limit ends the solve; None for the
+                root.
         """
         self._effort.num_relaxations += 1
         point = (
@@ -282,9 +282,9 @@ class Tree:
         return _Node(lower, upper, point)
 
     def _branching_keys(self, values: Floats) -> list[Key]:
-        """List the candidates to branch on: the ops that are least settled, and with them the
-        fractional bits that take most memory. If all ops are settled, any fractional bits; none if
-        there are none."""
+        """List the candidates to branch on: the least settled ops, and the fractional bits that
+        take most memory. If all ops are settled, list any fractional bits; none if there are
+        none."""
         choices, bits = self.variables.choices, self.variables.bits
         shares = ((1.0 - float(values[columns].max()), (0, n)) for n, columns in enumerate(choices))
         ops = sorted((-min(share, 1 - share), key) for share, key in shares if share > _WHOLE)
@@ -301,7 +301,7 @@ class Tree:
             self._closed = min(self._closed, bound)
             return []
         some = self._branching_keys(node.point.values)
-        if not some:  # a plan of this cost was offered
+        if not some:  # all are integral, and a plan of this cost was offered
             self._closed = min(self._closed, bound)
             return []
         scored: list[tuple[float, Key, list[_Node | None] | None]] = []
@@ -328,8 +328,8 @@ class Tree:
         return [child for child in children if child.point.bound < self._enough()]
 
     def _pair(self, node: _Node, key: Key) -> list[_Node | None]:
-        """A node's two halves: one without what is most in the relaxation, one with nothing
-        else."""
+        """Split a node into two boxes: one excludes the strategy with the largest value in the
+        relaxation, the other fixes it."""
         group, index = key
         without, with_it = node.upper.copy(), (node.lower.copy(), node.upper.copy())
         if group:
@@ -348,6 +348,6 @@ class Tree:
 
 
 def _gain(bound: float, pair: Sequence[_Node | None]) -> float:
-    """How much a pair raises the bound: the lesser rise counts, the greater a tenth of it."""
+    """Return how much a pair raises the bound: the smaller increase plus a tenth of the larger."""
     rises = sorted(np.inf if child is None else child.point.bound - bound for child in pair)
     return rises[0] + 0.1 * min(rises[1], abs(bound))

@@ -1,17 +1,17 @@
 """The search of a problem divided into cases.
 
-Where communication outlasts compute, the relaxation mixes plans: at a small share of one that runs
-everything whole on every node, and so communicates little and computes much, and a large share of
-one that splits everything between the nodes. No assignment can do so, since layers that change from
-one to the other communicate their activations. Such mixtures leave a gap that a search tree hardly
-closes: its relaxations have a fixed balance of compute and communication
+If communication outlasts compute, the relaxation mixes plans: a small share of a plan that computes
+everything whole on every node, with little communication and much compute, and a large share of a
+plan that splits everything between the nodes. No solution can do so, since layers that change
+between the two plans communicate their activations. A search tree hardly closes the resulting gap:
+its relaxations have a fixed balance of compute and communication
 (`autopar.core.streams.Load.priced_s`), at which both plans cost the same.
 
-A condition (`autopar.core.problem.Condition`) separates the two plans. Every choice meets it or its
-opposite, so the problem is divided into two cases, each with a relaxation, a balance and
-multipliers of its own, and the least of their bounds is a bound of the problem. The case with the
-least bound is divided again, until that bound is close to the best plan. A case whose bound is
-close to the plan is done; it holds no plan that is better by more than the gap.
+A condition (`autopar.core.problem.Condition`) separates the two plans. Every solution satisfies the
+condition or its opposite, so the problem is divided into two cases with separate relaxations,
+balances and multipliers. The least of their bounds is a bound of the problem. The case with the
+least bound is divided again, until that bound is close to the best plan. A case is done if its
+bound is close to the plan: it has no plan that is better by more than the gap.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from autopar.solve.highs import SimplexWork
 from autopar.solve.lp import Floats
 from autopar.solve.min_budget import Least
 
-_LEAST_SHARE = 0.01  # of either side of a condition in the mixture
+_LEAST_SHARE = 0.01  # least share of either side of a condition in the mixture
 _MOST_CASES = 12
-_FLAT = 0.05  # of the distance between bound and plan: a division that raises the bound by less
-_MOST_FLAT = 2  # such divisions, one after another, of which the last is the last of a case
-_WORK = 1.5e9  # of one case, in simplex steps by columns
-_ALL_WORK = 5e9  # of all cases of a problem, likewise: from here on none is divided
-_FAR = 0.05  # relative distance from which on equal layers may still be put into groups
+_FLAT = 0.05  # a division is flat if it raises the bound by a smaller share of the gap
+_MOST_FLAT = 2  # consecutive flat divisions after which a case is not divided again
+_WORK = 1.5e9  # work limit of one case, in simplex steps times columns
+_ALL_WORK = 5e9  # work of all cases of a problem after which no case is divided
+_FAR = 0.05  # relative gap from which equal layers may still be grouped
 
 Ask = Callable[[Problem, Solution | None, Common], Solution | Least | FractionalGroups | None]
-"""Solves a case: gets its problem, the best plan so far, if any, and what its searches share; None
-means that no choice meets the conditions."""
+"""Solves a case, given its problem, the best plan so far, if any, and the state that its searches
+share. It returns None if the case is infeasible."""
 
 
 def find_split(problem: Problem, shares: Sequence[Floats]) -> Condition | None:
-    """Find the condition that divides a mixture of plans best: that of the op whose time differs
-    most between the choices that meet it and the others, weighted with both shares.
+    """Find the condition that divides a mixture of plans best. It is the condition on the op whose
+    time differs most between the strategies on its two sides, weighted by both shares.
 
     Args:
-        problem: that is relaxed.
+        problem: the relaxed problem.
         shares: per op, the share of each strategy in the mixture.
 
     Returns:
@@ -80,15 +80,15 @@ def _num_axes(problem: Problem, n: int) -> int:
 
 @dataclass
 class Case:
-    """The choices of a problem that meet some conditions.
+    """The solutions of a problem that satisfy some conditions.
 
     Attributes:
-        conditions: all of them; none for the whole problem.
-        bound_s: no such choice takes less; infinite if there is none that fits the memory.
+        conditions: the conditions; none for the whole problem.
+        bound_s: lower bound of these solutions in seconds; infinite if none fits.
         free_bound_s: as in `autopar.core.solution.Solution`.
-        multipliers: prove a bound of these choices by arithmetic alone, maybe a lower one.
-        split: the condition by which the case can be divided, None if it cannot.
-        num_flat: number of divisions that led here and hardly raised the bound.
+        multipliers: multipliers that prove a bound by arithmetic alone, possibly a lower one.
+        split: the condition that divides the case; None if it cannot be divided.
+        num_flat: consecutive divisions that hardly raised the bound.
     """
 
     conditions: tuple[Condition, ...]
@@ -101,12 +101,12 @@ class Case:
 
 @dataclass
 class Cases:
-    """The cases of one problem, and its answer.
+    """The cases of one problem, and its result.
 
     Attributes:
-        problem: without learned moments.
-        work: where the work of all searches is counted.
-        leaves: the cases; each choice is in exactly one of them.
+        problem: the problem without learned moments.
+        work: counts the work of all searches.
+        leaves: the cases. Each solution is in exactly one of them.
         answer: the best plan, with the bound of all cases.
     """
 
@@ -119,13 +119,13 @@ class Cases:
 
     @staticmethod
     def of(problem: Problem, found: Solution, gap: float, common: Common, ask: Ask) -> Cases:
-        """Divide a problem into cases, as long as that is of use.
+        """Divide a problem into cases as long as that helps.
 
         Args:
-            problem: that was solved.
-            found: the answer to it, with a condition to divide it by (`Solution.split`).
-            gap: relative; divide until plan and bound are as close.
-            common: shared state of the searches for the problem, where their work is counted.
+            problem: the solved problem.
+            found: its solution, with a condition that divides it (`Solution.split`).
+            gap: the requested relative gap between plan and bound.
+            common: the shared state of the searches for the problem, which counts their work.
             ask: solves a case.
         """
         root = Case((), found.bound_s, found.free_bound_s, found.multipliers, found.split)
@@ -134,12 +134,12 @@ class Cases:
         return cases
 
     def are_of(self, problem: Problem) -> bool:
-        """Whether a problem is the one that was divided, but for its moments."""
+        """Whether a problem equals the divided problem except for its moments."""
         same = (problem.ops is self.problem.ops, problem.variants is self.problem.variants)
         return all(same) and problem.regions == self.problem.regions
 
     def solve(self, problem: Problem) -> Solution | None:
-        """Solve the problem with other moments, case by case, those with the least bound first.
+        """Solve the problem with other moments, case by case, in the order of their bounds.
 
         Returns:
             The best plan, whose bound is that of all cases; None if no case has a plan.
@@ -200,7 +200,7 @@ class Cases:
         )
 
     def _conclude(self, root: Solution) -> None:
-        """Complete the answer with the bound of all cases."""
+        """Complete the result with the bound of all cases."""
         best_s = self.answer.objective_s
         bound_s = min(best_s, *(case.bound_s for case in self.leaves))
         is_far = best_s * (1.0 - max(self.gap, _FAR)) > bound_s
@@ -217,7 +217,7 @@ class Cases:
         )
 
     def _multipliers(self, before: Multipliers | None) -> Multipliers | None:
-        """The multipliers of all cases, if they prove more than those of the whole problem."""
+        """Return the multipliers of all cases, if they prove more than those of the problem."""
         found = [
             CaseMultipliers(case.conditions, case.multipliers)
             for case in self.leaves
@@ -231,7 +231,7 @@ class Cases:
     def _ask(
         self, problem: Problem, case: Case, met: Solution | None
     ) -> Solution | Least | FractionalGroups | None:
-        """Solve a case with its share of work."""
+        """Solve a case within its work limit."""
         most, self.work.most = self.work.most, min(self.work.most, self.work.spent + _WORK)
         found = self.ask(replace(problem, conditions=case.conditions), met, Common(self.work))
         self.work.most = most

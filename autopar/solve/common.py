@@ -1,10 +1,9 @@
-"""State that is shared between searches for one problem with different moments: the program, its
-relaxation without budget rows, and where that began.
+"""State shared by the searches for one problem with different moments: the program, and its
+relaxation without budget rows with the start of that relaxation.
 
-A search that learns moments solves its problem several times, and returns to an earlier grouping of
-layers. Moments only change budget rows, so that a third of each search of a large program is the
-same. A search that begins with the state of another finds the same as with its own: the state is
-restored before it is used.
+A search that learns moments solves its problem several times, and may return to an earlier grouping
+of layers. Moments only change budget rows, so a third of each search of a large program is the
+same. The shared state is restored before use, so the result of a search does not depend on it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from autopar.solve.formulation import Formulation
 from autopar.solve.highs import Engine, Relaxation, SimplexWork
 from autopar.solve.lazy_rows import Excess
 
-_LAST = 2  # problems: of layers in groups, and in none
+_LAST = 2  # stored problems: with groups of layers, and without
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,8 @@ class Free:
     """The shared state of one problem.
 
     Attributes:
-        engine: as it was after the relaxation.
-        ascent, potentials: where the relaxation began, and the potentials at that point.
+        engine: the engine after the relaxation.
+        ascent, potentials: the start of the relaxation, and the potentials at that point.
     """
 
     problem: Problem
@@ -50,10 +49,10 @@ class Free:
         """Record the state after the relaxation without budget rows.
 
         Args:
-            program, excess: the program, without budget rows.
-            engine: after its relaxation; a copy is kept.
-            relaxation: its answer.
-            ascent: where it began, if at potentials.
+            program, excess: the program without budget rows.
+            engine: the engine after the relaxation; a copy is stored.
+            relaxation: the solution of the relaxation.
+            ascent: the start of the relaxation, if it started at potentials.
         """
         potentials = None if ascent is None else ascent.potentials()
         return Free(
@@ -69,7 +68,7 @@ class Free:
 
     def ascent_of(self, problem: Problem) -> Ascent | None:
         """Restore the ascent for another problem's moments. All searches share one ascent, so the
-        search before must be over."""
+        previous search must be over."""
         if self.ascent is not None and self.potentials is not None:
             self.ascent.go_back(problem, self.potentials)
         return self.ascent
@@ -80,8 +79,8 @@ class Common:
     """The shared state of the last problems of one job.
 
     Attributes:
-        work: the work of all its searches.
-        has_plan: whether one of them found a plan, so that the others are likely to.
+        work: the work of all searches.
+        has_plan: whether one of them found a plan, so that the others probably do, too.
     """
 
     work: SimplexWork = field(default_factory=SimplexWork)
@@ -102,7 +101,7 @@ class Common:
         return program, excess, Engine(program.model, time_limit_s, self.work)
 
     def keep(self, free: Free) -> None:
-        """Remember the state of a problem."""
+        """Store the state of a problem."""
         self._found.append(free)
 
 

@@ -1,26 +1,26 @@
-"""A lower bound of huge programs without a solver: by dual ascent, tensor by tensor.
+"""A lower bound of huge programs without a solver, by dual ascent over tensors.
 
 If the relaxation (`autopar.solve.formulation`) has some hundred thousand columns, no method of
-HiGHS ends in time. Its dual is a sum over decisions: with the potentials π[c,l] ≥ 0 of rows (3),
-the one kind of multiplier that is not implied by the others (`autopar.solve.multipliers`), and no
+HiGHS ends in time. Its dual is a sum over decisions. Let π[c,l] ≥ 0 be the potentials of rows (3),
+the only multipliers that do not follow from the others (`autopar.solve.multipliers`), such that
+they rise over no collective by more than its cost. Then
 collective over which they rise by more than it costs,
 
     bound = Σ_n min_s d[x[n,s]] + Σ_n min(0, min_s d[rc[n,s]])
 
     d[x]  = price + Σ π of what the strategy reads − Σ π of what it supplies, to backward too where
           a version may be kept so
-    d[rc] = likewise, of an op that backward runs again
+    d[rc] = likewise, of an op that backward recomputes
 
-A *sweep* goes over all decisions, and back: each gives its leeway to the readers of what it
-supplies that come after it, and to the sources of what it reads that do
-(`autopar.solve.potentials`), in as many equal shares as there are neighbours on the side that has
-more: sequential tree-reweighted message passing (Kolmogorov, 2006), of which strategies are the
-labels and trees of collectives the pairwise terms. Neither does the bound ever fall nor is it the
-relaxation's in the end, but some sweeps of a few hundredths of a second each bring it within a per
-cent.
+A *sweep* visits all decisions in order, and then in reverse order. Each decision gives its leeway
+to the later readers of its results and the later sources of its operands
+(`autopar.solve.potentials`), in as many equal shares as there are neighbours on the side with more.
+This is sequential tree-reweighted message passing (Kolmogorov, 2006) with strategies as labels and
+trees of collectives as pairwise terms. The bound never decreases. It does not converge to that of
+the relaxation, but some sweeps of a few hundredths of a second each bring it within one per cent.
 
-A kernel makes a collective cheaper by what it saves at most (rows 10 and 11), which proves less
-than the relaxation does. Budgets play no part.
+A kernel lowers the cost of a collective by the most that it saves (rows 10 and 11), which proves
+less than the relaxation does. Budgets are ignored unless memory has a price.
 """
 
 from __future__ import annotations
@@ -54,21 +54,22 @@ from autopar.solve.prices import arc_loads, away_load, op_load, saved_load
 # Budget rows at prices: the Lagrangian relaxation of memory.
 #
 # With λ[r] ≥ 0 seconds per byte of row r, rows (6) to (8) of `autopar.solve.memory_rows` become
-# costs of the choices that take bytes, less what the budget itself is worth:
+# costs of the choices that take bytes, minus the worth of the budget itself:
 #
 # Σ_r λ[r] · (static·x + held·bytes(l)·k + live·x + again·rc + reserve − budget)
 
 
 @dataclass
 class MemoryPrices:
-    """What bytes cost a problem's choices.
+    """The prices of bytes in a problem.
 
     Attributes:
-        worths_s: budget row → what the whole budget is worth there.
-        of_ops, of_again: seconds by strategy of each op, and where backward runs it again, all
+        worths_s: budget row → the worth of the whole budget.
+        of_ops, of_again: seconds by strategy of each op, and of each recomputed op, for all
             instances together.
         of_kept: per variant, seconds per byte of the version of one instance.
-        given_s: what the budget is worth, less what is reserved. reserved_s: of that, what is.
+        given_s: the worth of the budget, minus that of the reserves.
+        reserved_s: the worth of the reserves.
     """
 
     problem: Problem
@@ -108,7 +109,7 @@ class MemoryPrices:
 # The decisions, and the groups of readers between them.
 
 Turn = tuple[PricedReader, bool]
-"""A reader whose potentials are to be raised, or else lowered."""
+"""A reader whose potentials are raised (True) or lowered (False)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +123,13 @@ class Potentials:
 
 
 def _shares_at(visited: Decision, left: float) -> Share:
-    """Return the shares at a visit: `left` for the decision that is visited, their own for
+    """Return the shares at a visit: `left` for the visited decision, and their own shares for all
     others."""
     return lambda other: left if other is visited else other.share
 
 
 class _GroupBuilder:
-    """Makes the decisions of a problem, and the groups of what reads each tensor.
+    """Makes the decisions of a problem, and the groups of readers of each tensor.
 
     Attributes:
         x, again, groups: as in `Ascent`.
@@ -164,8 +165,8 @@ class _GroupBuilder:
         return [self._price(op_load(self.problem, n, s, again=again)) for s in strategies]
 
     def _variant(self, v: int) -> None:
-        """The groups of one variant: see rows (3) and (4) of `autopar.solve.formulation` for
-        what supplies what."""
+        """Add the groups of one variant. Rows (3) and (4) of `autopar.solve.formulation` define
+        their supply."""
         variant = self.problem.variants[v]
         value, uses = self.problem.values[variant.value], list(enumerate(variant.uses))
         made = self._at(value.graph, value.op, "outputs", value.result)
@@ -183,7 +184,7 @@ class _GroupBuilder:
         if not later or value.phase != "forward":
             return
         version = _versions(value, [made, *(read[i] for i, _ in first)])
-        # Versions are layouts of their own, from which keeping leads to those that backward finds.
+        # Versions are separate layouts, from which keeping leads to the layouts in backward.
         resting = len(version)
         sources = [(self.x[value.op], made + resting, version[made])]
         sources += [(self.x[use.op], read[i] + resting, version[read[i]]) for i, use in first]
@@ -203,8 +204,8 @@ class _GroupBuilder:
         """Add a group. A layout from which no collective leads to a reader has no potential.
 
         Raises:
-            InfeasibleError: if nothing leads to any reader, and some reader is more than an op
-                that backward may run again.
+            InfeasibleError: if nothing leads to any reader, and some reader is more than an op that
+                backward may recompute.
         """
         variant = self.problem.variants[v]
         graph = self.problem.values[variant.value].graph
@@ -252,21 +253,21 @@ class _GroupBuilder:
         ]
         if not group.sources:
             if all(decision.optional for _, decision, _ in readers):
-                return  # they do not run again; the bound holds without that
+                return  # its readers are not recomputed; the bound holds without them
             raise refusal(self.problem)
         for i, decision, at in readers:
             PricedReader(group, Side(decision, at, np.ones(len(at))), i)
         self.groups.append(group)
 
     def _away(self, v: int, layout: int) -> float:
-        """What it costs to keep a layout on the hosts."""
+        """Return the cost of keeping a layout on the hosts, in seconds."""
         variant = self.problem.variants[v]
         away_s = self.problem.values[variant.value].away(layout)
         return math.inf if math.isinf(away_s) else self._price(away_load(away_s, variant.count))
 
     def _kernel_savings(self, v: int, late: bool) -> dict[int, tuple[float, int]]:
-        """Collective → the most seconds that a kernel saves of it, and how many kernels could do
-        it."""
+        """Map each collective to the most seconds that a kernel saves of it, and the number of
+        kernels that could run it."""
         found: dict[int, tuple[float, int]] = {}
         for kernel in self.problem.kernels.get((v, late), ()):
             for hidden in kernel.hides:
@@ -278,7 +279,7 @@ class _GroupBuilder:
         return found
 
     def _at(self, graph: LayoutGraph, n: int, side: str, position: int) -> Ints:
-        """Per strategy of an op, the layout of one operand or result."""
+        """Return the layout of one operand or result, by strategy of an op."""
         key = id(graph), n, side, position
         if key not in self._known:
             layouts = (getattr(s.layouts, side)[position] for s in self.problem.ops[n].strategies)
@@ -286,7 +287,7 @@ class _GroupBuilder:
         return self._known[key]
 
     def place_decisions(self) -> list[Decision]:
-        """Put decisions in order (forward, what backward may run again, backward) and number
+        """Put decisions in order (forward, recomputable ops in backward, backward) and number
         them."""
         phases: tuple[Phase, Phase] = ("forward", "backward")
         forward, backward = (
@@ -362,7 +363,7 @@ class Ascent:
 
     @property
     def bound_s(self) -> float:
-        """What the potentials prove."""
+        """The bound that the potentials prove, in seconds."""
         return sum(decision.least for decision in self.order) - self.worth.given_s
 
     @property
@@ -426,9 +427,9 @@ class Ascent:
                     change(_shares_at(decision, left))
 
     def multipliers(self) -> Multipliers:
-        """The potentials, from here on as short as a plan keeps them, and what they prove.
+        """Round the potentials to the precision of plans, and return them with their bound.
 
-        Readers give all their leeway first, so that fewer potentials are left.
+        Readers give all their leeway first, so that fewer potentials remain.
         """
         for group in self.groups:
             for reader in group.readers:

@@ -1,17 +1,16 @@
 """The cost of given choices, by arithmetic alone: no solver, exact trees of collectives.
 
-A step takes at least max(C + s·P, P) + K seconds per phase (`autopar.core.streams`), which is what
-is minimised: trees are the cheapest where an early second costs s, or, where early communication
-then outlasts compute, those of other balances with which the step is shorter
-(`autopar.solve.evaluate`).
+A step takes at least max(C + s·P, P) + K seconds per phase (`autopar.core.streams`). The trees are
+those that minimize this time: the cheapest trees if an early second costs s, or, if early
+communication then outlasts compute, trees of other balances with which the step is shorter.
 
-A kernel that is on offer (`autopar.cost.kernel_offers`) is taken where it saves something: of one
-collective by one product, and of a product either what is gathered for it or what its result is
-scattered by, for all instances alike (`autopar.solve.pick_kernels`).
+An offered kernel (`autopar.cost.kernel_offers`) is used if it saves time. It runs one collective
+with one product, and a product has a kernel for its gathered operand or for its scattered result,
+the same for all instances (`autopar.solve.pick_kernels`).
 
-The same function prices the incumbent, runner-ups and hand-made choices, and says which versions of
-a value forward makes, which are kept and which collectives run. Emission follows it step by step,
-so that what is priced is emitted.
+The same function prices incumbents, runner-ups and hand-made solutions. It returns the versions
+that forward makes, the kept versions and the collectives. Emission follows it step by step, so that
+what is priced is emitted.
 """
 
 from __future__ import annotations
@@ -30,15 +29,14 @@ from autopar.solve.tensor_moves import Moves, Redistribution, moved_load, moves_
 # --------------------------------------------------------------------------------------------------
 # Trees of collectives where early communication outlasts compute.
 #
-# Where the trees that cost least at λ = 1 (`autopar.core.streams`) leave no phase outlasted, none
-# is better. Else the compute of a phase that is outlasted costs nothing, and its early
-# communication all that it takes: at λ = 0. Where that makes compute the longer in turn, the best
-# lies between, and λ is sought there by halves. A tensor whose trees are the same at both ends has
-# no others between. Of the rest each takes those, of all that were seen, with which the step is the
-# shortest.
+# If the cheapest trees at λ = 1 (`autopar.core.streams`) leave no phase outlasted by communication,
+# no others are better. Otherwise the compute of an outlasted phase costs nothing, and its early
+# communication has its full cost: λ = 0. If that makes compute the longer stream, the best λ is in
+# between and is found by bisection. A tensor with equal trees at both ends has no others in
+# between. Each of the other tensors gets those of its trees that make the step the shortest.
 
 _HALVES = 4
-_BETTER = 1e-12  # of a step, relative
+_BETTER = 1e-12  # least improvement, relative to the step
 
 
 def balance_trees(
@@ -47,10 +45,12 @@ def balance_trees(
     at: Callable[[int, OverlapWeights], Moves],
     load: Callable[[Sequence[Moves]], Load],
 ) -> Sequence[Moves]:
-    """The trees of all variants that make the step the shortest.
+    """Find the trees of all variants that make the step the shortest.
 
     Args:
-        first: those of λ = 1. at: those of a variant at a balance. load: of a step with such trees.
+        first: the trees at λ = 1.
+        at: returns the trees of a variant at a balance.
+        load: returns the load of a step with given trees.
     """
     slowdown = problem.overlap_slowdown
     tried, loads = [first], [load(first)]
@@ -81,7 +81,7 @@ def _middle(bounds: Sequence[tuple[float, float]]) -> OverlapWeights:
 def _narrow_bounds(
     bounds: tuple[float, float], share: float, outlasted: bool
 ) -> tuple[float, float]:
-    """Where λ of a phase may be, if one share leaves it outlasted, or does not."""
+    """Narrow the interval of λ of a phase, given whether λ leaves the phase outlasted."""
     low, high = bounds
     return (low, share) if outlasted and low < high else (max(low, share), high)
 
@@ -89,8 +89,8 @@ def _narrow_bounds(
 def _each_its_best(
     problem: Problem, tried: Sequence[Sequence[Moves]], best: int, total: Load
 ) -> list[Moves]:
-    """Improve the best of all ways that were tried: change one variant at a time, each time the
-    change that saves the most, until none saves anything."""
+    """Improve the best set of trees: change one variant at a time, always the one that saves the
+    most, until none saves anything."""
     found, slowdown = list(tried[best]), problem.overlap_slowdown
     options = {
         v: ways
@@ -101,7 +101,7 @@ def _each_its_best(
     changes = [(v, n) for v, ways in options.items() for n in range(len(ways))]
 
     def after(change: tuple[int, int]) -> Load:
-        """The load of the step after one variant takes another way."""
+        """Return the load of the step after a change of one variant's trees."""
         v, n = change
         return total + moved[v][n] + moved[v][options[v].index(found[v])].scale(-1.0)
 
@@ -123,23 +123,24 @@ def _distinct(ways: Sequence[Moves]) -> list[Moves]:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Cost of given choices, per device and step.
+    """The cost of a solution, per device and step.
 
     Attributes:
-        compute_s, communication_s: as they take alone. saved_s: what kernels save of both.
-        load: how much of the rest may run at once.
+        compute_s, communication_s: seconds of each stream alone.
+        saved_s: seconds that kernels save of both.
+        load: the load of both streams, from which their overlap follows.
         slowdown: the profile's `overlap_slowdown`.
-        kept_bytes, static_bytes, gradient_bytes: what rests between forward and backward, always,
-            and at the end.
-        host_bytes: of the host's memory, at most.
+        kept_bytes, static_bytes, gradient_bytes: bytes held between forward and backward, at all
+            times, and at the end.
+        host_bytes: largest use of host memory, in bytes.
         outlasted: whether communication outlasts compute in some phase, or would with the trees
-            that cost least where it does not.
-        kept: per variant, the versions kept (only those that backward reads).
+            that are the cheapest if it does not.
+        kept: per variant, the kept versions that backward reads.
         forward, backward: per variant, its redistributions.
         resting_bytes: left side of each budget row (`autopar.solve.memory_rows.budget_rows`), in
             their order.
-        regions: those that kernels and routes need; `static_bytes` holds them, too. routed: the ops
-            whose routes are taken, and whether as backward runs them again.
+        regions: the regions that kernels and routes need; `static_bytes` includes them.
+        routed: the ops whose routes are used, and whether the op is recomputed.
     """
 
     compute_s: float
@@ -166,7 +167,7 @@ class Evaluation:
 
 
 def fits(problem: Problem, evaluation: Evaluation) -> bool:
-    """Whether all budget rows hold, and the host's."""
+    """Whether all budget rows hold, including that of the hosts."""
     return (
         max(evaluation.resting_bytes) <= problem.budget_bytes
         and evaluation.host_bytes <= problem.host_budget_bytes
@@ -183,17 +184,15 @@ def evaluate(
     """Price choices.
 
     Args:
-        strategies: strategy index per op. recomputed: strategy index per op that backward runs
-            again.
+        strategies: strategy index per op.
+        recomputed: strategy index per op that backward recomputes.
         kept: per variant, the versions that may be kept; by default every keepable layout that
             forward makes, on the devices.
         regions: those that kernels may use; by default all.
     """
     problem = within(problem, regions)
     found = _evaluate(problem, strategies, recomputed or {}, kept)
-    if (
-        found.saved_s and found.outlasted
-    ):  # compute waits there anyway, so that kernels may save nothing
+    if found.saved_s and found.outlasted:  # compute waits there, so kernels may save nothing
         without = _evaluate(
             replace(problem, kernels={}, routes={}), strategies, recomputed or {}, kept
         )
@@ -201,7 +200,7 @@ def evaluate(
     if found.outlasted and (kept is None or _versions(found.kept) != _versions(kept)):
         return evaluate(
             problem, strategies, recomputed, found.kept
-        )  # so that from what is kept the same trees are found again
+        )  # so that the same trees follow from the kept versions
     return found
 
 
@@ -210,7 +209,7 @@ def _versions(kept: Mapping[int, tuple[int, ...]]) -> dict[int, set[int]]:
 
 
 def evaluate_choices(problem: Problem, choices: Solution) -> Evaluation:
-    """Price a solver's answer, as `evaluate` does."""
+    """Price a solution, as `evaluate` does."""
     return evaluate(problem, choices.strategies, choices.recomputed, choices.kept, choices.regions)
 
 
@@ -221,7 +220,7 @@ def _evaluate(
     kept: Mapping[int, tuple[int, ...]] | None,
 ) -> Evaluation:
     def at(v: int, balance: OverlapWeights) -> Moves:
-        """The cheapest collectives of a variant at a balance."""
+        """Return the cheapest collectives of a variant at a balance."""
         return moves_of(problem, v, strategies, recomputed, kept, balance)
 
     first = [at(v, COMPUTE_BOUND) for v in range(len(problem.variants))]
@@ -240,7 +239,7 @@ def _price_trees(
     recomputed: Mapping[int, int],
     moves: Sequence[Moves],
 ) -> Evaluation:
-    """With these trees."""
+    """Price a solution with these trees."""
     compute = sum(
         op.count * op.strategies[s].time_s for op, s in zip(problem.ops, strategies, strict=True)
     )

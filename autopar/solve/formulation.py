@@ -186,7 +186,7 @@ class Formulation(KernelRows):
         return worth_recomputing(self.problem)
 
     def _has_later(self, v: int) -> bool:
-        """Whether backward's readers of what forward made have rows."""
+        """Whether backward's readers of values from forward have rows."""
         return True
 
     def _demand(self, use: Use, graph: LayoutGraph, variables: list[Column]) -> Demand:

@@ -1,13 +1,13 @@
-"""A plan, a bound and the potentials that prove it, for a huge program before it is written down.
+"""A plan, a bound and its potentials for a huge program, before the program is built.
 
-Where a model's ops take little but their launches, the plan that has every tensor whole on every
-device is among the best, and what takes time is to prove that: the relaxation of some hundred
-thousand columns. So that plan is looked at first, with the bound that takes the quickest strategy
-of each op. Where they are near, dual ascent (`autopar.solve.dual_ascent`) brings the bound nearer,
-for as long as what it still gains could do; plans from its potentials are looked at on the way.
-Where they are far apart communication decides: some dozens of sweeps then bring the bound within a
-thousandth of the relaxation's, and plans from such potentials are often optimal. What that leaves
-open the search begins with.
+If a model's ops take little more than their launches, the plan that keeps every tensor whole on
+every device is among the best. The expensive part is its proof, by a relaxation of some hundred
+thousand columns. So that plan is tried first, with the bound from the fastest strategy of each op.
+If they are close, dual ascent (`autopar.solve.dual_ascent`) raises the bound as long as its
+progress may still close the gap, and plans from its potentials are tried on the way. If they are
+far apart, communication decides. Some dozens of sweeps then bring the bound within a thousandth of
+the relaxation's, and plans from such potentials are often optimal. The search starts from the
+remaining gap.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from autopar.solve.multipliers import quickest
 from autopar.solve.potentials import Decision, Floats, PricedReader, ReaderGroup
 
 # --------------------------------------------------------------------------------------------------
-# A plan from potentials: decisions are taken one after the other, each the cheapest given those
-# before it and the potentials of the rest.
+# A plan from potentials: decisions are fixed one after the other. Each is the cheapest, given the
+# fixed decisions and the potentials of the others.
 #
-# If a reader's tensor exists already, or if its reader is settled, the cost of the collectives
-# between them replaces the reader's potentials. A layout in which one reader has the tensor is
-# available to the others. All versions are kept, and nothing runs again.
+# If a tensor is available already, or its reader is fixed, the cost of the collectives between
+# them replaces the reader's potentials. A layout in which one reader has the tensor is available
+# to the others. All versions are kept, and nothing is recomputed.
 
-_NEVER = 1e30  # seconds: the cost of a layout that no collectives lead to
+_NEVER = 1e30  # seconds: the cost of an unreachable layout
 
 
 @dataclass
 class _Settled:
-    """What is settled of each group.
+    """The fixed layouts of each group.
 
     Attributes:
-        at_hand: layouts that the tensor is in. read: readers and the layouts in which they read it.
+        at_hand: available layouts of the tensor.
+        read: readers and the layouts in which they read it.
     """
 
     ascent: Ascent
@@ -48,7 +49,7 @@ class _Settled:
     read: dict[int, list[tuple[PricedReader, int]]] = field(default_factory=dict)
 
     def costs(self, decision: Decision, groups: list[int]) -> Floats:
-        """Cost of each strategy in seconds, given what is settled."""
+        """Compute the cost of each strategy in seconds, given the fixed decisions."""
         found = decision.costs.copy()
         for g in groups:
             group = self.ascent.groups[g]
@@ -68,9 +69,9 @@ class _Settled:
         """Record the layouts that a strategy makes and reads.
 
         Args:
-            decision: the op's.
-            strategy: the one that is chosen for it.
-            groups: indices of the ascent's groups that the decision makes or reads a tensor of.
+            decision: the decision of the op.
+            strategy: its chosen strategy.
+            groups: indices of the ascent's groups whose tensor the decision makes or reads.
         """
         for g in groups:
             group = self.ascent.groups[g]
@@ -85,23 +86,24 @@ class _Settled:
                         self.at_hand[g].append(layout)
 
     def _costs_from(self, group: ReaderGroup, layouts: list[int]) -> Floats:
-        """Seconds of the cheapest collectives from any of these layouts to each layout."""
+        """Compute the least cost of collectives from any of these layouts to each layout."""
         costs = np.full(len(group.useful), np.inf)
         costs[layouts] = 0.0
         return np.minimum(group.arcs.spread(costs, group.costs), _NEVER)
 
     def _costs_to(self, group: ReaderGroup, layout: int) -> Floats:
-        """Seconds of the cheapest collectives from each layout to this one."""
+        """Compute the least cost of collectives from each layout to this one."""
         costs = np.full(len(group.useful), -np.inf)
         costs[layout] = 0.0
         return np.minimum(-group.arcs.draw(costs, group.costs), _NEVER)
 
 
 def decide_greedily(ascent: Ascent, *, back: bool = False) -> tuple[int, ...]:
-    """A strategy per op.
+    """Choose a strategy per op.
 
     Args:
-        back: decide in the order of the way back.
+        ascent: the ascent with its potentials.
+        back: whether to decide in reverse order.
     """
     groups: dict[int, list[int]] = {}
     for g, group in enumerate(ascent.groups):
@@ -138,11 +140,11 @@ _HOPE = 3.0
 
 @dataclass
 class Quick:
-    """The best plan that fits, if any, and what is proven of all.
+    """The best plan that fits, if any, and the proven bound of all plans.
 
     Attributes:
-        multipliers: of the bound; none where the quickest strategies prove nothing. ascent: if
-            there was one.
+        multipliers: the multipliers of the bound; None if the fastest strategies prove nothing.
+        ascent: the ascent, if there was one.
     """
 
     problem: Problem
@@ -154,12 +156,12 @@ class Quick:
 
     @property
     def close(self) -> bool:
-        """Whether the best plan is within the gap of the bound."""
+        """Whether the gap of the best plan is at most the requested gap."""
         return self.best is not None and self.best.objective_s * (1 - self.gap) <= self.bound_s
 
     @property
     def answer(self) -> Solution | None:
-        """The plan, with what is proven of it."""
+        """The plan, with the proven bound."""
         if self.best is None:
             return None
         bound = min(self.bound_s, self.best.objective_s)
@@ -174,7 +176,7 @@ class Quick:
         )
 
     def look(self) -> None:
-        """Look for a plan that is close enough."""
+        """Search for a plan that is close enough."""
         self._prove(quickest(self.problem))
         self._offer(_whole(self.problem))
         if self.best is None or self.close:
@@ -202,8 +204,8 @@ class Quick:
             self._prove(ascent.multipliers())
 
     def _converge(self, ascent: Ascent) -> None:
-        """Bring the bound near the relaxation's, whatever the plans on the way; those of nearly
-        optimal potentials are often optimal."""
+        """Raise the bound close to that of the relaxation, regardless of the plans on the way;
+        plans from nearly optimal potentials are often optimal."""
         for i, num in enumerate(_CONVERGED):
             before = ascent.bound_s
             for _ in range(num):
@@ -221,12 +223,12 @@ class Quick:
             self.bound_s, self.multipliers = multipliers.bound_s, multipliers
 
     def _offer(self, strategies: tuple[int, ...]) -> None:
-        """Take a plan if there is one, it fits and is the best."""
+        """Record a plan if it is legal, fits and is the best."""
         if min(strategies) < 0:
             return
         try:
             evaluation = evaluate(self.problem, strategies)
-        except LayoutError:  # what one op makes another may have no use for
+        except LayoutError:  # a reader may not be able to use the layout of a result
             return
         if fits(self.problem, evaluation) and evaluation.objective_s < (
             np.inf if self.best is None else self.best.objective_s
@@ -244,7 +246,7 @@ class Quick:
 
 
 def quick(problem: Problem, gap: float) -> Quick | None:
-    """Look for a plan and a bound of a huge program; None if the program is not huge."""
+    """Search for a plan and a bound of a huge program; None if the program is not huge."""
     if _columns(problem) < _HUGE:
         return None
     found = Quick(problem, gap)
@@ -267,7 +269,7 @@ def _columns(problem: Problem) -> int:
 
 
 def _whole(problem: Problem) -> tuple[int, ...]:
-    """The strategies that have every tensor whole on every device; −1 where an op has none."""
+    """Return the strategies that keep every tensor whole on every device; −1 if an op has none."""
     found = []
     for op in problem.ops:
         layouts = [(*s.layouts.inputs, *s.layouts.outputs) for s in op.strategies]

@@ -1,13 +1,13 @@
-"""The program as arrays, and HiGHS run on all of it or on a part of its columns.
+"""The program as arrays, and HiGHS on the whole program or on some of its columns.
 
-A *relaxation* is solved for its duals y. Whatever y is, and however exactly it was found,
+A *relaxation* is solved for its duals y. For any y, however exact,
 
-    bound(y) = Σ_rows y·(the side it pushes against) + Σ_columns min(0, d)        d = cost − Aᵀy
+    bound(y) = Σ_rows y·(the active side of the row) + Σ_columns min(0, d)        d = cost − Aᵀy
 
-is a lower bound (weak duality; every column lies in [0, 1]), and a solution that uses a column with
-d > 0 costs at least bound + d. So a *restricted* program over the columns with small d finds good
-solutions fast, and one over the columns with d ≤ δ proves that whatever it leaves out costs at
-least bound + δ.
+is a lower bound (weak duality; every column is in [0, 1]), and a solution that uses a column with
+reduced cost d > 0 costs at least bound + d. So a *restricted* program over the columns with small d
+finds good solutions fast, and one over the columns with d ≤ δ proves that solutions with other
+columns cost at least bound + δ.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ import numpy as np
 from autopar.solve.lp import Columns, Costs, Floats, Model, Rows
 
 # --------------------------------------------------------------------------------------------------
-# A relaxation that begins at given duals.
+# A relaxation that starts from given duals.
 #
-# The simplex method begins at duals of 0, which prove next to nothing: of Llama-3 8B on three axes
-# it takes 35,000 steps to the optimum, as long as all else together. Dual ascent
-# (`autopar.solve.dual_ascent`) comes near the optimum in a fraction of that, but at no vertex, so
-# no basis says where it is. So the program is written with costs that are left at these duals y0,
-# where each row has a column of its own for what it has beyond its side:
+# The simplex method starts from duals of 0, which prove next to nothing. For Llama-3 8B on three
+# axes it takes 35,000 steps to the optimum, as long as everything else together. Dual ascent
+# (`autopar.solve.dual_ascent`) comes close to the optimum in a fraction of that time, but not at a
+# vertex, so no basis describes its result. So the program is written with its reduced costs at
+# these duals y0, and with a slack column s for each row:
 #
 # minimise (c − Aᵀy0)·x + |y0|·s A x − sign(y0) s = b where y0 ≠ 0, s ≥ 0
 #
-# It is the same program: A x = b + sign(y0) s gives c·x − y0·b. Its duals are y − y0, and 0 is
+# The program is equivalent: A x = b + sign(y0) s gives c·x − y0·b. Its duals are y − y0, which
+# start from 0. Some thousand steps remain.
 # where they begin. From there some thousand steps are left.
 
 
 class Begun:
-    """Where relaxations of a program begin.
+    """The start of the relaxations of a program.
 
     Args:
-        rows: those that there are duals of, each with one side, or both the same. duals: y0; of a
-            wrong sign they count as 0. None is 0.
+        rows: the rows with known duals; each has one side, or two equal sides.
+        duals: y0; duals of a wrong sign count as 0. None is 0.
 
     Attributes:
         knows: whether some dual is not 0.
@@ -57,11 +58,11 @@ class Begun:
         self.knows = bool(duals.any())
 
     def costs(self, cost: Floats) -> Floats:
-        """Costs of columns, less what the duals pay of them."""
+        """Compute the reduced costs of columns at the known duals."""
         return cost - self._rows.times(self._duals, len(cost)) if self.knows else cost
 
     def duals(self, found: Floats) -> Floats:
-        """y of rows, these and further ones, from what a solver found."""
+        """Compute y of these and further rows from the duals of a solver."""
         return (
             found + np.pad(self._duals, (0, len(found) - len(self._duals)))
             if self.knows and len(found)
@@ -69,10 +70,11 @@ class Begun:
         )
 
     def lp(self, cost: Floats, rows: Rows) -> highspy.HighsLp:
-        """The program for the solver, its columns first.
+        """Build the program for the solver, its columns first.
 
         Args:
-            rows: these, and perhaps further ones behind them.
+            cost: the cost by column.
+            rows: these rows, possibly followed by further ones.
         """
         num, at, y = len(cost), self._beyond, self._duals[self._beyond]
         lower, upper, ends = rows.lower.copy(), rows.upper.copy(), rows.starts[at + 1]
@@ -97,8 +99,8 @@ class Begun:
 
 
 # --------------------------------------------------------------------------------------------------
-# The work of a search, in steps of the simplex method rather than in seconds: it is the same from
-# run to run, so that a limit of it gives the same plan.
+# The work of a search in steps of the simplex method instead of seconds. It is the same in every
+# run, so a work limit gives the same plan.
 
 _BEGINNING = 1000  # steps: what a run takes that needs none
 _MOST = 2**31 - 1  # the largest limit that HiGHS takes
@@ -106,11 +108,12 @@ _MOST = 2**31 - 1  # the largest limit that HiGHS takes
 
 @dataclass(slots=True)
 class SimplexWork:
-    """What runs have done: simplex steps, each as dear as the program has columns. It is the same
-    from run to run, as seconds are not.
+    """The work of runs: simplex steps times columns of the program. Unlike seconds, it is the same
+    in every run.
 
     Attributes:
-        spent: so far. most: where a search that has a plan ends.
+        spent: the work so far.
+        most: the work at which a search that has a plan ends.
     """
 
     spent: float = 0.0
@@ -122,11 +125,11 @@ class SimplexWork:
         return self.spent >= self.most
 
     def add(self, num_columns: int, num_steps: int) -> None:
-        """Count a run that took so many steps."""
+        """Count the steps of a run."""
         self.spent += num_columns * (max(num_steps, 0) + _BEGINNING)
 
     def steps_left(self, num_columns: int) -> int:
-        """Simplex steps that a run of so many columns may take."""
+        """Compute the simplex steps that a run with this number of columns may take."""
         left = (self.most - self.spent) / max(num_columns, 1)
         return int(min(max(left, _BEGINNING), _MOST))
 
@@ -135,8 +138,8 @@ log = logging.getLogger("autopar")
 
 Options = Mapping[str, bool | int | float | str]
 _INF = highspy.kHighsInf
-_INTERIOR_STEP = 200  # in simplex steps
-_FEASIBLE = 2  # HiGHS' code of a feasible primal solution
+_INTERIOR_STEP = 200  # simplex steps per step of the interior point method
+_FEASIBLE = 2  # code of HiGHS for a feasible primal solution
 _SIMPLEX: Options = {"solver": "simplex"}
 # columns: from here on presolve takes longer than what it removes (a fifth of a U-Net's and of T5's
 # relaxation)
@@ -149,11 +152,14 @@ _QUICK: Options = {"mip_pscost_minreliable": 0, "mip_allow_restart": False}
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """What the duals prove.
+    """The bound of a relaxation.
 
     Attributes:
-        bound: lower bound of the program. reduced: d per column. duals: y per row. values: the
-            columns; `exact` says whether they are a vertex of the relaxation.
+        bound: lower bound of the program.
+        reduced: d per column.
+        duals: y per row.
+        values: the values of the columns; `exact` tells whether they are a vertex of the
+            relaxation.
     """
 
     bound: float
@@ -165,19 +171,19 @@ class Relaxation:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A restricted program's answer: values of all columns (None where nothing was found), and
-    its own proven bound."""
+    """The result of a restricted program: values of all columns (None if no solution was found),
+    and its own proven bound."""
 
     values: Floats | None
     bound: float
 
 
 class TimeLimit:
-    """The time that the runs of a search may take together.
+    """The time limit of all runs of a search together.
 
     Attributes:
-        waits: whether runs go on when it is over, since there is nothing yet to end with.
-        timed_out: whether it has ended a run.
+        waits: whether runs continue after the limit, since there is no result yet.
+        timed_out: whether the limit ended a run.
     """
 
     def __init__(self, limit_s: float = math.inf) -> None:
@@ -198,21 +204,22 @@ class TimeLimit:
 
 @dataclass(frozen=True, slots=True)
 class Vertex:
-    """Where the simplex method ended, and how many steps it took to come there."""
+    """The vertex at which the simplex method ended, and the number of its steps."""
 
     basis: highspy.HighsBasis | None = None
     num_iterations: int = 0
 
 
 class Engine:
-    """HiGHS, one thread, on one program.
+    """HiGHS with one thread on one program.
 
     Args:
-        model: without budget rows; its columns come by name. time_limit_s: for all runs together.
-            work: where runs are counted.
+        model: the program without budget rows; its columns have names.
+        time_limit_s: time limit of all runs together, in seconds.
+        work: counts the work of runs.
 
     Attributes:
-        vertex: the last one of the relaxation without further rows.
+        vertex: the last vertex of the relaxation without further rows.
     """
 
     def __init__(
@@ -241,28 +248,29 @@ class Engine:
         self.vertex = Vertex()
 
     def again(self, time_limit_s: float = math.inf) -> Engine:
-        """Copy the engine with its costs and its vertex, for another search."""
+        """Copy the engine with its costs and its vertex for another search."""
         found = copy.copy(self)
         found.cost = self.cost.copy()
         found.limit = TimeLimit(time_limit_s)
         return found
 
     def begin(self, duals: Floats) -> None:
-        """Have relaxations begin at these duals of the program's rows."""
+        """Set the duals of the program's rows from which relaxations start."""
         self.begun = Begun(self.rows, duals)
 
     def costs(self, costs: Costs) -> Floats:
-        """Costs of all columns; 0 where there are none."""
+        """Costs of all columns; 0 if there are none."""
         cost = np.zeros(len(self.names))
         cost[self._at[costs[0]]] = costs[1]
         return cost
 
     def relax(self, extra: Rows | None = None, *, interior: bool = False) -> Relaxation | None:
-        """Solve the relaxation with some more rows; None where it is infeasible.
+        """Solve the relaxation with further rows; None if it is infeasible.
 
         Args:
-            interior: by the interior point method, which dense rows slow down less, instead of the
-                simplex method.
+            extra: further rows.
+            interior: whether to use the interior point method, which dense rows slow down less than
+                the simplex method.
         """
         cost, rows = self.cost, self.rows if extra is None else self.rows.plus(extra)
         highs = self._run_interior(rows) if interior else None
@@ -296,13 +304,13 @@ class Engine:
         return highs if highs.getModelStatus() in ended else None
 
     def _run_simplex(self, rows: Rows) -> highspy.Highs:
-        """Solve by the simplex method, from the duals that are known."""
+        """Solve by the simplex method, starting from the known duals."""
         without_presolve = len(self.cost) >= _LARGE or self.begun.knows
         options = {**_SIMPLEX, "presolve": "off"} if without_presolve else _SIMPLEX
         return self._run(self.begun.lp(self.cost, rows), options)
 
     def part(self, columns: Columns, rows: Rows) -> Relaxation | None:
-        """Solve the relaxation of these rows over some columns; None if it has no solution."""
+        """Solve the relaxation of these rows over some columns; None if it is infeasible."""
         some = rows.only(columns)
         highs = self._run(Begun(some).lp(self.cost[columns], some), _SIMPLEX)
         solution = highs.getSolution()
@@ -326,11 +334,11 @@ class Engine:
         """Solve the integer program over some columns.
 
         Args:
-            gap: stop at this relative gap to the restricted program's own bound. target: stop at
-                this objective.
-            start: a known solution; none that is worse is looked for. quick: for solutions rather
-                than a proof.
-            whole: the columns that are whole numbers, if not those of the model.
+            gap: stop at this relative gap to the restricted program's own bound.
+            target: stop at this objective.
+            start: a known solution; only better solutions are searched for.
+            quick: whether to prefer finding solutions to proving a bound.
+            whole: the integral columns, if they differ from those of the model.
         """
         rows = self.rows.plus(budget).only(columns)
         options: Options = {
@@ -382,8 +390,8 @@ def proof(cost: Floats, rows: Rows, duals: Floats) -> tuple[float, Floats, Float
 
     Args:
         cost: by column.
-        rows: of the program.
-        duals: y by row; if there are not as many as rows, they count as 0.
+        rows: the rows of the program.
+        duals: y by row; missing duals count as 0.
 
     Returns:
         The bound, the reduced costs d by column, and the duals with wrong signs set to 0.
@@ -412,21 +420,22 @@ def reduced_costs(
 
 
 # --------------------------------------------------------------------------------------------------
-# One relaxation kept alive: HiGHS keeps its basis, so that after a change of bounds, or with
-# further rows, the dual simplex method goes on from where it was. That takes a hundredth of
-# solving anew.
+# A relaxation that is kept in memory. HiGHS keeps its basis, so after a change of bounds or with
+# further rows the dual simplex method continues from the last vertex. This takes one hundredth of
+# the time of a new solve.
 
 _STATUS = highspy.HighsModelStatus
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A relaxation's answer under bounds of the columns.
+    """The solution of a relaxation within bounds of the columns.
 
     Attributes:
-        bound: what the duals prove of every solution within these bounds, however exactly they were
-            found.
-        values: the columns. duals: y per row. reduced: cost − Aᵀy.
+        bound: lower bound of all solutions within these bounds, as the duals prove it.
+        values: the values of the columns.
+        duals: y per row.
+        reduced: cost − Aᵀy.
     """
 
     bound: float
@@ -436,11 +445,11 @@ class Point:
 
 
 class Live:
-    """The relaxation of an engine's program, with some rows more; it starts where the engine's own
-    has ended, or at duals of all rows.
+    """The relaxation of an engine's program with further rows. It starts from the last vertex of
+    the engine's relaxation, or from duals of all rows.
 
     Attributes:
-        num_iterations: of the simplex method so far, the engine's own among them.
+        num_iterations: steps of the simplex method so far, with those of the engine.
     """
 
     def __init__(self, engine: Engine, extra: Rows, duals: Floats | None = None) -> None:
@@ -464,7 +473,7 @@ class Live:
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine's time ran out, or its work is done."""
+        """Whether the time limit or the work limit of the engine is reached."""
         return self._engine.limit.timed_out or self._engine.work.is_over
 
     def add(self, rows: Rows) -> None:
@@ -488,7 +497,7 @@ class Live:
                 next to nothing is left can lead round in circles.
 
         Returns:
-            None where nothing is within these bounds. Where the time or the steps ran out, what the
+            None if nothing is within these bounds. Where the time or the steps ran out, what the
             duals of the moment prove, and after the steps no values.
         """
         changed = self._numbers[(lower != self._bounds[0]) | (upper != self._bounds[1])]

@@ -43,12 +43,12 @@ position."""
 
 @dataclass(frozen=True, slots=True)
 class KernelTerms:
-    """Terms of kernels that are collected for rows of several variants.
+    """Terms of kernels, collected for rows of several variants.
 
     Attributes:
-        scattered: variant and layout → kernels that scatter it, by collective. unseen: the same of
-            kernels that do what its reader would.
-        ways: product → kind of collective → what does one.
+        scattered: variant and layout → kernels that scatter it, by collective.
+        unseen: the same for kernels that also run the reader.
+        ways: product → kind of collective → kernels that run one.
     """
 
     scattered: dict[tuple[int, int], list[Terms]] = field(default_factory=dict)
@@ -58,11 +58,11 @@ class KernelTerms:
 
 @dataclass
 class KernelRows:
-    """The part of a program that holds the rows of kernels and routes.
+    """The part of a program with the rows of kernels and routes.
 
     Attributes:
-        loads: what a variable stands for, where that takes time.
-        kernel_terms: for rows (12), (15) and (18).
+        loads: the load of each variable that takes time.
+        kernel_terms: terms of rows (12), (15) and (18).
     """
 
     problem: Problem
@@ -97,8 +97,8 @@ class KernelRows:
         supply: Demand,
         demands: Mapping[int, Demand],
     ) -> None:
-        """Rows (10) to (16) of the kernels that do a collective of variant `group[0]`, and their
-        terms of rows (18); `paid` has the columns that `_flows` pays, per arc."""
+        """Add rows (10) to (16) of the kernels that run a collective of variant `group[0]`, and
+        their terms of rows (18); `paid` has the columns that `_flows` pays, per arc."""
         v, late = group[0], bool(group[1])
         doing: dict[int, Terms] = {}
         for i, kernel in enumerate(self.problem.kernels.get((v, late), ())):
@@ -116,7 +116,7 @@ class KernelRows:
     def _kernel_flows(
         self, key: RowKey, kernel: OverlapKernel, arcs: Sequence[int], doing: dict[int, Terms]
     ) -> Terms:
-        """The columns h[g,a] of a kernel, which are added to `doing` by arc; rows (13)."""
+        """Add the columns h[g,a] of a kernel to `doing` by arc, and rows (13)."""
         v, late = key[0], bool(key[1])
         terms: Terms = []
         through: dict[int, Terms] = {}
@@ -134,7 +134,7 @@ class KernelRows:
     def _product_rows(
         self, key: RowKey, kernel: OverlapKernel, product: list[Column], terms: Terms
     ) -> None:
-        """Rows (11), (14) and (16) of a kernel, and its terms of rows (15) and (18)."""
+        """Add rows (11), (14) and (16) of a kernel, and its terms of rows (15) and (18)."""
         v = key[0]
         graph = self.problem.values[self.problem.variants[v].value].graph
         first = graph.arcs[kernel.hides[0].arc]
@@ -176,29 +176,29 @@ class KernelRows:
             self.kernel_terms.scattered.setdefault((v, source), []).append(terms)
 
     def _products(self, v: int, kernel: OverlapKernel, variables: list[Column]) -> Terms:
-        """The strategies with which an op's product can do a kernel's collectives, per tensor of
+        """Return the strategies with which an op's product can run in a kernel, per tensor of
         variant v."""
         return [(variables[s], 1) for s in kernel.strategies]
 
     def _ways(self) -> None:
-        """Rows (15), when all variants have theirs."""
+        """Add rows (15), after the rows of all variants."""
         for product, ways in self.kernel_terms.ways.items():
             for i, (a, b) in enumerate(itertools.product(*ways.values()) if len(ways) == 2 else ()):
                 self._row((WAY, *product, i), [*a, *b], AT_MOST, 1)
 
     def _addends(self, kernel: OverlapKernel) -> list[Column]:
-        """The strategies with which the last addend of a kernel's sum can do its collectives;
-        none where there is no sum."""
+        """Return the strategies with which the last addend of a kernel's sum can run in the kernel;
+        none if there is no sum."""
         op, strategies = kernel.product
         return [self.x[op][s] for s in strategies if kernel.added]
 
     def _also(self, kernel: OverlapKernel) -> Iterator[tuple[int, list[Column]]]:
-        """The ops that a kernel does beside its product, with the strategies that it can do them
-        with."""
+        """Generate the ops that a kernel runs in addition to its product, with the strategies that
+        allow it."""
         yield from ((op, [self.x[op][s] for s in strategies]) for op, strategies in kernel.also)
 
     def _routes(self) -> None:
-        """Rows (17)."""
+        """Add rows (17)."""
         for (n, s), route in self.problem.routes.items():
             for again, variables in ((False, self.x[n]), (True, self.again.get(n))):
                 if variables:
@@ -215,7 +215,7 @@ class KernelRows:
         return self.regions[region]
 
     def _whole(self, key: RowKey, terms: Terms, supply: Terms) -> None:
-        """A row (12)."""
+        """Add a row (12)."""
         self._row(
             (WHOLE, *key),
             merge_terms([*terms, *((variable, -c) for variable, c in supply)]),

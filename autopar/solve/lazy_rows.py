@@ -1,7 +1,7 @@
 """Rows that are added to the program only after a plan breaks them: budget rows, and the excess of
 a phase.
 
-Rows are numbered: budget rows in their order, then one per phase.
+The rows are numbered: budget rows in their order, then one row per phase.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from autopar.solve.memory_rows import BudgetRow, budget_rows, unsure_bytes
 # --------------------------------------------------------------------------------------------------
 # Early communication that compute cannot hide, in the program: one column and one row per phase.
 #
-# A phase takes max(C + s·P, P) + K (`autopar.core.streams`). The program pays C + s·P + K, and with
-# it the *excess* of the phase
+# A phase takes max(C + s·P, P) + K (`autopar.core.streams`). The objective has C + s·P + K, and in
+# addition the *excess* of the phase
 #
 #     e ≥ (1 − s)·P − C        0 ≤ e ≤ u, at a price of 1
 #
-# The row is dense, and in most plans e is 0. So it comes in as budget rows do: when a plan is found
-# of which it speaks. With y, from 0 to 1, the dual of the row, the program without it proves the
-# same at the prices of λ = 1 − y (`autopar.solve.prices`). The unit u is what a plan takes that is
-# known then: what has a larger excess is slower anyway.
+# The row is dense, and e is 0 in most plans. So it is added like budget rows, when a plan violates
+# it. Let y in [0, 1] be the dual of the row. The program without the row proves the same bound at
+# the prices of λ = 1 − y (`autopar.solve.prices`). The unit u is the time of a known plan: a plan
+# with a larger excess is slower than that plan.
 
 Line = tuple[list[int], list[float], float, float]  # columns, coefficients, lower and upper side
-_DIGITS = 6  # of λ
+_DIGITS = 6  # digits of λ
 
 
 @dataclass

@@ -120,7 +120,7 @@ class Rows:
         return Rows(starts, *map(np.concatenate, pairs))
 
     def most(self, num_columns: int) -> Floats:
-        """Per column its largest entry; 0 where there is none."""
+        """Per column its largest entry; 0 if there is none."""
         found = np.zeros(num_columns)
         np.maximum.at(found, self.indices, self.values)
         return found

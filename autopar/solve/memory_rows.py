@@ -6,11 +6,11 @@
                             budget
         and there bytes(l) of what is stored on the hosts, h[v,l], while it is back from there
 
-With f microbatches in flight, f − 1 of them are held in full in (8), and f in (6); where gradients
-are added to sums, these are held in all three, and a gradient goes as soon as it is added.
+With f microbatches in flight, f − 1 of them are held in full in (8), and f in (6). If gradients are
+added to sums, these are held in all three rows, and a gradient is freed once it is added.
 
-Without reserves, and what is back from the hosts, each row counts only what is live for certain, so
-that no plan whose peak fits is cut off.
+Without reserves and values fetched from the hosts, each row counts only the bytes that are live in
+any plan, so that no plan whose peak fits is cut off.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class BudgetRow:
         """Compute the left side of the row for given choices, in bytes.
 
         Args:
-            static_bytes: held all the time.
+            static_bytes: bytes held all the time.
             strategies: strategy index by op.
-            recomputed: op that backward runs again → strategy index.
+            recomputed: recomputed op → strategy index.
             held_bytes: variant → bytes that one instance keeps on the device.
             stored_bytes: variant → bytes that one instance stores on the hosts.
         """
@@ -67,7 +67,7 @@ class BudgetRow:
         )
 
     def strategy_bytes(self, problem: Problem) -> Iterator[tuple[int, int, int]]:
-        """(op, strategy, bytes) with bytes > 0: the coefficients of x."""
+        """Generate (op, strategy, bytes) with bytes > 0: the coefficients of x."""
         live: dict[int, list[tuple[int, ...]]] = {}
         for n, sizes in self.live:
             live.setdefault(n, []).append(sizes)
@@ -79,8 +79,8 @@ class BudgetRow:
 
 
 def unsure_bytes(problem: Problem, row: BudgetRow) -> int:
-    """At most so much of a row's left side need not live there, under some plan: its reserve,
-    and what would be back from the hosts."""
+    """Return an upper bound of the bytes of a row that some plan need not hold: its reserve, and
+    the values fetched from the hosts."""
     values = {v: problem.values[problem.variants[v].value] for v, _ in row.fetched}
     back = {
         v: sum(size for size, s in zip(x.graph.bytes, x.away_s, strict=True) if s < math.inf)
@@ -90,7 +90,7 @@ def unsure_bytes(problem: Problem, row: BudgetRow) -> int:
 
 
 def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
-    """All budget rows: (6), (7), then one per moment."""
+    """List all budget rows: (6), (7), then one per moment."""
     others = problem.num_in_flight - 1
     kept = tuple((v, variant.count * (1 + others)) for v, variant in enumerate(problem.variants))
     gradients = tuple(
@@ -120,7 +120,7 @@ def budget_rows(problem: Problem) -> tuple[BudgetRow, ...]:
 def _instances_held(
     problem: Problem, moment: MemoryPoint, others: int
 ) -> tuple[tuple[int, int], ...]:
-    """Instances held at a moment, those of the other microbatches in flight among them."""
+    """Count the instances held at a moment, with those of the other microbatches in flight."""
     if not others:
         return moment.held
     now = dict(moment.held)

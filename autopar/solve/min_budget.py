@@ -1,11 +1,11 @@
-"""The smallest budget that would do: minimise the largest budget row over all choices.
+"""The smallest sufficient budget: minimizes the largest budget row over all solutions.
 
-The peak is one more column: minimise it, each row ≤ peak. Sizes are in units of what certainly
-rests, so that the solver's tolerances, which are absolute, are small shares of the peak.
+The peak is an additional column. It is minimized subject to row ≤ peak for each budget row. Sizes
+are in units of a lower bound of the peak, so the absolute tolerances of the solver are small shares
+of the peak.
 
-Many choices have one peak, and most of them move tensors for nothing, which takes memory that no
-row knows of. So plans to be emitted (`Lightest`) minimise peak/least peak + w · time/least time for
-a small w.
+Many solutions have the same peak, and most of them have useless communication, whose memory is in
+no row. So plans to emit (`Lightest`) minimize peak/least peak + w · time/least time for a small w.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _ROUNDS, _NODES = 6, 50
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """How much memory a problem needs, reserves included.
+    """The memory that a problem needs, with reserves.
 
     Attributes:
-        bound_bytes: no smaller budget suffices. size_bytes: this one does, by `choices`, whatever
-            their time is; 0 and None where the search found none.
+        bound_bytes: lower bound of the sufficient budgets.
+        size_bytes: a budget that `choices` fit into, regardless of their time; 0 and None if the
+            search found none.
     """
 
     bound_bytes: int
@@ -47,11 +48,11 @@ class Least:
 def least_budget(
     problem: Problem, time_limit_s: float = math.inf, *, bound_only: bool = False
 ) -> Least:
-    """Search for the smallest budget; the one of the problem plays no part.
+    """Search for the smallest sufficient budget; the problem's own budget is ignored.
 
     Args:
-        bound_only: look for no choices. The bound is then that of the first two rows, and found in
-            a part of the time.
+        bound_only: whether to search for no solution. The bound is then that of the first two rows
+            and takes a fraction of the time.
     """
     program = Formulation(problem)
     most, unit = _most(problem), _unit(problem)
@@ -83,7 +84,7 @@ def least_budget(
 
 @dataclass
 class Lightest:
-    """Plans of little memory for one problem, whose budget plays no part."""
+    """Plans that need little memory for one problem, whose budget is ignored."""
 
     problem: Problem
     time_limit_s: float
@@ -100,12 +101,12 @@ class Lightest:
 
     @property
     def bound_bytes(self) -> int:
-        """No plan needs less: the relaxation with all rows."""
+        """A lower bound of the bytes that any plan needs, from the relaxation with all rows."""
         return int(np.ceil(self._least * self._unit * (1 - 1e-6)))
 
     def choices(self, weight: float) -> Solution | None:
-        """A plan where the least time weighs so much of the least peak; None where none was
-        found."""
+        """Find a plan with a weight of time against memory, both relative to their minimum; None if
+        none was found."""
         if self._fastest is None:
             found = self._relax(0.0, 1.0)[2]
             self._fastest = 0.0 if found is None else found.bound
@@ -127,7 +128,7 @@ class Lightest:
 
 
 def _most(problem: Problem) -> float:
-    """More bytes than any row can come to."""
+    """Return an upper bound of all rows, in bytes."""
     rows = budget_rows(problem)
     kept = sum(
         variant.count * sum(problem.values[variant.value].graph.bytes)
@@ -151,7 +152,7 @@ def _most(problem: Problem) -> float:
 
 
 def _unit(problem: Problem) -> float:
-    """Fewer bytes than any plan needs."""
+    """Return a lower bound of the bytes of any plan."""
     return float(
         max(sum(op.count * min(s.static_bytes for s in op.strategies) for op in problem.ops), 1)
     )
@@ -160,7 +161,7 @@ def _unit(problem: Problem) -> float:
 def _matrix(
     program: Formulation, engine: Engine, rows: list[BudgetRow], most: float, unit: float
 ) -> Rows:
-    """row ≤ peak, in units."""
+    """Build the rows row ≤ peak, in units."""
     lines = []
     for row in rows:
         terms = program.budget_terms(row)
@@ -177,8 +178,8 @@ def _matrix(
 
 
 def _grow_columns(relaxation: Relaxation) -> Iterator[Columns]:
-    """Sets of columns with the smallest reduced costs, each larger than the one before; the last
-    has all columns.
+    """Generate sets of columns with the smallest reduced costs, each larger than the one before;
+    the last has all columns.
 
     A restricted program without a solution takes a small part of the time that one with too many
     columns does, so sets grow slowly.

@@ -1,9 +1,9 @@
-"""The duals that a plan keeps to prove its bound by arithmetic alone: few of them, with few digits.
+"""The duals that a plan stores to prove its bound by arithmetic alone: few duals with few digits.
 
-Kept are the potentials y of rows (3), the duals of rows (9), those of k[v,l] ≤ 1 where rows (9) are
-in, and the prices of budget rows, to a few digits. Any multipliers of the right sign prove some
-bound, so rounding costs only what it costs. The duals of the other rows follow from these, each the
-best given the rest, with d = cost − Aᵀy over the rows that are known so far (names of rows and
+Stored are the potentials y of rows (3), the duals of rows (9), those of k[v,l] ≤ 1 if there are
+rows (9), and the prices of budget rows. Any multipliers of the right sign prove a bound, so
+rounding only lowers the bound a little. The duals of the other rows follow from these, each the
+best given the others, with d = cost − Aᵀy over the rows that are known so far (names of rows and
 columns as in `autopar.solve.formulation`):
 
     (2)  max(0, −d[f])           then no reader's flow has a negative reduced cost, and what they
@@ -41,8 +41,8 @@ from autopar.solve.highs import Engine, proof
 from autopar.solve.kernel_rows import ARC, PRODUCT
 from autopar.solve.lp import Floats, Rows
 
-_DIGITS = 5  # significant: of Llama-3 8B's bound 5e-5 is lost, 4e-4 with one less
-_LEAST = 1e-7  # share of the largest cost: what is worth less is worth nothing
+_DIGITS = 5  # significant digits: the bound of Llama-3 8B loses 5e-5, and 4e-4 with one digit less
+_LEAST = 1e-7  # duals below this share of the largest cost are dropped
 _LEAST_PRICE = (
     1e-5  # share of the largest price of memory: below stands what is left of an inexact solution
 )
@@ -68,9 +68,10 @@ def multipliers(
     """Round duals to those that a plan keeps, and compute the bound that they prove.
 
     Args:
-        duals: of the engine's own rows, or of these and rows (9), in the program's unit. Those of a
-            vertex have few that are not 0.
-        budget: rows without reserves. prices: the dual of each, ≤ 0, by name.
+        duals: duals of the engine's own rows, or of these and rows (9), in the program's unit. Few
+            duals of a vertex are not 0.
+        budget: budget rows without reserves.
+        prices: the dual of each budget row, ≤ 0, by name.
     """
     cost, num = engine.costs(program.costs(balance)), len(program.keys)
     kinds = np.array([key[0] for key in program.keys])
@@ -131,14 +132,14 @@ def multipliers(
 
 
 def _round_duals(duals: Floats) -> Floats:
-    """In the program's unit; as many digits of seconds as are kept."""
+    """Round duals in the program's unit to the stored number of digits in seconds."""
     return np.array([round_value(y / SCALE) for y in duals.tolist()], float) * SCALE
 
 
 def complete_duals(
     program: Formulation, engine: Engine, cost: Floats, known: Floats, further: Rows, theirs: Floats
 ) -> Floats:
-    """Complete the duals of the engine's rows from those that a plan keeps (see the module).
+    """Complete the duals of the engine's rows from the stored duals (see the module).
 
     Args:
         program, engine: the program, and its arrays.
@@ -154,7 +155,7 @@ def complete_duals(
     first, last = rows.starts[:-1], rows.starts[1:] - 1
 
     def reduced_now() -> Floats:
-        """Reduced costs by column, given the duals so far."""
+        """Return the reduced costs by column, given the duals so far."""
         return proof(cost, rows.plus(further), np.concatenate([y, theirs]))[1]
 
     share, keep = kinds == SHARE, kinds == KEEP
@@ -182,8 +183,8 @@ def complete_duals(
 def _of_kept(
     program: Formulation, rows: Rows, first: NDArray[np.signedinteger], reduced: Floats
 ) -> Floats:
-    """Per row (4) the least reduced cost of its versions, which stand in front: on the devices,
-    then on their hosts."""
+    """Compute, per row (4), the least reduced cost of its versions, which are the first columns: on
+    the devices, then on the hosts."""
     found = np.zeros(len(program.keys))
     for i, key in enumerate(program.keys):
         if key[0] == KEEP:
@@ -195,7 +196,7 @@ def _of_kept(
 
 
 def _lowest(rows: Rows, which: NDArray[np.bool_], reduced: Floats, sign: float) -> Floats:
-    """Per row the least reduced cost among the columns whose entry has this sign."""
+    """Compute, per row, the least reduced cost among the columns whose entry has this sign."""
     found = []
     for i in np.flatnonzero(which):
         here = slice(rows.starts[i], rows.starts[i + 1])

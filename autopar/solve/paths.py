@@ -93,7 +93,7 @@ def arriving_flows(
 
 
 # --------------------------------------------------------------------------------------------------
-# Why no assignment of layouts is legal, whatever the memory: the op that refuses, if one tensor
+# Why no assignment of layouts is legal, regardless of memory: the op that refuses, if one tensor
 # alone shows it.
 
 _MOST = 4  # layouts that are named

@@ -1,12 +1,12 @@
-"""Which of the kernels on offer are taken under given choices.
+"""The choice among the offered kernels for a solution.
 
-A kernel does one collective together with one product. If several kernels could do a collective,
-the one that saves the most does it. If a product could do several collectives of a tensor, it does
-the one of which it saves the most. A result that a product scatters as it is computed never exists
-in one piece: no op may read it so, and only one collective may start from it. Likewise a result
-that a kernel processes further as it arrives never exists by itself. A product is cut into chunks
-one way: if some instances gather their operand and others scatter their result, the kind that saves
-more is taken.
+A kernel runs one collective together with one product. If several kernels can run a collective, the
+one that saves the most is chosen. If a product can run with several collectives of a tensor, the
+one with the largest saving is chosen. A result that a product scatters as it is computed never
+exists as a whole: no op may read it so, and only one collective may start from it. Likewise, a
+result that a kernel processes further as it arrives never exists separately. A product is divided
+into chunks in one way: if some instances gather their operand and others scatter their result, the
+kind that saves more is chosen.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from autopar.core.streams import Load
 from autopar.solve.prices import saved_load
 
 Chosen = tuple[Sequence[int], Mapping[int, int]]
-"""Strategy per op, and of those that backward runs again."""
+"""The strategy per op, and those of recomputed ops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The kernel of one collective: the op whose product does it, `again` as backward runs that
-    again; `norms` where it norms as well."""
+    """The kernel of one collective: the op of its product, whether that op is recomputed (`again`),
+    and whether the kernel also computes a norm (`norms`)."""
 
     op: int
     again: bool
@@ -53,14 +53,14 @@ M = TypeVar("M", bound=Moves)
 
 
 def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[OverlapKernel, ...]:
-    """List the kernels on offer of which each op runs with one of the kernel's strategies: the
+    """List the offered kernels of which each op runs with one of the kernel's strategies: the
     product, and the ops that the kernel adds to it or does after it.
 
     Args:
         problem: that offers kernels.
         v: index of the variant that is moved.
         late: whether in backward, what forward made.
-        chosen: strategies, and those of ops that backward runs again.
+        chosen: strategies, and those of ops that backward recomputes.
     """
     now, again = chosen
 
@@ -78,7 +78,7 @@ def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[Overla
 def most_saved(
     graph: LayoutGraph, kernels: Sequence[OverlapKernel]
 ) -> dict[tuple[int, int], float]:
-    """Ends of an arc → the most that a kernel saves there."""
+    """Map the ends of an arc to the most that a kernel saves there."""
     most: dict[tuple[int, int], float] = {}
     for hidden in (hidden for kernel in kernels for hidden in kernel.hides):
         ends = graph.arcs[hidden.arc].src, graph.arcs[hidden.arc].dst

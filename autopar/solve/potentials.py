@@ -1,19 +1,20 @@
 """The potentials of one tensor's readers, and the two steps that raise the bound by them.
 
-Terms. A *decision* is an op's strategy, or the one with which backward runs it again; its *costs*
-are the reduced costs of its strategies, and the *leeway* of a layout is how much the least cost of
-a strategy that makes or reads it exceeds the least of all. A *group* is what one tensor's readers
-of one phase share: the collectives between its layouts, and the decisions that put it there, its
-*sources*.
+Terms. A *decision* is an op's strategy, or the strategy of its recomputation. Its *costs* are the
+reduced costs of the strategies. The *leeway* of a layout is the amount by which the least cost of a
+strategy that makes or reads the layout exceeds the least of all costs. A *group* is shared by one
+tensor's readers of one phase: the collectives between its layouts, and its *sources*, the decisions
+that make the tensor.
 
-A reader c has a potential π[c,l] per layout l: what l is worth to it. It adds π to the costs of
-strategies that read l and takes it from those of all sources that supply l. Over no collective a
-from one layout to another do all readers' potentials together rise by more than it costs:
+A reader c has a potential π[c,l] per layout l: the worth of l to it. The potential is added to the
+costs of its strategies that read l, and subtracted from those of all sources that supply l. Over a
+collective a from one layout to another, the potentials of all readers together rise by at most its
+cost:
 
     Σ_c max(0, π[c,head(a)] − π[c,tail(a)]) ≤ cost(a)
 
-The one invariant: each step keeps that, and no decision's least cost falls by it, so that the
-bound, their sum, only rises.
+The invariant: each step preserves this, and decreases no decision's least cost, so the bound, which
+is their sum, only increases.
 
     raise_worth   π goes up where all sources have leeway, and at the layouts that collectives lead
                   to from there: the reader's costs rise
@@ -32,19 +33,21 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_GIVEN = 1e-3  # share of the potentials that is given for rounding them
-_FINEST = 1e-12  # seconds: no finer
+_GIVEN = 1e-3  # share of the potentials that rounding may cost
+_FINEST = 1e-12  # seconds: the finest unit of potentials
 Share = Callable[["Decision"], float]
-"""How much of its leeway a decision gives."""
+"""The share of its leeway that a decision gives."""
 
 
 @dataclass(eq=False, slots=True)
 class Decision:
-    """Which strategy; `optional` where it may be none.
+    """The choice of a strategy, or of none if `optional`.
 
     Attributes:
-        prices: by strategy. costs: as the potentials have them now. place: in the order of a sweep.
-            share: of the leeway, for one reader.
+        prices: the price by strategy.
+        costs: the reduced costs at the present potentials.
+        place: the position in the order of a sweep.
+        share: the share of the leeway for one reader.
     """
 
     prices: Floats
@@ -72,9 +75,9 @@ class Side:
     """The strategies of a decision by the layout in which they make or read a tensor.
 
     Attributes:
-        at: layout per strategy. times: how often what is made so counts, per strategy; 0 where it
-            does not.
-        layouts, often: the layouts for which it counts, and how often it does there.
+        at: layout per strategy.
+        times: the multiplicity of the strategy's supply; 0 if it supplies nothing.
+        layouts, often: the supplied layouts, and their multiplicities.
     """
 
     decision: Decision
@@ -92,7 +95,7 @@ class Side:
         self.often = self.times[self._order[self._starts]]
 
     def leeway(self) -> Floats:
-        """By layout, as in `layouts`."""
+        """Return the leeway by layout, in the order of `layouts`."""
         least = np.minimum.reduceat(self.decision.costs[self._order], self._starts)
         return (least - self.decision.least) / self.often
 
@@ -162,7 +165,7 @@ class GroupArcs:
         """Propagate the worth of layouts against the direction of collectives.
 
         Args:
-            most: worth by layout, −∞ where there is none; changed in place.
+            most: worth by layout, −∞ if there is none; changed in place.
             costs: seconds by collective.
 
         Returns:
@@ -187,11 +190,11 @@ class ReaderGroup:
     """What a tensor's readers of one phase share.
 
     Attributes:
-        useful: layouts that are read, or lead to some that are. num: layouts, without those of
-            versions.
-        costs: of the collectives, at today's price of memory.
-        rises: by how much the potentials of all readers rise over each collective; kept where
-            there are several readers.
+        useful: layouts that are read, or lead to some that are.
+        num: layouts, without those of versions.
+        costs: the costs of the collectives, at today's price of memory.
+        rises: by how much the potentials of all readers rise over each collective; kept where there
+            are several readers.
     """
 
     variant: int
@@ -284,8 +287,9 @@ class PricedReader:
     """One reader.
 
     Attributes:
-        use: its position among those of the variant. worth: π, by layout. risen: over each
-            collective, where there are several readers.
+        use: its position among those of the variant.
+        worth: π, by layout.
+        risen: over each collective, where there are several readers.
     """
 
     group: ReaderGroup
@@ -299,7 +303,7 @@ class PricedReader:
         self.worth, self.risen = np.zeros(len(self.group.useful)), np.zeros(len(self.group.costs))
 
     def rise(self) -> Floats:
-        """By how much π rises over each collective; 0 where it falls."""
+        """By how much π rises over each collective; 0 if it falls."""
         arcs = self.group.arcs
         return np.maximum(0.0, self.worth[arcs.heads] - self.worth[arcs.tails])
 

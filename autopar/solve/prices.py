@@ -1,25 +1,26 @@
-"""Prices of the program: what each piece of work costs, such that the objective, a sum, is a lower
-bound of the step.
+"""Prices of the program: the cost of each piece of work, such that the objective, which is a sum,
+is a lower bound of the step.
 
 With s the profile's `overlap_slowdown` and λ a share per phase (`autopar.core.streams`), a second
 
     of compute, or of a slice, which is local        costs λ
-    of early communication                           costs λ·s + (1 − λ), of what may share a bucket
-                                                     as its share of one
-    of all else, an op's own collectives among it    costs 1
+    of early communication                           costs λ·s + (1 − λ); if it may share a bucket,
+                                                     its share of one counts
+    of all else, with collectives inside ops         costs 1
 
-What a kernel saves of a product and a critical collective (`autopar.cost.kernel_offers`), or a
-route of what an op sends (`autopar.cost.expert_routes`), is that much less compute.
+The savings of a kernel, for a product and a critical collective (`autopar.cost.kernel_offers`), or
+of a route (`autopar.cost.expert_routes`), are subtracted from compute.
 
-With λ = 1 that is the step itself, as long as compute can hide what is early; with other λ, trees
-of collectives are chosen where it cannot (`autopar.solve.evaluate`). Communication counts as early
-here where it has slack (`autopar.solve.tensor_moves`) whatever is chosen, which the problem alone
-shows (`autopar.core.problem.is_early`); where that hangs on choices, it counts as critical. Copies
-to and from the hosts always have slack.
+With λ = 1 this is the step itself, as long as compute can hide early communication. Other λ serve
+to choose trees of collectives if it cannot (`autopar.solve.evaluate`). Communication counts as
+early here if it has slack (`autopar.solve.tensor_moves`) in every solution, as the problem shows
+(`autopar.core.problem.is_early`). If its slack depends on the solution, it counts as critical.
+Copies to and from the hosts always have slack.
 
-The share of a bucket is what a bucket takes per byte at best
-(`autopar.core.collective.share_of_bucket`), whichever share it, so that the sum is below the step
-of the emitted program, whose buckets are chosen afterwards; how far, the program's simulation says.
+The share of a bucket is the least time of a bucket per byte
+(`autopar.core.collective.share_of_bucket`), whichever collectives share it. So the sum is below the
+step of the emitted program, whose buckets are chosen later; the simulation of the program gives the
+difference.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autopar.core.layout_graph import Arc
 from autopar.core.problem import Phase, Problem, is_early
 from autopar.core.streams import COMPUTE_BOUND, Load, OverlapWeights, work
 
-# share of its time that an arc costs beside its price: of equally cheap trees the quicker is taken
+# share of its time that is added to the price of an arc: the faster of equally cheap trees wins
 _TIE = 1e-9
 
 
@@ -44,7 +45,7 @@ def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> 
         problem: that has the op.
         n: index of the op.
         strategy: index of its strategy.
-        again: whether as backward runs it again.
+        again: whether the op is recomputed in backward.
     """
     op, phase = problem.ops[n], "backward" if again else problem.ops[n].phase
     chosen = op.strategies[strategy]
@@ -69,7 +70,7 @@ def routed_load(problem: Problem, n: int, saved_s: float, *, again: bool) -> Loa
         problem: that has the op.
         n: index of the op.
         saved_s: seconds that it saves of one instance.
-        again: whether as backward runs the op again.
+        again: whether the op is recomputed in backward.
     """
     return work(
         "backward" if again else problem.ops[n].phase, problem.ops[n].count * saved_s, compute=True
@@ -83,7 +84,7 @@ def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Ca
     known: dict[tuple[float, str], Load] = {}  # arcs of a graph take few different times
 
     def load(arc: Arc) -> Load:
-        """The load of `count` instances of an arc."""
+        """Return the load of `count` instances of an arc."""
         key = time_s, kind = arc.seconds(shares=early), arc.collective.kind
         if key not in known:
             local = kind == "slice"
@@ -114,10 +115,10 @@ def tree_costs(
     saved_s: Mapping[tuple[int, int], float],
     balance: OverlapWeights = COMPUTE_BOUND,
 ) -> Callable[[Arc], float]:
-    """Return a function that prices arcs at a balance; of equally dear ones the quicker costs less.
+    """Return a function that prices arcs at a balance; equal prices are ordered by time.
 
     Args:
-        saved_s: ends of an arc → what kernels save where they do it.
+        saved_s: ends of an arc → the savings of a kernel there.
     """
     load, slowdown, early = (
         arc_loads(problem, v, late=late),
@@ -132,7 +133,7 @@ def tree_costs(
     known: dict[tuple[float, str], float] = {}  # as above
 
     def cost(arc: Arc) -> float:
-        """The price of an arc in seconds, with a small share of its time to break ties."""
+        """Return the price of an arc in seconds, with a small share of its time to break ties."""
         key = time_s, _ = arc.seconds(shares=early), arc.collective.kind
         if key not in known:
             known[key] = load(arc).priced_s(slowdown, balance)

@@ -61,7 +61,8 @@ class PulpSolver:
     """One of PuLP's solvers.
 
     Attributes:
-        name: PuLP's, for example ``PULP_CBC_CMD``. takes: the settings that its constructor has.
+        name: PuLP's, for example ``PULP_CBC_CMD``.
+        takes: the settings that its constructor has.
     """
 
     name: str
@@ -104,7 +105,7 @@ def pulp_solver(name: str) -> PulpSolver:
     case; ``pulp:`` may stand in front.
 
     Raises:
-        AutoparError: where PuLP knows no such solver, or it is not installed.
+        AutoparError: if PuLP knows no such solver, or it is not installed.
     """
     wanted = name.lower().removeprefix(_PREFIX)
     known = [
@@ -176,14 +177,15 @@ class _SolverAnswer:
 def solve_modelled(
     problem: Problem, solver: str, gap: float, time_limit_s: float
 ) -> Solution | None:
-    """The best plan by one of PuLP's solvers; None where none fits, or none was found in time.
+    """The best plan by one of PuLP's solvers; None if none fits, or none was found in time.
 
     Args:
-        solver: its name. time_limit_s: of all solves together.
+        solver: its name.
+        time_limit_s: time limit of all solves together, in seconds.
 
     Raises:
-        InfeasibleError: where no assignment of layouts is legal, whatever the memory.
-        AutoparError: where the solver is not there, or fails.
+        InfeasibleError: if no assignment of layouts is legal, regardless of memory.
+        AutoparError: if the solver is not there, or fails.
     """
     used, ends = pulp_solver(solver), time.monotonic() + time_limit_s
     program = Formulation(problem)
@@ -281,8 +283,8 @@ def to_pulp(
     """Convert a model to PuLP's classes; each row has one side, or two that are equal.
 
     Args:
-        columns: names to use in place of those of the model, for each. rows: names of the rows,
-            which have none by themselves.
+        columns: names to use in place of those of the model, for each.
+        rows: names of the rows, which have none by themselves.
     """
     made = pulp.LpProblem("autopar", pulp.LpMinimize)
     names = [c.name if columns is None else columns[c.name] for c in model.columns]
@@ -315,7 +317,7 @@ def to_pulp(
 #
 #     x3_1.layers.0.up.mm.R_S_0__to_S_0_      op 3 with strategy 1: its key, and the layouts that it
 #                                             reads and makes
-#     rc3_1. …                                backward runs it again
+#     rc3_1. …                                backward recomputes it
 #     k5_2.layers.0.act.S_0_                  value variant 5 is kept for backward in layout 2;
 #                                             h5_2: on the hosts
 #     f17.layers.0.act.S_0__to_R              the collective between two layouts; others that start
@@ -348,7 +350,7 @@ def write_lp(problem: Problem, objective_s: float, path: str | Path) -> None:
             counted up to it.
 
     Raises:
-        AutoparError: where the file cannot be written.
+        AutoparError: if the file cannot be written.
     """
     program = Formulation(problem)
     excess, keys = Excess(program), list(program.keys)

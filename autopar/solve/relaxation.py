@@ -1,11 +1,11 @@
-"""The multipliers of a problem without a budget, where equal ops decide for themselves; and the
-least cost of a part of a problem.
+"""The multipliers of a problem without a budget, in which equal ops decide separately; and the
+minimum cost of a part of a problem.
 
 The relaxation is that of `autopar.solve.formulation` with rows (9), but an op has a set of
-strategies x[n,g,s] for each *group* g of its instances: those whose neighbours are alike. A row of
-a variant speaks of its tensors on average: groups stand in it with the share of the tensors that
-they make or read. So the multipliers of a row are those of each of its tensors, as a bound for
-instances wants them.
+strategies x[n,g,s] for each *group* g of its instances, whose neighbours are equal. A row of a
+variant is an average over its tensors: each group has the share of the tensors that it makes or
+reads as its coefficient. So the multipliers of a row are those of each of its tensors, as needed
+for a bound over instances.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from autopar.solve.multipliers import round_value, tighter
 from autopar.solve.paths import Demand, merge_terms
 from autopar.solve.prices import op_load
 
-_LEAST = 1e-7  # share of the largest cost: what is worth less is worth nothing
+_LEAST = 1e-7  # multipliers below this share of the largest cost are dropped
 Shares = Mapping[int, float]
-"""Group of an op → how much of something."""
+"""Group of an op → its share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A problem's instances, in groups.
+    """The instances of a problem in groups.
 
     Attributes:
-        times: per op and group, how many times its time is paid.
+        times: per op and group, the multiplicity of its time.
         made: per variant, the share of its tensors that each group of the producer makes.
         read: per variant and use, the share that each group of the reader reads.
-        apart: variants that have no rows for backward of what forward made.
+        apart: variants without rows for readers in backward of values from forward.
     """
 
     times: tuple[tuple[float, ...], ...]
@@ -51,7 +51,7 @@ class Spread:
 
     @staticmethod
     def one_group_per_op(problem: Problem) -> Spread:
-        """One group per op."""
+        """Make one group per op."""
         times = tuple((float(op.count),) for op in problem.ops)
         read = tuple(tuple({0: 1.0} for _ in v.uses) for v in problem.variants)
         return Spread(times, tuple({0: 1.0} for _ in problem.variants), read, frozenset())
@@ -59,7 +59,7 @@ class Spread:
 
 @dataclass
 class _Grouped(Formulation):
-    """The program; `x` and `again` of an op hold the variables of one group after the other."""
+    """The program with groups; `x` and `again` of an op have the variables of all groups."""
 
     spread: Spread = field(kw_only=True)
     _now: int = -1  # the variant whose rows are made
@@ -133,10 +133,10 @@ class _Grouped(Formulation):
         yield from ()  # nor of these
 
     def _host(self) -> None:
-        """None: a certificate has no multiplier of it."""
+        """Omit row (19), since a certificate has no multiplier for it."""
 
     def _ways(self) -> None:
-        """None: instances of a product may be cut in different ways."""
+        """Omit rows (15), since instances of a product may be divided in different ways."""
 
 
 def _by_layout(shares: Shares, variables: list[Column], layouts: list[int]) -> Demand:
@@ -188,23 +188,23 @@ def relax_problem(
 
 
 # --------------------------------------------------------------------------------------------------
-# The least cost of a part of a problem whose rows towards the rest are priced: a tree over its own
-# rows and choices.
+# The minimum cost of a part of a problem whose rows to the rest are relaxed: a tree over its own
+# rows and decisions.
 #
-# Where a Lagrangian takes every op by itself, equal costs of many strategies let each op choose
-# what suits none of its neighbours. Within the part no row is priced away, and no op mixes
-# strategies; so its least is closer to what the part takes in any plan.
+# If a Lagrangian relaxes all rows, each op may choose any of several strategies of equal cost,
+# although they suit none of its neighbours. Within the part no row is relaxed, and no op mixes
+# strategies, so its minimum is closer to the cost of the part in a plan.
 
 
 @dataclass(frozen=True, slots=True)
 class PricedPart:
-    """Some ops, each once, and the tensors that only these make and read.
+    """Some ops, each with one instance, and the tensors that only these ops make and read.
 
     Attributes:
-        problem: of these. again: the ops that backward may run again, whatever the problem says of
-            them.
-        further: per op what each strategy costs beside its time, in seconds, and what it costs as
-            backward runs it again.
+        problem: the problem of these ops.
+        again: the ops that backward may recompute, regardless of the problem.
+        further: per op, the cost of each strategy in addition to its time, in seconds, and that of
+            its recomputation.
     """
 
     problem: Problem
@@ -232,11 +232,12 @@ class _PartProgram(Formulation):
 def least_of(
     part: PricedPart, target_s: float, max_relaxations: int, time_limit_s: float = math.inf
 ) -> tuple[float, int]:
-    """No choice for the part costs less than so many seconds; and how many relaxations that took.
+    """Return a lower bound of the cost of the part in seconds, and the number of solved
+    relaxations.
 
     Args:
-        target_s: what is to be shown, if it is true; the search ends there. max_relaxations: beyond
-            those of a first dive.
+        target_s: a bound at which the search ends.
+        max_relaxations: limit of relaxations after a first dive.
     """
     program = _PartProgram(part.problem, part=part)
     engine = Engine(program.model, time_limit_s)

@@ -1,9 +1,9 @@
-"""Restricted programs: plans looked for among columns of small reduced cost
-(`autopar.solve.highs`), few at first, then more.
+"""Restricted programs: the search for plans over columns of small reduced cost
+(`autopar.solve.highs`), first few columns, then more.
 
-Memory makes near-ties of many versions, so that shares of the bound say little of how many columns
-are needed; and few do better than many: beyond some thousands each node of a search tree takes
-seconds.
+With a memory limit many versions have nearly the same cost, so a share of the bound hardly predicts
+the number of columns that are needed. Few columns are better than many: with more than some
+thousands, each node of a search tree takes seconds.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def is_large(engine: Engine) -> bool:
 
 @dataclass
 class Climb:
-    """The restricted programs of one search; each method returns rows that are to come in, and
-    ends where there are some."""
+    """The restricted programs of one search. Each method returns rows to add, and ends once there
+    are some."""
 
     extra: Incoming
     proven: Proven
@@ -51,9 +51,9 @@ class Climb:
     def up(self, point: Point | None, free: Floats, rungs: Sequence[int] = ()) -> list[int]:
         """Search restricted programs from small to large, until the gap is closed.
 
-        Args:
-            point: a vertex to begin from. free: as in `from_vertex`. rungs: how many columns, if
-                not as many as usual.
+        point: the vertex to start from.
+        free: as in `from_vertex`.
+        rungs: numbers of columns, if they differ from the default.
         """
         if self.plans.is_close():
             return []
@@ -81,13 +81,13 @@ class Climb:
         return []
 
     def from_vertex(self, point: Point, free: Floats, *, soon: bool) -> list[int]:
-        """Search over the columns that cost least at a vertex, then over the layouts that are best
-        without a budget; which values are kept and which ops run again is open there.
+        """Search over the columns that are the cheapest at a vertex, then over the best layouts
+        without a budget, with free choice of kept versions and recomputation.
 
         Args:
             point: the vertex.
             free: columns of the relaxation without budget rows.
-            soon: leave out the widest and the last search.
+            soon: whether to leave out the widest and the last search.
         """
         for share in _SHARES if soon else (*_SHARES, _WIDE_SHARE):
             broken = (
@@ -102,7 +102,7 @@ class Climb:
         )
 
     def over(self, columns: Columns) -> list[int]:
-        """A quick search for a plan over some columns, if these were not searched before."""
+        """Search quickly for a plan over some columns, if they were not searched before."""
         seen = np.packbits(columns).tobytes(), tuple(self.extra.active)
         if seen in self._seen:
             return []
@@ -189,8 +189,8 @@ _NEAR = 1e-3  # of what is proven to what could be, relative
 
 @dataclass(frozen=True, slots=True)
 class Sifted:
-    """What the relaxation proves at a balance, and the columns that are cheap there or were at
-    one before: plans take some of each."""
+    """The bound of the relaxation at a balance, and the columns that are cheap there or at an
+    earlier balance: plans use some of each."""
 
     point: Point
     balance: OverlapWeights
@@ -206,14 +206,15 @@ def sift_balances(
     first: Sequence[OverlapWeights],
     learn_mixture: Callable[[Floats], None],
 ) -> Iterator[Sifted]:
-    """Better and better balances.
+    """Generate better and better balances.
 
     Args:
-        live: without rows of excess. phases: those whose excess counts; λ of the others is 1.
-        first: what is tried to begin with, each; the more they differ, the more the rows over few
-            columns know.
-        learn_mixture: gets the columns with which the rows over few columns are solved. Unlike the
-            vertex at a balance they mix what is best at several.
+        live: the relaxation without rows of excess.
+        phases: the phases whose excess counts; λ of the others is 1.
+        first: the first balances to try. The more they differ, the better are the rows over few
+            columns.
+        learn_mixture: called with the columns with which the rows over few columns are solved.
+            Unlike the vertex at a balance they mix the best columns at several balances.
     """
     lines = Rows.of([excess.line(engine, phase) for phase in phases])
     waiting, best = [*first], -np.inf
@@ -244,7 +245,7 @@ def sift_balances(
 
 
 def middle(phases: Sequence[int]) -> OverlapWeights:
-    """Where communication counts as much as compute does."""
+    """Return the balance at which communication counts as much as compute."""
     forward, backward = (0.5 if phase in phases else 1.0 for phase in range(len(PHASES)))
     return forward, backward
 
@@ -284,7 +285,7 @@ class Beginning:
         Args:
             further: the further rows.
             budget_row: name of the budget row.
-            position: of that row, among the further ones.
+            position: the position of that row, among the further ones.
         """
         best_s, found, worth_s = -np.inf, 0.0, _FIRST * self.ascent.bound_s
         most_s = _MOST * self.ascent.bound_s

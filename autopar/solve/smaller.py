@@ -1,4 +1,4 @@
-"""A problem without some of its strategies, and its answer as one of the whole problem."""
+"""A problem without some of its strategies, and its solution in terms of the whole problem."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class SmallerProblem:
 
     @staticmethod
     def of(whole: Problem, excluded: Mapping[int, Collection[int]]) -> SmallerProblem:
-        """Leave strategies out of a problem, also for what backward runs again.
+        """Exclude strategies of a problem, also from recomputation.
 
         Args:
             whole: the problem.
-            excluded: op → the strategies that are left out; each op keeps at least one.
+            excluded: op → excluded strategies; each op keeps at least one.
         """
         kept = {
             n: tuple(s for s in range(len(whole.ops[n].strategies)) if s not in out)
@@ -60,8 +60,8 @@ class SmallerProblem:
         return replace(self, problem=replace(self.problem, moments=moments))
 
     def restore(self, found: Solution) -> Solution:
-        """Return an answer as one of the whole problem. Its bound and what proves it hold for the
-        smaller problem only."""
+        """Return a solution in terms of the whole problem. Its bound and multipliers hold only for
+        the smaller problem."""
         return replace(
             found,
             strategies=tuple(self._number(n, s) for n, s in enumerate(found.strategies)),
@@ -91,10 +91,10 @@ def _smaller_live(live: _Live, kept: _Kept) -> _Live:
 def _smaller_kernel(
     kernel: OverlapKernel, kept: _Kept, numbers: Mapping[tuple[int, int], int]
 ) -> OverlapKernel | None:
-    """Return the kernel with the strategies that are left; None if it can no longer be used."""
+    """Return the kernel with the remaining strategies; None if it can no longer be used."""
 
     def renumber(n: int, strategies: Iterable[int]) -> tuple[int, ...]:
-        """Number the strategies that are left of one op."""
+        """Renumber the remaining strategies of one op."""
         if n not in kept:
             return tuple(strategies)
         return tuple(numbers[n, s] for s in strategies if (n, s) in numbers)

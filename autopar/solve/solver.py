@@ -21,15 +21,15 @@ from autopar.solve.paths import refusal
 from autopar.solve.pulp_models import LIVE, solve_modelled
 
 # --------------------------------------------------------------------------------------------------
-# Ops that backward would run again though nothing reads their results.
+# Ops that backward would recompute although nothing reads their results.
 #
-# If communication outlasts compute, or an op takes no time, running it again costs nothing, and
-# the solver may choose it for no reason. Its operands would then be kept for it in predictions and
-# budgets, though not in the emitted program.
+# If communication outlasts compute, or an op takes no time, recomputing it costs nothing, and the
+# solver may choose it without a reason. Its operands would then be kept for it in predictions and
+# budgets, but not in the emitted program.
 
 
 def without_idle(problem: Problem, choices: Solution) -> Solution:
-    """Remove recomputation that nothing reads; the plan is no slower, and nowhere larger."""
+    """Remove recomputation that nothing reads; neither time nor memory of the plan increases."""
     if not choices.recomputed:
         return choices
     evaluation = evaluate_choices(problem, choices)
@@ -43,7 +43,7 @@ def without_idle(problem: Problem, choices: Solution) -> Solution:
 
 
 def _idle(problem: Problem, recomputed: Mapping[int, int], evaluation: Evaluation) -> set[int]:
-    """The ops none of whose results is read as it is made again."""
+    """Return the recomputed ops none of whose recomputed results is read."""
     idle = set(recomputed)
     for v, moves in evaluation.backward.items():
         value = problem.values[problem.variants[v].value]
@@ -69,13 +69,14 @@ def solve(
     """Choose strategies, recomputation and kept versions.
 
     Args:
-        gap: stop when incumbent and bound are this close (relative).
-        max_nodes: limit of ``highs``' search tree. time_limit_s: where it ends a run, which is
-            logged, the answer may differ between runs and `Solution.stats["timed_out"]` is 1.
+        gap: stop at this relative gap between incumbent and bound.
+        max_nodes: limit of the nodes of ``highs``' search tree.
+        time_limit_s: time limit in seconds. If it ends a run, this is logged, the solution may
+            differ between runs, and `Solution.stats["timed_out"]` is 1.
         solver: ``highs``, or one of PuLP's (`autopar.solve.pulp_models`), which are slower.
 
     Raises:
-        InfeasibleError: where nothing fits the budget; with the smallest budget that would do.
+        InfeasibleError: if nothing fits the budget; the error has the smallest sufficient budget.
     """
     found = choices_or_least(
         problem, gap=gap, max_nodes=max_nodes, time_limit_s=time_limit_s, solver=solver
@@ -114,7 +115,7 @@ def choices_or_least(
     common: Common | None = None,
     met: Solution | None = None,
 ) -> Solution | Least:
-    """With `whole`, the answer is never `FractionalGroups`."""
+    """With `whole`, the result is never `FractionalGroups`."""
 
 
 @overload
@@ -133,7 +134,7 @@ def choices_or_least(
     common: Common | None = None,
     met: Solution | None = None,
 ) -> Solution | Least | FractionalGroups:
-    """Without `whole`, the answer can be `FractionalGroups`."""
+    """Without `whole`, the result can be `FractionalGroups`."""
 
 
 def choices_or_least(
@@ -154,24 +155,24 @@ def choices_or_least(
     """Solve as `solve` does, but return the memory that is needed if no plan fits.
 
     Args:
-        bound_only: what would do need not be found (`least_budget`) where it is proven that nothing
-            fits.
-        whole: search on where the relaxation mixes decisions of equal ops; else the answer then
-            says which (`Solution.mixed`), without a plan (`FractionalGroups`) where memory binds in
-            a large problem, only a plan is asked for, and none is near the relaxation.
-        likely: at which balance the bound of a problem like this one was best; a search that begins
-            there is sooner done.
-        waits: let the search go on past the time limit as long as it has no plan.
-        only_plan: in a large problem, or where memory binds, end with a plan, however far its bound
-            (`Solution.unfinished`).
-        common: what searches for the same problem with other moments have found, and this one adds
-            to.
-        met: an answer that is known already, and its bound, if any, with which HiGHS' search
-            begins; it ends with none that is worse.
+        bound_only: whether to skip the search for the smallest sufficient budget (`least_budget`)
+            if it is proven that nothing fits.
+        whole: whether to search on if the relaxation mixes decisions of equal ops. Otherwise the
+            result lists these ops (`Solution.mixed`), without a plan (`FractionalGroups`) if memory
+            binds in a large problem, only a plan is needed, and none is near the relaxation.
+        likely: the balance of the best bound of a similar problem; a search that starts there takes
+            less time.
+        waits: whether the search continues after the time limit as long as it has no plan.
+        only_plan: whether to end with a plan, regardless of its bound, in a large problem or if
+            memory binds (`Solution.unfinished`).
+        common: what searches for the same problem with other moments have found; this search adds
+            to it.
+        met: a known solution, and its bound, if any, from which HiGHS' search starts. The result is
+            at least as good.
 
     Raises:
-        InfeasibleError: where no assignment of layouts is legal, whatever the memory; naming the op
-            that refuses where that is known.
+        InfeasibleError: if no assignment of layouts is legal, regardless of memory. The error names
+            the op without a legal layout if it is known.
     """
     if not all(op.strategies for op in problem.ops):
         raise refusal(problem)
@@ -213,11 +214,12 @@ def choices_or_least(
 
 @dataclass(frozen=True, slots=True)
 class _Searched:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
-        answer: None if there is none yet. bound_s, multipliers: what is proven then.
-        infeasible: proven so.
+        answer: the solution; None if there is none yet.
+        bound_s, multipliers: the proven bound if there is no solution.
+        infeasible: whether the problem is proven infeasible.
     """
 
     answer: Solution | Least | FractionalGroups | None
@@ -227,7 +229,7 @@ class _Searched:
 
 
 def _search(request: SearchRequest, *, bound_only: bool) -> _Searched:
-    """Search by HiGHS, unless an answer is known that is close enough."""
+    """Search by HiGHS, unless a solution that is close enough is known."""
     known = request.known
     if known is not None and known.close and known.answer is not None:
         return _Searched(known.answer)

@@ -1,7 +1,7 @@
-"""The collectives of a tensor under given choices: the cheapest trees of both phases at the prices
-of a balance, and the slack of each collective.
+"""The collectives of a tensor in a solution: the cheapest trees of both phases at the prices of a
+balance, and the slack of each collective.
 
-A kernel that is on offer (`autopar.cost.kernel_offers`) is taken if it saves time
+An offered kernel (`autopar.cost.kernel_offers`) is used if it saves time
 (`autopar.solve.pick_kernels`).
 """
 
@@ -86,7 +86,7 @@ class Redistribution:
 
 
 Moves = tuple[Redistribution, Redistribution, tuple[int, ...]]
-"""Of a variant: in its own phase, in backward of what forward made, and the versions that are
+"""Of a variant: in its own phase, in backward of values from forward, and the versions that are
 kept between the two."""
 
 
@@ -141,13 +141,13 @@ def moves_of(
     kept_here = None if kept is None else kept.get(v, ())
     allowed, stored = _versions_allowed(value, {made, *wanted}, kept_here)
     free = {made} if value.resident else set[int]()
-    allowed |= free  # it is kept where it rests, whatever else is
+    allowed |= free  # it may always be kept in its layout at rest
     if value.op in recomputed:
         free.add(_layout_made(problem, value, recomputed[value.op]))
 
     def later_from(allowed: set[int], stored: set[int]) -> tuple[Redistribution, tuple[int, ...]]:
-        """The collectives of backward, and the versions that they read, if these may be kept on
-        the devices and those stored on the hosts."""
+        """Find the collectives of backward, and the versions that they read, given the versions
+        that may be kept on the devices and those stored on the hosts."""
         ends = _Ends(
             allowed | free,
             wanted_later,
@@ -189,7 +189,7 @@ def moves_of(
 
 
 def _layout_made(problem: Problem, value: Value, strategy: int) -> int:
-    """The layout in which a strategy of its op makes a value."""
+    """Return the layout in which a strategy of its op makes a value."""
     return value.graph.index[
         problem.ops[value.op].strategies[strategy].layouts.outputs[value.result]
     ]
@@ -220,7 +220,7 @@ def _versions_allowed(
 def _add_stores(
     value: Value, first: Redistribution, keep: Sequence[int], at_hand: set[int], awaited: set[int]
 ) -> Redistribution:
-    """Forward's collectives, and copies of what is kept on the hosts."""
+    """Find the collectives of forward, with the copies of versions that are stored on the hosts."""
     stores = tuple(_copy(value, n, "store") for n in keep if value.on_host(n))
     if not stores:
         return first
@@ -236,7 +236,7 @@ def _add_stores(
 
 
 def _copy(value: Value, version: int, kind: Kind) -> Arc:
-    """A copy of a version that is stored, there or from there."""
+    """Make the copy of a stored version, to the hosts or from them."""
     layout, time_s = (
         version - len(value.graph.layouts),
         value.away(version - len(value.graph.layouts)),
@@ -269,8 +269,8 @@ def _layouts_wanted(
     uses: Iterable[Use],
     chosen: Mapping[int, int] | Sequence[int],
 ) -> tuple[set[int], set[int]]:
-    """The layouts that the uses read, and of these the ones that ops wait for; parameters and
-    outputs take theirs at a phase's end."""
+    """Return the layouts that the uses read, and those of them that ops wait for; parameters and
+    outputs read theirs at the end of a phase."""
     read = [(graph.index[demand(problem, use, chosen)], problem.ops[use.op].kind) for use in uses]
     return {layout for layout, _ in read}, {layout for layout, kind in read if kind == "compute"}
 
@@ -280,11 +280,11 @@ class _Ends:
     """The layouts (node indices) between which a tensor moves in one phase.
 
     Attributes:
-        sources: that collectives may start from.
-        wanted: that are read.
-        at_hand: that exist at the start of the phase.
-        awaited: that ops read before the end of the phase.
-        stored: on the hosts, from which they can be fetched.
+        sources: layouts from which collectives may start.
+        wanted: layouts that are read.
+        at_hand: layouts that exist at the start of the phase.
+        awaited: layouts that ops read before the end of the phase.
+        stored: layouts on the hosts, from which they can be fetched.
     """
 
     sources: set[int]
@@ -297,8 +297,8 @@ class _Ends:
 def _redistribute(
     problem: Problem, v: int, late: bool, ends: _Ends, chosen: Chosen, balance: OverlapWeights
 ) -> Redistribution:
-    """Find the cheapest tree of collectives. Layouts from which it starts and that are stored on
-    the hosts are fetched first."""
+    """Find the cheapest tree of collectives. Source layouts that are stored on the hosts are
+    fetched first."""
     wanted, stored = ends.wanted, ends.stored
     value = problem.values[problem.variants[v].value]
     graph = value.graph

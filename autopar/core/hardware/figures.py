@@ -1,4 +1,4 @@
-"""What profiles are made of: figures, measured curves, links.
+"""The parts of profiles: figures, measured curves and links.
 
 A *figure* is one number of a profile. A *curve* is a set of measured (size, time) points.
 """
@@ -30,8 +30,7 @@ WorkKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number with its unit, where it comes from, and when it was read or measured (ISO
-    date)."""
+    """One number with its unit, its source, and the date (ISO) on which it was read or measured."""
 
     value: float
     unit: str
@@ -52,8 +51,8 @@ class Curve:
 
     @staticmethod
     def through(points: Iterable[tuple[float, float]]) -> Curve:
-        """The curve through (size, time_s) points: sorted, the fastest of equal sizes, made
-        non-decreasing."""
+        """Make the curve through (size, time_s) points: sorted, with the least time of equal sizes,
+        and non-decreasing."""
         fastest: dict[float, float] = {}
         for size, time in points:
             fastest[size] = min(time, fastest.get(size, math.inf))
@@ -64,7 +63,7 @@ class Curve:
         return Curve(tuple(sizes), tuple(times))
 
     def time_s(self, size: float) -> float:
-        """Time at `size`, in seconds."""
+        """Return the time at `size`, in seconds."""
         sizes, times = self.sizes, self.times
         if size <= sizes[0]:
             return times[0]
@@ -78,12 +77,14 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A device's share of its host: memory beside its own, and the way there.
+    """A device's share of its host: the host memory and the link to it.
 
     Attributes:
-        memory_bytes: of the host's memory, per device. memory_bandwidth_bytes_per_s: what the
-            host's processors reach in it, per device, while all devices' shares are worked on.
-        latency_s, bandwidth_bytes_per_s: of a copy between the two, one direction.
+        memory_bytes: host memory per device, in bytes.
+        memory_bandwidth_bytes_per_s: bandwidth of the host's processors to this memory, per device,
+            while they process the shares of all devices.
+        latency_s, bandwidth_bytes_per_s: latency and bandwidth of a copy between device and host,
+            in one direction.
     """
 
     memory_bytes: int
@@ -97,11 +98,11 @@ class Link:
     """A connection level.
 
     Attributes:
-        latency_s: of one step of a collective.
-        bandwidth_bytes_per_s: per device, one direction, as reached by a ring.
+        latency_s: latency of one step of a collective.
+        bandwidth_bytes_per_s: bandwidth per device in one direction, as a ring reaches it.
         all_to_all_efficiency: share of that bandwidth that an all_to_all reaches.
-        curves: kind of collective → (number of devices → curve over bytes), the bytes being the
-            larger of one rank's input and output.
+        curves: kind of collective → (number of devices → curve over bytes). Bytes are the larger of
+            one rank's input and output.
     """
 
     latency_s: float

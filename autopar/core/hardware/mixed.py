@@ -1,9 +1,9 @@
-"""Unequal devices: one profile per index along a mesh axis, and what the slowest of several
-profiles takes.
+"""Unequal devices: one profile per index along a mesh axis, and the times of the slowest of several
+profiles.
 
-Where stages lie along that axis, each is priced on its own devices. Along any other axis all
+If pipeline stages are along that axis, each is priced on its own devices. Along any other axis all
 devices run the same program in lockstep: each op and each collective takes as long as on the
-slowest of them, and each may hold what the smallest can.
+slowest device, and each device holds at most what the smallest can hold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Mixed:
     """Devices that differ along one mesh axis.
 
     Attributes:
-        axis: name of the axis. profiles: of the devices at each index along it.
+        axis: name of the axis.
+        profiles: the profiles of the devices at each index along it.
     """
 
     axis: str
@@ -31,12 +32,12 @@ class Mixed:
 
     @property
     def name(self) -> str:
-        """As the command line takes it: ``stage=h100-sxm,a100-sxm-80gb``."""
+        """The name as the command line takes it: ``stage=h100-sxm,a100-sxm-80gb``."""
         return f"{self.axis}={','.join(profile.name for profile in self.profiles)}"
 
     @property
     def hash(self) -> str:
-        """Fingerprint of all profiles, in order."""
+        """The fingerprint of all profiles, in order."""
         return _together(profile.hash for profile in self.profiles)
 
 
@@ -44,15 +45,18 @@ Hardware: TypeAlias = HardwareProfile | Mixed
 
 
 def slowest(hardware: Hardware) -> HardwareProfile:
-    """At whose figures all devices run one program in lockstep."""
+    """Return the profile with whose figures all devices run one program in lockstep."""
     return slowest_of(hardware.profiles) if isinstance(hardware, Mixed) else hardware
 
 
 def profile_of(hardware: Hardware, axis: str, stage: int) -> HardwareProfile:
-    """Of the devices of a stage, the k-th of those that lie along `axis` on device k mod n.
+    """Return the profile of the devices of a stage. Along `axis` with n devices, stage k is on
+    device k mod n.
 
     Args:
-        axis: of the stages, empty for one stage on the whole mesh.
+        hardware: the hardware.
+        axis: the pipeline axis; empty for one stage on the whole mesh.
+        stage: index k of the stage.
     """
     if isinstance(hardware, Mixed) and axis == hardware.axis:
         return hardware.profiles[stage % len(hardware.profiles)]
@@ -61,12 +65,12 @@ def profile_of(hardware: Hardware, axis: str, stage: int) -> HardwareProfile:
 
 @lru_cache(maxsize=64)
 def slowest_of(profiles: tuple[HardwareProfile, ...]) -> HardwareProfile:
-    """A profile on which every op and every collective takes as long as on the slowest of these; of
-    equal profiles that one.
+    """Make a profile on which every op and every collective takes as long as on the slowest of
+    these profiles. If they are equal, return that profile.
 
-    Its `parts` are asked one by one, so that measured points hold as well. Its figures, which stand
-    for all that is not asked so, are each the worst: the least memory, bandwidth and efficiency,
-    the largest overhead and latency; it knows the dtypes, kernels and hosts that all know.
+    Times are looked up in each of its `parts`, so measured points are used as well. Each other
+    figure is the worst one: the least memory, bandwidth and efficiency, and the largest overhead
+    and latency. The profile has the dtypes, kernels and hosts that all of them have.
     """
     parts = tuple(dict.fromkeys(profiles))
     if len(parts) == 1:
@@ -99,8 +103,8 @@ def slowest_of(profiles: tuple[HardwareProfile, ...]) -> HardwareProfile:
 
 
 def slowest_link(links: Iterable[Link]) -> Link:
-    """Each figure the worst of these; without measured points, which only a profile's `parts`
-    have."""
+    """Make a link whose figures are the worst of these links. It has no measured points, which only
+    the `parts` of a profile have."""
     found = list(links)
     return Link(
         max(link.latency_s for link in found),
@@ -113,7 +117,7 @@ def slowest_link(links: Iterable[Link]) -> Link:
 def _each(
     mappings: Sequence[Mapping[str, float]], worst: Callable[[Iterable[float]], float]
 ) -> dict[str, float]:
-    """The worst of each figure that all have."""
+    """Return the worst value of each figure that all have."""
     return {
         key: worst(each[key] for each in mappings)
         for key in mappings[0]

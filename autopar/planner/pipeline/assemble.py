@@ -1,5 +1,5 @@
-"""Joins the plans of stages into one: cuts, values that cross, step, peak, and the bound over all
-cuts."""
+"""Joins the plans of stages into one plan, with its cuts, crossing values, step, peak and the bound
+over all cuts."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ from autopar.stages import Cut
 # --------------------------------------------------------------------------------------------------
 # Stages that share a rank's memory.
 #
-# Each is planned as if it were alone, within a budget of its own. Then their memory is simulated
-# together (`autopar.program.stage_memory`). If that is over the rank's budget, each is planned
-# again with less, in proportion to the bytes that it keeps for backward.
+# Each stage is planned alone within its own budget. Then the memory of the stages is simulated
+# together (`autopar.program.stage_memory`). If the peak exceeds the rank's budget, the budgets of
+# the stages are reduced in proportion to the bytes that they keep for backward, and the stages are
+# planned again.
 
 _ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes at the peak of a rank's devices, and bytes by kind."""
+    """The peak of a rank's devices in bytes, and bytes by kind."""
 
     peak_bytes: int
     memory_bytes: Mapping[str, int]
@@ -59,12 +60,12 @@ class RankMemory:
 
 @dataclass
 class Sharing:
-    """The memory of ranks with `num_chunks` stages each, and the budgets of the stages, which go
-    down round by round.
+    """The memory of ranks with `num_chunks` stages each, and the budgets of the stages, which are
+    reduced round by round.
 
     Args:
-        rank_budgets: bytes of a device, by rank. devices: the names of these, where they are not
-            all alike.
+        rank_budgets: bytes of a device, by rank.
+        devices: names of the devices by rank, if they are unequal.
     """
 
     num_stages: int
@@ -80,11 +81,16 @@ class Sharing:
 
     def __post_init__(self) -> None:
         self.budgets = [*self.rank_budgets] * self.num_chunks
-        self.lowered: set[int] = set()  # the stages whose budgets went down last
+        self.lowered: set[int] = set()  # the stages whose budgets the last round reduced
         self._round = 0
 
     def schedule(self, name: str, stage: int) -> StageSchedule:
-        """Return the schedule that a stage is planned for, under its name."""
+        """Return the schedule of a stage.
+
+        Args:
+            name: the name of the schedule.
+            stage: index of the stage.
+        """
         num_ranks = self.num_stages // self.num_chunks
         actions = (
             interleaved_schedule(num_ranks, self.num_chunks, self.num_microbatches)[
@@ -98,10 +104,10 @@ class Sharing:
         )
 
     def fits(self, stages: Sequence[Planned]) -> bool:
-        """Check whether the stages fit on every rank; if not, lower the budgets of stages.
+        """Check whether the stages fit on every rank; if not, reduce the budgets of stages.
 
         Raises:
-            InfeasibleError: after `_ROUNDS` rounds.
+            InfeasibleError: if the stages do not fit after `_ROUNDS` rounds.
         """
         if self.num_chunks == 1:
             return True
@@ -117,7 +123,7 @@ class Sharing:
         return not over
 
     def refusal(self, stage: int, error: InfeasibleError) -> InfeasibleError:
-        """Add the stage, and its devices, to the error of its search."""
+        """Add the stage and its devices to the error of its search."""
         rank = stage % (self.num_stages // self.num_chunks)
         budget = self.rank_budgets[rank]
         shares = self.budgets[stage] < budget
@@ -168,7 +174,8 @@ class Sharing:
     def _twice(
         self, chunks: Mapping[int, Planned], memories: Mapping[int, ChunkMemory]
     ) -> dict[str, int]:
-        """Bytes that are counted more than once, of tensors that several chunks read."""
+        """Return the bytes by kind that are counted more than once, since several chunks read the
+        same tensors."""
         seen: set[str] = set()
         found = {"parameters": 0, "optimizer": 0, "buffers": 0}
         state, _ = OPTIMIZERS[self.options.optimizer]
@@ -207,11 +214,10 @@ class Sharing:
 
 
 def neediest(refused: Sequence[tuple[InfeasibleError, int]]) -> InfeasibleError:
-    """Choose the error of the stage that needs the largest share of its memory: with less, some
-    stage does not fit.
+    """Choose the error of the stage that needs the largest share of its memory.
 
     Args:
-        refused: with the bytes that each stage has.
+        refused: errors of stages, with the bytes that each stage has.
     """
     most, _ = max(refused, key=lambda found: found[0].needed_bytes / found[1])
     if len(refused) == 1:
@@ -224,8 +230,8 @@ def neediest(refused: Sequence[tuple[InfeasibleError, int]]) -> InfeasibleError:
 
 
 def _kernels_buffers(chunks: Mapping[int, Planned]) -> dict[str, int]:
-    """Bytes that the kernels of a rank's stages share with their peers. Kernels that move tensors
-    of one form along an axis share one buffer."""
+    """Return the bytes that the kernels of a rank's stages share with their peers. Kernels that
+    move tensors of equal form along an axis share one buffer."""
     found: dict[object, int] = {}
     for planned in chunks.values():
         program = planned.stage_program()
@@ -238,7 +244,7 @@ def _kernels_buffers(chunks: Mapping[int, Planned]) -> dict[str, int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cuts, values that cross, the step, its peak, and the bound over all cuts.
+# Cuts, crossing values, the step, its peak, and the bound over all cuts.
 
 COVERS: tuple[str, ...] = (
     (
@@ -292,10 +298,10 @@ def join_stages(
     """Join the plans of all stages.
 
     Args:
-        asked: what the pipeline is planned for.
+        asked: the request.
         whole: the plans without stages, and the bound over all cuts.
-        cuts: indices of the units that begin later stages.
-        stages: their plans.
+        cuts: indices of the first units of all stages but the first.
+        stages: the plans of the stages.
         made: the traces of the stages.
         sharing: the memory of the ranks.
         clock: measures phases.
@@ -356,7 +362,7 @@ def join_stages(
     proof = _proof(asked, whole, objective, plans, promised)
     options = asked.options.to_json(
         max(asked.profiles, key=asked.options.budget)
-    )  # of unequal budgets the pipeline says each
+    )  # unequal budgets are recorded in the pipeline
     plan = Plan(
         asked.mesh,
         asked.mark(asked.whole, asked.hardware),
@@ -373,7 +379,7 @@ def join_stages(
         program = emit(asked.part, plan, asked.how, made)
 
     def closer(factor: float) -> float:
-        """Search for a bound that is `factor` times as high; return what is proven, in seconds."""
+        """Search for a bound that is `factor` times as high. Return the proven bound in seconds."""
         assert whole.closer is not None, "there are cuts"
         with clock.phase("bound"):
             return whole.closer(factor).step_s
@@ -382,7 +388,7 @@ def join_stages(
 
 
 def _find_crossed(asked: PipelineRequest, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:
-    """List the values that leave a stage."""
+    """List the values that a stage sends to other stages."""
     layouts = {t.name: t.layout for t in planned.stage_program().outputs if t.crosses}
     return tuple(
         Crossed(
@@ -403,7 +409,7 @@ def _proof(
     plans: Sequence[Plan],
     promised: tuple[str, ...],
 ) -> Proof:
-    """Make the proof over all cuts; with one stage, the stage's own."""
+    """Make the proof over all cuts. With one stage, use the bound of the stage."""
     own = plans[0].proof if len(plans) == 1 else None
     bound, certified = (
         (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num)
@@ -455,7 +461,7 @@ def _proof(
 
 
 def _with_multipliers(asked: PipelineRequest, proof: Proof, on: OnKind) -> Proof:
-    """Add the multipliers of one kind of device to the proof, if there are any."""
+    """Add the multipliers of one kind of device to the proof, if it has any."""
     draft = PlanDraft(asked.part, asked.stage_mesh, on.priced, on.choices, on.evaluation, {})
     return proof if on.multipliers is None else with_multipliers(proof, draft, on.multipliers)
 

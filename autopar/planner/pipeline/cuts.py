@@ -1,15 +1,17 @@
-"""The least step over all ways to cut units into stages, given lower bounds of units and borders.
+"""The minimum step over all ways to cut units into stages, given lower bounds of units and borders.
 
-    stage of units u … w takes at least   τ = max(0, behind(border of u) + Σ least of u … w +
-                                          before(border behind w))
-    step                                  (M − 1) · max τ + Σ τ
+    stage of units u … w    τ ≥ max(0, behind(border of u) + Σ bounds of u … w +
+                                before(border behind w))
+    step                    (M − 1) · max τ + Σ τ
 
-At each border one pair (before, behind) is chosen: for a layout of what crosses, what it costs the
-stage before and the stage behind. Where stages have unequal devices, units take on each what they
-take there, and pairs are those of the two devices at the border. All cuts and all pairs are
-compared, exactly: the shortest Σ τ is found with every τ below a limit (dynamic programming over
-borders and pairs), the limit is lowered below the slowest stage of the answer, and so on, until no
-answer can be better than the best.
+One pair (before, behind) is chosen at each border. It is the cost of a layout of the crossing
+tensors for the stage before the border and for the stage behind it. If stages have unequal devices,
+the bounds of units are those of the stage's device, and pairs are those of the two devices at the
+border.
+
+The minimum over all cuts and pairs is exact. Dynamic programming over borders and pairs finds the
+least Σ τ with every τ below a limit. The limit is then lowered to the slowest stage of that
+solution, and so on, until no solution can be better than the best.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Pair = tuple[float, float]
-"""Seconds for the stage before a border, and for the stage behind it."""
+"""Seconds of the stage before a border, and of the stage behind it."""
 
-_MOST = 8  # pairs at a border
+_MAX_PAIRS = 8  # pairs at a border
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class Parts:
     """Lower bounds of the seconds that a microbatch takes.
 
     Attributes:
-        units: seconds per unit. borders: the pairs before each unit but the first; they may be
-            negative.
+        units: seconds per unit.
+        borders: the pairs before each unit but the first; seconds may be negative.
     """
 
     units: tuple[float, ...]
@@ -43,27 +45,28 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class LeastStep:
-    """The least step, and cuts that take it: indices of the units that begin later stages."""
+    """The minimum step, and cuts that attain it: indices of the first units of all stages but the
+    first."""
 
     step_s: float
     cuts: tuple[int, ...]
 
 
 def front(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    """Reduce pairs to few, such that each given pair is at least one of them in both parts. If
-    there are few, only dominated pairs are removed."""
+    """Reduce pairs to at most `_MAX_PAIRS` pairs such that each given pair is dominated by one of
+    them, or equal to it. If the Pareto frontier is small enough, it is the result."""
     kept: list[Pair] = []
     for before, behind in sorted(pairs):
         if not kept or behind < kept[-1][1]:
             kept.append((before, behind))
-    while len(kept) > _MOST:  # the least of both of neighbours stands for them
+    while len(kept) > _MAX_PAIRS:  # the componentwise minimum replaces two neighbours
         odd = kept[len(kept) // 2 * 2 :]
         kept = [(a[0], b[1]) for a, b in zip(kept[::2], kept[1::2], strict=False)] + odd
     return tuple(kept)
 
 
 def join_pairs(one: Iterable[Pair], other: Sequence[Pair]) -> tuple[Pair, ...]:
-    """Combine the pairs of two tensors that cross: their sums."""
+    """Combine the pairs of two crossing tensors: the sums of all combinations."""
     return front((a + c, b + d) for a, b in one for c, d in other)
 
 
@@ -73,11 +76,12 @@ def least_step(
     num_microbatches: int,
     allowed: Collection[int] | None = None,
 ) -> LeastStep:
-    """Find the least step over all cuts (see the module).
+    """Find the minimum step over all cuts (see the module).
 
     Args:
-        parts: of all stages alike, or per stage its units, and the borders between it and the next.
-        num_stages: of the pipeline.
+        parts: the parts of all stages, or the parts of each stage: its units, and the borders
+            between it and the next stage.
+        num_stages: stages of the pipeline.
         num_microbatches: M.
         allowed: units that may begin a later stage; by default all but the first.
     """
@@ -85,7 +89,7 @@ def least_step(
     num = len(each[0].units)
     places: list[list[tuple[int, float, float]]] = [
         [(0, 0.0, 0.0)]
-    ]  # around stages: a border and one of its pairs
+    ]  # the places between stages: a border and one of its pairs
     for part in each[:-1]:
         places.append(
             [
@@ -111,7 +115,7 @@ def _times(
     begins: Sequence[tuple[int, float, float]],
     ends: Sequence[tuple[int, float, float]],
 ) -> Floats:
-    """Of a stage between places."""
+    """Compute τ of a stage for each place before it and each place behind it."""
     sums = np.concatenate([[0.0], np.cumsum(units)])
     first, last = np.array([p for p, _, _ in begins], int), np.array([p for p, _, _ in ends], int)
     behind, before = np.array([b for _, _, b in begins]), np.array([b for _, b, _ in ends])
@@ -120,14 +124,17 @@ def _times(
 
 
 def fastest_path(tables: Sequence[Floats], num_microbatches: int) -> tuple[float, tuple[int, ...]]:
-    """Find the least (M − 1) · max τ + Σ τ over all paths, infinite if there is none, and the
-    places on one such path.
+    """Find the minimum of (M − 1) · max τ + Σ τ over all paths.
 
     Args:
-        tables: per stage τ from each place before it to each place behind it, of which the first
-            and the last have one.
+        tables: per stage, τ from each place before it to each place behind it. There is one place
+            before the first stage and one behind the last.
+        num_microbatches: M.
+
+    Returns:
+        The minimum, infinite if there is no path, and the places on a path that attains it.
     """
-    more, best_s, best, limit = num_microbatches - 1, np.inf, tuple[int, ...](), np.inf
+    num_further, best_s, best, limit = num_microbatches - 1, np.inf, tuple[int, ...](), np.inf
     slowest = tables[0][0]
     for table in tables[1:]:
         slowest = np.maximum(slowest[:, None], table).min(axis=0, initial=np.inf)
@@ -137,32 +144,32 @@ def fastest_path(tables: Sequence[Floats], num_microbatches: int) -> tuple[float
             return best_s, best
         times, path = found
         limit = max(times)
-        step_s = more * limit + sum(times)
+        step_s = num_further * limit + sum(times)
         if step_s < best_s:
             best_s, best = step_s, path
         if (
-            more * float(slowest[-1]) + sum(times) >= best_s
-        ):  # less for the slowest stage only makes the sum longer
+            num_further * float(slowest[-1]) + sum(times) >= best_s
+        ):  # a lower limit only increases the sum
             return best_s, best
 
 
 def _shortest(
     tables: Sequence[Floats], limit: float
 ) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    """Find the path with the least sum whose times are all below the limit: its times and
+    """Find the path with the least sum whose times are all below the limit. Return its times and
     places."""
     within = [np.where(table < limit, table, np.inf) for table in tables]
-    reach, how = within[0][0], list[NDArray[np.int64]]()
+    reach, predecessors = within[0][0], list[NDArray[np.int64]]()
     for table in within[1:]:
         if not len(reach):
             return None
         through = reach[:, None] + table
-        how.append(through.argmin(axis=0))
-        reach = through[how[-1], np.arange(len(how[-1]))]
+        predecessors.append(through.argmin(axis=0))
+        reach = through[predecessors[-1], np.arange(len(predecessors[-1]))]
     if not np.isfinite(reach[-1]):
         return None
     path = [0]
-    for step in reversed(how):
+    for step in reversed(predecessors):
         path.insert(0, int(step[path[0]]))
     edges = zip(within, (0, *path[:-1]), path, strict=True)
     return tuple(float(table[a, b]) for table, a, b in edges), tuple(path[:-1])

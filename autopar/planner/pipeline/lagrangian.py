@@ -1,58 +1,58 @@
-"""Lower bounds of the parts of a model, wherever it is cut: the Lagrangian of the whole, part by
+"""Lower bounds of the parts of a model for all cuts: the Lagrangian of the whole model, part by
 part.
 
-Terms. A *unit* is what lies between neighbouring places to cut; a *border* lies before a unit. An
-*instance* is one op or tensor of the model as it is, where the problem folds equal ones. Rows and
-multipliers are those of `autopar.solve.formulation`; π of rows (3) are given for all instances of a
-variant together, and are shared among them.
+Terms. A *unit* is the part of the model between neighbouring cut points; a *border* is before a
+unit. An *instance* is one op or tensor of the unfolded model; the problem folds equal instances.
+Rows and multipliers are those of `autopar.solve.formulation`; π of rows (3) are totals over all
+instances of a variant, and are divided among them.
 
-**Instances.** The problem in which every instance decides for itself has the same rows for each, so
-the shared multipliers prove a bound of it (weak duality): per instance of an op the least reduced
-cost of its strategies,
+**Instances.** The problem with separate decisions for each instance has the same rows for each
+instance. By weak duality the shared multipliers prove a lower bound of it. The bound of an instance
+of an op is the least reduced cost of its strategies,
 
     d[x]  = time + Σ π of what it reads − Σ π of what it supplies − Σ κ of what it makes or reads
     d[rc] = min(0, time + Σ π of what it reads again − Σ π of what backward reads of it)
     κ[l]  = Σ π[l] of backward readers
 
-Equal instances with equal neighbours have equal costs. What collectives' reduced costs fall below 0
-by is subtracted: where the tensor crosses, what they do in a stage, on both sides.
+Equal instances with equal neighbours have equal costs. Negative reduced costs of collectives are
+added to the bound. For a tensor that crosses a border, those of both stages are added.
 
-**Borders.** A stage's problem is that of its units, with an op in place of what lies outside at
-each tensor that crosses. Let tensor v leave the stage before a border in layout L and arrive behind
-it, and let G(L) be Σ π(L) of v's readers of its own phase behind the border. The reader that stands
-for what lies behind takes multipliers G: of each collective, max(0, ΔG) ≤ Σ max(0, Δπ), so no
-reduced cost falls. So
+**Borders.** A stage's problem consists of its units, with an op in place of the rest of the model
+for each crossing tensor. Let tensor v leave the stage before a border in layout L and arrive behind
+it, and let G(L) be Σ π(L) of v's readers of its own phase behind the border. The op that replaces
+these readers gets the multipliers G. For each collective, max(0, ΔG) ≤ Σ max(0, Δπ), so no reduced
+cost decreases. Hence
 
     stage before   ≥ its units' least + G(L) − κ(L) of backward readers before the border
     stage behind   ≥ its units' least − G(L) − κ(L) of backward readers behind the border + time of
                    arriving in L
 
-since leaving is one more forward reader, and arriving one more thing that is made. Gradients go the
-other way and are not kept. Over all stages G cancels. The layouts of what crosses, forward and
-backward, are chosen apart, and κ in a unit counts all backward readers, those in other stages as
-well: both can only lower the bound.
+since leaving adds a forward reader, and arriving adds a result. Gradients cross in the other
+direction and are not kept. G cancels in the sum over all stages. The layouts of crossing tensors
+are chosen separately in forward and backward, and κ in a unit counts all backward readers,
+including those in other stages. Both can only lower the bound.
 
-**What stages run again or hold together.** Masks, positions and inputs, which stages have each for
-themselves, supply each unit on its own; multipliers of their backward readers, and of what they
-read, are 0. So are those of a gradient that is a sum over several holders of a parameter. The time
-of such an op is shared among the units.
+**Copied ops and shared parameters.** Stages have copies of masks, positions and inputs, which
+supply each unit separately. The multipliers of their backward readers and of their operands are 0,
+and so are those of a gradient that is a sum over several holders of a parameter. The time of such
+an op is divided among the units.
 
-**Overlap.** A stage takes no less than what its work costs where compute hides all that is early
-(`autopar.solve.prices`, λ = 1), and so do collectives here, at the least that they cost in the
-whole and in any stage.
+**Overlap.** A stage takes at least the cost of its work if compute hides all early communication
+(`autopar.solve.prices`, λ = 1). Collectives here have this cost, at its minimum over the whole
+model and all stages.
 
-**Kernels.** With rows (10) and (11) of what some stage may have on offer
-(`autopar.cost.kernel_offers`), a product's d[x], or d[rc], is less by what its kernels save beyond
-what their collectives cost over their worth, each by max over a of
+**Kernels.** With rows (10) and (11) for the kernels that any stage may offer
+(`autopar.cost.kernel_offers`), each kernel lowers d[x], or d[rc], of its product by what it saves
+beyond the cost of its collective minus the worth of the collective, which is the maximum over a of
 
     max(0, saved − max(0, time − Σ max(0, Δπ) − μ[head]))
 
-since a stage that offers it counts the collective in full, and has no more readers. Of what units
-have each for themselves it is less by all that is saved.
+since a stage that offers the kernel counts the collective in full, and has no more readers. For
+copied ops it is lowered by everything that the kernel saves.
 
-Any multipliers ≥ 0 prove something; what has to hold beside is that a stage's problem has no choice
-that the whole's lacks. For that the whole is to be priced with `apart` and `exposed` of `seams`: no
-cluster crosses a border, and what crosses can take any layout.
+Any multipliers ≥ 0 prove a bound if a stage's problem has no choice that the problem of the whole
+model lacks. Therefore the whole model must be priced with `apart` and `exposed` of `seams`: no
+cluster crosses a border, and crossing tensors can have any layout.
 """
 
 from __future__ import annotations
@@ -74,12 +74,16 @@ from autopar.sharding import Ref
 
 @dataclass
 class Parting:
-    """Computes the parts of one problem.
+    """Computes the bounds of the parts of one problem.
 
     Args:
-        instances: of the whole's problem, see the module. num_units: that its placing has. exposed:
-            nodes whose results may cross.
-        crossing: the links to a stage's neighbours. kernels: those that some stage may have.
+        instances: instances of the problem of the whole model, see the module.
+        num_units: number of units.
+        mesh_shape: shape of the mesh of a stage.
+        crossing: the links to a stage's neighbours.
+        multipliers: multipliers of the problem.
+        exposed: nodes whose results may cross.
+        kernels: the kernels that any stage may offer.
     """
 
     instances: Instances
@@ -96,18 +100,18 @@ class Parting:
     def __post_init__(self) -> None:
         self.problem = self.instances.priced.problem
         self.worths = Worths(self.instances, self.multipliers, self.exposed)
-        self._of_op: dict[int, list[tuple[int, bool, OverlapKernel]]] = {}
+        self._kernels_by_op: dict[int, list[tuple[int, bool, OverlapKernel]]] = {}
         for (v, late), kernels in self.kernels.items():
             for kernel in kernels:
-                self._of_op.setdefault(kernel.op, []).append((v, late, kernel))
+                self._kernels_by_op.setdefault(kernel.op, []).append((v, late, kernel))
         self._nodes = {n.name: n for n in self.instances.trace.graph.nodes}
 
     def parts(self, behind: Parting | None = None, wire: Wire | None = None) -> Parts:
         """Compute the seconds of units, and of borders to the next stage.
 
         Args:
-            behind: the parting of the next stage, if it has other devices.
-            wire: the link to the next stage, if not that of `crossing`.
+            behind: the parts of the next stage, if it has other devices.
+            wire: the link to the next stage; by default that of `crossing`.
         """
         behind, wire = behind or self, wire or self.crossing.behind
         units = [0.0] * self.num_units
@@ -133,7 +137,8 @@ class Parting:
         return self._least[key]
 
     def kind(self, instance: Instance) -> object:
-        """Key of an instance's reduced costs: instances with equal keys have equal costs."""
+        """Return a key of an instance's reduced costs. Instances with equal keys have equal
+        costs."""
         supplied = self.readers_of(instance)
         return (
             instance.op,
@@ -147,8 +152,8 @@ class Parting:
         )
 
     def readers_of(self, instance: Instance) -> dict[Ref, list[UnfoldedRead]]:
-        """Find the readers of each result of an instance. If several units have the op for
-        themselves, only readers in the instance's unit count."""
+        """Find the readers of each result of an instance. If several units have a copy of the op,
+        only readers in the instance's unit count."""
         refs = [ref for ref in instance.results if ref in self.instances.variant]
         reads = {ref: self.instances.reads.get(ref, []) for ref in refs}
         return {
@@ -171,12 +176,12 @@ class Parting:
         """Compute the reduced costs of an instance's strategies.
 
         Args:
-            instance: of an op.
+            instance: the instance.
             supplied: the readers of its results, as from `readers_of`.
-            inside: tensors whose rows are not priced.
+            inside: tensors whose rows are not relaxed.
 
         Returns:
-            Seconds by strategy, in the op's own phase and as backward runs it again.
+            Seconds by strategy, in the op's own phase and as recomputed in backward.
         """
         x = instance.share * np.array([s.time_s for s in self.problem.ops[instance.op].strategies])
         again = x.copy()
@@ -208,12 +213,12 @@ class Parting:
 
     def _kernel_savings(self, instance: Instance) -> Iterator[tuple[OverlapKernel, float]]:
         """Generate the most that each kernel of an op's product saves, beyond the cost of its
-        collectives over their worth."""
+        collectives minus their worth."""
         touched = [
             *(ref for _, ref in instance.operands),
             *(ref for ref in instance.results if ref in self.instances.variant),
         ]
-        for v, late, kernel in self._of_op.get(instance.op, ()):
+        for v, late, kernel in self._kernels_by_op.get(instance.op, ()):
             if instance.alone:
                 yield kernel, max(hidden.saved_s for hidden in kernel.hides)
             for ref in touched:
@@ -239,8 +244,8 @@ class Parting:
     def _crosses(
         self, ref: Ref, maker: int, behind: Parting, wire: Wire
     ) -> Iterator[tuple[int, tuple[Pair, ...]]]:
-        """Generate the borders that a tensor may cross, and the cost of each layout there: for the
-        stage before at these prices, for the stage behind at its own."""
+        """Generate the borders that a tensor may cross, with the cost of each layout: that of the
+        stage before at the prices of these parts, and that of the stage behind at its own."""
         units = [r.unit for r in self.instances.reads.get(ref, [])]
         forward = self.worths.value(ref).phase == "forward"
         for border in (
@@ -264,7 +269,8 @@ class Parting:
             yield border, self._fronts[key]
 
     def _sides(self, ref: Ref, border: int) -> object:
-        """Key of a tensor's costs at a border: its kind, and its readers on either side."""
+        """Return a key of a tensor's costs at a border: its kind, and its readers on either
+        side."""
         reads = self.instances.reads.get(ref, [])
         sides = [r for r in reads if r.unit < border], [r for r in reads if r.unit >= border]
         return self.worths.kind(ref), tuple(
@@ -272,8 +278,8 @@ class Parting:
         )
 
     def _at_border(self, ref: Ref, border: int, wire: Wire) -> tuple[Floats, Floats]:
-        """Seconds of the stage before and of the stage behind a border at these prices, by layout
-        of the tensor that crosses."""
+        """Return the seconds of the stage before and of the stage behind a border at these prices,
+        by layout of the crossing tensor."""
         key = self._sides(ref, border), wire
         if key not in self._borders:
             reads = self.instances.reads.get(ref, [])
@@ -293,7 +299,7 @@ class Parting:
         gains = worth.sum_of(worth.now, behind if forward else before)
         later = worth.sum_of(worth.later, before), worth.sum_of(worth.later, behind)
         kept, arrives = np.maximum(later[0] - worth.made, 0.0), later[1]
-        further_s = worth.crossing_loss_s - worth.loss_s  # where it is made
+        further_s = worth.crossing_loss_s - worth.loss_s  # in the stage of its producer
         at = np.array(
             [
                 value.graph.index[layout]

@@ -1,5 +1,5 @@
-"""The bound of all pipelines of a model, over all cuts: from a problem's relaxation to the least
-step."""
+"""The lower bound of all pipelines of a model over all cuts, from the relaxation of a problem to
+the minimum step."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from autopar.stages import Seams
 from autopar.stages.placing import Placing
 
 # --------------------------------------------------------------------------------------------------
-# Lower bounds of units that are closer than op by op (`autopar.planner.pipeline.lagrangian`): each
-# unit is searched as a program of its own.
+# Lower bounds of units that are tighter than the sum over their ops
+# (`autopar.planner.pipeline.lagrangian`): each unit is solved as a separate integer program.
 #
-# Rows of tensors that only one unit has stay rows; the rows of all others are priced by the same
-# multipliers, whatever these are. So the least cost of a unit's program, plus that of the priced
-# tensors, is at least the sum over its ops one by one, and no more than the unit's part of any
-# plan: with rows of fewer tensors priced, a choice can gain less (Geoffrion, Lagrangean
-# relaxation, 1974: the bound lies between that of the relaxation and that of the integer program).
-# Tensors that may cross stay priced, and so do all for which kernels are on offer, since rows (12)
-# to (18) are not in the units' programs.
+# The rows of tensors that only one unit has remain constraints of the unit's program. The rows of
+# all other tensors are relaxed with the same multipliers, whatever these are. The minimum of a
+# unit's program, plus the relaxed rows, is at least the sum of the least reduced costs of its ops,
+# and at most the unit's part of any plan: with fewer relaxed rows the bound can only increase
+# (Geoffrion, Lagrangean relaxation, 1974: the bound is between that of the relaxation and that of
+# the integer program). The rows of tensors that may cross stay relaxed. So do those of tensors for
+# which kernels are offered, since rows (12) to (18) are not in the units' programs.
 
-_RELAXATIONS = 150  # per unit
-_MOST = 450  # in all; units that are no more like each other than this allows are left as they are
-_MORE = 1.3  # times the rise that is wanted: small units and what is at borders do not rise
-_LEAST = 1e-3  # share of all units: what takes less, all that are alike together, is left as it is
+_RELAXATIONS = 150  # solved relaxations per unit
+_MOST = 450  # solved relaxations in total; the bounds of the remaining units are not raised
+_MORE = 1.3  # factor on the requested increase, since small units and borders do not increase
+_MIN_SHARE = 1e-3  # equal units that together take a smaller share of all units are not raised
 
 
 @dataclass
 class UnitPrograms:
-    """The programs of units of one parting, whose parts are known."""
+    """The integer programs of units, given the bounds of their parts."""
 
     parting: Parting
     parts: Parts
@@ -60,16 +60,16 @@ class UnitPrograms:
         self._members = [[] for _ in self.parts.units]
         for instance in self.parting.instances.found:
             self._members[instance.unit].append(instance)
-        self._inside = self._only_in_one()
+        self._inside = self._tensors_of_one_unit()
 
     def raise_units(self, factor: float) -> Parts:
-        """Search units for higher bounds, the heaviest first.
+        """Raise the bounds of units, the heaviest first.
 
         Args:
-            factor: how many times as much all units are to take together.
+            factor: requested sum of all bounds, relative to the present one.
 
         Returns:
-            The parts with the units' bounds as far as they were proven.
+            The parts with the proven bounds of units.
         """
         factor = 1.0 + _MORE * (factor - 1.0)
         alike: dict[object, list[int]] = {}
@@ -79,7 +79,7 @@ class UnitPrograms:
         heavy = sorted(alike.values(), key=lambda same: (-len(same) * units[same[0]], same[0]))
         for same in heavy:
             known_s = units[same[0]]
-            if left <= 0 or len(same) * known_s < _LEAST * sum(self.parts.units):
+            if left <= 0 or len(same) * known_s < _MIN_SHARE * sum(self.parts.units):
                 break
             part, beside_s = self._part(self._members[same[0]])
             least_s, num = least_of(
@@ -90,9 +90,9 @@ class UnitPrograms:
                 units[unit] = max(known_s, least_s + beside_s)
         return replace(self.parts, units=tuple(units))
 
-    def _only_in_one(self) -> set[Ref]:
-        """Find the tensors that only one unit makes and reads, and that the whole prices as any
-        stage does."""
+    def _tensors_of_one_unit(self) -> set[Ref]:
+        """Find the tensors that only one unit makes and reads, and whose prices are the same in the
+        whole model and in any stage."""
         parting, instances = self.parting, self.parting.instances
         with_kernels = {v for v, _ in parting.kernels}
         several = {
@@ -105,7 +105,7 @@ class UnitPrograms:
         found = set[Ref]()
         for instance in instances.found:
             if any(name in parting.exposed for name, _ in instance.results):
-                continue  # backward of a stage that ends here may not run it again
+                continue  # backward of a stage that ends here may not recompute it
             for ref in instance.results:
                 v = instances.variant.get(ref)
                 if (
@@ -120,7 +120,7 @@ class UnitPrograms:
         return found
 
     def _kind(self, members: Sequence[Instance]) -> object:
-        """Key of a unit's program: units with equal keys have equal programs."""
+        """Return a key of a unit's program. Units with equal keys have equal programs."""
         place = {
             ref: (n, r)
             for n, i in enumerate(members)
@@ -138,7 +138,7 @@ class UnitPrograms:
         )
 
     def _part(self, members: Sequence[Instance]) -> tuple[PricedPart, float]:
-        """Build a unit's program; the seconds of what is priced outside of it are returned too."""
+        """Build a unit's program. Return it with the seconds of the unit outside of it."""
         parting, problem = self.parting, self.parting.problem
         mine = [i for i in members if not i.alone]
         beside_s = sum(parting.least(i) for i in members if i.alone)
@@ -206,7 +206,7 @@ class UnitPrograms:
 
 
 def spread(instances: Instances) -> Spread:
-    """Group the instances of each op whose tensors are of the same variants."""
+    """Group the instances of each op by the variants of their tensors."""
     problem = instances.priced.problem
     groups: list[dict[object, int]] = [{} for _ in problem.ops]
     times: list[list[float]] = [[] for _ in problem.ops]
@@ -255,10 +255,14 @@ class Pipelines:
     """All pipelines of one microbatch's trace along one axis.
 
     Attributes:
-        placing: of a cut at all places, into `num_units`. allowed: units that may begin a stage;
-            None for all.
-        kinds: per stage, which kind of device it is on. crossings: per stage, the links to its
-            neighbours.
+        trace: the trace of one microbatch.
+        mesh_shape: shape of the mesh of a stage.
+        placing: the placing of all nodes into units.
+        num_units: number of units.
+        kinds: per stage, the index of its kind of device.
+        crossings: per stage, the links to its neighbours.
+        num_microbatches: microbatches per step.
+        allowed: units that may begin a stage; None for all.
     """
 
     trace: Trace
@@ -272,18 +276,19 @@ class Pipelines:
 
 
 def part_constraints(forced: Forced, seams: Seams) -> Forced:
-    """Restrict what is forced on the whole, such that no cluster crosses a border."""
+    """Add the restriction that no cluster crosses a border to the constraints."""
     return replace(forced, named=replace(forced.named, apart=forced.named.apart | seams.apart))
 
 
 @dataclass(frozen=True)
 class ProvenPipelines:
-    """The least step that multipliers prove of pipelines.
+    """The lower bound that multipliers prove for all pipelines.
 
     Attributes:
-        multipliers: by kind of device, at its prices.
-        closer: searches every unit for a bound that is so many times as high, and returns the
-            least step then (never less than `least`).
+        least: the minimum step, given the bounds of parts.
+        multipliers: the multipliers by kind of device, at its prices.
+        closer: raises the bounds of units by a factor, and returns the minimum step then (never
+            less than `least`).
     """
 
     least: LeastStep
@@ -294,25 +299,24 @@ class ProvenPipelines:
 def prove_bound(
     priced: Sequence[Priced], forced: Forced, seams: Seams, ways: Pipelines, time_limit_s: float
 ) -> ProvenPipelines:
-    """Prove a lower bound of all these pipelines, whatever the memory, by the multipliers of the
-    relaxations of the whole.
+    """Prove a lower bound of all pipelines without a memory limit, by the multipliers of the
+    relaxations of the whole model.
 
-    Each stage is bounded by itself, at the prices of its own devices and by multipliers that were
-    found at these.
+    Each stage has a separate bound, with the prices and multipliers of its own devices.
 
     Args:
-        priced: of the whole, on each kind of device, under the constraints `forced` and with the
-            nodes that the seams expose.
+        priced: the problem of the whole model on each kind of device, under the constraints
+            `forced` and with the exposed nodes of the seams.
         forced: constraints, as from `part_constraints`.
-        seams: of all cut points.
+        seams: the seams of all cut points.
         ways: the pipelines.
-        time_limit_s: of each solve.
+        time_limit_s: time limit of each solve, in seconds.
     """
     partings = [_relax_parts(each, forced, seams, ways, time_limit_s) for each in priced]
     parts = list(_by_stage(partings, ways))
 
     def closer(factor: float) -> LeastStep:
-        """The least step after units were searched for bounds that are `factor` times as high."""
+        """Return the minimum step after raising the bounds of units by a factor."""
         first = {kind: parts[ways.kinds.index(kind)] for kind in dict.fromkeys(ways.kinds)}
         units = {
             kind: UnitPrograms(partings[kind], part, time_limit_s).raise_units(factor).units
@@ -323,7 +327,7 @@ def prove_bound(
         )
 
     def least(parts: Sequence[Parts]) -> LeastStep:
-        """The least step over all cuts, given the parts of each stage."""
+        """Return the minimum step over all cuts, given the parts of each stage."""
         return least_step(parts, len(ways.kinds), ways.num_microbatches, ways.allowed)
 
     return ProvenPipelines(least(parts), tuple(parting.multipliers for parting in partings), closer)
@@ -332,7 +336,7 @@ def prove_bound(
 def _relax_parts(
     priced: Priced, forced: Forced, seams: Seams, ways: Pipelines, time_limit_s: float
 ) -> Parting:
-    """Relax the problem of the whole on one kind of device, and divide it into parts."""
+    """Relax the problem of the whole model on one kind of device, and divide it into parts."""
     priced = replace(priced, problem=at_best(priced.problem))
     instances = Instances(ways.trace, priced, ways.placing, forced)
     multipliers = relax_problem(priced.problem, time_limit_s, spread(instances))
@@ -349,8 +353,8 @@ def _relax_parts(
 
 
 def _by_stage(partings: Sequence[Parting], ways: Pipelines) -> Iterator[Parts]:
-    """Generate, per stage, its units and the borders to the next stage. The last stage gets the
-    borders to one like itself, which are not used."""
+    """Generate the units of each stage and the borders to the next stage. The last stage gets
+    borders to an equal stage, which are not used."""
     known: dict[object, Parts] = {}
     for kind, behind, crossing in zip(
         ways.kinds, (*ways.kinds[1:], ways.kinds[-1]), ways.crossings, strict=True
@@ -362,32 +366,32 @@ def _by_stage(partings: Sequence[Parting], ways: Pipelines) -> Iterator[Parts]:
 
 
 # --------------------------------------------------------------------------------------------------
-# A bound of the pipelines along one axis that needs no capture of a microbatch.
+# A lower bound of the pipelines along one axis that needs no capture of a microbatch.
 #
-# The program of the whole batch on the mesh of a stage is relaxed, without a limit of memory; a
-# relaxation lets equal layers decide differently, as stages may. With U its bound, M microbatches
-# take at least U through all stages together: compute and activations of a part of the batch take
-# at least their share, and gradients are reduced once a step. So a step of P equal stages with v
-# stages per device takes at least
+# The program of the whole batch on the mesh of a stage is relaxed, without a memory limit. The
+# relaxation lets equal layers decide differently, as stages may. Let U be its bound. M microbatches
+# take at least U through all stages together: compute and activations of a microbatch take at
+# least their share, and gradients are reduced once per step. A step of P equal stages with v stages
+# per device takes at least
 #
 #     U · (M + (P − 1) / v) / (P · M)
 #
-# This holds for every number of microbatches, so one small program serves all alternatives along
+# This holds for every number of microbatches, so one small program bounds all alternatives along
 # the axis.
 
 
 def least_batch_s(trace: Trace, mesh: Mesh, hardware: Hardware, options: PlanOptions) -> float:
-    """Bound the seconds that the whole batch takes on the mesh of a stage.
+    """Return a lower bound of the seconds that the whole batch takes on the mesh of a stage.
 
     Args:
-        trace: of the whole batch.
-        mesh: of a stage.
-        hardware: of its devices; if stages have unequal devices, the fastest bound is taken.
+        trace: the trace of the whole batch.
+        mesh: the mesh of a stage.
+        hardware: its devices. If stages have unequal devices, the least of their bounds is used.
         options: constraints, the optimizer and the time limit.
 
     Returns:
-        Seconds; 0 if constraints do not hold on this mesh, which the search for the pipeline
-        explains.
+        Seconds; 0 if the constraints conflict on this mesh, which the search for the pipeline
+        reports.
     """
     profiles = dict.fromkeys(hardware.profiles) if isinstance(hardware, Mixed) else (hardware,)
     constraints = [c for c in options.constraints if not isinstance(c, Pipelined)]

@@ -1,4 +1,4 @@
-"""The request that a pipeline is planned for, and the plans of one microbatch without stages."""
+"""The request for a pipeline, and the plans of one microbatch without stages."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ class PipelineRequest:
     """The request for one axis, one number of microbatches and one schedule.
 
     Attributes:
-        part: the trace of one microbatch. how: how microbatches make the batch. batch_bytes: of the
-            whole batch.
-        returned: what a call returns. wish: the pipeline. whole: the whole batch's trace.
+        part: the trace of one microbatch.
+        how: how the batch is divided into microbatches.
+        batch_bytes: bytes of the whole batch.
+        returned: the values that a call returns.
+        wish: the requested pipeline.
+        whole: the trace of the whole batch.
     """
 
     part: Trace
@@ -49,7 +52,7 @@ class PipelineRequest:
 
     @property
     def axis(self) -> str:
-        """The axis along which stages lie; empty for one stage on the whole mesh."""
+        """The pipeline axis; empty for one stage on the whole mesh."""
         return self.wish.axis or ""
 
     @property
@@ -59,7 +62,7 @@ class PipelineRequest:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline: devices along its axis times chunks of each."""
+        """Stages of the pipeline: ranks along its axis times stages per rank."""
         return self.wish.chunks * (
             self.mesh.shape[self.mesh.names.index(self.axis)] if self.axis else 1
         )
@@ -75,7 +78,7 @@ class PipelineRequest:
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """Per stage, which of the kinds its devices are."""
+        """Per stage, the index of the kind of its devices."""
         return tuple(
             self.profiles.index(self.profile_of(stage)) for stage in range(self.num_stages)
         )
@@ -90,14 +93,14 @@ class PipelineRequest:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Per stage, microbatches whose kept values it holds."""
+        """Per stage, the number of microbatches whose kept values it holds."""
         return tuple(
             num_in_flight(self.wish.schedule, self.num_stages, self.how.num, self.wish.chunks)
         )
 
     @property
     def handing_s(self) -> float:
-        """Seconds a step in which outputs go from the stages that make them to all others."""
+        """Seconds per step for sending outputs from the stages that compute them to all others."""
         return handing_s(self.axis, self.mesh, self.hardware, self.returned.handed_bytes)
 
     def crossing_of(self, stage: int) -> Crossing:
@@ -105,10 +108,10 @@ class PipelineRequest:
         return Crossing.along(self.axis, self.mesh, self.hardware, stage)
 
     def cuts(self, points: Sequence[CutPoint]) -> tuple[int, ...]:
-        """Look up the cuts that the user asks for, as indices of units.
+        """Look up the requested cuts, as indices of units.
 
         Raises:
-            ConstraintError: where the model has no such cuts, or there are too few or too many.
+            ConstraintError: if the model has no such cuts, or their number is wrong.
         """
         modules = {point.module: index + 1 for index, point in enumerate(points)}
         wanted = self.wish.cuts or ()
@@ -131,11 +134,10 @@ class PipelineRequest:
 
 @dataclass(frozen=True, slots=True)
 class OnKind:
-    """The plan of one microbatch without stages and without a limit of memory, on one kind of
-    device.
+    """The plan of one microbatch without stages and without a memory limit, on one kind of device.
 
     Attributes:
-        multipliers: of what is proven of all cuts, None where there are no cuts.
+        multipliers: the multipliers of the bound over all cuts; None if there are no cuts.
     """
 
     priced: Priced
@@ -147,12 +149,15 @@ class OnKind:
 
 @dataclass(frozen=True, slots=True)
 class UncutSolution:
-    """The plans of one microbatch without stages and without a limit of memory.
+    """The plans of one microbatch without stages and without a memory limit.
 
     Attributes:
-        on: by kind of device. kinds: per stage, on which. least: what is proven of all cuts.
-            closer: as of `autopar.planner.pipeline.pipeline_bound.ProvenPipelines`, None where
-            there are no cuts.
+        on: the plans by kind of device.
+        kinds: per stage, the index of its kind of device.
+        points: the cut points.
+        least: the proven minimum step over all cuts.
+        closer: as in `autopar.planner.pipeline.pipeline_bound.ProvenPipelines`; None if there are
+            no cuts.
     """
 
     on: tuple[OnKind, ...]
@@ -163,21 +168,21 @@ class UncutSolution:
 
     @property
     def units(self) -> tuple[tuple[Unit, ...], ...]:
-        """Per stage, what each unit would take on its devices."""
+        """Per stage, the costs of all units on its devices."""
         return tuple(self.on[kind].units for kind in self.kinds)
 
 
 def crossing_layouts(whole: UncutSolution, part: Trace, made: Cut) -> Mapping[str, Layout]:
-    """Choose the layout of each value that crosses between stages: the one of the fewest bytes
-    among those that the plan of the whole makes, on the devices that send it.
+    """Choose the layout of each crossing value: the layout with the fewest bytes among those that
+    the plan of the whole model uses, on the devices of the sending stage.
 
     Args:
         whole: the plans without stages.
-        part: the trace that `whole` is the plan of, and that `made` cuts.
-        made: the stages, and the values that cross between them.
+        part: the trace of these plans.
+        made: the stages of the trace, and the values that cross between them.
 
     Returns:
-        Key of the value → layout; values inside of a cluster of the whole are left out.
+        Key of the value → layout, without values inside a cluster of the whole model.
     """
     keys = {n.name: n.meta["key"] for n in part.graph.nodes if n.op == "call_function"}
     variants = [
@@ -188,7 +193,7 @@ def crossing_layouts(whole: UncutSolution, part: Trace, made: Cut) -> Mapping[st
         on = whole.on[kind]
         for name in boundary.values:
             v = variants[kind].get(name)
-            if v is None:  # inside a cluster of the whole
+            if v is None:  # inside a cluster of the whole model
                 continue
             graph = on.priced.problem.values[on.priced.problem.variants[v].value].graph
             moves = on.evaluation.forward[v]

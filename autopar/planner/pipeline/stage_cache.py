@@ -1,10 +1,10 @@
-"""A cache for equal stages: each is solved, and its memory is measured, once.
+"""A cache for equal stages, each of which is solved and measured once.
 
-Two problems are alike if they differ only in names and in the number of microbatches in flight:
-then the same choices, by index, cost the same in both. Two programs are alike if their graphs are
-equal, node by node, and so are the tensors at their borders: then they hold the same bytes at each
-moment. The memory of the last programs is remembered by object: the search asks for the peak first,
-and for all moments if that is over the budget.
+Two problems are equal if they differ only in names and in the number of microbatches in flight. The
+same decisions, by index, then have the same cost in both. Two programs are equal if their graphs
+are equal node by node, and so are the tensors at their borders. They then hold the same bytes at
+each moment. The memory of the last programs is stored by object identity, since the search reads
+the peak first, and all moments if the peak exceeds the budget.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from autopar.solve.memory_rows import budget_rows
 
 Form = tuple[object, ...]
 Held = tuple[PeakMemory, tuple[NodePeak, ...]]
-# programs: a plan as it is, and those with communication beside compute that are tried against it
+# Number of stored programs: a plan without overlap, and its candidates with overlap.
 _LAST = 4
 
 
 class Effort(IntEnum):
-    """How far a search goes.
+    """The extent of a search.
 
-    MIXED: until it is known which layers decide apart. WHOLE: for layers as they are; until there
-    is a plan where more would take long. END: until plan and bound are near, or limits are reached.
+    MIXED: until it is known which layers decide separately. WHOLE: with the present groups of
+    layers; it ends with the first plan if more would take long. END: until plan and bound are
+    close, or a limit is reached.
     """
 
     MIXED = 0
@@ -44,29 +45,29 @@ class Effort(IntEnum):
 
 @dataclass
 class Alike:
-    """The answers and measurements of the stages so far."""
+    """The solutions and measurements of earlier stages."""
 
     _answers: list[tuple[Problem, Problem, Effort, Solution]] = field(
         default_factory=list
-    )  # the problem, without names, how far searched
+    )  # the problem, the problem without names, the effort, the solution
     _apart: list[tuple[Problem, int, FractionalGroups]] = field(
         default_factory=list
-    )  # the problem without names, and how many are in flight
+    )  # the problem without names, microbatches in flight, the ops that decide separately
     _peaks: dict[Form, tuple[int, StagePeak]] = field(
         default_factory=dict
-    )  # and with how many in flight
+    )  # the microbatches in flight, and the peak
     _memories: dict[Form, ChunkMemory] = field(default_factory=dict)
     _rehearsed: deque[tuple[StageProgram, Held]] = field(
         default_factory=lambda: deque(maxlen=_LAST)
     )
 
     def known(self, problem: Problem, effort: Effort) -> Solution | FractionalGroups | None:
-        """Look up the answer to a problem that is alike: choices that fit here and whose bound
-        holds, or the ops that decide apart with as many microbatches in flight.
+        """Look up the solution of an equal problem: decisions that fit here and whose bound holds,
+        or the ops that decide separately with as many microbatches in flight.
 
         Args:
-            problem: to be solved.
-            effort: of the search; the answer of a search with more effort is used, too.
+            problem: the problem to be solved.
+            effort: effort of the search; the result of a search with more effort is also used.
         """
         nameless = _nameless(problem)
         if effort is Effort.MIXED and (apart := self._known_apart(nameless, problem)) is not None:
@@ -75,26 +76,26 @@ class Alike:
             if effort > spent and (choices.mixed or choices.unfinished):
                 continue
             same = other.num_in_flight == problem.num_in_flight
-            # Without budget rows an answer does not depend on the microbatches in flight.
+            # Without budget rows a solution does not depend on the microbatches in flight.
             holds = form == nameless and (same or not choices.stats.get("budget_rows"))
             if holds and fits(problem, evaluate_choices(problem, choices)):
                 return _rename_rows(choices, other, problem)
         return None
 
     def _known_apart(self, nameless: Problem, problem: Problem) -> FractionalGroups | None:
-        """The ops of a problem that decide apart, if that is known."""
+        """Look up the ops of a problem that decide separately."""
         for form, num, apart in self._apart:
             if num == problem.num_in_flight and form == nameless:
                 return apart
         return None
 
     def learn(self, problem: Problem, choices: Solution | FractionalGroups, effort: Effort) -> None:
-        """Remember an answer, unless the solver ran out of time.
+        """Store a solution, unless the solver ran out of time.
 
         Args:
-            problem: that was solved.
-            choices: the answer.
-            effort: of the search.
+            problem: the solved problem.
+            choices: its solution.
+            effort: effort of the search.
         """
         if isinstance(choices, FractionalGroups):
             self._apart.append((_nameless(problem), problem.num_in_flight, choices))
@@ -102,7 +103,7 @@ class Alike:
             self._answers.append((problem, _nameless(problem), effort, choices))
 
     def measure_once(self, program: StageProgram, measure: Callable[[], Held]) -> Held:
-        """Return the memory of a program: remembered if it is one of the last, else measured."""
+        """Return the memory of a program, measured if it is not one of the last programs."""
         for other, found in self._rehearsed:
             if other is program:
                 return found
@@ -112,14 +113,14 @@ class Alike:
     def peak(
         self, program: StageProgram, num_in_flight: int, measure: Callable[[], StagePeak]
     ) -> StagePeak:
-        """Return the peak of a stage under one schedule, measured if no program was alike.
+        """Return the peak of a stage under one schedule, measured if no equal program is stored.
 
         Args:
-            program: of the stage.
+            program: the program of the stage.
             num_in_flight: microbatches that wait for their backward.
             measure: measures the peak of the program.
         """
-        flying = min(num_in_flight, SIMULATED)  # each further one adds what it holds
+        flying = min(num_in_flight, SIMULATED)  # each further microbatch adds its held bytes
         form = (flying, *form_of(program))
         if form not in self._peaks:
             self._peaks[form] = (num_in_flight, measure())
@@ -129,8 +130,8 @@ class Alike:
         )
 
     def memory(self, program: StageProgram, measure: Callable[[], ChunkMemory]) -> ChunkMemory:
-        """Return the memory of a stage on a rank that holds several, measured if no program was
-        alike."""
+        """Return the memory of a stage on a rank with several stages, measured if no equal program
+        is stored."""
         form = form_of(program)
         if form not in self._memories:
             self._memories[form] = measure()
@@ -161,7 +162,7 @@ def _nameless(problem: Problem) -> Problem:
 
 
 def _rename_rows(choices: Solution, other: Problem, problem: Problem) -> Solution:
-    """The choices with prices of memory under this problem's names of the rows."""
+    """Rename the memory rows of a solution's multipliers to the rows of another problem."""
     proven = choices.multipliers
     if proven is None:
         return choices
@@ -171,7 +172,7 @@ def _rename_rows(choices: Solution, other: Problem, problem: Problem) -> Solutio
     }
 
     def renamed(found: Multipliers) -> Multipliers:
-        """Multipliers with the prices of memory under the names of this problem's rows."""
+        """Return multipliers with renamed memory rows."""
         worths = {names[name]: worth for name, worth in found.memory_s.items()}
         cases = tuple(replace(case, multipliers=renamed(case.multipliers)) for case in found.cases)
         return replace(found, memory_s=worths, cases=cases)
@@ -180,7 +181,7 @@ def _rename_rows(choices: Solution, other: Problem, problem: Problem) -> Solutio
 
 
 def form_of(program: StageProgram) -> Form:
-    """Make a key of everything in a program but its names."""
+    """Make a key of a program without its names."""
     tensors = (program.parameters, program.buffers, program.inputs, program.outputs, program.sums)
     modules = (program.forward, program.backward, program.begin, program.end)
     graphs = tuple(None if module is None else _graph(module) for module in modules)
@@ -198,13 +199,13 @@ def _tensor(tensor: ProgramTensor) -> Form:
 
 
 def _graph(module: fx.GraphModule) -> Form:
-    """Its nodes in order, which stand for each other by position."""
+    """Describe the nodes of a graph in order, with positions instead of names."""
     place = {node: f"%{number}" for number, node in enumerate(module.graph.nodes)}
     found = []
     for node in module.graph.nodes:
         target = {"placeholder": "", "get_attr": object()}.get(
             node.op, str(node.target)
-        )  # what is in an attribute, its name does not say
+        )  # attributes of equal names may differ, so they are never equal
         found.append(
             (node.op, target, str(fx.map_arg((node.args, node.kwargs), place.__getitem__)))
         )

@@ -1,13 +1,13 @@
-"""The search over pipelines: a microbatch's trace, cut into stages, each planned as a whole model
-is.
+"""The search over pipelines. The trace of a microbatch is cut into stages, and each stage is
+planned like a whole model.
 
-1. The model is planned once without stages on the mesh that is left, with memory as if there were
-   no limit. That says what each part costs and in which layout values cross most cheaply, and its
+1. The model is planned without stages and without a memory limit on the mesh without the pipeline
+   axis. The plan gives the cost of each unit and the cheapest layouts of crossing values. Its
    relaxation bounds all cuts and layouts (`autopar.planner.pipeline.lagrangian`).
-2. Cuts that balance the parts (`autopar.planner.pipeline.stage_units`); then each stage's own
-   problem, with its microbatches in flight. Stages that are alike are solved once.
-3. With what the stages really take, parts are weighed anew and cut again, as long as that is
-  faster.
+2. Cuts that balance the units are chosen (`autopar.planner.pipeline.stage_units`), and each stage's
+   problem is solved with its microbatches in flight. Equal stages are solved once.
+3. The costs of units are scaled to the times of the planned stages, and the model is cut again, as
+   long as the step becomes shorter.
 """
 
 from __future__ import annotations
@@ -66,23 +66,26 @@ from autopar.solve import evaluate_choices, shortage, solve
 from autopar.stages import Cut, Seams, cut_trace, seams, usable_points
 
 # --------------------------------------------------------------------------------------------------
-# The plans of one microbatch without stages and without a limit of memory, on each kind of device
-# that stages have, and the bound over all cuts that their relaxations prove.
+# The plans of one microbatch without stages and without a memory limit, on each kind of device, and
+# the bound over all cuts that their relaxations prove.
 
-_CLOSER = 4  # times closer than asked for the whole is solved, since its bound is that of all cuts
+_CLOSER = 4  # factor by which the gap of the whole model is smaller, since it bounds all cuts
 
 
 def solve_uncut(
     asked: PipelineRequest, forced: Sequence[Forced], clock: Clock, limit_s: float
 ) -> UncutSolution:
-    """Plan one microbatch without stages and without a limit of memory, and bound all cuts.
+    """Plan one microbatch without stages and without a memory limit, and bound all cuts.
 
     Args:
-        asked: what the pipeline is planned for.
-        forced: per stage, what is forced on its devices.
+        asked: the request.
+        forced: per stage, the resolved constraints on its devices.
+        clock: measures phases.
+        limit_s: exclusive upper limit of the step, in seconds.
 
     Raises:
-        ConstraintError: where the model cannot be cut. TooSlow: where no plan beats `limit_s`.
+        ConstraintError: if the model cannot be cut.
+        TooSlow: if no plan beats `limit_s`.
     """
     with clock.phase("cut"):
         points, placing = (
@@ -119,7 +122,7 @@ def solve_uncut(
             _add_handing(found.least, asked.handing_s),
             lambda factor: _add_handing(found.closer(factor), asked.handing_s),
         )
-    if limit_s <= least.step_s < math.inf:  # infinite where there are fewer parts than stages
+    if limit_s <= least.step_s < math.inf:  # infinite if there are fewer units than stages
         raise TooSlow(least.step_s)
     units = [
         units_of(placing, len(points) + 1, alone.priced, alone.choices, alone.evaluation)
@@ -130,7 +133,7 @@ def solve_uncut(
 
 
 def _alone(asked: PipelineRequest, kind: int, forced: Forced, sewn: Seams, clock: Clock) -> OnKind:
-    """Plan the whole on one kind of device; its units are not known yet."""
+    """Plan the whole model on one kind of device, without its units."""
     with clock.phase("enumerate"):
         classes = classes_of(asked.part, asked.stage_mesh.shape, forced)
     with clock.phase("price"):
@@ -156,15 +159,15 @@ def _alone(asked: PipelineRequest, kind: int, forced: Forced, sewn: Seams, clock
 def _over_cuts(
     asked: PipelineRequest, priced: Sequence[Priced], forced: Forced, sewn: Seams, ways: Pipelines
 ) -> ProvenPipelines:
-    """Prove a bound over all cuts. If stages are interleaved, one microbatch through all stages is
-    bounded, and from that the step."""
+    """Prove a bound over all cuts. If stages are interleaved, the bound of the step follows from
+    the bound of one microbatch through all stages."""
     time_limit_s = asked.options.solve_s
     if asked.wish.schedule != INTERLEAVED:
         return prove_bound(priced, forced, sewn, ways, time_limit_s)
     one = prove_bound(priced, forced, sewn, replace(ways, num_microbatches=1), time_limit_s)
 
     def of_step(least: LeastStep) -> LeastStep:
-        """The bound of the step from that of one microbatch."""
+        """Compute the bound of the step from that of one microbatch."""
         return replace(least, step_s=_least_s(asked, least.step_s))
 
     return ProvenPipelines(
@@ -173,24 +176,24 @@ def _over_cuts(
 
 
 def _add_handing(least: LeastStep, seconds: float) -> LeastStep:
-    """Add the seconds of handing outputs on, which do not depend on cuts."""
+    """Add the seconds of sending outputs to all stages, which do not depend on cuts."""
     return replace(least, step_s=least.step_s + seconds)
 
 
 def _least_s(asked: PipelineRequest, whole_s: float) -> float:
-    """Bound a step by the seconds of one microbatch through all stages."""
+    """Return a lower bound of the step, given the seconds of one microbatch through all stages."""
     return least_time(
         asked.wish.schedule, whole_s, asked.num_stages, asked.how.num, asked.wish.chunks
     )
 
 
 log = logging.getLogger("autopar")
-_ROUNDS = 3  # of cutting anew
+_ROUNDS = 3  # attempts with scaled costs of units
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Every stage's plan, the cut that they are of, and how ranks share their memory."""
+    """The plans of all stages, their cut, and the memory of their ranks."""
 
     plans: tuple[Planned, ...]
     made: Cut
@@ -212,10 +215,10 @@ class StagedSearch:
     forced: tuple[Forced, ...] = field(init=False)  # per stage
     sharing: Sharing = field(init=False)
     alike: Alike = field(default_factory=Alike)
-    is_light: bool = False  # stages are to need little memory
+    is_light: bool = False  # whether stages should need little memory
     _lacking: dict[int, int] = field(
         default_factory=dict
-    )  # by stage that was refused last, the bytes that it was said to need
+    )  # the bytes needed, by stage that did not fit in the last attempt
 
     def __post_init__(self) -> None:
         constraints = [c for c in self.asked.options.constraints if not isinstance(c, Pipelined)]
@@ -229,9 +232,9 @@ class StagedSearch:
         """Search for the best plan.
 
         Raises:
-            ConstraintError: where the model cannot be cut. InfeasibleError: where a stage does not
-                fit.
-            TooSlow: where no plan beats `limit_s`.
+            ConstraintError: if the model cannot be cut.
+            InfeasibleError: if a stage does not fit.
+            TooSlow: if no plan beats `limit_s`.
         """
         asked, choice, whole = self.asked, CutChoice(self.asked), self._whole()
         first, best = self._first(whole, choice)
@@ -253,10 +256,10 @@ class StagedSearch:
         return join_stages(asked, whole, first, best.plans, best.made, best.sharing, self.clock)
 
     def _first(self, whole: UncutSolution, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
-        """Plan the cuts that are asked for, or the best whose stages fit.
+        """Plan the requested cuts, or the best cuts whose stages fit.
 
         Raises:
-            InfeasibleError: where a stage does not fit.
+            InfeasibleError: if a stage does not fit.
         """
         tried = set[tuple[int, ...]]()
         cuts = self._legal(
@@ -279,10 +282,10 @@ class StagedSearch:
                 cuts = again
 
     def _legal(self, whole: UncutSolution, cuts: tuple[int, ...]) -> tuple[int, ...]:
-        """These cuts, or the nearest legal ones where the user named none.
+        """Return these cuts, or the nearest legal cuts if the user requested none.
 
         Raises:
-            ConstraintError: the model cannot be cut as the user asks, or no legal cuts were found.
+            ConstraintError: if the requested cuts are not legal, or no legal cuts were found.
         """
         legal = nearest_legal(self.asked.part, whole.points, cuts) if cuts else cuts
         if legal == cuts or self.asked.wish.cuts is None:
@@ -295,7 +298,8 @@ class StagedSearch:
     def _legal_among(
         self, whole: UncutSolution, ways: Iterable[tuple[int, ...]]
     ) -> Iterator[tuple[int, ...]]:
-        """`_legal` of each of several ways to cut; those without legal cuts nearby are left out."""
+        """Generate `_legal` of several sets of cuts, without those that have no legal cuts
+        nearby."""
         for cuts in ways:
             try:
                 yield self._legal(whole, cuts)
@@ -316,8 +320,8 @@ class StagedSearch:
         return StageSizes(self.asked, self.forced, points).prove_need(cuts)
 
     def lightest(self) -> Planned | None:
-        """Search for a pipeline whose stages need little memory: the fastest that fits, else the
-        one that needs least; None if none was found."""
+        """Search for a pipeline whose stages need little memory: the fastest that fits, or, if none
+        fits, the one that needs least; None if none was found."""
         asked = self.asked
         self.is_light, self.limit_s = True, math.inf
         whole = self._whole()
@@ -344,11 +348,11 @@ class StagedSearch:
         return prefer_fastest(found, needs)
 
     def _whole(self) -> UncutSolution:
-        """Plan the whole without stages (step 1)."""
+        """Plan the whole model without stages (step 1)."""
         return solve_uncut(self.asked, self.forced, self.clock, self.limit_s)
 
     def _plan_stages(self, whole: UncutSolution, cuts: Sequence[int]) -> Stages:
-        """Plan every stage of these cuts."""
+        """Plan every stage for these cuts."""
         asked = self.asked
         positions = [whole.points[index - 1].position for index in cuts]
         with self.clock.phase("cut"):
@@ -367,9 +371,9 @@ class StagedSearch:
 
         Args:
             made: the stages.
-            layouts: in which values cross.
-            before: earlier plans; those whose budget has not changed stay, unless stages share a
-                parameter.
+            layouts: the layouts of crossing values.
+            before: earlier plans. A plan is kept if the stage's budget has not changed, unless
+                stages share a parameter.
         """
         storage: dict[str, Layout] = dict(self.forced[0].storage)
         found: list[Planned] = []
@@ -390,11 +394,11 @@ class StagedSearch:
                     isinstance(c, Pipelined) and c.axis is None
                     for c in self.asked.options.constraints
                 ):
-                    raise  # ranks share what there is; another pipeline may do
+                    raise  # ranks share their memory, or another pipeline may fit
                 continue
             found.append(planned)
             for tensor in planned.stage_program().parameters:
-                if tensor.name in made.shared:  # its copies are updated alike, so they rest alike
+                if tensor.name in made.shared:  # copies need equal storage for equal updates
                     storage[tensor.name] = tensor.layout
         if refused:
             raise neediest(refused)
@@ -413,7 +417,7 @@ class StagedSearch:
         ends = frozen_starts(stage)
 
         def price_groups(starts: Starts) -> Priced:
-            """Price the stage's problem with layers in groups that begin at these starts."""
+            """Price the stage's problem with groups of layers that begin at these starts."""
             starts = together(ends, starts)
             return price(
                 stage,
@@ -447,8 +451,8 @@ class StagedSearch:
 
     @property
     def _stage_limit_s(self) -> float:
-        """Seconds that a microbatch of one stage has to take less than. Several stages have no
-        limit of their own: other cuts may make a slow stage faster."""
+        """The exclusive upper limit of a stage's microbatch, in seconds. It is infinite for several
+        stages, since other cuts may make a slow stage faster."""
         asked = self.asked
         if asked.num_stages > 1:
             return math.inf
@@ -498,18 +502,23 @@ def make_staged_plan(
     progress: Progress = lambda _: None,
     limit_s: float = math.inf,
 ) -> Planned:
-    """Plan a pipeline, or one stage that works through microbatches.
+    """Plan a pipeline, or one stage that processes microbatches.
 
     Args:
-        whole, part: the traces of the batch and of one microbatch. how: how the one makes the
-            other. hardware: where it is of unequal devices along the pipeline's axis, each stage is
-            planned for its own. wish: the pipeline's axis, ``""`` for one stage on the whole mesh.
-            limit_s: a plan that is no faster is not wanted.
-
+        whole, part: the traces of the batch and of one microbatch.
+        how: how the batch is divided into microbatches.
+        mesh: the whole mesh.
+        hardware: the hardware. If devices along the pipeline axis are unequal, each stage is
+            planned for its devices.
+        options: the options of planning.
+        wish: the requested pipeline; its axis is ``""`` for one stage on the whole mesh.
+        model_name: the model's name, for the plan's fingerprint.
+        progress: called with the name of each phase.
+        limit_s: exclusive upper limit of the step, in seconds.
     Raises:
-        ConstraintError: where a constraint cannot hold, or the model cannot be cut.
-            InfeasibleError: where a stage does not fit.
-        TooSlow: where the bound shows that no plan beats the limit.
+        ConstraintError: if a constraint cannot hold, or the model cannot be cut.
+        InfeasibleError: if a stage does not fit.
+        TooSlow: if the bound shows that no plan beats the limit.
     """
     try:
         asked = pipeline_request(
@@ -524,16 +533,16 @@ def make_staged_plan(
 
 
 def check_order(whole: Trace, mesh: Mesh, num: int, wish: Pipelined) -> None:
-    """Refuse a schedule that does not run so many microbatches, with only the batch captured.
+    """Check that a schedule can run a number of microbatches, given only the trace of the batch.
 
     Args:
         whole: the trace of the batch.
-        mesh: of the plan.
-        num: microbatches of a step.
-        wish: the pipeline.
+        mesh: the mesh of the plan.
+        num: microbatches per step.
+        wish: the requested pipeline.
 
     Raises:
-        ConstraintError: if the schedule does not run.
+        ConstraintError: if the schedule cannot run them.
     """
     waits = not any(o.is_loss for o in whole.differentiable)
     in_order(wish, mesh, num, waits=waits, trained=bool(whole.differentiable))
@@ -550,20 +559,20 @@ def pipeline_request(
     *,
     model_name: str = "",
 ) -> PipelineRequest:
-    """Check the request for a pipeline, and fill in what it leaves open.
+    """Check the request for a pipeline and fill in the defaults.
 
     Args:
         whole, part, how, mesh, hardware, options, wish: as in `make_staged_plan`.
-        model_name: for the plan's fingerprint.
+        model_name: the model's name, for the plan's fingerprint.
 
     Raises:
-        ConstraintError: if a constraint does not fit this mesh, or the schedule does not run.
+        ConstraintError: if a constraint does not fit this mesh, or the schedule cannot run.
     """
     options = options.of_a_trace()
     if wish.axis:
         check(wish, mesh)
     left = mesh.without(wish.axis or "")
-    for constraint in options.constraints:  # all but the pipeline speak of what a stage runs on
+    for constraint in options.constraints:  # all but the pipeline apply to the mesh of a stage
         if not isinstance(constraint, Pipelined):
             check(constraint, left)
     returned = returned_of(part, how, options.outputs)

@@ -1,5 +1,5 @@
-"""The least memory of pipelines, over all cuts: lower bounds of each possible stage, the cuts whose
-neediest stage needs least, and the choice of cuts."""
+"""The minimum memory of pipelines over all cuts: lower bounds of each possible stage, the cuts that
+minimize the largest need of a stage, and the choice of cuts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.request import UNLIMITED
 from autopar.sharding import Forced, classes_of
 from autopar.stages import NO_PIPELINE, CutPoint, cut_trace, find_refusal
 
-_MOST = 40  # stages whose problems are looked at; beyond, what rests bounds all cuts
+_MOST = 40  # stages to bound; beyond this number, the parameters at rest bound all cuts
 
 
 def light_cuts(
@@ -42,7 +42,9 @@ class StageSizes:
     """Bounds the memory of the stages of one pipeline.
 
     Args:
-        forced: per stage, what is forced on its devices.
+        asked: the request.
+        forced: per stage, the resolved constraints on its devices.
+        points: the cut points.
     """
 
     asked: PipelineRequest
@@ -53,11 +55,11 @@ class StageSizes:
     def prove_need(self, cuts: Sequence[int] | None) -> tuple[Need, tuple[int, ...] | None]:
         """Prove a lower bound of the need of any pipeline on its neediest device.
 
+        Args:
+            cuts: the requested cuts, as indices of units; None for all cuts.
+
         Returns:
             The bound, and the cuts that attain it; None if cuts were not compared.
-
-        Args:
-            cuts: those that are asked for, as indices of units; None for all.
         """
         num, num_stages = len(self.points) + 1, self.asked.num_stages
         if cuts is not None or num_stages == 1:
@@ -89,7 +91,7 @@ class StageSizes:
     def _with(
         self, first: int, end: int, number: int, before: tuple[float, tuple[int, ...], Need | None]
     ) -> tuple[float, tuple[int, ...], Need]:
-        """Append a stage to the stages before it."""
+        """Append a stage to the preceding stages."""
         share, made, need = before
         here = self._stage(first, end, number)
         if need is None or here.share > share:
@@ -100,8 +102,8 @@ class StageSizes:
         return max(needs, key=lambda need: need.share)
 
     def _stage(self, first: int, end: int, number: int) -> Need:
-        """Prove a lower bound of the need of a stage of these units, whatever the layouts of values
-        that cross."""
+        """Prove a lower bound of the need of a stage of these units, for all layouts of crossing
+        values."""
         asked, budgets = self.asked, self.asked.budgets
         flying, profile, forced = (
             asked.in_flight[number],
@@ -139,8 +141,8 @@ class StageSizes:
         return Need(self._known[key], budgets[number % len(budgets)], where)
 
     def _need_at_rest(self) -> Need:
-        """Bound the need of a rank by its part of the parameters: all must fit into all ranks
-        together."""
+        """Return a lower bound of the need of a rank from its share of the parameters, since all
+        ranks together must hold them."""
         asked, forced, budgets = self.asked, self.forced[0], self.asked.budgets
         classes = classes_of(asked.part, asked.stage_mesh.shape, forced)
         priced = price(
@@ -170,22 +172,24 @@ def _order(found: tuple[float, tuple[int, ...], Need | None]) -> tuple[float, tu
 
 
 # --------------------------------------------------------------------------------------------------
-# The choice of cuts to plan, by estimates of the time and memory of units on each stage's devices.
+# The choice of cuts to plan, by estimated time and memory of units on each stage's devices.
 
-_LACKS = 16  # the share of its memory that a stage lacks at least where it does not fit
+_LACKS = 16  # a stage that does not fit lacks at least 1 / 16 of its memory
 
-_MOST_TRIED = 64  # cuts, each of which places all nodes of a trace
+_MOST_TRIED = 64  # cuts to try; each places all nodes of a trace
 
 Units = Sequence[Sequence[Unit]]
-"""Per stage, what units take on its devices."""
+"""Per stage, the costs of all units on its devices."""
 
 
 @dataclass
 class CutChoice:
-    """The cuts of one pipeline, as indices of the units that begin later stages.
+    """The choice of the cuts of one pipeline, as indices of the first units of all stages but the
+    first.
 
     Attributes:
-        room: per stage, the bytes that it is taken to have.
+        asked: the request.
+        room: per stage, the bytes that the estimates assume.
     """
 
     asked: PipelineRequest
@@ -196,25 +200,26 @@ class CutChoice:
         self.room = [budget // chunks for budget in self.asked.budgets] * chunks
 
     def best(self, units: Units, *, ample: bool = False) -> tuple[int, ...]:
-        """Find the cuts of the fastest step, as if memory sufficed if `ample`."""
+        """Find the cuts of the fastest step. If `ample`, memory is assumed to suffice."""
         asked, room = self.asked, [UNLIMITED] * len(self.room) if ample else self.room
         if len(asked.profiles) == 1 or asked.wish.chunks > 1:
             return balance_cuts(units, asked.in_flight, room)
         return fastest(units, asked.in_flight, room, asked.how.num)
 
     def ways(self, units: Units) -> Iterator[tuple[int, ...]]:
-        """Generate the best cuts, and, if devices have unequal memory, those with ample memory: the
-        estimates of memory are not exact."""
+        """Generate the best cuts. If devices have unequal memory, also generate the best cuts with
+        ample memory, since the estimates of memory are not exact."""
         yield self.best(units)
         if self._unequal:
             yield self.best(units, ample=True)
 
     def others(self, units: Units, lacking: Mapping[int, int]) -> tuple[int, ...] | None:
-        """Find the best cuts after the room of stages that did not fit is reduced by as much as
-        they lacked. None if all devices have the same memory, or the cuts were asked for.
+        """Find the best cuts after reducing the room of stages that did not fit by what they
+        lacked. Return None if all devices have the same memory, or the cuts were requested.
 
         Args:
-            lacking: by stage that does not fit, the bytes that it is said to need.
+            units: per stage, the costs of units.
+            lacking: the bytes needed, by stage that did not fit.
         """
         if not self._unequal or self.asked.wish.cuts is not None:
             return None
@@ -233,16 +238,18 @@ class CutChoice:
 def nearest_legal(
     part: Trace, points: Sequence[CutPoint], wanted: Sequence[int]
 ) -> tuple[int, ...]:
-    """Find the legal cuts that are nearest to the wanted ones, which may be these themselves.
+    """Find the legal cuts that are nearest to the given cuts, possibly these cuts themselves.
 
     The distance is the number of units by which cuts are moved. Cuts are tried in the order of
     their distance.
 
     Args:
-        wanted: indices of the units that begin later stages.
+        part: the trace of one microbatch.
+        points: the cut points.
+        wanted: indices of the first units of all stages but the first.
 
     Raises:
-        ConstraintError: none of the cuts that were tried is legal.
+        ConstraintError: if no tried cuts are legal.
     """
     first = tuple(wanted)
     waiting, seen, refusal = [(0, first)], {first}, None
@@ -266,7 +273,7 @@ def nearest_legal(
 
 
 def _moved_by_one(cuts: tuple[int, ...], num_points: int) -> Iterator[tuple[int, ...]]:
-    """Generate the cuts of which one begins one unit earlier or later; no two cuts coincide."""
+    """Generate the cuts with one of them moved by one unit; no two cuts coincide."""
     for place, index in enumerate(cuts):
         for other in (index - 1, index + 1):
             if 1 <= other <= num_points and other not in cuts:

@@ -2,7 +2,7 @@
 of the whole model.
 
 Cuts are chosen from the costs of units in a plan of the whole model without stages. Stages are then
-planned for themselves.
+planned separately.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autopar.solve import Evaluation
 from autopar.stages.cutting import NO_PIPELINE
 from autopar.stages.placing import Placing
 
-_SLOWER_WITH_RECOMPUTATION = 4 / 3  # forward again, of forward and twice as much backward
+_SLOWER_WITH_RECOMPUTATION = 4 / 3  # forward runs twice; backward takes two forwards
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Per device and microbatch: time, bytes at rest (gradients included), bytes kept for
-    backward."""
+    """The costs of a unit per device and microbatch: time, bytes at rest (with gradients) and bytes
+    kept for backward."""
 
     time_s: float = 0.0
     static_bytes: int = 0
@@ -40,15 +40,15 @@ class Unit:
 def units_of(
     placing: Placing, num_units: int, priced: Priced, choices: Solution, evaluation: Evaluation
 ) -> tuple[Unit, ...]:
-    """Compute the cost of each unit under choices for the whole model. Early communication is
+    """Compute the cost of each unit in a solution for the whole model. Early communication is
     priced as if compute hid it.
 
     Args:
-        placing: of all nodes into units.
-        num_units: of the model.
+        placing: the placing of all nodes into units.
+        num_units: the number of units of the model.
         priced: the problem of the whole model.
-        choices: its answer.
-        evaluation: of the choices.
+        choices: its solution.
+        evaluation: the evaluation of the solution.
     """
     time_s, static, kept = [0.0] * num_units, [0] * num_units, [0] * num_units
     homes = {name: held[0] for name, held in placing.holders.items()}
@@ -92,17 +92,19 @@ def check_parts(num_parts: int, num_stages: int) -> None:
 def balance_cuts(
     units: Sequence[Sequence[Unit]], in_flight: Sequence[int], budgets: Sequence[int]
 ) -> tuple[int, ...]:
-    """Find the cuts whose slowest stage is fastest, and among these the least sum of squares.
+    """Find the cuts that minimize the time of the slowest stage, and among these the sum of
+    squares.
 
-    A stage that does not fit counts as recomputing; one whose parameters alone do not fit is
-    avoided. Cuts are indices of the units that begin later stages.
+    A stage that does not fit is assumed to recompute; a stage whose parameters do not fit is
+    penalized. Cuts are indices of the first units of all stages but the first.
 
     Args:
-        units, in_flight, budgets: per stage what each unit takes on its devices, microbatches in
-            flight, and bytes that there are.
+        units: per stage, the costs of units on its devices.
+        in_flight: per stage, microbatches in flight.
+        budgets: per stage, bytes of memory.
 
     Raises:
-        ConstraintError: where there are fewer units than stages.
+        ConstraintError: if there are fewer units than stages.
     """
     cost, num, num_stages = _Costs(units, in_flight, budgets), len(units[0]), len(in_flight)
     check_parts(num, num_stages)
@@ -131,8 +133,8 @@ def fastest(
     budgets: Sequence[int],
     num_microbatches: int,
 ) -> tuple[int, ...]:
-    """Find the cuts of the fastest step, (M − 1) · max τ + Σ τ. If units take longer on the devices
-    of some stages than on others, the sum depends on the cuts, too.
+    """Find the cuts that minimize the step, (M − 1) · max τ + Σ τ. If units take longer on the
+    devices of some stages, Σ τ also depends on the cuts.
 
     Args:
         units, in_flight, budgets: as in `balance_cuts`.
@@ -170,8 +172,8 @@ class _Costs:
         """Estimate the seconds of a stage.
 
         Args:
-            first, last: its units are first … last − 1.
-            stage: its number.
+            first, last: the units of the stage are first … last − 1.
+            stage: index of the stage.
         """
         sums, budget = self._sums[stage], self._budgets[stage]
         time_s, static, kept = (b - a for a, b in zip(sums[first], sums[last], strict=True))
@@ -183,7 +185,7 @@ class _Costs:
 
 
 def _sums(units: Sequence[Unit]) -> list[tuple[float, int, int]]:
-    """Sum time and memory of all units before each border."""
+    """Compute the sums of time and memory of all units before each border."""
     sums = [(0.0, 0, 0)]
     for unit in units:
         t, s, k = sums[-1]
@@ -194,12 +196,12 @@ def _sums(units: Sequence[Unit]) -> list[tuple[float, int, int]]:
 def reweigh_units(
     units: Sequence[Sequence[Unit]], cuts: Sequence[int], times: Sequence[float]
 ) -> tuple[tuple[Unit, ...], ...]:
-    """Scale the times of units to the times of their planned stages; the same factor is used on all
+    """Scale the times of units to the times of their planned stages, with the same factor on all
     kinds of devices.
 
     Args:
         units: per stage, the units on its devices.
-        cuts: of the plan, as indices of units.
+        cuts: the cuts of the plan, as indices of units.
         times: seconds of each planned stage.
     """
     edges = [0, *cuts, len(units[0])]

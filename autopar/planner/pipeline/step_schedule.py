@@ -15,7 +15,7 @@ from autopar.program.schedule import Action, num_rounds, orders
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A stage's work on one microbatch."""
+    """The work of a stage on one microbatch."""
 
     stage: int
     phase: str
@@ -30,8 +30,8 @@ class Bar:
 
 
 def step_time(stage_s: Sequence[float], num_microbatches: int) -> float:
-    """Compute (M − 1) · max τ + Σ τ for times τ of one microbatch, forward and backward, per stage;
-    each stage is on a rank of its own."""
+    """Compute (M − 1) · max τ + Σ τ for the times τ of one microbatch, forward and backward, per
+    stage. Each stage is on a separate rank."""
     return (num_microbatches - 1) * max(stage_s) + sum(stage_s)
 
 
@@ -44,13 +44,13 @@ def scheduled_time(
 ) -> float:
     """Compute the seconds of a step under a schedule.
 
-    With one stage a rank, it is the formula of `step_time`; under GPipe, the sum of that of forward
-    and that of backward. Interleaved, it is the end of the simulated schedule: with v equal chunks
-    of time τ/v each and M a multiple of the P ranks, M · τ + (P − 1) · τ / v (Narayanan et al.,
-    2021, section 2.2).
+    With one stage per rank, it is the formula of `step_time`; under GPipe, the sum of the formula
+    for forward and the formula for backward. If stages are interleaved, it is the end of the
+    simulated schedule: M · τ + (P − 1) · τ / v for v equal chunks of time τ / v each and M a
+    multiple of the P ranks (Narayanan et al., 2021, section 2.2).
 
     Args:
-        schedule: its name.
+        schedule: the name of the schedule.
         forward_s, backward_s: seconds of one microbatch, per stage.
         num_microbatches: M.
         num_chunks: stages per rank.
@@ -69,17 +69,18 @@ def scheduled_time(
 def least_time(
     schedule: str, least_s: float, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> float:
-    """Bound the seconds of a step, however the model is cut.
+    """Return a lower bound of the step for all cuts, in seconds.
 
-    With one stage a rank, the slowest stage takes at least an S-th of `least_s`. Interleaved, the
-    rank that does most takes at least a P-th for each microbatch; its wait for the first
-    microbatch, and that of the others for it at the end, can be next to nothing for some cuts.
+    With one stage per rank, the slowest stage takes at least 1 / S of `least_s`. If stages are
+    interleaved, the rank with the most work takes at least 1 / P of it for each microbatch. Its
+    wait for the first microbatch, and the wait of the other ranks at the end, can be close to zero
+    for some cuts.
 
     Args:
-        schedule: its name.
-        least_s: seconds that a microbatch takes at least through all stages.
+        schedule: the name of the schedule.
+        least_s: lower bound of one microbatch through all stages, in seconds.
         num_stages: S.
-        num_microbatches: of a step.
+        num_microbatches: the number of microbatches per step.
         num_chunks: stages per rank.
     """
     if schedule != INTERLEAVED:
@@ -94,17 +95,17 @@ def simulate(
     num_microbatches: int,
     num_chunks: int = 1,
 ) -> tuple[Bar, ...]:
-    """Simulate a schedule: each piece of work begins as soon as its rank is free and its operand is
-    there.
+    """Simulate a schedule in which each piece of work begins as soon as its rank is free and its
+    operand is ready.
 
     Args:
-        schedule: its name.
+        schedule: the name of the schedule.
         forward_s, backward_s: seconds of one microbatch, per stage.
-        num_microbatches: of a step.
+        num_microbatches: the number of microbatches per step.
         num_chunks: stages per rank.
 
     Returns:
-        The bars, by time and stage.
+        The bars, sorted by time and stage.
     """
     num_stages = len(forward_s)
     waiting = [
@@ -133,18 +134,18 @@ def simulate(
 
 
 # --------------------------------------------------------------------------------------------------
-# A pipeline's step from the plans of its stages, and checks that its schedule can run.
+# The step of a pipeline from the plans of its stages, and the check that its schedule can run.
 
 
 def phases_s(stage: Plan) -> tuple[float, float]:
-    """Compute the seconds of a microbatch's forward, and of the rest: backward, and its share of
-    the work that is done once per step."""
+    """Compute the seconds of a microbatch's forward, and of the rest: backward and its share of the
+    work that runs once per step."""
     forward_s = forward_load(stage).least_s(stage.overlap.slowdown)
     return forward_s, stage.prediction.step_s - forward_s
 
 
 def simulated_phases_s(stage: Plan) -> tuple[float, float]:
-    """Compute the seconds of `phases_s` with communication that overlaps with compute."""
+    """Compute the seconds of `phases_s` with overlap of communication and compute."""
     whole_s = stage.prediction.simulated_s
     forward_s = min(
         (bar[3] for bar in stage.prediction.timeline if bar[1] == "backward"), default=whole_s
@@ -156,9 +157,9 @@ def step_of(schedule: str, stages: Sequence[Plan], num_microbatches: int, num_ch
     """Compute the seconds of a step from the plans of its stages.
 
     Args:
-        schedule: its name.
+        schedule: the name of the schedule.
         stages: plans, one per stage.
-        num_microbatches: of a step.
+        num_microbatches: the number of microbatches per step.
         num_chunks: stages per rank.
     """
     return _step(schedule, [phases_s(stage) for stage in stages], num_microbatches, num_chunks)
@@ -167,7 +168,7 @@ def step_of(schedule: str, stages: Sequence[Plan], num_microbatches: int, num_ch
 def simulated_step_of(
     schedule: str, stages: Sequence[Plan], num_microbatches: int, num_chunks: int
 ) -> float:
-    """Compute the seconds of a step with communication that overlaps with compute.
+    """Compute the seconds of a step with overlap of communication and compute.
 
     Args:
         schedule, stages, num_microbatches, num_chunks: as in `step_of`.
@@ -197,19 +198,20 @@ def slowest_rank(stages: Sequence[Plan], num_chunks: int) -> tuple[Prediction, .
 def in_order(
     wish: Pipelined, mesh: Mesh, num: int, *, waits: bool = False, trained: bool = True
 ) -> Pipelined:
-    """Choose the schedule that runs: 1F1B of one microbatch is run as GPipe, since torch does not
-    run it in several stages otherwise.
+    """Choose the schedule to run. 1F1B of one microbatch runs as GPipe, since torch does not run
+    it in several stages otherwise.
 
     Args:
-        wish: the pipeline that is asked for.
-        mesh: that has its axis.
-        num: microbatches of a step.
-        waits: whether all forwards run first, since backward waits for a loss that is computed
-            outside of the model from all microbatches, or does not run.
+        wish: the requested pipeline.
+        mesh: the mesh with its axis.
+        num: microbatches per step.
+        waits: whether all forwards run first, since the loss is computed outside the model from all
+            microbatches, or backward does not run.
         trained: whether backward runs.
 
     Raises:
-        ConstraintError: where the schedule has no order for so many microbatches, or does not wait.
+        ConstraintError: if the schedule does not support the number of microbatches, or cannot run
+            all forwards first.
     """
     ranks = mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
     if waits:

@@ -24,14 +24,17 @@ from autopar.stages.placing import Placing
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One op.
+    """An instance of an op.
 
     Attributes:
-        op: of the problem. unit: in which it is. operands: those whose rows have multipliers.
-            results: its tensors.
-        again: whether backward may run it again in some stage.
-        alone: whether the unit has it for itself, as others may: it supplies no other. share: of
-            its time, that counts here.
+        op: index of the op in the problem.
+        unit: index of its unit.
+        operands: its operands whose rows have multipliers, with their positions.
+        results: its tensors.
+        again: whether backward of some stage may recompute it.
+        alone: whether it is the unit's copy of an op that other units copy too. A copy supplies
+            only readers in its unit.
+        share: the share of the op's time that counts for this instance.
     """
 
     op: int
@@ -45,7 +48,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class UnfoldedRead:
-    """A reader of a tensor: by which use of its variant, in which unit."""
+    """A reader of a tensor: the index of its use in the tensor's variant, and its unit."""
 
     use: int
     unit: int
@@ -56,10 +59,14 @@ class Instances:
     """All instances of a problem's ops.
 
     Attributes:
-        variant: tensor → its variant. reads: tensor → its readers whose rows have multipliers.
-        hidden: tensors that have other readers too, or that backward may make again elsewhere.
-        everywhere: tensors that stages have each for themselves.
-        unasked: (tensor, use) where some reader reads it no more as backward runs that again.
+        trace, priced, placing, forced: the trace, its problem, the units of its nodes and the
+            resolved constraints.
+        found: the instances.
+        variant: tensor → its variant.
+        reads: tensor → its readers whose rows have multipliers.
+        hidden: tensors that have other readers, too, or that backward may recompute elsewhere.
+        everywhere: tensors of which stages have copies.
+        unasked: (tensor, use) if some reader does not read the tensor when backward recomputes it.
     """
 
     trace: Trace
@@ -83,7 +90,7 @@ class Instances:
             if p.gradient is not None
         }
         self._asked = asked_again(self.trace)
-        everywhere: list[tuple[int, tuple[Ref, ...]]] = []  # what every stage has for itself
+        everywhere: list[tuple[int, tuple[Ref, ...]]] = []  # ops that every stage copies
         borders = self._borders()
         for n, source in enumerate(self.priced.sources):
             if source.cluster is not None:
@@ -107,13 +114,13 @@ class Instances:
             self.everywhere.update(refs)
 
     def shared_tensors(self) -> set[Ref]:
-        """Find the tensors that several stages may have each for itself."""
+        """Find the tensors of which several stages may have copies."""
         return {
             ref for ref in self.everywhere if len({r.unit for r in self.reads.get(ref, ())}) > 1
         }
 
     def use(self, op: int, operand: int, ref: Ref) -> int:
-        """Find the use of a tensor's variant by which an op reads it.
+        """Find the use of a tensor's variant that corresponds to an operand of an op.
 
         Args:
             op: index of the op.
@@ -159,14 +166,14 @@ class Instances:
             self.found.append(Instance(n, self.placing.stage[node], ((0, here),), ()))
         elif kind == "output":
             self.hidden.add(here)
-        elif node in self.placing.stage:  # the loss' tangent
+        elif node in self.placing.stage:  # the tangent of the loss
             self.found.append(Instance(n, self.placing.stage[node], (), (here,)))
         else:
             everywhere.append((n, (here,)))
 
     def _parameter(self, n: int, name: str, here: Ref) -> None:
-        """Add a parameter. If several units hold it, each has an instance of its own, with a part
-        of the gradient; a stage with several of these units pays for it once."""
+        """Add a parameter. If several units hold it, each has an instance with a share of the
+        gradient; a stage with several of these units counts it once."""
         held, gradient = self.placing.holders[name], self._gradients.get(name)
         operands = ((0, gradient),) if gradient else ()
         if len(held) == 1:
@@ -182,7 +189,7 @@ class Instances:
         ]
 
     def _again(self, n: int, inside: bool) -> bool:
-        """Whether backward of some stage may run an op again; constraints may allow less."""
+        """Whether backward of some stage may recompute an op; constraints may allow less."""
         op = self.priced.problem.ops[n]
         return (
             op.kind == "compute"
@@ -191,7 +198,7 @@ class Instances:
         )
 
     def _borders(self) -> set[Ref]:
-        """Find the tensors that another layer reads in forward, which no stage computes again
+        """Find the tensors that another layer reads in forward, which no stage recomputes
         (`autopar.cost.price`)."""
         clusters = [
             c
@@ -217,22 +224,24 @@ class Instances:
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Kind = tuple[int, tuple[tuple[int, int], ...], bool, bool, tuple[int, ...]]
-"""Key of the multipliers of a tensor: its variant, how many readers share those of each use,
-whether backward's are 0, whether it may cross, and the uses of which backward's are 0, since not
-all of their readers read it again."""
+"""A key of the multipliers of a tensor: its variant, the number of readers that share those of each
+use, whether those of backward are 0, whether it may cross, and the uses whose multipliers in
+backward are 0, since not all of their readers read it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorWorth:
-    """Multipliers of a tensor: per use those of one reader over layouts, in the tensor's phase and
-    in backward of what forward made.
+    """The multipliers of a tensor.
 
     Attributes:
-        made: μ. versions: layouts in which it may be kept.
-        loss_s: what its collectives' reduced costs fall below 0 by. crossing_loss_s: the same in
-            stages that it crosses between.
-        left: in the tensor's phase and in backward of what forward made, what collectives cost
-            beyond their worth, counted in full.
+        now: per use, π of one reader over layouts, in the tensor's phase.
+        later: the same in backward, of a tensor of forward.
+        made: μ.
+        versions: layouts in which the tensor may be kept.
+        loss_s: the sum of the negative reduced costs of its collectives.
+        crossing_loss_s: the same in the stages between which it crosses.
+        left: in the tensor's phase, and in backward of a tensor of forward, the cost of its
+            collectives, counted in full, minus their worth.
     """
 
     now: Mapping[int, Floats]
@@ -244,7 +253,7 @@ class TensorWorth:
     left: tuple[Floats, ...]
 
     def sum_of(self, which: Mapping[int, Floats], reads: Iterable[UnfoldedRead]) -> Floats:
-        """Compute Σ π of these readers, by layout."""
+        """Compute Σ π of readers, by layout."""
         return sum((which[r.use] for r in reads if r.use in which), np.zeros(len(self.versions)))
 
     def kappa(self, later: Floats) -> Floats:
@@ -257,7 +266,9 @@ class Worths:
     """The multipliers of every tensor of a model.
 
     Args:
-        instances: of the whole's problem. exposed: nodes whose results may cross.
+        instances: the instances of the whole model's problem.
+        multipliers: the multipliers of the problem.
+        exposed: nodes whose results may cross.
     """
 
     instances: Instances
@@ -283,11 +294,12 @@ class Worths:
         )
 
     def value(self, ref: Ref) -> Value:
-        """Return the value that a tensor is an instance of."""
+        """Return the value of a tensor."""
         return self.problem.values[self.problem.variants[self.instances.variant[ref]].value]
 
     def kind(self, ref: Ref) -> Kind:
-        """Key of a tensor's multipliers: tensors with equal keys have equal multipliers."""
+        """Return a key of a tensor's multipliers. Tensors with equal keys have equal
+        multipliers."""
         reads = self.instances.reads.get(ref, ())
         counts = tuple(sorted(Counter(r.use for r in reads).items()))
         hidden = ref in self.instances.hidden or (
@@ -297,7 +309,7 @@ class Worths:
         return self.instances.variant[ref], counts, hidden, ref[0] in self.exposed, unasked
 
     def of(self, ref: Ref) -> TensorWorth:
-        """Return a tensor's multipliers."""
+        """Return the multipliers of a tensor."""
         kind = self.kind(ref)
         if kind not in self._known:
             self._known[kind] = self._derive(kind, ref)
@@ -331,7 +343,7 @@ class Worths:
         in_full = np.array([arc.time_s for arc in graph.arcs])
         kept = sum((times[use] * worth for use, worth in later.items()), np.zeros(num))
         if len(now) < len(read) or ref in self.instances.hidden:
-            now = {**now, -1: np.zeros(num)}  # those without multipliers
+            now = {**now, -1: np.zeros(num)}  # readers without multipliers
             times[-1] = 1
         wanted = np.logical_or.reduce(
             [np.full(num, exposed), *(self._at(layouts, num) for layouts in read)]
@@ -358,7 +370,7 @@ class Worths:
         )
 
     def _potential(self, v: int, later: int, use: int, share: int, num: int) -> Floats:
-        """Compute π of one of `share` readers, by layout. The least is 0, since only differences
+        """Compute π of one of `share` readers, by layout. The minimum is 0, since only differences
         count."""
         worth = np.zeros(num)
         for layout, seconds in self._by_use.get((v, later, use), ()):
@@ -372,11 +384,11 @@ class Worths:
         return worth
 
     def _seconds(self, v: int, crosses: bool, *, late: bool) -> Floats:
-        """Compute the least cost of collectives in the whole and, if the tensor crosses, in any
-        stage in which compute hides early communication.
+        """Compute the least cost of collectives in the whole model and, if the tensor crosses, in
+        any stage in which compute hides early communication.
 
-        A stage may keep a tensor that crosses although the whole could compute it again, and
-        parameters may be its only readers there.
+        A stage may keep a crossing tensor that the whole model could recompute, and parameters may
+        be its only readers there.
         """
         value = self.problem.values[self.problem.variants[v].value]
         load, slowdown = arc_loads(self.problem, v, late=late), self.problem.overlap_slowdown
@@ -398,8 +410,8 @@ class Worths:
         )
 
     def narrower(self, v: int, exposed: bool) -> bool:
-        """Whether in some stage partial sums may be reduced in fewer bytes than in the whole,
-        since no parameter reads them there."""
+        """Whether some stage may reduce partial sums in fewer bytes than the whole model, since no
+        parameter reads them there."""
         value = self.problem.variants[v].value
         read = [
             any(self.problem.ops[u.op].kind == "parameter" for u in x.uses)
@@ -409,12 +421,12 @@ class Worths:
         return any(read) and (exposed or not all(read))
 
     def layouts_made(self, ref: Ref) -> Ints:
-        """Return the layout of a tensor by strategy of the op that makes it."""
+        """Return the layout of a tensor, by strategy of its op."""
         value = self.value(ref)
         return self._indices(value, value.op, "outputs", value.result)
 
     def reads(self, ref: Ref, op: int, operand: int) -> Ints:
-        """Return the layouts in which an op reads a tensor, by strategy.
+        """Return the layout in which an op reads a tensor, by strategy.
 
         Args:
             ref: the tensor.
@@ -424,7 +436,7 @@ class Worths:
         return self._indices(self.value(ref), op, "inputs", operand)
 
     def _indices(self, value: Value, op: int, side: str, position: int) -> Ints:
-        """Per strategy of an op, the layout of one operand or result."""
+        """Return the layout of one operand or result, by strategy of an op."""
         key = (id(value), side, op, position)
         if key not in self._layouts:
             strategies = self.problem.ops[op].strategies
@@ -451,7 +463,7 @@ def _ends(graph: LayoutGraph) -> tuple[Ints, Ints]:
 def _reachable(
     graph: LayoutGraph, start: NDArray[np.bool_], *, back: bool = False
 ) -> NDArray[np.bool_]:
-    """Layouts to which collectives lead from `start`, or, `back`, from which they lead there."""
+    """Find the layouts that collectives reach from `start`; if `back`, those that reach `start`."""
     tails, heads = _ends(graph)
     tails, heads = (heads, tails) if back else (tails, heads)
     found = start.copy()
@@ -461,8 +473,8 @@ def _reachable(
 
 
 def _extend(graph: LayoutGraph, worth: Floats, reach: NDArray[np.bool_]) -> None:
-    """Set the worth of layouts that nothing leads to in the whole to that of the best layout that
-    they lead to: then π does not rise over the collectives from there."""
+    """Set the worth of layouts that are unreachable in the whole model to the worth of the best
+    layout that they reach. Then π does not increase over the collectives from there."""
     tails, heads = _ends(graph)
     free = ~reach[tails] if len(tails) else np.zeros(0, bool)
     while (worth[heads[free]] > worth[tails[free]]).any():
@@ -472,12 +484,12 @@ def _extend(graph: LayoutGraph, worth: Floats, reach: NDArray[np.bool_]) -> None
 def _cost_left(
     graph: LayoutGraph, worths: Sequence[tuple[int, Floats]], kept: Floats, costs: Floats
 ) -> Floats:
-    """Compute the cost of collectives beyond their worth to readers, and beyond `kept`, the worth
-    of keeping the layouts that they lead to."""
+    """Compute the cost of collectives minus their worth to readers, and minus `kept`, the worth of
+    keeping their target layouts."""
     tails, heads = _ends(graph)
     if not len(tails) or not worths:
         return costs
     steps = np.array([w[heads] - w[tails] for _, w in worths])
     rises = np.array([num for num, _ in worths]) @ np.maximum(0.0, steps)
-    rises += np.minimum(0.0, steps.max(axis=0))  # a collective runs for one reader at least
+    rises += np.minimum(0.0, steps.max(axis=0))  # a collective runs for at least one reader
     return costs - rises - kept[heads]
