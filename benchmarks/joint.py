@@ -81,7 +81,9 @@ class _Case:
         Raises:
             InfeasibleError: where none was found.
         """
-        options = PlanOptions(memory_bytes=priced.problem.budget_bytes, gap=self.gap)
+        options = PlanOptions(
+            memory_bytes=priced.problem.budget_bytes, gap=self.gap, effort="thorough"
+        )
         tried = searched(self.trace, self.mesh, self.profile, lambda _: priced, options, whole=True)
         return {"step_s": tried.time_s, "peak_bytes": tried.peak_bytes, "gap": tried.gap}
 

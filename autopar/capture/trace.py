@@ -309,6 +309,7 @@ class Trace:
 
 _LEVELS = 3  # of lists and dicts within each other
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
+_GLOBAL = re.compile(r"G[.\[]")  # Dynamo's name of the global scope
 
 
 def label(
@@ -360,10 +361,11 @@ def _phase_of(node: fx.Node, tangents: Collection[fx.Node], before: str) -> str:
 
 
 def recorded_module(meta: dict[str, Any]) -> str:
-    """Return the path of the module that ran a node, as torch recorded it; empty for the model
-    itself, or if torch did not record it."""
-    stack = _modules(meta)
-    return _path(next(reversed(stack.values()))[0]) if stack else ""
+    """Return the path of the innermost module of the model that ran a node, as torch recorded it;
+    empty for the model itself, or if torch did not record it. Global modules, such as an activation
+    of the file that defines the model, are not part of the model."""
+    paths = [path for path, _ in (_modules(meta) or {}).values() if not _GLOBAL.match(path)]
+    return _path(paths[-1]) if paths else ""
 
 
 def held_elsewhere(model: nn.Module) -> dict[str, str]:

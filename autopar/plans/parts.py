@@ -85,13 +85,25 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A value that is kept for backward, and the layouts in which it is kept."""
+    """A value that is kept for backward.
+
+    Attributes:
+        node: the node pattern.
+        result: the number of the node's output.
+        instances: indices of the tensors that the pattern stands for.
+        layouts: the layouts in which each is kept.
+        bytes: bytes of one instance on a device, in all of these layouts.
+        is_copy: whether it is an input of the traced graph that takes memory of its own also in the
+            layout in which the step begins with it: a parameter's copy in the dtype of compute, or
+            what another stage sends.
+    """
 
     node: str
     result: int
     instances: tuple[tuple[int, ...], ...]
     layouts: tuple[Layout, ...]
     bytes: int
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
