@@ -1,5 +1,8 @@
-"""Backward through programs: only once per call and only first derivatives. Function transforms,
-tracing and export are refused. Also the clipping of distributed gradients."""
+"""Backward of compiled programs, and the clipping of distributed gradients.
+
+Each call supports one backward, and only first derivatives. Function transforms, tracing and export
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ from autopar.runtime.device_mesh import groups_of
 
 
 def refuse_transforms() -> None:
-    """Refuse calls under a transform of torch.func (`grad`, `vmap`), since a program runs on real
-    tensors.
+    """Raise an error under a transform of torch.func (`grad`, `vmap`), since a program runs only on
+    real tensors.
 
     Raises:
         RuntimeStateError: if a transform is active.
@@ -41,8 +44,8 @@ def refuse_transforms() -> None:
 
 
 def refuse_tracing(args: object) -> None:
-    """Refuse torch.jit.trace, torch.export and torch.fx, which would record one rank's share
-    without collectives.
+    """Raise an error under torch.jit.trace, torch.export or torch.fx, which would record the
+    program of one rank without its collectives.
 
     Args:
         args: the positional arguments of the call; torch.fx passes a proxy instead of a tuple.
@@ -65,15 +68,15 @@ def refuse_tracing(args: object) -> None:
 
 
 def which_are_plain(given: Iterable[Tensor]) -> tuple[bool, ...]:
-    """Return for each tensor whether it is no DTensor: an input, or a replacement of a parameter by
-    `torch.func.functional_call`."""
+    """Return whether each tensor is a plain tensor, not a DTensor. Plain tensors are inputs and
+    parameters that `torch.func.functional_call` replaced."""
     return tuple(not isinstance(x, DTensor) for x in given)
 
 
 def as_given(
     gradients: Iterable[Tensor | None], are_plain: Iterable[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Convert the gradients of plain tensors to plain tensors."""
+    """Convert the gradients of plain tensors to plain tensors; other gradients are unchanged."""
     pairs = zip(gradients, are_plain, strict=True)
     return tuple(
         gradient.to_local() if plain and isinstance(gradient, DTensor) else gradient
@@ -90,18 +93,19 @@ def ran_twice() -> RuntimeStateError:
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the `backward` of an autograd function, so that it is refused if its result is to be
+    """Decorate the `backward` of an autograd function to raise an error if its result would be
     differentiated again.
 
-    torch's own `once_differentiable` returns gradients without a graph if no incoming gradient has
-    one, as for a bare loss. A penalty on such gradients would silently train nothing.
+    torch's `once_differentiable` returns gradients without a graph if no incoming gradient has a
+    graph, for example the gradient of a scalar loss. A gradient penalty on them would train nothing
+    and raise no error.
     """
     once: Callable[..., Any] = once_differentiable(backward)
 
     @functools.wraps(backward)
     def refuse_create_graph(ctx: Any, *tangents: Any) -> Any:
-        """Raise RuntimeStateError under `create_graph`, for which autograd enables gradients during
-        backward; otherwise run backward."""
+        """Raise RuntimeStateError under `create_graph`, which enables gradients during backward;
+        otherwise run backward."""
         if torch.is_grad_enabled():
             what = (
                 "backward with create_graph=True: a program computes first derivatives only, and"
@@ -120,8 +124,8 @@ def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 # --------------------------------------------------------------------------------------------------
 # The norm of gradients with different placements on a mesh.
 #
-# Torch's multi-tensor operators read all gradients in place with one call.
-# `autopar.kernels.packing.pack` computes sums of squares, too, but would also write a bucket of all
+# torch's multi-tensor operators read all gradients in place with one call.
+# `autopar.kernels.packing.pack` also computes sums of squares, but it would write a bucket of all
 # gradients that is not needed here.
 
 
@@ -132,14 +136,14 @@ def clip_grad_norm_(
     """Scale the gradients in place so that their norm, over all parameters and ranks, is at most
     `max_norm`.
 
-    Every element of every gradient counts once, however often it is replicated: a rank counts its
-    part only if its coordinate is 0 on each axis that replicates it. The norm is computed in fp32,
+    Every element of every gradient counts once, even if it is replicated: along an axis that
+    replicates a gradient, only the rank with coordinate 0 counts it. The norm is computed in fp32,
     or in fp64 if a gradient is in fp64.
 
     Args:
         parameters: the parameters; those without a gradient are skipped.
         max_norm: the largest norm.
-        norm_type: the order of the norm, `math.inf` for the largest element.
+        norm_type: the order of the norm; `math.inf` selects the largest element.
 
     Returns:
         The norm before scaling, a scalar that is equal on all ranks.
@@ -167,9 +171,9 @@ def clip_over_stages(
     """Scale gradients like `clip_grad_norm_`, with the norm over the parameters of all stages.
 
     Args:
-        parameters: each parameter with whether it counts here; a parameter that several stages hold
-            counts in one of them.
-        max_norm, norm_type: the arguments of `clip_grad_norm_`.
+        parameters: pairs of a parameter and whether it counts on this rank; a parameter that is
+            used by several stages counts in one of them.
+        max_norm, norm_type: as for `clip_grad_norm_`.
         pipeline: the group of ranks with the same coordinate in all stages; None for one stage.
         devices: the mesh of the stage.
 
@@ -191,8 +195,8 @@ def clip_over_stages(
 
 
 def _refuse_no_norm(norm_type: float) -> None:
-    """Refuse norms that are not positive: torch's function counts the nonzero tensors or takes
-    their smallest elements, which cannot be computed from parts of tensors."""
+    """Raise an error if `norm_type` is not positive. Such a norm counts nonzero tensors or takes
+    the smallest elements, which cannot be computed from shards."""
     if not norm_type > 0:
         raise RuntimeStateError(
             f"norm_type={norm_type} is not a norm",
@@ -205,8 +209,8 @@ def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     locals = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     kinds = dict.fromkeys(
         (local.dtype, local.device) for local in locals
-    )  # of offloaded parameters they are on the host
-    for dtype, device in kinds:  # the factor keeps its dtype, since a 16-bit one would be rounded
+    )  # gradients of offloaded parameters are on the host
+    for dtype, device in kinds:  # the factor keeps its dtype; a 16-bit factor would be rounded
         torch._foreach_mul_(
             [x for x in locals if (x.dtype, x.device) == (dtype, device)], scale.to(device)
         )
@@ -247,8 +251,8 @@ def _zero(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _device(gradients: Sequence[Tensor]) -> torch.device:
-    """Return the device on which ranks communicate, that of the mesh. Gradients of offloaded
-    parameters are on the host."""
+    """Return the device on which ranks communicate, which is the device of the mesh. Gradients of
+    offloaded parameters are on the host."""
     kind = next(
         (g.device_mesh.device_type for g in gradients if isinstance(g, DTensor)),
         gradients[0].device.type,
@@ -257,8 +261,8 @@ def _device(gradients: Sequence[Tensor]) -> torch.device:
 
 
 def _counts_here(gradient: Tensor, groups: Sequence[AxisGroup]) -> bool:
-    """Whether this rank is the first of those that hold the same part. Gradients may have different
-    meshes of the same devices."""
+    """Return whether this rank is the first of the ranks that hold the same shard. Gradients may
+    have different meshes over the same devices."""
     if not isinstance(gradient, DTensor):
         return all(group.coordinate == 0 for group in groups)
     coordinate = gradient.device_mesh.get_coordinate() or ()

@@ -1,8 +1,8 @@
-"""Conversion between a call of the model and the flat tensors of a program: arguments are flattened
-and checked, results are put into the structure that the model returns.
+"""Conversion between calls of the model and the flat tensors of a program.
 
-Paths name leaves as the program does: keyword arguments by name, positional ones by number
-(``input_ids``, ``past.0``).
+Arguments are flattened and checked. Results are put into the structure that the model returns.
+Leaves have the same paths as in the program: keyword arguments are named by keyword, positional
+arguments by index (``input_ids``, ``past.0``).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ log = logging.getLogger("autopar")
 
 @dataclass(frozen=True)
 class CallForm:
-    """The structure of the arguments that a program was made for.
+    """The structure of the arguments that a program was compiled for.
 
     Attributes:
         spec: the structure of ``(args, kwargs)``.
         signature: the signature of forward; None if arguments are compared as they are passed.
         defaults: the result of `defaults_of`.
         paths: the path of each leaf.
-        names: the arguments of the program, by the names of the signature; empty if they do not fit
-            it.
-        named_spec: the structure of the arguments by name; None if they do not fit the signature.
+        names: the names of the program's arguments in the signature; empty if the arguments do not
+            match it.
+        named_spec: the structure of the arguments by name; None if they do not match the signature.
         order: for each leaf of `named_spec`, its position among the leaves of `spec`.
     """
 
@@ -64,7 +64,7 @@ class CallForm:
         """Return the form of a program's arguments.
 
         Args:
-            spec, signature, defaults: the attributes.
+            spec, signature, defaults: the attributes of the same names.
         """
         args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
         paths = tuple(path.split(".", 1)[1] for path in paths_in((args, kwargs)))
@@ -76,8 +76,8 @@ class CallForm:
         return replace(form, names=tuple(named), named_spec=named_spec, order=tuple(order))
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
-        """Return the leaves of a call in the order of the program's; None if the call has another
-        structure."""
+        """Return the leaves of a call in the order of the program's leaves; None if the structure
+        of the call differs."""
         leaves: list[Any]
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec == self.spec:
@@ -92,7 +92,7 @@ class CallForm:
         return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments by the names of the signature, None if they do not fit it."""
+        """Return the arguments by their names in the signature; None if they do not match it."""
         if self.signature is None:
             return None
         try:
@@ -106,8 +106,8 @@ class CallForm:
         }
 
     def with_defaults(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the call with exactly the arguments of the program, if defaults account for the
-        difference; otherwise the call unchanged."""
+        """Return the call with exactly the arguments of the program if the difference consists of
+        default values; otherwise return the call unchanged."""
         more = [name for name in given if name not in self.names]
         if any(
             name not in self.defaults or not _is_same(given[name], self.defaults[name])
@@ -120,18 +120,17 @@ class CallForm:
 
 
 class Arguments:
-    """Flattens the arguments of calls, and checks them.
+    """Flattens and checks the arguments of calls.
 
     Args:
-        program: the program whose inputs the arguments are.
-        signature: the signature of the model's forward, or None. With it an argument may be passed
-            by position or by name, in any order.
-        batch: whether tensors are passed whole (``"global"``) or as the part that belongs to the
-            coordinate of `groups` (``"local"``).
-        groups: this rank's process group, size and coordinate along every axis.
+        program: the program that takes the arguments as inputs.
+        signature: the signature of the model's forward, or None. With a signature, an argument may
+            be passed by position or by name, in any order.
+        batch: ``"global"`` if calls pass full tensors, ``"local"`` if they pass this rank's shards.
+        groups: the process group, size and coordinate of this rank along every axis.
         device_type: the type of the devices, such as ``"cuda"``.
-        defaults: the result of `defaults_of`. A call that passes a default is treated like one that
-            omits it.
+        defaults: the result of `defaults_of`. A call that passes a default value is treated like a
+            call that omits it.
     """
 
     def __init__(
@@ -154,27 +153,26 @@ class Arguments:
         ]
 
     def __deepcopy__(self, memo: Any) -> Arguments:
-        # the attributes are never changed, and torch warns about copies of tree specs
+        # the shared attributes are never changed, and torch warns about copies of tree specs
         return copy.copy(self)
 
     def tensors(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh
     ) -> list[Tensor]:
-        """Return the program's input tensors, in its order.
+        """Return the input tensors in the program's order.
 
-        Calls 1, 2, 4, 8 and so on also check that ranks which should pass the same tensors do so: a
-        cause of different batches shows up early.
+        Calls 1, 2, 4, 8 and so on also check that ranks pass equal tensors if they should. This
+        finds the cause of different batches early.
 
         Args:
             args, kwargs: the arguments of the call.
             devices: the mesh whose ranks are compared.
 
         Raises:
-            CallError: if the model itself does not take such arguments.
-            Misfit: if the structure, a shape, a dtype or a plain value differs from that of the
-                program.
-            RuntimeStateError: if the device or an argument of another kind differs, or ranks pass
-                different batches.
+            CallError: if the model itself does not accept these arguments.
+            Misfit: if the structure, a shape, a dtype or a plain value differs from the program.
+            RuntimeStateError: if the device or an argument of another kind differs from the
+                program, or ranks pass different batches.
         """
         tensors = self._tensors(args, kwargs)
         self._num_calls += 1
@@ -188,8 +186,8 @@ class Arguments:
         return tensors
 
     def describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Describe the arguments in words. The words are equal on all ranks that make the same
-        call: for a part that fits, they contain the shape of the whole tensor."""
+        """Describe the arguments in words. The text is equal on all ranks that make the same call:
+        a shard that matches the program is described with the shape of the full tensor."""
         canonical = self._form.by_name(args, kwargs)
         given = (args, kwargs) if canonical is None else self._form.with_defaults(canonical)
         leaves, parts = (
@@ -199,8 +197,8 @@ class Arguments:
         return ", ".join(f"{path} = {_describe_value(x, parts.get(id(x)))}" for path, x in leaves)
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, tuple[int, ...]]:
-        """Return the shape of the whole tensor for each argument that has the shape of this rank's
-        part, by the id of the argument."""
+        """Return the full shape of each argument that has the shape of this rank's shard, by the id
+        of the argument."""
         try:
             leaves = self._leaves(args, kwargs)
         except (CallError, Misfit):  # the call itself reports them
@@ -213,7 +211,7 @@ class Arguments:
         }
 
     def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the program was made for such arguments."""
+        """Return whether the program accepts these arguments."""
         try:
             self._tensors(args, kwargs)
         except Misfit:
@@ -223,12 +221,12 @@ class Arguments:
     def as_whole(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call with the whole batch: tensors of this rank's parts are
-        replaced by uninitialised tensors of the whole shape.
+        """Return the arguments of the same call with the global batch. Each shard is replaced by an
+        uninitialized tensor of the full shape.
 
         Raises:
-            Misfit: if a part does not fit the program, since the whole shape is unknown then. Plain
-                values and gradients are not checked.
+            Misfit: if a shard does not match the program, since its full shape is then unknown.
+                Plain values and gradients are not checked.
         """
         if self._is_whole:
             return args, kwargs
@@ -275,7 +273,7 @@ class Arguments:
             if isinstance(made_for, Tensor):
                 continue  # compared by `_check_known`, after the check of its shape
             if not _same_setting(given, made_for):
-                # other objects cannot be compared, so no other program can be chosen by them
+                # other objects cannot be compared, so they cannot select another program
                 kind = Misfit if isinstance(given, (Tensor, *_PLAIN)) else RuntimeStateError
                 raise kind(
                     f"argument {self._form.paths[position]!r} is {_shown(given)}, but the program"
@@ -287,8 +285,8 @@ class Arguments:
                 )
 
     def _check_known(self, leaves: Sequence[Any]) -> None:
-        """Check the values of inputs that forward reads. On a GPU this waits for them, as the plain
-        model does."""
+        """Check the values of inputs that forward reads. On a GPU this synchronizes with the
+        device, as the plain model does."""
         for position, made_for in self._settings.items():
             if isinstance(made_for, Tensor) and not torch.equal(leaves[position].cpu(), made_for):
                 what = (
@@ -322,13 +320,14 @@ class Arguments:
                     f" {self._device_type}",
                     remedy=f"move the batch to {self._device_type}",
                 )
-            value = value.resolve_conj().resolve_neg()  # collectives send the memory as it is
+            # collectives send the memory without resolving conjugation or negation
+            value = value.resolve_conj().resolve_neg()
             tensors.append(value if value.device.type != "cuda" else self._here(value, tensor.name))
         return tensors
 
     def _here(self, value: Tensor, name: str) -> Tensor:
-        """Return the tensor on the GPU of this process. A process may have moved its batch to
-        ``"cuda"`` before its own GPU was the current one."""
+        """Return the tensor on the current GPU of this process. The batch may have been moved to
+        ``"cuda"`` before the process selected its GPU."""
         own = torch.device("cuda", torch.cuda.current_device())
         if value.device == own:
             return value
@@ -365,8 +364,9 @@ class Arguments:
 def defaults_of(model: nn.Module) -> dict[str, Any]:
     """Return the defaults of a model's forward that are plain values, by name.
 
-    If forward is wrapped, or a hook is called before it, these may replace an omitted argument by
-    any value. Only defaults of None, which also mean that nothing was passed, are returned then.
+    If forward is wrapped or has a pre-hook that takes keyword arguments, it may replace an omitted
+    argument by any value. In that case, only defaults of None are returned, since None usually also
+    means that no value was passed.
     """
     forward: Any = model.forward
     is_bare = not hasattr(forward, "__wrapped__") and not model._forward_pre_hooks_with_kwargs
@@ -412,8 +412,8 @@ def _of_shape(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _same_setting(given: Any, made_for: Any) -> bool:
-    """Whether two plain values are equal and have the same type, which may decide a dtype. Other
-    objects need only the same type, since their equality is not reliable."""
+    """Return whether two plain values are equal and have the same type, since the type may decide a
+    dtype. Other objects only need the same type, since their equality is not reliable."""
     if type(given) is not type(made_for):
         return False
     return (
@@ -446,10 +446,10 @@ _OF_PARTS = (
 
 
 class CallResults:
-    """Puts a program's outputs and constants into the structure that the model returns.
+    """Puts the outputs and constants of a program into the structure that the model returns.
 
     Args:
-        program: the program whose outputs these are.
+        program: the program that returns the outputs.
     """
 
     def __init__(self, program: Program) -> None:
@@ -463,7 +463,7 @@ class CallResults:
         return copy.copy(self)
 
     def build(self, outputs: Sequence[Any]) -> Any:
-        """Return the model's result for the outputs, which are in the program's order."""
+        """Return the model's result for the outputs, given in the program's order."""
         leaves: Mapping[int, Any] = {
             **self._constants,
             **dict(zip(self._positions, outputs, strict=True)),

@@ -1,5 +1,5 @@
 """Conversion between the planner's `Mesh` and torch's DeviceMesh: process groups, coordinates, and
-checks that all ranks hold the same facts."""
+checks that all ranks agree."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from autopar.runtime.rank_comm import of_all, of_all_alike, take_gpu
 
 
 def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
-    """Make the DeviceMesh of the same shape and names over all processes.
+    """Create a DeviceMesh with the same shape and names over all processes.
 
-    If torch.distributed is not initialised yet, it is initialised from the environment under a
-    launcher (torchrun sets RANK), and with a process group of one rank for a mesh of one device.
-    Otherwise this is an error.
+    If torch.distributed is not initialized, it is initialized from the environment if a launcher
+    started this process (torchrun sets RANK), or with a process group of one rank for a mesh of one
+    device.
 
     Args:
         mesh: the planner's mesh.
         device_type: the type of the devices, such as ``"cuda"``.
 
     Raises:
-        MeshError: if the mesh does not have exactly one device per process.
+        MeshError: if the mesh does not have exactly one device per process, or torch.distributed
+            cannot be initialized.
     """
     if device_type == "cuda":
         take_gpu()
@@ -54,17 +55,17 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
 
 
 def mesh_of(devices: DeviceMesh) -> Mesh:
-    """Return the planner's mesh of a DeviceMesh. Unnamed dims are called ``axis0``, ``axis1`` …"""
+    """Return the planner's mesh for a DeviceMesh. Unnamed dims are named ``axis0``, ``axis1``, …"""
     shape = tuple(devices.shape)
     names = devices.mesh_dim_names or tuple(f"axis{index}" for index in range(len(shape)))
     return Mesh(dict(zip(names, shape, strict=True)))
 
 
 def check_shape(devices: DeviceMesh, mesh: Mesh) -> None:
-    """Check that devices have the mesh shape that a program was made for.
+    """Check that the devices have the mesh shape that a program was compiled for.
 
     Raises:
-        MeshError: if they do not.
+        MeshError: if the shape differs.
     """
     if (here := mesh_of(devices)).shape != mesh.shape:
         raise MeshError(
@@ -82,14 +83,15 @@ def around(
 ) -> DTensor:
     """Wrap a local tensor as a DTensor without a copy.
 
-    This also holds for a tensor on the host and a mesh of GPUs, which `DTensor.from_local` would
-    move to the GPU. A tensor that requires a gradient is moved in that case.
+    No copy is made even if the tensor is on the host and the mesh consists of GPUs;
+    `DTensor.from_local` would move the tensor to the GPU. A tensor that requires a gradient is
+    still moved.
 
     Args:
         local: the local tensor.
         devices: the mesh of the DTensor.
-        placements: its placement along each mesh axis.
-        shape, stride: the shape and stride of the whole tensor.
+        placements: the placement along each mesh axis.
+        shape, stride: the shape and stride of the full tensor.
     """
     if local.device.type in (devices.device_type, "meta") or local.requires_grad:
         return DTensor.from_local(
@@ -109,7 +111,7 @@ def around(
 
 
 def groups_of(devices: DeviceMesh) -> Groups:
-    """Return this rank's process group, size and coordinate along every axis.
+    """Return the process group, size and coordinate of this rank along every axis.
 
     Raises:
         MeshError: if this process is not on the mesh.
@@ -134,7 +136,7 @@ def stage_devices(
 
     Args:
         devices: the whole mesh.
-        axis: the axis of the pipeline; ``""`` for one stage on the whole mesh.
+        axis: the pipeline axis; ``""`` for one stage on the whole mesh.
 
     Returns:
         The DeviceMesh of the stage, the group of ranks with the same coordinate in all stages (None
@@ -157,19 +159,19 @@ def stage_devices(
 
 
 def joined_axes(devices: DeviceMesh, axes: Sequence[Sequence[int]]) -> DeviceMesh:
-    """Return the same devices as a mesh in which each dim joins several axes, the outermost first.
+    """Return a mesh over the same devices in which each dim joins several axes, outermost first.
 
-    All ranks of `devices` must call this for the same meshes in the same order, since the first
-    call for a mesh makes process groups. Other ranks take no part.
+    All ranks of `devices` must call this function for the same meshes in the same order, since the
+    first call for a mesh creates process groups. Ranks outside `devices` do not call it.
 
     Args:
         devices: the mesh.
-        axes: for each dim of the result, the axes of `devices` that it joins, in mesh order; each
-            axis once.
+        axes: for each dim of the result, the axes of `devices` that it joins, in mesh order. Each
+            axis occurs once.
     """
     if all(len(joined) == 1 for joined in axes):
         return devices
-    # Meshes compare equal by their ranks, also if the process groups were destroyed since.
+    # Meshes compare equal by their ranks, even if their process groups have been destroyed.
     key = devices, tuple(map(tuple, axes))
     world, mesh = _joined.get(key, (None, None))
     if mesh is None or world is not dist.group.WORLD:
@@ -202,8 +204,8 @@ def _join_axes(devices: DeviceMesh, axes: Sequence[Sequence[int]]) -> DeviceMesh
 
 
 def _alone(devices: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of this rank alone."""
-    # every rank makes the groups of all ranks in the same order
+    """Return a mesh that contains only this rank."""
+    # every rank creates the groups of all ranks in the same order
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
     return DeviceMesh.from_group(
@@ -212,15 +214,15 @@ def _alone(devices: DeviceMesh) -> DeviceMesh:
 
 
 def agree(fact: str, what: str, devices: DeviceMesh) -> None:
-    """Check that all ranks of a mesh hold the same fact; every rank calls it.
+    """Check that all ranks of a mesh have the same value; every rank must call this.
 
     Args:
-        fact: this rank's fact.
-        what: the name of the fact, for errors.
+        fact: the value of this rank.
+        what: the name of the value, for error messages.
         devices: the mesh.
 
     Raises:
-        RuntimeStateError: on every rank, naming the ranks that differ from the first.
+        RuntimeStateError: on every rank, with the ranks that differ from the first rank.
     """
     if devices.size() == 1:
         return
@@ -239,17 +241,17 @@ def agree(fact: str, what: str, devices: DeviceMesh) -> None:
 
 
 def first_rank_says(number: int, devices: DeviceMesh) -> int:
-    """Return the number of the mesh's first rank on all ranks; every rank calls it."""
+    """Return the number that the first rank of the mesh passes; every rank must call this."""
     if devices.size() == 1:
         return number
     return int(of_all(number)[int(devices.mesh.flatten()[0])])
 
 
 def join_launched(device_type: str) -> bool:
-    """Initialise torch.distributed if a launcher started this process.
+    """Initialize torch.distributed if a launcher started this process.
 
     Returns:
-        Whether torch.distributed is initialised.
+        Whether torch.distributed is initialized.
     """
     if dist.is_initialized():
         return True

@@ -1,10 +1,10 @@
 """Calls of a program with one stage and one microbatch.
 
-A call runs the forward graph. `backward()` of what it returned runs the backward graph once, and
-puts each gradient, a DTensor in the storage layout, where autograd puts gradients. With several
-stages or microbatches (`autopar.runtime.scheduled_calls`), backward of one microbatch runs before
-forward of another, so that a call with a loss includes backward. That is why the two are apart:
-here autograd decides when backward runs, and there the schedule does.
+A call runs the forward graph. `backward()` of its result runs the backward graph once and returns
+each gradient to autograd as a DTensor in the storage layout. Autograd decides when backward runs.
+
+With several stages or microbatches, `autopar.runtime.scheduled_calls` is used instead: the schedule
+runs backward of one microbatch before forward of another, so a call with a loss includes backward.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DirectCalls:
         executor: runs its graphs.
         storages: the storage of parameters and buffers, by name.
         devices: the mesh.
-        outputs: the form of outputs that the user asked for.
+        outputs: the form of outputs that the user selected.
         title: the name of the model in messages.
     """
 
@@ -82,14 +82,14 @@ class DirectCalls:
         *,
         trains: bool,
     ) -> Sequence[Tensor]:
-        """Run forward and, if a parameter trains or an input asks for its gradient, let autograd
-        run backward later.
+        """Run forward. If a parameter trains or an input requires a gradient, autograd runs
+        backward later.
 
         Args:
-            inputs: the local inputs, in the order of the program's.
+            inputs: the local inputs, in the program's order.
             parameters: the DTensors of `held`, in its order.
             buffers: the DTensors of the buffers, by name.
-            scale: not used, since autograd passes the factor of the loss.
+            scale: unused, since autograd passes the factor of the loss.
             trains: whether a parameter trains.
         """
         asking = [x for x, t in zip(inputs, self._stage.inputs, strict=True) if t.has_gradient]
@@ -120,13 +120,13 @@ class DirectCalls:
         *,
         keep: bool,
     ) -> tuple[list[Tensor], list[Any]]:
-        """Run forward, and return the outputs in the form for the user and the values that backward
+        """Run forward. Return the outputs in the form for the user, and the values that backward
         needs.
 
         Args:
             inputs, parameters, buffers: as for `run`.
-            watched: watches tensors of the user among the values that backward needs for changes.
-            keep: whether backward will run; else no values are returned for it.
+            watched: watches tensors of the user that backward needs for in-place changes.
+            keep: whether backward will run; if False, no values are kept for it.
         """
         stage, resting = self._stage, [buffers[t.name] for t in self._stage.buffers]
         with torch.no_grad(), torch.autocast(self._devices.device_type, enabled=False):
@@ -155,11 +155,11 @@ class DirectCalls:
     def gradients(
         self, saved: list[Any], tangents: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """Run backward. A tangent is None if the output has no part in the loss.
+        """Run backward. A tangent is None if the loss does not depend on the output.
 
         Returns:
-            The gradient of each input that has one, whole or in part like the input, then one per
-            parameter of the program.
+            The gradient of each input that has one, in the form of the input (full or local), then
+            one per parameter of the program.
         """
         pairs = [
             (s, x) for s, x in zip(self._presented, tangents, strict=True) if s.tensor.has_gradient
@@ -200,12 +200,12 @@ class DirectCalls:
         return clip_grad_norm_((p for _, p in parameters), max_norm, norm_type)
 
     def mark_constant(self, ctx: Any, outputs: Sequence[Tensor]) -> None:
-        """Tell autograd which outputs have no gradient."""
+        """Mark the outputs that have no gradient as non-differentiable."""
         pairs = zip(outputs, self._stage.outputs, strict=True)
         ctx.mark_non_differentiable(*(x for x, border in pairs if not border.has_gradient))
 
     def _check_returned(self, returned: Sequence[tuple[Storage, Tensor | None]]) -> None:
-        """Check in backwards 1, 2, 4, 8 and so on that every rank computed the same loss from the
+        """In backwards 1, 2, 4, 8 and so on, check that every rank computed the same loss from the
         outputs."""
         if self._loss is not None:
             return
@@ -218,7 +218,7 @@ class DirectCalls:
             )
 
     def _names_of(self, *kinds: str) -> list[str]:
-        """Return the names of the tensors of these kinds in errors."""
+        """Return the names for error messages of the tensors of these kinds."""
         named = (
             (kind, tensor.name) for kind in kinds for tensor in getattr(self._stage, f"{kind}s")
         )
@@ -235,8 +235,8 @@ class DirectCalls:
         )
 
     def _part_of_tangent(self, tangent: Tensor | None, storage: Storage) -> Tensor:
-        """Return the tangent of an output in the form of the backward graph: this rank's part,
-        contiguous."""
+        """Return the tangent of an output in the form that the backward graph takes: this rank's
+        shard, contiguous."""
         if tangent is None:
             return torch.zeros(
                 storage.graph_shape, dtype=storage.tensor.dtype, device=self._devices.device_type
@@ -250,7 +250,7 @@ class DirectCalls:
 
 
 class _Step(torch.autograd.Function):
-    """The forward graph and, as its derivative, the backward graph."""
+    """The forward graph with the backward graph as its derivative."""
 
     @staticmethod
     def forward(
@@ -272,7 +272,7 @@ class _Step(torch.autograd.Function):
         """
         parameters = trained[len(trained) - len(calls.held) :]
         outputs, saved = calls.run_forward(inputs, parameters, buffers, watched, keep=True)
-        # Not save_for_backward: backward takes the list and frees it value by value.
+        # Not save_for_backward: backward takes the list and frees the values one by one.
         ctx.calls, ctx.saved, ctx.watched = calls, saved, watched
         ctx.are_plain = which_are_plain(trained)
         ctx.set_materialize_grads(False)
@@ -282,10 +282,10 @@ class _Step(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
-        """Run the backward graph, and return the gradients of `trained`.
+        """Run the backward graph and return the gradients of `trained`.
 
         Raises:
-            RuntimeStateError: if backward has run before, or a tensor that it reads was changed.
+            RuntimeStateError: if backward has already run, or a tensor that it reads was changed.
         """
         saved, ctx.saved = ctx.saved, None
         if saved is None:

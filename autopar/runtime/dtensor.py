@@ -1,21 +1,21 @@
-"""`HeldTensor`: a parameter, its gradient, or a result computed from them, with the semantics of
-the whole tensor.
+"""`HeldTensor`: a DTensor with the semantics of the full tensor, for parameters, gradients and
+results computed from them.
 
-A plain DTensor computes most functions of torch as on the whole tensor. The others are silently
-wrong or refused with torch's own message: ``item()`` reads this rank's local value, a write into a
-slice of a sharded dim goes into a copy, random numbers repeat in every part, plain tensors and
-DTensors of other meshes cannot be mixed with it, and some ops have no rule. `HeldTensor` handles
-them as follows:
+A plain DTensor computes most functions of torch as on the full tensor. Other functions give wrong
+results without an error, or raise an error: ``item()`` reads this rank's local value, a write into
+a slice of a sharded dim changes a copy, random numbers repeat in every shard, plain tensors and
+DTensors of other meshes cannot be mixed with it, and some ops have no sharding rule. `HeldTensor`
+handles these cases as follows:
 
-    numbers that are read        are those of the whole tensor (`full_tensor`)
-    plain tensor operands        are treated as replicated; that they are equal on all ranks is
-                                 checked like batches
-    lists for one kernel         are split by mesh, with plain tensors apart
-    random draws                 are made for the whole tensor by the mesh's first rank
-    functions without a rule,    are computed from whole tensors, and every rank keeps its part;
-    writes into a part           the log says so once per function
+    reads of values              return the values of the full tensor (`full_tensor`)
+    plain tensor operands        are treated as replicated; whether they are equal on all ranks is
+                                 checked as for batches
+    lists for one kernel         are split by mesh, with plain tensors in a separate list
+    random draws                 are made for the full tensor by the first rank of the mesh
+    functions without a rule,    are computed from full tensors, and every rank keeps its shard;
+    writes into a shard          each function is logged once
 
-Each of these is collective: every rank has to execute it.
+Each of these cases is collective: every rank must execute it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _beside = Beside()
 
 
 class HeldTensor(DTensor):
-    """A DTensor that torch's functions treat as the whole tensor. `hold_value` converts a DTensor
+    """A DTensor that torch's functions treat as the full tensor. `hold_value` converts a DTensor
     in place."""
 
     __slots__ = ()
@@ -71,10 +71,10 @@ class HeldTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch as on whole tensors. Results are of this class.
+        """Run a function of torch as on full tensors. Results are of this class.
 
         Raises:
-            RuntimeStateError: if tensors of one stage alone are combined, or plain operands differ
+            RuntimeStateError: if tensors of a single stage are combined, or plain operands differ
                 between ranks.
         """
         kwargs, name = kwargs or {}, func.__name__
@@ -87,7 +87,7 @@ class HeldTensor(DTensor):
 
     @classmethod
     def _run_function(cls, func: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
-        """Run a function other than an attribute access; see `__torch_function__`."""
+        """Run a function that is not an attribute access; see `__torch_function__`."""
         name = func.__name__
         if func in READS or name == "__format__":
             return gather_fallback.read_whole(func, args, kwargs)
@@ -105,16 +105,16 @@ class HeldTensor(DTensor):
         if name == "__iter__":
             return iter(args[0].unbind(0))
         leaves = tensors_in((args, kwargs))
-        if name == "storage":  # called by safetensors; torch itself uses untyped storages
+        if name == "storage":  # called by safetensors; torch uses untyped storages
             refuse_parts("a distributed tensor has no storage of its own", "safetensors")
-        if name == "data_ptr":  # scripts detect tied parameters with it; a wrapper has none
+        if name == "data_ptr":  # scripts detect tied parameters by it; a wrapper has no data
             return args[0]._local_tensor.data_ptr()
         if name in ASIDE:
             return _shown(_call_disabled(func, types, args, kwargs), leaves)
         if name in OF_SEVERAL:
             _refuse_one_stage(name, leaves)
         if name.startswith("_amp_foreach_"):
-            # DTensor's own implementation, which shares non-finite values with all ranks
+            # DTensor's implementation shares non-finite values with all ranks
             return gather_fallback.by_mesh(
                 func, args, kwargs, lambda a, k: _call_disabled(func, types, a, k)
             )
@@ -125,7 +125,7 @@ class HeldTensor(DTensor):
         return _compute_with_dtensor(func, types, args, kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        """Return the whole tensor; every rank calls it, unless the tensor is replicated."""
+        """Return the full tensor. Every rank must call this, unless the tensor is replicated."""
         if all(placement.is_replicate() for placement in self._spec.placements):
             return super().full_tensor(**kwargs)
         with announced(f"gathers a tensor of shape {tuple(self.shape)}", self._spec.mesh):
@@ -135,7 +135,7 @@ class HeldTensor(DTensor):
         """Pickle the tensor as a plain tensor.
 
         Raises:
-            RuntimeStateError: if this process does not hold the whole tensor.
+            RuntimeStateError: if this process does not hold the full tensor.
         """
         return reduce_whole(self, protocol)
 
@@ -162,20 +162,19 @@ def hold_value(value: Any) -> Any:
 
 
 def parted_as(like: DTensor, value: Tensor) -> Any:
-    """Return this rank's part of a whole tensor as a `HeldTensor` with the placements of
-    `like`."""
+    """Return this rank's shard of a full tensor as a `HeldTensor` with the placements of `like`."""
     made = torch.empty_like(like.detach(), dtype=value.dtype)
     gather_fallback.put_whole(made, value.detach())
     return hold_value(made)
 
 
 def _mesh_of_sums(args: Any) -> DeviceMesh | None:
-    """Return the mesh of the first argument that is a partial sum, since the function may have to
-    reduce it; None if there is none."""
+    """Return the mesh of the first argument that is a partial sum; None if there is none. The
+    function may have to reduce such an argument."""
     for given in args:
         x = given[0] if isinstance(given, tuple | list) and given else given
         if type(x) is HeldTensor:
-            # a plain loop for speed, since every op of an optimizer's step comes here
+            # a plain loop for speed, since every op of an optimizer step calls this
             for placement in x._spec.placements:
                 if placement.is_partial():
                     return x._spec.mesh
@@ -183,7 +182,7 @@ def _mesh_of_sums(args: Any) -> DeviceMesh | None:
 
 
 def _are_alike(args: Any, kwargs: Any) -> bool:
-    """Whether all tensors are of this class and on one mesh, and none is a view that is a copy."""
+    """Return whether all tensors are `HeldTensor` on one mesh and none is a copied view."""
     mesh = None
     for given in (*args, *kwargs.values()):
         for x in given if isinstance(given, tuple | list) else (given,):
@@ -204,12 +203,12 @@ def _by_dtensor(
 
     Args:
         func, types, args, kwargs: the arguments of `__torch_function__`.
-        written: tensors that the function may write into. If one was written before the function
-            failed, the error is raised, since the function cannot be tried again.
+        written: tensors that the function may write. If one of them was written before the function
+            failed, the error is raised, since the function cannot be computed again.
 
     Returns:
-        The result, and the message of DTensor's refusal, None if it computed the function. The
-        exception itself would keep the arguments of the failed call alive.
+        The result, and the message of DTensor's error, or None if DTensor computed the function.
+        The exception itself is not returned, since it would keep the arguments alive.
     """
     targets = [x for x in written if isinstance(x, DTensor)]
     before = [x._local_tensor._version for x in targets]
@@ -228,17 +227,17 @@ def _compute_with_dtensor(func: Any, types: Iterable[type], args: Any, kwargs: A
     written = written_by(func, args, kwargs)
     origins = [x for x in written if _ORIGIN in vars(x)]
     mesh = gather_fallback.mesh_of((*written, *leaves))
-    if mesh is None:  # plain tensors alone, from a list that was split by mesh
+    if mesh is None:  # only plain tensors, from a list that was split by mesh
         return _call_disabled(func, types, args, kwargs)
     _beside.check(func.__name__, [x for x in leaves if not isinstance(x, DTensor)], mesh)
     if origins:
         return _written_through(func, args, kwargs, origins[0])
-    # if parts are not one box, DTensor computes some functions silently wrong (among them those of
-    # LBFGS's flattened vectors)
+    # DTensor computes some functions wrongly without an error if a shard is not one box, for
+    # example those of LBFGS's flattened vectors
     in_any_order = not any(
         isinstance(p, _StridedShard) for x in leaves if isinstance(x, DTensor) for p in x.placements
     )
-    # a plain target takes whole tensors, and gradients flow through it
+    # a plain target takes full tensors, and gradients flow through it
     into_plain = any(not isinstance(x, DTensor) for x in written)
     if (
         into_plain
@@ -268,7 +267,7 @@ def _call_disabled(func: Any, types: Iterable[type], args: Any, kwargs: Any) -> 
 
 
 def _access_attribute(func: Any, args: Any, kwargs: Any) -> Any:
-    """Access an attribute. Gradients become `HeldTensor`, and views note their origin."""
+    """Access an attribute. Convert gradients to `HeldTensor`, and record the origin of views."""
     with DisableTorchFunctionSubclass():
         found = func(*args, **kwargs)
     if isinstance(found, DTensor):
@@ -279,7 +278,7 @@ def _access_attribute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _shown(found: Any, given: list[Tensor]) -> Any:
-    """Convert the tensors of a result to `HeldTensor`, except those that the user passed."""
+    """Convert the tensors of a result to `HeldTensor`, except tensors that the user passed."""
     known = {id(x) for x in given}
     for x in tensors_in(found):
         if id(x) not in known:
@@ -288,8 +287,8 @@ def _shown(found: Any, given: list[Tensor]) -> Any:
 
 
 def _with_origin(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Note the origin of each view that is a copy, either because a sharded dim was split up or
-    because its base is such a copy."""
+    """Record the origin of each view that is a copy, because a sharded dim was split or because its
+    base is such a copy."""
     of = args[0]
     several = isinstance(found, tuple | list)
     for place, view in enumerate(found if several else [found]):
@@ -306,7 +305,7 @@ def _with_origin(found: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _written_through(func: Any, args: Any, kwargs: Any, view: Any) -> Any:
-    """Execute a write into a view that is a copy on the tensor that it is a view of."""
+    """Apply a write into a view that is a copy to the tensor that the view was taken from."""
     chain, of = list[Any](), view
     while _ORIGIN in vars(of):
         chain.append(vars(of)[_ORIGIN])

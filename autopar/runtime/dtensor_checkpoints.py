@@ -1,8 +1,8 @@
 """Distributed tensors in pickles and in checkpoints of torch.distributed.checkpoint.
 
-``torch.save(pm.state_dict(), file)`` writes plain tensors, which the plain model loads, or is
-refused. A single process makes a pickle, so that a collective would wait for the others forever. A
-tensor is therefore pickled only if this process holds the whole tensor.
+``torch.save(pm.state_dict(), file)`` writes plain tensors, which the plain model can load, or
+raises an error. A single process writes a pickle, and a collective would wait for the other ranks
+forever. A tensor can therefore be pickled only if this process holds the full tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from autopar.errors import RuntimeStateError
 
-_stages: set[DeviceMesh] = set()  # meshes of stages, if a module has several
+_stages: set[DeviceMesh] = set()  # meshes of stages of modules with several stages
 _REMEDY = (
     "call state = pm.full_state_dict() on every rank, which returns full tensors, then save it on"
     " one rank: torch.save(state, file); autopar.Checkpoints saves an optimizer's state"
@@ -33,7 +33,7 @@ _REMEDY = (
 
 
 def of_one_stage(mesh: DeviceMesh) -> None:
-    """Register the mesh of one stage of a module that has several."""
+    """Register the mesh of one stage of a module with several stages."""
     _stages.add(mesh)
 
 
@@ -51,8 +51,8 @@ def reduce_whole(tensor: DTensor, protocol: Any) -> Any:
     """Pickle a distributed tensor as a plain tensor.
 
     Raises:
-        RuntimeStateError: if this process holds only a part of the tensor, or the tensors of one
-            stage.
+        RuntimeStateError: if this process holds only a shard of the tensor, or only the tensors of
+            one stage.
     """
     if is_of_one_stage(tensor.device_mesh):
         refuse_parts("this rank holds only the parameters of its own stage")
@@ -66,7 +66,7 @@ def reduce_whole(tensor: DTensor, protocol: Any) -> Any:
 
 
 def refuse_parts(why: str, action: str = "torch.save or pickle") -> NoReturn:
-    """Raise RuntimeStateError, since `action` would write only this rank's parts.
+    """Raise RuntimeStateError, since `action` would write only this rank's shards.
 
     Args:
         why: the reason, for the message.
@@ -80,24 +80,24 @@ def refuse_parts(why: str, action: str = "torch.save or pickle") -> NoReturn:
 #
 # torch.distributed.checkpoint describes a DTensor's local data as one box of the full tensor. If a
 # placement is strided, the local data consists of several boxes, and torch refuses to save it.
-# `CheckpointTensor` shares the local tensor of such a DTensor and lists its boxes through the
-# methods with which torch lets a tensor describe itself. The checkpoint then holds the full tensor
-# under its own name, and loads into any other mesh, layout or plain model.
+# `CheckpointTensor` shares the local tensor of such a DTensor and lists its boxes with the methods
+# that torch provides for this purpose. The checkpoint then contains the full tensor under its own
+# name, and it loads into any other mesh, layout or plain model.
 #
 # `checkpointable` replaces the tensors of a state dict. `Holder` calls it for its own state dict,
-# `watch_optimizers` for those of optimizers.
+# and `watch_optimizers` calls it for those of optimizers.
 
 Run = tuple[int, int, int]
-"""Start in the full dim, start in the local dim, length."""
+"""Start in the full dim, start in the local dim, and length."""
 
 
 class CheckpointTensor(DTensor):
-    """A DTensor that torch.distributed.checkpoint saves and loads box by box. Results of ops on it
-    are plain DTensors."""
+    """A DTensor that torch.distributed.checkpoint saves and loads box by box. Ops on it return
+    plain DTensors."""
 
     @staticmethod
     def of(tensor: DTensor) -> CheckpointTensor:
-        """Return the same tensor, in the same memory."""
+        """Return a `CheckpointTensor` that shares the memory of the tensor."""
         return CheckpointTensor(tensor.to_local(), tensor._spec, requires_grad=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -137,8 +137,8 @@ class CheckpointTensor(DTensor):
         return list(itertools.product(*(self._runs(dim) for dim in range(self.dim()))))
 
     def _runs(self, dim: int) -> list[Run]:
-        """Return the runs of consecutive indices of a dim that this rank holds. They are computed
-        by applying the placements to all indices."""
+        """Return the runs of consecutive indices of a dim that this rank holds, found by applying
+        the placements to all indices."""
         indices = torch.arange(self.shape[dim])
         coordinate = self.device_mesh.get_coordinate() or ()
         for axis, placement in enumerate(self.placements):
@@ -173,8 +173,8 @@ def _consecutive(indices: list[int]) -> list[Run]:
 
 
 def checkpointable(state: Any) -> Any:
-    """Replace the strided DTensors of a state dict, nested or not, by `CheckpointTensor`. All other
-    values stay unchanged."""
+    """Replace the strided DTensors of a state dict, nested or not, by `CheckpointTensor`. Other
+    values are unchanged."""
     return tree_map(_checkpointable_leaf, state)
 
 

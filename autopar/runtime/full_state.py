@@ -1,4 +1,4 @@
-"""Whole values of a compiled module's parameters and buffers, gathered from all ranks and
+"""Full values of the parameters and buffers of a compiled module, gathered from all ranks and
 stages."""
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 def whole_values(
     holder: Holder, names: Collection[str] | None = None, *, rank0_only: bool = True
 ) -> dict[str, Tensor]:
-    """Gather whole values on the host, under all names that the model has for them.
+    """Gather full values on the host, under all names that the model has for them.
 
-    Every rank calls it. Tied parameters share one tensor.
+    Every rank must call this. Tied parameters share one tensor.
 
     Args:
         holder: the compiled module.
-        names: parameters and saved buffers; by default all of them.
-        rank0_only: whether the other ranks get an empty dict.
+        names: names of parameters and saved buffers; by default all of them.
+        rank0_only: if True, ranks other than 0 get an empty dict.
 
     Returns:
         Plain tensors on the CPU, by name.
 
     Raises:
-        RuntimeStateError: on all ranks, if values are missing, or torch cannot join one.
+        RuntimeStateError: on all ranks, if values are missing or torch cannot gather one.
     """
     holder.check_values()
     held = {
@@ -52,7 +52,7 @@ def whole_values(
         holders = [number for number, each in enumerate(everywhere) if owner in each]
         value = _whole(holder.stored(held[owner][0])) if owner in held else None
         wanting = {0} if rank0_only else set(range(len(everywhere)))
-        if wanting - set(holders):  # it belongs to a stage that some of these ranks do not have
+        if wanting - set(holders):  # the value belongs to a stage that some of these ranks lack
             value = _broadcast(value, holders[0])
         if rank() in wanting and value is not None:
             own = everywhere[holders[0]][owner]
@@ -61,14 +61,14 @@ def whole_values(
 
 
 def _broadcast(value: Tensor | None, source: int) -> Tensor | None:
-    """Return the value that the rank `source` has; every rank calls it."""
+    """Broadcast the value of rank `source`; every rank must call this."""
     box = [value if rank() == source else None]
     dist.broadcast_object_list(box, src=source)
     return box[0]
 
 
 def extra_states(model: nn.Module) -> dict[str, object]:
-    """Return the results of ``get_extra_state`` of all modules, by their names in a state dict."""
+    """Return the results of ``get_extra_state`` of all modules, by their keys in a state dict."""
     base = nn.Module.get_extra_state
     return {
         f"{path}._extra_state" if path else "_extra_state": module.get_extra_state()
@@ -87,8 +87,8 @@ def is_same(one: object, other: object) -> bool:
 
 
 def _check_joined(held: Mapping[str, Tensor]) -> None:
-    """Refuse, on all ranks, tensors that torch 2.11 cannot join: those that are split inside a dim,
-    such as the heads of a fused projection."""
+    """Raise an error on all ranks if torch < 2.12 cannot gather a tensor because it is sharded
+    inside a dim, such as the heads of a fused projection."""
     if torch.__version__ >= (2, 12):
         return
     apart = [
@@ -108,14 +108,14 @@ def _check_joined(held: Mapping[str, Tensor]) -> None:
 
 
 def _whole(stored: Tensor) -> Tensor:
-    """Return a copy of the whole tensor on the CPU."""
+    """Return a copy of the full tensor on the CPU."""
     value = stored.detach()
     if not isinstance(value, DTensor):
         return value.cpu().clone()
     local, mesh = value.to_local(), value.device_mesh
     if (
         local.device.type != mesh.device_type
-    ):  # it is offloaded to the host, which NCCL cannot reach
+    ):  # the tensor is offloaded to the host, where NCCL cannot communicate
         on_device = local.to(mesh.device_type)
         value = around(on_device, mesh, value.placements, value.shape, value.stride())
     whole = value.full_tensor()

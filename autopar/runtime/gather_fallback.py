@@ -1,5 +1,5 @@
-"""The fallback of `HeldTensor`: functions of torch computed from whole tensors on every rank, which
-then keeps its part of the result."""
+"""The fallback of `HeldTensor`: computes functions of torch from full tensors on every rank, which
+then keeps its shard of the result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 ACCESS = _names("__get__ __set__ __delete__")
-ASIDE = _names(  # functions that read no elements, or leave that to autograd
+ASIDE = _names(  # functions that read no elements, or leave reading to autograd
     """untyped_storage storage data_ptr size dim ndimension numel nelement stride storage_offset
     is_contiguous is_floating_point is_complex is_conj is_neg is_inference element_size
     get_device is_shared is_pinned __len__ register_hook register_post_accumulate_grad_hook
@@ -43,15 +43,15 @@ VIEWS = _names(
     expand expand_as view_as reshape_as diagonal detach unfold ravel adjoint"""
 )
 VIEW_ATTRIBUTES = _names("data T mT H mH real imag")
-OF_SEVERAL = _names("_foreach_norm stack cat concat hstack vstack")  # they join several tensors
+OF_SEVERAL = _names("_foreach_norm stack cat concat hstack vstack")  # join several tensors
 _DRAWS = _names(
     """normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ geometric_ log_normal_ trunc_normal_
     rand_like randn_like randint_like bernoulli dropout alpha_dropout feature_dropout multinomial
     poisson normal kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_
     sparse_ rrelu gumbel_softmax"""
 )
-# DTensor computes these element by element in place, for all placements. Some other functions write
-# into copies (`index_add_`).
+# DTensor computes these elementwise in place, for all placements. It computes some other functions
+# on copies, for example `index_add_`.
 _ELEMENTWISE = _names(
     """add sub subtract rsub mul multiply div divide true_divide truediv floor_divide remainder fmod
     lerp addcmul addcdiv zero fill copy clone detach clamp clamp_min clamp_max clip abs neg
@@ -61,7 +61,7 @@ _ELEMENTWISE = _names(
     minimum zeros_like ones_like full_like empty_like to type double float half bfloat16 cpu
     contiguous bool and or xor invert"""
 )
-# they change the shape of a tensor in place, not its elements
+# these change the shape of a tensor in place, not its elements
 _TURNS = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_")
 _REDUCTIONS = _names("sum norm vector_norm mean max min amax amin")
 _OPERATORS = _names(
@@ -89,8 +89,8 @@ def draws(func: Any) -> bool:
 
 
 def computes_in_place(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether DTensor computes a function in place, so that writes reach their target and
-    parts may be in any order.
+    """Return whether DTensor computes a function in place and with shards in any order. Writes then
+    reach their target.
 
     Args:
         func, args, kwargs: the function and its arguments.
@@ -106,7 +106,7 @@ def computes_in_place(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that a function writes into.
+    """Return the tensors that a function writes.
 
     Args:
         func, args, kwargs: the function and its arguments.
@@ -147,13 +147,13 @@ _told: set[str] = set()
 
 
 def mesh_of(tensors: Iterable[Tensor]) -> DeviceMesh | None:
-    """Return the mesh of the first DTensor, None if there is none."""
+    """Return the mesh of the first DTensor; None if there is none."""
     return next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
 
 
 def beside(args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
-    """Bring arguments onto one mesh. Plain tensors become replicated without a copy, and DTensors
-    of other meshes become whole.
+    """Convert arguments to one mesh. Plain tensors become replicated without a copy. DTensors of
+    other meshes are gathered.
 
     Args:
         args, kwargs: the arguments of a function.
@@ -163,13 +163,13 @@ def beside(args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
 
 
 def read_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute a function that returns no tensor, such as a number, from whole tensors.
+    """Compute a function that returns no tensor, for example a number, from full tensors.
 
     Args:
         func, args, kwargs: the function and its arguments.
 
     Raises:
-        RuntimeStateError: inside `torch.tensor`, during which no collective can run.
+        RuntimeStateError: inside `torch.tensor`, where no collective can run.
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
         what = (
@@ -183,8 +183,7 @@ def read_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_mesh(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -> Any:
-    """Run a function of parallel lists of tensors once for the tensors of each mesh, and once for
-    plain tensors.
+    """Run a function of parallel lists of tensors once per mesh, and once for plain tensors.
 
     Args:
         func: the function.
@@ -192,7 +191,7 @@ def by_mesh(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -
         run: calls the function with the given arguments.
 
     Returns:
-        The results in the order of the lists, None if there are none.
+        The results in the order of the lists; None if there are none.
     """
     lists = [
         x
@@ -216,8 +215,8 @@ def by_mesh(func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -
 
 
 def _select(x: Any, *, places: Sequence[int], length: int, is_plain: bool) -> Any:
-    """Select the entries at `places` if an argument is a list of that length. Other arguments are
-    kept, as whole tensors if the entries are plain tensors."""
+    """Return the entries at `places` of a list with `length` entries. Other arguments are returned
+    unchanged, or as full tensors if the entries are plain tensors."""
     if isinstance(x, tuple | list) and len(x) == length:
         return [x[place] for place in places]
     return _whole(x) if is_plain else x
@@ -231,20 +230,20 @@ def compute(
     refusal: str | None = None,
     into: Mapping[int, Tensor] | None = None,
 ) -> Any:
-    """Compute a function from whole tensors. Results are replicated, and the parts of its targets
-    are written.
+    """Compute a function from full tensors. Results are replicated, and every rank writes its
+    shards of the function's targets.
 
     Args:
         func, args, kwargs: the function and its arguments.
         mesh: the mesh of the results.
-        refusal: the message with which DTensor refused the function, for the log.
-        into: id of an argument → the whole tensor that replaces it and is written.
+        refusal: the message of DTensor's error, for the log.
+        into: the full tensor that replaces an argument and is written, by the id of the argument.
     """
     written = {id(x): x for x in written_by(func, args, kwargs)}
     stands: dict[int, Tensor] = dict(into or {})
 
     def stand(x: Any) -> Any:
-        """Return the whole tensor of a DTensor, a copy if it is written."""
+        """Return the full tensor of a DTensor; a copy if the function writes it."""
         if not isinstance(x, DTensor):
             return x
         if id(x) not in stands:
@@ -268,9 +267,9 @@ def _write_back(
     values: Mapping[int, Tensor],
     skipped: Mapping[int, Tensor],
 ) -> None:
-    """Write the whole values into the parts of a function's targets, all by id of the target.
+    """Write the full values into the shards of a function's targets, all by the id of the target.
     Targets in `skipped` are not written."""
-    # functions of torch.nn.init write without gradients, too
+    # functions of torch.nn.init also write without gradients
     outside = (
         torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else nullcontext()
     )
@@ -281,7 +280,7 @@ def _write_back(
 
 
 def _log_gathering(name: str, refusal: str) -> None:
-    """Warn once for each function that it gathers whole tensors."""
+    """Warn once per function that it gathers full tensors."""
     if name in _told:
         return
     _told.add(name)
@@ -295,13 +294,13 @@ def _log_gathering(name: str, refusal: str) -> None:
 
 
 def put_whole(target: DTensor, value: Tensor, *, drawn: bool = False) -> None:
-    """Write a whole tensor into a DTensor.
+    """Write a full tensor into a DTensor.
 
     Args:
-        target: the DTensor; each rank writes its part.
-        value: the whole tensor.
-        drawn: whether the value has random numbers. All ranks then use that of the mesh's first
-            rank.
+        target: the DTensor; each rank writes its shard.
+        value: the full tensor.
+        drawn: whether the value contains random numbers. If True, all ranks use the value of the
+            first rank of the mesh.
     """
     value = _replicate_value(value.to(target.dtype), target.device_mesh, drawn)
     if value.shape != target.shape:  # the function changed the shape in place (`t_`)

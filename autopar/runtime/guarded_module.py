@@ -1,5 +1,5 @@
-"""`Compiled`: a module that checks whether its program was made for a call, and passes other
-calls to another program."""
+"""`Compiled`: a module that checks whether its program was compiled for a call, and otherwise runs
+another program."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from autopar.runtime.rank_consistency import CopiedWeights
 
 
 class Compiled(Holder):
-    """A module that takes the calls that its program was made for: in one mode, under one autocast,
-    of a model that has not changed.
+    """A module that accepts the calls that its program was compiled for: in one mode, under one
+    autocast state, of a model that has not changed.
 
     Args:
-        tensors, devices, model, elsewhere, world: the arguments of `Holder`.
-        both_modes: whether the program serves both train and eval mode; otherwise a call in the
-            other mode is an error.
-        shared: a module of the same model whose parameters and buffers this module shares.
+        tensors, devices, model, elsewhere, world: as for `Holder`.
+        both_modes: whether the program is valid in both train and eval mode; otherwise a call in
+            the other mode is an error.
+        shared: a module of the same model with which this module shares parameters and buffers.
 
     Attributes:
-        variants: the programs of other modes and shapes; None if there cannot be any.
-        only_forward: whether memory was planned for forward alone.
-        is_for_inference: whether the user asked for a program for inference.
+        variants: the programs for other modes and shapes; None if none can be compiled.
+        only_forward: whether memory was planned for forward only.
+        is_for_inference: whether the user compiled for inference.
 
     Raises:
-        MeshError, RuntimeStateError: under the conditions of `Holder`.
+        MeshError, RuntimeStateError: as for `Holder`.
     """
 
     _arguments: Arguments
@@ -79,16 +79,16 @@ class Compiled(Holder):
         self._left: PlainModel | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the program, or another one that was made for the call.
+        """Run the program, or another program that was compiled for the call.
 
         Returns:
-            The result of the model's forward. A module with stages returns that of the whole batch,
-            and has already run backward if gradients are enabled.
+            The result of the model's forward. A module with stages returns the result of the global
+            batch, and has already run backward if gradients are enabled.
 
         Raises:
-            RuntimeStateError: if neither the program nor one of `variants` was made for the
+            RuntimeStateError: if neither the program nor one of `variants` was compiled for the
                 arguments, mode or parameters, or the call is traced.
-            RankError: on all ranks, if they make different calls.
+            RankError: on all ranks, if ranks make different calls.
         """
         refuse_tracing(args)
         if self._is_variant:  # the main module has announced the call
@@ -102,7 +102,7 @@ class Compiled(Holder):
             return self._run_call(args, kwargs)
 
     def _held_parameters(self) -> Iterator[tuple[ProgramTensor, Tensor]]:
-        """Iterate over the parameters of this rank: the program's tensor, and the local part."""
+        """Iterate over pairs of a program tensor and its local part, for this rank's parameters."""
         for name, parameter in self.named_parameters():
             stored = self._storages.get(self._names.get(name, ""))
             if stored is not None:
@@ -110,8 +110,8 @@ class Compiled(Holder):
                 yield stored.tensor, local
 
     def _describe_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Describe a call in words, which are equal on all ranks that make the same call."""
-        both = self._captured_mode is None  # the mode makes no difference then
+        """Describe a call in words. The text is equal on all ranks that make the same call."""
+        both = self._captured_mode is None  # the program is the same in both modes
         mode = "" if both else f" in {'training' if self.training else 'evaluation'} mode"
         gradients = "" if torch.is_grad_enabled() else " without gradients"
         return f"calls {self._title}{mode}{gradients} with {self._arguments.describe(args, kwargs)}"
@@ -123,8 +123,8 @@ class Compiled(Holder):
     def _stand_for_all(
         self, model: nn.Module, attributes: Iterable[Constant], shared: Compiled | None
     ) -> None:
-        """Show the plain attributes of all modules, and watch the model for changes by the user.
-        Subclasses call it last, since their own attributes take precedence."""
+        """Copy the plain attributes of all modules, and watch the model for changes by the user.
+        Subclasses call this last, since their own attributes take precedence."""
         attributes = tuple(attributes)
         constants = [each for each in attributes if not isinstance(each, KnownBuffer)]
         self._frozen = Frozen(model, constants, None if shared is None else shared._frozen)
@@ -140,12 +140,11 @@ class Compiled(Holder):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """An attribute that DistributedDataParallel reads of a module that it wraps, and torch.jit
-        of each module that it records.
+        """Raise an error when DistributedDataParallel wraps the module or torch.jit records it.
+        Both read this attribute, and both would fail later with an unclear error.
 
         Raises:
-            RuntimeStateError: always, since both would fail on distributed parameters without an
-                explanation.
+            RuntimeStateError: always.
         """
         what = (
             "a compiled module cannot be wrapped in DistributedDataParallel or recorded by"
@@ -158,12 +157,12 @@ class Compiled(Holder):
         raise RuntimeStateError(what, remedy=remedy)
 
     def is_made_here(self) -> bool:
-        """Return whether the program was made under the autocast that is active now."""
+        """Return whether the program was compiled under the autocast state that is active now."""
         return autocast_around(self.device_mesh.device_type) == self._made_under
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
-        """Return whether the program was made for such a call in that mode, including a backward if
-        gradients are enabled."""
+        """Return whether the program was compiled for such a call in that mode, including backward
+        if gradients are enabled."""
         fits = self._captured_mode in (None, training) and self._arguments.fit(args, kwargs)
         return (
             fits
@@ -172,18 +171,18 @@ class Compiled(Holder):
         )
 
     def _find_unfrozen(self) -> str:
-        """Return the name of a parameter that trains now and was frozen when the program was made,
-        if another program could train it; otherwise an empty string."""
+        """Return the name of a parameter that was frozen at compilation and trains now, if another
+        program could train it; otherwise an empty string."""
         return ""
 
     def _program_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], devices: DeviceMesh
     ) -> list[Tensor] | Misfit:
-        """Return the program's inputs, or the Misfit if the program was not made for the call.
+        """Return the program's inputs, or the Misfit if the program was not compiled for the call.
 
         Raises:
-            RuntimeStateError: under the conditions of `_check_call` and `Arguments.tensors`, and if
-                ranks have different random states.
+            RuntimeStateError: as for `_check_call` and `Arguments.tensors`, and if ranks have
+                different random states.
         """
         self._compare_state()
         try:
@@ -198,11 +197,11 @@ class Compiled(Holder):
             return misfit
 
     def _elsewhere(self, misfit: Misfit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that this program was not made for with another program.
+        """Run a call with another program, since this program was not compiled for it.
 
         Raises:
-            RuntimeStateError: if there is none, or parameters were converted, for which no other
-                program is made.
+            RuntimeStateError: if there is no other program, or parameters were converted to another
+                dtype, for which no program can be compiled.
         """
         for name, stored in self._names.items():
             if (held := self.stored(name)).dtype != self._storages[stored].tensor.dtype:
@@ -221,7 +220,7 @@ class Compiled(Holder):
         return variant(*args, **kwargs)
 
     def _set_up(self, variant: ProgramVariant) -> None:
-        """Copy tensors that the user has replaced here, such as parameters, into a variant."""
+        """Copy tensors that the user replaced on this module, such as parameters, to a variant."""
         if not isinstance(variant, Compiled):
             return
         for path, there in variant.named_modules():
@@ -239,12 +238,12 @@ class Compiled(Holder):
                 )
 
     def _check_call(self) -> None:
-        """Check that the program was made for the state of the model and of torch.
+        """Check that the program was compiled for the current state of the model and of torch.
 
         Raises:
             Misfit: if the mode differs, or a parameter that was frozen trains now.
-            RuntimeStateError: if the autocast differs, a transform of torch.func is active, or
-                weights are missing.
+            RuntimeStateError: if the autocast state differs, a transform of torch.func is active,
+                or weights are missing.
         """
         refuse_transforms()
         self.check_values()
@@ -274,10 +273,10 @@ class Compiled(Holder):
             raise _thawed_error(name, Unfrozen)
 
     def _trains(self, parameters: Iterable[Tensor], tensors: Iterable[ProgramTensor]) -> bool:
-        """Return whether one of the parameters gets a gradient.
+        """Return whether one of the parameters receives a gradient.
 
         Raises:
-            RuntimeStateError: if a parameter trains that was frozen when the program was made.
+            RuntimeStateError: if a parameter that was frozen at compilation trains now.
         """
         with DisableTorchFunctionSubclass():
             trained = [
@@ -294,7 +293,8 @@ class Compiled(Holder):
 def _thawed_error(
     name: str, kind: type[RuntimeStateError] = RuntimeStateError
 ) -> RuntimeStateError:
-    """Return the error for a parameter that trains although the program has no gradient of it."""
+    """Return the error for a parameter that trains although the program computes no gradient for
+    it."""
     what = f"parameter {name!r} was frozen when the model was compiled, but now requires a gradient"
     return kind(
         what,

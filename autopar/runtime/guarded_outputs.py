@@ -1,9 +1,9 @@
-"""`PartedOutput`: a distributed output that refuses to be read as if this rank's part were the
-whole tensor.
+"""`PartedOutput`: a distributed output that raises an error if this rank's shard is read as the
+full tensor.
 
-``item()`` of a DTensor reads this rank's local value for all placements, and torch refuses to mix
-DTensors and plain tensors with a message of its own. Results computed from such an output are
-`PartedOutput`, too, so that a metric is refused at the point at which it becomes a number.
+``item()`` of a DTensor reads this rank's local value for all placements. torch raises an unclear
+error if DTensors and plain tensors are mixed. Results computed from a `PartedOutput` have the same
+class, so a metric raises an error where it is converted to a number.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message, 2.11 to 2.
 
 
 def _in_part(what: str) -> RuntimeStateError:
-    """Return the error for reading a part of an output as the whole."""
+    """Return the error for reading a shard of an output as the full tensor."""
     whole = 'pass outputs="full" to autopar.compile, so that every rank returns the full outputs'
     return RuntimeStateError(
         what, remedy=f"{whole}; or gather this output on every rank: out.full_tensor()"
@@ -52,7 +52,8 @@ def _in_part(what: str) -> RuntimeStateError:
 
 
 class PartedOutput(DTensor):
-    """A DTensor that refuses to be read in part. `refuse_reads` converts a DTensor in place."""
+    """A DTensor whose values cannot be read from one shard. `refuse_reads` converts a DTensor in
+    place."""
 
     __slots__ = ()
 
@@ -63,9 +64,8 @@ class PartedOutput(DTensor):
         """Run a function of torch like a DTensor. Results are of this class.
 
         Raises:
-            RuntimeStateError: if a value is read of which this rank has only a part, or DTensors
-            and
-                plain tensors are mixed.
+            RuntimeStateError: if a value is read of which this rank has only a shard, or DTensors
+                and plain tensors are mixed.
         """
         leaves = tree_leaves((args, kwargs))
         read = func in READS or (func is Tensor.__format__ and not args[0].dim())
@@ -89,14 +89,14 @@ class PartedOutput(DTensor):
         return found
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        """Return the whole tensor; every rank calls it, unless the tensor is replicated."""
+        """Return the full tensor. Every rank must call this, unless the tensor is replicated."""
         if not _in_parts(self):
             return super().full_tensor(**kwargs)
         with announced(f"gathers an output of shape {tuple(self.shape)}", self.device_mesh):
             return super().full_tensor(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy it as a plain DTensor."""
+        """Pickle and copy the tensor as a plain DTensor."""
         return _plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -135,19 +135,19 @@ def _name(func: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Outputs that have a gradient in the plain model but not in a program: backward through them is
-# refused.
+# Outputs that have a gradient in the plain model but not in a program. Backward through them raises
+# an error.
 #
-# They require a gradient like those of the plain model. If they were detached, they could be part
-# of a sum of losses and silently contribute nothing to any gradient.
+# They require a gradient as in the plain model. If they were detached, a sum of losses could
+# include them without any contribution to the gradients.
 
 
 def refuse_backward(name: str, value: Tensor, loss: Tensor) -> Tensor:
-    """Return an output, in the same memory, through which backward is refused. It is unchanged if
-    the loss of the call has no gradient either.
+    """Return an output, in the same memory, through which backward raises an error. The output is
+    unchanged if the loss of the call has no gradient.
 
     Args:
-        name: the name of the output, for errors.
+        name: the name of the output, for error messages.
         value: the output.
         loss: the loss of the same call.
     """
@@ -158,7 +158,7 @@ def refuse_backward(name: str, value: Tensor, loss: Tensor) -> Tensor:
 
 
 class _Refused(torch.autograd.Function):
-    """An autograd function whose backward is refused. The value is passed in a list, since the
+    """An autograd function whose backward raises an error. The value is passed in a list, since the
     result would otherwise be a view of an input, which cannot be changed in place."""
 
     @staticmethod
@@ -166,9 +166,9 @@ class _Refused(torch.autograd.Function):
         """Return the value.
 
         Args:
-            loss: the loss, whose gradient makes the value require one.
-            value: the value alone. The list is emptied.
-            name: the name of the output, for errors.
+            loss: the loss; since it requires a gradient, so does the result.
+            value: a list that contains only the value. The list is emptied.
+            name: the name of the output, for error messages.
         """
         ctx.name = name
         return value.pop()

@@ -1,9 +1,9 @@
-"""Guards of a compiled module: values that its program has as constants, buffers whose values it
-depends on, the choice between its programs, and tensors that have no values yet.
+"""Guards of a compiled module: constants of its program, buffers whose values it depends on, the
+choice between its programs, and tensors that have no values yet.
 
-Constants are plain attributes of the model's modules, including tensors that are no buffers, and
-global and closure variables that forward reads. A plain value may be replaced by an equal one. A
-tensor has to be the same object, unchanged, since its values are not stored.
+Constants are plain attributes of the model's modules, including tensors that are not buffers, and
+the global and closure variables that forward reads. A plain value may be replaced by an equal
+value. A tensor must remain the same object and must not change, since its values are not stored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Steps = tuple[tuple[str, Any], ...]
 
 
 class Frozen:
-    """The constants of one program. They do not keep the model alive.
+    """The constants of one program. This object does not keep the model alive.
 
     Args:
         model: the model that was captured.
@@ -57,7 +57,7 @@ class Frozen:
         )
         for each in attributes:
             if isinstance(each, OutsideValue):
-                # A variable that differs from its captured value was set temporarily by the
+                # A variable that differs from its captured value was set temporarily during
                 # capture, not by the user.
                 if _same(_outside(each), each.value):
                     self._outside.append(each)
@@ -70,8 +70,8 @@ class Frozen:
                     )
 
     def _of_original(self, each: ModuleAttribute, steps: Steps, copied: Any) -> ModuleAttribute:
-        """Return the attribute of the user's model for a tensor that was copied from it, if both
-        had the same values at capture."""
+        """Return the attribute of the user's model from which a tensor was copied, if both had the
+        same values at capture; otherwise return `each`."""
         module = self.modules[each.path]()
         own = None if module is None else _value(module, steps)
         if (
@@ -83,8 +83,8 @@ class Frozen:
         return each
 
     def check(self, part: Callable[[str], Standing]) -> None:
-        """Check that the constants have not changed, on the model, or on the compiled module if the
-        model does not exist any more.
+        """Check that the constants have not changed on the model, or on the compiled module if the
+        model no longer exists.
 
         Args:
             part: returns the part of the compiled module for the path of a module.
@@ -149,26 +149,27 @@ def _same(now: Any, was: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Buffers whose values a program depends on. At each call they must have the values that they had
-# when the model was captured.
+# Buffers whose values a program depends on. At each call they must have the values that they had at
+# capture.
 
 
 class KnownBuffers:
-    """The known buffers of one program. Values are compared if a buffer was written or replaced
-    since the last call."""
+    """The known buffers of one program. Values are compared only if a buffer was written or
+    replaced since the last call."""
 
     def __init__(self, buffers: Iterable[KnownBuffer]) -> None:
         self._known = {buffer.name: buffer.value for buffer in buffers}
         self._seen: dict[str, tuple[Stamp, int]] = {}
 
     def check(self, held: Callable[[str], Tensor | None]) -> None:
-        """Compare the buffers that this rank holds; collective if a sharded buffer was changed.
+        """Compare the buffers that this rank holds. This is collective if a sharded buffer changed.
 
         Args:
-            held: returns the compiled module's buffer of a name; None if only other ranks hold it.
+            held: returns the compiled module's buffer with a name; None if only other ranks hold
+                it.
 
         Raises:
-            RuntimeStateError: if a buffer has other values.
+            RuntimeStateError: if a buffer has different values.
         """
         for name, value in self._known.items():
             buffer = held(name)
@@ -205,59 +206,59 @@ def _is_equal(buffer: Tensor, value: Tensor) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Further programs of one module over the same parameters: for the other mode, other batch shapes
+# Further programs of one module with the same parameters: for the other mode, other batch shapes
 # and other plain arguments.
 #
-# A program is made for one mode, one set of shapes, and one value of each argument that is no
-# tensor. The first call that does not fit, such as the last batch of an epoch, is planned and
-# emitted with the storage layouts that parameters already have. Its program is kept.
+# A program is compiled for one mode, one set of shapes, and one value of each argument that is not
+# a tensor. The first call that does not match, such as the last batch of an epoch, is planned with
+# the storage layouts that the parameters already have. Its program is kept for later calls.
 
 log = logging.getLogger("autopar")
 
-MOST = 16  # programs of a module; each costs a search and memory
+MOST = 16  # programs per module; each costs a search and memory
 
 
 class Misfit(RuntimeStateError):
-    """A call that a program was not made for, but another program could be."""
+    """A call that the program was not compiled for, but another program can be."""
 
 
 class OtherMode(Misfit):
-    """A call in train mode of a program for eval mode, or vice versa."""
+    """A call in train mode of a program for eval mode, or the reverse."""
 
 
 class AsksForGradient(Misfit):
-    """A call with an input that requires a gradient which the program does not compute."""
+    """A call with an input that requires a gradient that the program does not compute."""
 
 
 class Unfrozen(Misfit):
-    """A call that trains a parameter which was frozen when the program was made."""
+    """A call that trains a parameter that was frozen at compilation."""
 
 
 class ProgramVariant(Protocol):
-    """A module with a program of its own."""
+    """A module with its own program."""
 
     training: bool
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> bool:
-        """Return whether its program was made for such a call in that mode."""
+        """Return whether the program was compiled for such a call in that mode."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Make = Callable[[Any, bool, tuple[Any, ...], dict[str, Any]], ProgramVariant]
-"""Makes a variant from the main module, the mode and the arguments of a call with the whole batch.
-All ranks call it with the same arguments."""
+"""Compiles a variant from the main module, the mode and the arguments of a call with the global
+batch. All ranks call it with the same arguments."""
 
 
 class Variants:
     """The variants of one module.
 
     Args:
-        make: makes a variant.
+        make: compiles a variant.
 
     Attributes:
-        known: the variants made so far.
+        known: the variants compiled so far.
     """
 
     def __init__(self, make: Make) -> None:
@@ -273,18 +274,18 @@ class Variants:
         whole: Callable[[], Call],
         misfit: Misfit,
     ) -> ProgramVariant:
-        """Return the variant for a call, and make it if there is none.
+        """Return the variant for a call. Compile it if it does not exist.
 
         Args:
-            module: the main module. Variants do not refer to it, so that it is freed with its last
+            module: the main module. Variants do not refer to it, so it is freed with its last
                 user.
             training: the mode.
             args, kwargs: the arguments of the call.
-            whole: returns the arguments with the whole batch.
-            misfit: the reason why the main module does not take the call.
+            whole: returns the arguments with the global batch.
+            misfit: the reason why the main module does not accept the call.
 
         Raises:
-            RuntimeStateError: if there are `MOST` variants already.
+            RuntimeStateError: if `MOST` variants already exist.
         """
         for known in self.known:
             if known.takes(args, kwargs, training=training):
@@ -310,11 +311,12 @@ class Variants:
 
 @contextmanager
 def _progress(what: str, *, is_expected: bool) -> Iterator[None]:
-    """Log on rank 0 that a variant is made, and show it while it takes long.
+    """Log on rank 0 that a variant is compiled, and show progress if this takes long.
 
     Args:
-        what: what is done, and why.
-        is_expected: whether most users expect it: it is then no warning, unless it takes long.
+        what: the message: what is done, and why.
+        is_expected: whether most users expect it. If True, the message is a warning only if the
+            compilation takes long.
     """
     if rank() != 0:
         yield
@@ -325,12 +327,12 @@ def _progress(what: str, *, is_expected: bool) -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Tensors of a model on the meta device, which have no values until something writes them.
+# Tensors of a model on the meta device, which have no values until they are written.
 #
-# They are filled with a value that no weight has, NaN or the least integer. At the first call it
-# shows whether all were given values. Version counters are not sufficient, since
-# torch.distributed.checkpoint, among others, writes without changing them. Booleans have no such
-# value, so the version counters of non-persistent booleans are compared.
+# They are filled with a value that no weight has: NaN or the smallest integer. The first call
+# checks whether all of them were written. Version counters are not sufficient, since some writers,
+# such as torch.distributed.checkpoint, do not change them. Booleans have no such value, so the
+# version counters of non-persistent booleans are compared.
 
 _REMEDY = (
     "autopar.load_weights(pm, folder) loads them from safetensors files, pm.load_state_dict(...)"
@@ -356,10 +358,10 @@ class Unset:
         self._tensors = {name: (tensor, tensor._version) for name, tensor in tensors.items()}
 
     def check(self, held: Callable[[str], Tensor]) -> None:
-        """Check that all tensors have values now. Those that have are not checked again.
+        """Check that all tensors now have values. Tensors that have values are not checked again.
 
         Args:
-            held: returns the current tensor of a name. A tensor that was replaced has values.
+            held: returns the current tensor with a name. A tensor that was replaced has values.
 
         Raises:
             RuntimeStateError: if a tensor has no values. The message names the first.

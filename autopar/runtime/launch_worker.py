@@ -1,7 +1,7 @@
-"""``python -m autopar.runtime.launch_worker SCRIPT ...``: run a script in one of several processes
-with its own GPU as the current one.
+"""``python -m autopar.runtime.launch_worker SCRIPT ...``: run a script in one of several processes,
+with the GPU of the process as the current device.
 
-Otherwise tensors that the script moves to ``"cuda"`` before it compiles a model would be on the
+Otherwise, tensors that the script moves to ``"cuda"`` before it compiles a model would be on the
 first GPU in all processes.
 """
 
@@ -16,15 +16,15 @@ from autopar.runtime.rank_comm import take_gpu
 
 
 def main() -> None:
-    """Run the script like ``python SCRIPT``: as ``__main__``, with its arguments, and its folder
-    first on the path."""
+    """Run the script like ``python SCRIPT``: as ``__main__``, with its arguments, and with its
+    folder first on the path."""
     take_gpu()
     script, *arguments = sys.argv[1:]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     module = ModuleType("__main__")
     vars(module).update(__file__=script, __builtins__=builtins)
-    # runpy does not suffice: multiprocessing, which torch imports, refers to the previous main
-    # module, and would look for classes there.
+    # runpy is not sufficient: multiprocessing, which torch imports, would refer to the previous
+    # main module and look up classes there.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     exec(compile(Path(script).read_bytes(), script, "exec"), vars(module))
 

@@ -1,4 +1,4 @@
-"""Start of a script in several processes with torchrun."""
+"""Launch a script in several processes with torchrun."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ def launch(
     meet: str | None = None,
     restarts: int | None = None,
 ) -> None:
-    """Run a script in several processes, and return when it has ended on this machine.
+    """Run a script in several processes, and return when all processes on this machine have ended.
 
     Args:
         script: the Python file.
         arguments: the arguments of the script.
-        num_processes: the number of processes on this machine; by default one per GPU, or one.
-        nodes: the number of machines that run this command, or the range ``fewest:most``, such as
+        num_processes: the number of processes on this machine; by default one per GPU, or one
+            without GPUs.
+        nodes: the number of machines that run this command, or a range ``fewest:most``, such as
             ``2:4``.
-        meet: ``host:port`` of one machine, at which several machines find each other.
-        restarts: how many times all processes restart after one has failed or a machine is lost. By
-            default 0, or 10 if the number of machines is a range.
+        meet: the rendezvous address ``host:port`` on one machine, for several machines.
+        restarts: the number of times that all processes restart after a process fails or a machine
+            is lost. The default is 0, or 10 if the number of machines is a range.
 
     Raises:
-        AutoparError: if the script does not exist, `nodes` is invalid, several machines have no
-            `meet`, or a process failed.
+        AutoparError: if the script does not exist, `nodes` is invalid, `meet` is missing for
+            several machines, or a process failed.
     """
     if not script.is_file():
         raise AutoparError(f"script {str(script)!r} does not exist", remedy="pass a Python file")
@@ -53,7 +54,7 @@ def launch(
         ]
     most = nodes.partition(":")[2]
     restarts = (10 if most else 0) if restarts is None else restarts
-    # Otherwise (torch 2.13) the first machine announces its store only once, and a machine that
+    # Without this (torch 2.13), the first machine announces its store only once, and a machine that
     # joins later waits forever.
     if most:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -85,7 +86,8 @@ def _check_machines(nodes: str, meet: str | None) -> None:
     """Check the arguments `nodes` and `meet` of `launch`.
 
     Raises:
-        AutoparError: if `nodes` is no number and no range, or several machines have no `meet`.
+        AutoparError: if `nodes` is neither a number nor a range, or several machines have no
+            `meet`.
     """
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
         raise AutoparError(

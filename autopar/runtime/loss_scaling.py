@@ -1,23 +1,23 @@
-"""The factor with which backward begins where it runs inside the call.
+"""The factor of the loss with which backward starts when it runs inside the call.
 
-Stages, and a stage that works through several microbatches, run backward inside the call. The
-user's `loss.backward()` comes later, and only it says what the loss was multiplied by, for example
-by `torch.amp.GradScaler`. Gradients are linear in that factor, called the tangent, as long as no
-value overflows or underflows. So a call assumes a factor, and backward compares it with the
-tangent:
+Programs with stages or several microbatches run backward inside the call. The user calls
+`loss.backward()` later, and only then is the factor of the loss known, for example the factor of
+`torch.amp.GradScaler`. This factor is the tangent. Gradients are linear in the tangent unless a
+value overflows or underflows. A call therefore assumes a factor, and `loss.backward()` compares it
+with the tangent:
 
-    equal                           the gradients are published as they are
-    another one, wide exponents     the gradients are multiplied by the ratio, which is exact up to
-                                    rounding
-    another one, float16            the step runs again with the tangent, and further calls assume
-                                    it
+    equal                           the gradients are published unchanged
+    different, wide exponents       the gradients are multiplied by the ratio, which is exact except
+                                    for rounding
+    different, float16              the step runs again with the tangent, and later calls assume
+                                    this factor
 
-float16 has 5 bits of exponent, so that a gradient that underflowed cannot be multiplied back, and
-an overflow at the assumed factor says nothing about the true one. The other dtypes have 8 bits or
-more, and the same holds for them only if a factor is beyond 2**64.
+float16 has 5 exponent bits: a gradient that underflowed cannot be restored, and an overflow with
+the assumed factor does not imply an overflow with the tangent. Other dtypes have at least 8
+exponent bits. For them the step runs again only if a factor is beyond 2**64.
 
-A gradient scaler changes its scale once in thousands of steps, so few steps run twice. Without a
-scaler none does.
+A gradient scaler changes its scale about once in thousands of steps, so few steps run twice.
+Without a scaler, no step runs twice.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from autopar.runtime.rank_comm import rank
 
 log = logging.getLogger("autopar")
 
-_WIDE = 64.0  # exponent of 2 up to which a factor is safe for dtypes with 8 bits of exponent
+_WIDE = 64.0  # largest exponent of 2 of a factor that is safe for dtypes with 8 exponent bits
 _ROUNDING = 1e-5  # relative; far below the precision of float16
-# repeated steps in a row after which the log says so; a scaler that begins with a large scale takes
-# fewer
+# consecutive repeated steps before a warning is logged; a scaler that starts with a large scale
+# repeats fewer steps
 _MANY = 20
 
 
@@ -52,21 +52,21 @@ def computes_in_fp16(trace: Trace) -> bool:
 
 
 class LossScale:
-    """The factor that calls of one module and its variants assume."""
+    """The factor of the loss that calls of one module and its variants assume."""
 
     def __init__(self) -> None:
         self._given = 1.0
         self._seen: float | None = None  # the tangent of the last step that ran again
-        self._num_repeats = 0  # in a row
+        self._num_repeats = 0  # consecutive
 
     @property
     def user_factor(self) -> float:
-        """The factor that the user has set as ``pm.loss_scale``, by default 1."""
+        """The factor that the user has set as ``pm.loss_scale``; 1 by default."""
         return self._given
 
     @user_factor.setter
     def user_factor(self, value: float) -> None:
-        """Set the factor, which further calls assume.
+        """Set the factor that later calls assume.
 
         Raises:
             RuntimeStateError: if the factor is not a positive, finite number.
@@ -80,11 +80,11 @@ class LossScale:
 
     @property
     def assumed_factor(self) -> float:
-        """The factor with which the next call begins backward."""
+        """The factor with which backward starts in the next call."""
         return self._given if self._seen is None else self._seen
 
     def learn(self, tangent: float) -> None:
-        """Note that a step ran again with this factor, which further calls assume."""
+        """Record that a step ran again with this factor. Later calls assume it."""
         if tangent == 0.0 or not math.isfinite(tangent):
             return
         self._seen = tangent
@@ -98,17 +98,17 @@ class LossScale:
             )
 
     def confirm(self) -> None:
-        """Note that a step did not have to run again."""
+        """Record that a step did not run again."""
         if self._num_repeats < _MANY:
             self._num_repeats = 0
 
 
 def may_be_multiplied(assumed: float, tangent: float, *, is_fp16: bool) -> bool:
-    """Return whether gradients for one factor may be multiplied by the ratio to obtain those for
-    another.
+    """Return whether gradients for one factor may be multiplied by the ratio of the factors to
+    obtain the gradients for another factor.
 
     Args:
-        assumed: the factor with which backward began.
+        assumed: the factor with which backward started.
         tangent: the actual factor.
         is_fp16: whether a value of the graph is in float16.
     """
@@ -124,23 +124,23 @@ def may_be_multiplied(assumed: float, tangent: float, *, is_fp16: bool) -> bool:
 # --------------------------------------------------------------------------------------------------
 # Sharing of overflows that gradient scalers find between the stages of a pipeline.
 #
-# `torch.amp.GradScaler` skips a step and lowers its scale if a gradient has an infinite or
-# undefined value. A DTensor shares this with all ranks of its mesh, but the mesh of a stage has
-# only the ranks of that stage. Other stages would take the step and continue with another scale.
-# Overflows are therefore reduced over all stages, once for each optimizer whose gradients are
-# checked, in `GradScaler._unscale_grads_`. Both `unscale_` and steps of fused optimizers call it.
-# torch's own `ShardedGradScaler` does the same there.
+# `torch.amp.GradScaler` skips a step and lowers its scale if a gradient is infinite or NaN. A
+# DTensor shares this with all ranks of its mesh, but the mesh of a stage contains only the ranks of
+# that stage. Other stages would take the step and continue with a different scale. Overflows are
+# therefore reduced over all stages in `GradScaler._unscale_grads_`, once per optimizer. Both
+# `unscale_` and steps of fused optimizers call this method. torch's `ShardedGradScaler` does the
+# same.
 #
 # The reduction is collective: every rank must call the scaler for the same optimizers in the same
 # order.
 
 _GROUPS: dict[
     tuple[int, ...], tuple[dist.ProcessGroup, str]
-] = {}  # ranks of a pipeline → their group, and the type of its devices
+] = {}  # the group and device type of each pipeline, by its ranks
 
 
 def share_overflows(group: dist.ProcessGroup, device_type: str) -> None:
-    """Share overflows that gradient scalers find with all ranks of a pipeline from now on.
+    """From now on, share overflows that gradient scalers find with all ranks of a pipeline.
 
     Args:
         group: the ranks of the pipeline.
@@ -161,7 +161,7 @@ def _share_overflows(unscale: Any) -> Any:
         """Unscale gradients like the scaler, and share overflows.
 
         Args:
-            scaler, optimizer, inv_scale, found_inf: the arguments of `_unscale_grads_`.
+            scaler, optimizer, inv_scale, found_inf: as for `_unscale_grads_`.
         """
         found: dict[torch.device, Tensor] = unscale(
             scaler, optimizer, inv_scale, found_inf, *args, **kwargs
@@ -177,7 +177,7 @@ def _share(
     found: dict[torch.device, Tensor], found_inf: Tensor, group: dist.ProcessGroup, device_type: str
 ) -> None:
     """Reduce `found`, the overflows by device, over the ranks of a group. Ranks without gradients
-    take part, too."""
+    also take part."""
     here = [x.to(device_type).clamp(max=1.0) for x in found.values()]
     told = torch.stack(
         [
@@ -193,7 +193,7 @@ def _share(
 
 
 def _live_groups() -> list[tuple[dist.ProcessGroup, str]]:
-    """Return the groups of pipelines that were not destroyed, with their device types."""
+    """Return the groups of pipelines that have not been destroyed, with their device types."""
     for ranks, (group, _) in [*_GROUPS.items()]:
         if not dist.is_initialized() or not _is_known(group):
             del _GROUPS[ranks]
@@ -203,5 +203,5 @@ def _live_groups() -> list[tuple[dist.ProcessGroup, str]]:
 def _is_known(group: dist.ProcessGroup) -> bool:
     try:
         return bool(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError, RuntimeError):  # raised for a group that was destroyed
+    except (KeyError, ValueError, RuntimeError):  # the group was destroyed
         return False

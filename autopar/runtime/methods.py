@@ -1,10 +1,10 @@
 """The model's own methods on a compiled module. They run with the compiled module, or a part of it,
 as ``self``.
 
-They read the parameters that are trained, which torch's functions treat as whole tensors, buffers
-and plain attributes. They may call the whole module (``self(x)``), but not its parts, since a
-program has no parts that run by themselves. Methods of library classes do not run, since they rely
-on more than the model's modules.
+Methods can read the trained parameters, which torch's functions treat as full tensors, and buffers
+and plain attributes. They may call the whole module (``self(x)``) but not its parts, since parts of
+a program cannot run separately. Methods of library classes do not run, since they rely on more than
+the model's modules.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _OF_LIBRARIES: Mapping[str, str] = {
 
 @dataclass
 class MethodReading:
-    """A run of the model's code on a compiled module. It may read private attributes.
+    """A run of the model's code on a compiled module. The code may read private attributes.
 
     Attributes:
-        is_of_some: whether the code has iterated over parameters or buffers although this rank
-            lacks those of other stages.
+        is_of_some: whether the code iterated over parameters or buffers although this rank lacks
+            those of other stages.
     """
 
     is_of_some: bool = False
@@ -68,7 +68,7 @@ reading: ContextVar[MethodReading | None] = ContextVar("reading", default=None)
 
 @contextmanager
 def model_code() -> Iterator[MethodReading]:
-    """Mark that the model's code runs inside the context."""
+    """Return a context in which the model's code runs."""
     own = MethodReading()
     token = reading.set(own)
     try:
@@ -78,7 +78,8 @@ def model_code() -> Iterator[MethodReading]:
 
 
 class NoSuchMethod(RuntimeStateError, AttributeError):
-    """The error for methods and properties of the plain model that a compiled one does not have."""
+    """The error for a method or property of the plain model that a compiled module does not
+    have."""
 
 
 def method_of(standing: nn.Module, cls: type, name: str) -> Any:
@@ -90,7 +91,7 @@ def method_of(standing: nn.Module, cls: type, name: str) -> Any:
         name: the name of an attribute of the class.
 
     Raises:
-        NoSuchMethod: if the method belongs to a library, or the attribute is no function.
+        NoSuchMethod: if the method belongs to a library, or the attribute is not a function.
     """
     owner = next((each for each in cls.__mro__ if name in vars(each)), type)
     found = vars(owner).get(name)
@@ -110,16 +111,16 @@ def method_of(standing: nn.Module, cls: type, name: str) -> Any:
 
 
 def check_whole(name: str, result: Any, own: MethodReading) -> None:
-    """Refuse results that depend on the parameters of this rank's stage alone, except optimizers
-    over them.
+    """Raise an error if a result depends on the parameters of this rank's stage only. Optimizers
+    over them are allowed.
 
     Args:
-        name: the name of the method or property, for errors.
+        name: the name of the method or property, for error messages.
         result: its result.
         own: the run that computed it.
 
     Raises:
-        NoSuchMethod: if the result is refused.
+        NoSuchMethod: if the result is not allowed.
     """
     if own.is_of_some and not _is_of_own_parameters(result):
         _refuse(
@@ -130,15 +131,15 @@ def check_whole(name: str, result: Any, own: MethodReading) -> None:
 
 
 def check_names(standing: nn.Module, name: str, found: object) -> None:
-    """Refuse a method or property that reads an attribute whose name compiled modules use.
+    """Raise an error if a method or property reads an attribute whose name compiled modules use.
 
     Args:
         standing: the compiled module, or a part of it.
-        name: the name of the method or property, for errors.
+        name: the name of the method or property, for error messages.
         found: the function, `property` or `cached_property`.
 
     Raises:
-        NoSuchMethod: if it reads one.
+        NoSuchMethod: if it reads such an attribute.
     """
     function = found.fget if isinstance(found, property) else getattr(found, "func", found)
     code = getattr(function, "__code__", None)
@@ -166,13 +167,13 @@ def _bound(standing: nn.Module, function: FunctionType, name: str) -> Callable[.
 
 
 def _is_of_standing(error: Exception) -> bool:
-    """Whether an error is caused by a missing attribute, or by ``super()`` of another class."""
+    """Return whether a missing attribute, or ``super()`` of another class, caused an error."""
     return isinstance(error, AttributeError) or str(error).startswith("super(")
 
 
 def _is_of_own_parameters(result: Any) -> bool:
-    """Whether a result is correct with the parameters of this rank's stage alone: optimizers and
-    groups of parameters are."""
+    """Return whether a result is correct with the parameters of this rank's stage only. This holds
+    for optimizers and groups of parameters."""
     leaves = tree_leaves(list(result) if isinstance(result, set | frozenset) else result)
     has_some = any(isinstance(leaf, nn.Parameter | Optimizer) for leaf in leaves)
     return has_some or all(
