@@ -36,9 +36,10 @@ _RESHAPED = re.compile(
     r" graph input"
 )
 _READS = (
-    "do not read a tensor's value in forward (`.item()`, `int(x)`) but to compute with it: where it"
-    " decides a shape or a branch, compute it before and pass it as a Python value, say a list:"
-    " what forward makes of plain numbers (`torch.tensor(sizes)`) it may read"
+    "do not read the value of a tensor in forward (`.item()`, `int(x)`); compute with the tensor"
+    " instead. If the value decides a shape or a branch, compute it before the call and pass it as"
+    " a Python value, such as a list; forward may read tensors that it creates from plain numbers"
+    " (`torch.tensor(sizes)`)"
 )
 _REMEDIES = {
     "data-dependent": (
@@ -53,42 +54,42 @@ _REMEDIES = {
         " Python value"
     ),
     "entirely functional graph": (
-        "make a tensor that forward changes in place a buffer: self.register_buffer(name, tensor)"
-        " in __init__"
+        "register the tensor that forward changes in place as a buffer:"
+        " self.register_buffer(name, tensor) in __init__"
     ),
     "Tensor.backward() call": (
-        "compute in forward what it needs of gradients by torch.autograd.grad(...,"
-        " create_graph=True), which returns them: `.backward()` writes into parameters"
+        "compute the gradients that forward needs with torch.autograd.grad(...,"
+        " create_graph=True), which returns them; `.backward()` writes into parameters"
     ),
     "requires_grad_() call": (
-        "let a tensor of forward's own require the gradient: `x = x.detach().requires_grad_()`; or"
-        " take gradients by torch.func.grad"
+        "call requires_grad_() on a tensor that forward creates: `x ="
+        " x.detach().requires_grad_()`; or compute gradients with torch.func.grad"
     ),
     "autograd.grad consumed": (
-        "pass create_graph=True, or retain_graph=True, to torch.autograd.grad: backward goes"
-        " through the graph again"
+        "pass create_graph=True or retain_graph=True to torch.autograd.grad: backward uses the"
+        " graph again"
     ),
-    "using `torch.autograd.grad`": "take the gradient by torch.func.grad",
+    "using `torch.autograd.grad`": "compute the gradient with torch.func.grad",
     "opaque object was created": (
-        "make no torch.Generator in forward: torch.rand and others follow torch.manual_seed, and"
-        " are the same on every layout"
+        "do not create a torch.Generator in forward: torch.rand and similar functions follow"
+        " torch.manual_seed and give the same numbers under every layout"
     ),
     "item()": _READS,
     "Tensor.tolist()": _READS,
 }
 _CTC = (
-    "call F.ctc_loss, as the name in torch.nn.functional, or nn.CTCLoss, which programs compute; of"
-    " one row for each sample, padded"
+    "call F.ctc_loss by its name in torch.nn.functional, or nn.CTCLoss, with one padded row of"
+    " targets per sample"
 )
 _FLEX = re.compile(
     r'nn[/\\]attention[/\\]flex_attention\.py", line \d+, in (create_block_mask|flex_attention)\b'
 )
 _DENSE = (
-    'pass attn_implementation="sdpa" to a transformers model; elsewhere call'
-    " F.scaled_dot_product_attention with the mask as attn_mask, which also takes a bias that is"
+    'pass attn_implementation="sdpa" to a transformers model; in other models, call'
+    " F.scaled_dot_product_attention with the mask as attn_mask, which can also be a bias that is"
     " added to the scores"
 )
-_USER_CODE = "\nfrom user code:\n"  # where Dynamo quotes it
+_USER_CODE = "\nfrom user code:\n"  # Dynamo quotes the user's code after this line
 _UNKNOWN = re.compile(
     r"Could not (guard on|extract specialized integer from) data-dependent expression"
 )
@@ -96,17 +97,17 @@ _ON_VALUES = frozenset(
     _REMEDIES[mark] for mark in ("data-dependent", "Dynamic control flow", "item()")
 )
 _OUTSIDE = (
-    "call it outside of the model and pass in what it gives, or compute that by torch's functions"
+    "call it outside the model and pass its result as an argument, or use torch functions instead"
 )
 _NO_VIEWS = ("resize", "resize_as", "set")
 _ARGUMENTS = (
-    "pass tensors and plain values, or tuples, lists, dicts and dataclasses of them; let the model"
-    " have all else as attributes, set in __init__"
+    "pass tensors and plain values, or tuples, lists, dicts and dataclasses of them; store other"
+    " objects as attributes of the model in __init__"
 )
 _PADDED = (
-    "run the recurrent layer on the padded batch: `out, _ = rnn(x)`; padding at the end changes"
-    " nothing before it, but for the backward direction. Multiply `out` by a mask, and read the"
-    " last state of each sample by `out.gather`"
+    "run the recurrent layer on the padded batch: `out, _ = rnn(x)`. Padding at the end does not"
+    " change earlier outputs, except those of the backward direction. Multiply `out` by a mask, and"
+    " read the last state of each sample with `out.gather`"
 )
 _INSTEAD = {
     "pack_padded_sequence": _PADDED,
@@ -114,17 +115,17 @@ _INSTEAD = {
     "print": _REMEDIES["logging"],
 }
 _SHAPES = (
-    "keep shapes fixed: compute for all rows and multiply by a mask (`y + expert(x) *"
-    " picked.unsqueeze(-1)`, torch.where(mask, x, 0)), or take a fixed number of rows"
+    "keep shapes fixed: compute all rows and multiply by a mask (`y + expert(x) *"
+    " picked.unsqueeze(-1)`, torch.where(mask, x, 0)), or select a fixed number of rows"
     " (`scores.topk(capacity)` and `x[index]`)"
 )
 _DEFAULT_REMEDY = (
-    "the model must be one graph under torch.compile(fullgraph=True): try that to see the same"
-    " refusal in torch's words"
+    "the model must be one graph under torch.compile(fullgraph=True); call that to see torch's own"
+    " error message"
 )
 _BEHIND_DYNAMO = (
-    "write the line otherwise: torch cannot run it on tensors that have shapes and no values; if"
-    " the model runs, report it"
+    "rewrite the line: torch cannot run it on fake tensors, which have shapes but no values; if the"
+    " plain model runs, report it"
 )
 
 
@@ -150,7 +151,7 @@ def as_capture_error(error: BaseException) -> CaptureError:
     what = next(lines, type(error).__name__).strip()
     frames = "".join(_frames(error))
     source = user_line(frames) or user_line(str(error))
-    text = str(error).partition(_USER_CODE)[0]  # the user's own words are no marks
+    text = str(error).partition(_USER_CODE)[0]  # without quoted code, which may match by chance
     return (
         _of_known_function(what, frames, text, source)
         or _of_result(error, what, text, source)
@@ -160,8 +161,8 @@ def as_capture_error(error: BaseException) -> CaptureError:
 
 
 def _of_known_function(what: str, frames: str, text: str, source: str) -> CaptureError | None:
-    """Return the error for a function or a kind of tensor that has a remedy of its own, if torch
-    refused one.
+    """Return the error for a function or a kind of tensor that has a specific remedy; None for
+    other errors.
 
     Args:
         what: the first line of torch's message.
@@ -177,7 +178,7 @@ def _of_known_function(what: str, frames: str, text: str, source: str) -> Captur
         return refused
     if "_ctc_loss" not in text:
         return None
-    said = "torch gives torch.ctc_loss a result whose shape depends on the values of the lengths"
+    said = "the shape of the result of torch.ctc_loss depends on the values of the lengths"
     return CaptureError(said, where=Where(source=source), remedy=_CTC)
 
 
@@ -191,9 +192,9 @@ def _of_result(error: BaseException, what: str, text: str, source: str) -> Captu
         return None
     if "backend_input" not in traceback.format_tb(error.__traceback__)[-1]:
         return None
-    return CaptureError(  # Dynamo made no graph
-        "forward computes nothing with tensors",
-        remedy="pass the batch as tensors, and return what is computed of it",
+    return CaptureError(  # Dynamo created no graph
+        "forward performs no tensor computation",
+        remedy="pass the batch as tensors, and return results that are computed from it",
     )
 
 
@@ -218,7 +219,7 @@ def _of_graph(error: BaseException, what: str, text: str, source: str) -> Captur
     remedy = _marked_remedy(text) or (_DEFAULT_REMEDY if is_dynamos else _BEHIND_DYNAMO)
     if unknown := _UNKNOWN.search(what):
         is_branch = unknown[1].startswith("guard")
-        decided = "a branch" if is_branch else "a size, or another number that has to be known,"
+        decided = "a branch" if is_branch else "a size or another number that must be known"
         what = f"{decided} depends on the values of tensors"
         remedy = remedy if is_branch else _READS
     if type(error).__name__ == "DataDependentOutputException":  # private in torch
@@ -236,33 +237,41 @@ def _marked_remedy(text: str) -> str:
 
 
 def reads_a_value(where: Where) -> CaptureError:
-    """Return the error for a number that is read from a tensor and decides a shape, or anything
-    else that a tensor cannot decide."""
+    """Return the error for a number that is read from a tensor and then decides a shape or another
+    part of the graph."""
     what = "the model cannot be captured as one graph: forward reads the value of a tensor"
     return CaptureError(what, where=where, remedy=_READS)
 
 
 def of_inputs(refusal: CaptureError, names: Collection[str]) -> CaptureError:
-    """Add the inputs from which the values follow to a refusal about values; return any other
-    refusal unchanged."""
+    """Add the inputs that determine the values to a refusal about values; return any other refusal
+    unchanged."""
     shown = " and ".join(map(repr, names))
     if names and refusal.remedy == _DEFAULT_REMEDY:
-        what = f"{refusal.what}; before, it reads what follows from the values of {shown} alone"
+        what = (
+            f"{refusal.what}; before this, forward reads a value that depends only on the values of"
+            f" {shown}"
+        )
         remedy = (
-            f"if that is for these values, pass in what forward makes of {shown} there; else"
-            f" {_DEFAULT_REMEDY}"
+            "if these values are the cause, pass the value that forward computes from"
+            f" {shown} as an argument; otherwise, {_DEFAULT_REMEDY}"
         )
         return CaptureError(what, where=refusal.where, remedy=remedy)
     if refusal.remedy not in _ON_VALUES or not names:
         return refusal
-    what = f"{refusal.what}; it follows from the values of {shown} alone"
-    remedy = f"{refusal.remedy}; or pass in what forward makes of {shown} there"
+    what = f"{refusal.what}; it depends only on the values of {shown}"
+    remedy = (
+        f"{refusal.remedy}; or pass the value that forward computes from {shown} as an argument"
+    )
     return CaptureError(what, where=refusal.where, remedy=remedy)
 
 
 class ReadsInputs(CaptureError):
-    """Forward reads values of inputs and buffers that may be known; `keys` are their flat positions
-    and names."""
+    """Forward reads values of inputs and buffers that the capture may treat as known.
+
+    Attributes:
+        keys: flat positions of the inputs and names of the buffers.
+    """
 
     def __init__(self, refusal: CaptureError, keys: frozenset[int | str]) -> None:
         super().__init__(refusal.what, where=refusal.where, remedy=refusal.remedy)
@@ -290,16 +299,16 @@ def of_flex_attention(
 
 def of_changing_shapes(where: Where) -> CaptureError:
     """Return the error for an op whose result has a shape that depends on values."""
-    said = "the shape of a result depends on the values of a tensor, and a program has fixed shapes"
+    said = "the shape of a result depends on the values of a tensor, but a program has fixed shapes"
     return CaptureError(said, where=where, remedy=_SHAPES)
 
 
 def _cannot_call(name: str, source: str) -> CaptureError:
-    """Return the error for a call that Dynamo cannot trace, neither torch's nor the model's
-    Python."""
+    """Return the error for a call that Dynamo cannot trace, such as a call of native code outside
+    torch."""
     if name.startswith(("Random.", "random.")):
         return draws_of_python(name.replace("Random.", "random.", 1), source)
-    said = f"forward calls {name}, of which there is no graph"
+    said = f"forward calls {name}, which torch cannot trace"
     return CaptureError(said, where=Where(source=source), remedy=_INSTEAD.get(name, _OUTSIDE))
 
 
@@ -309,20 +318,20 @@ def _argument(kind: str) -> CaptureError:
         "pass it as a tensor: `torch.as_tensor(array)`" if kind == "numpy.ndarray" else _ARGUMENTS
     )
     return CaptureError(
-        f"an argument of the call is of class {kind}, which no graph takes", remedy=remedy
+        f"an argument of the call has type {kind}, which a graph does not accept", remedy=remedy
     )
 
 
 def _reshapes(name: str, method: str, source: str) -> CaptureError:
     """Return the error for a view that replaces the caller's tensor in place."""
     said = (
-        f"forward gives its input {name!r} another shape in place ({name}.{method}()): the caller's"
-        " tensor, which no program changes"
+        f"forward changes the shape of its input {name!r} in place ({name}.{method}()); a program"
+        " does not change the caller's tensor"
     )
     view = method.removesuffix("_")
-    taken = f"take the view as a new tensor: `{name} = {name}.{view}(...)`"
+    taken = f"create the view as a new tensor: `{name} = {name}.{view}(...)`"
     remedy = (
-        f"compute a new tensor of that shape, and bind it to a name: `{name} = ...`"
+        f"compute a new tensor of that shape and assign it to a name: `{name} = ...`"
         if view in _NO_VIEWS
         else taken
     )
@@ -330,39 +339,40 @@ def _reshapes(name: str, method: str, source: str) -> CaptureError:
 
 
 def draws_of_python(name: str, source: str = "") -> CaptureError:
-    """Return the error for numbers from Python's generator, which would be constants in a graph."""
+    """Return the error for random numbers from Python's generator, which would be constants in a
+    graph."""
     return _draws_elsewhere(f"Python's generator ({name})", source)
 
 
 def draws_of_numpy(name: str, source: str) -> CaptureError:
-    """Return the error for numbers from numpy's generator, in whose place Dynamo would let torch
-    draw others."""
-    return _draws_elsewhere(f"numpy's (numpy.random.{name})", source)
+    """Return the error for random numbers from numpy's generator, which Dynamo would replace with
+    numbers from torch's generator."""
+    return _draws_elsewhere(f"numpy's generator (numpy.random.{name})", source)
 
 
 def _draws_elsewhere(generator: str, source: str) -> CaptureError:
     return CaptureError(
-        f"forward draws of {generator}, which a program does not do",
+        f"forward draws random numbers from {generator}, which a program cannot do",
         where=Where(source=source),
         remedy=(
             "draw with torch.rand, randn, randint or bernoulli, which follow torch.manual_seed and"
-            " are the same on every layout; or draw outside of the model, and pass the number in as"
-            " a tensor"
+            " give the same numbers under every layout; or draw outside the model and pass the"
+            " numbers as a tensor"
         ),
     )
 
 
 def _frames(error: BaseException) -> Iterable[str]:
-    stack = getattr(error, "real_stack", None)  # Dynamo's own record of the user's frames
+    stack = getattr(error, "real_stack", None)  # Dynamo's record of the user's frames
     return traceback.format_list(stack) if stack else traceback.format_tb(error.__traceback__)
 
 
 def rebinding_error(warned: Iterable[str]) -> CaptureError | None:
-    """Return the error if Dynamo warns that forward may bind a buffer or parameter to a new tensor,
-    else None.
+    """Return the error if Dynamo warns that forward may assign a new tensor to a buffer or
+    parameter, else None.
 
-    Changes in place are results of the graph. A new tensor under the old name is a side effect
-    outside of it, and would be lost.
+    In-place changes are results of the graph. A new tensor under the old name is a side effect
+    outside the graph, and would be lost.
     """
     for message in warned:
         rebound = [
@@ -378,22 +388,22 @@ def rebinding_error(warned: Iterable[str]) -> CaptureError | None:
                 .lstrip(".")
             )
             return CaptureError(
-                "forward binds a buffer or a parameter to a new tensor, which a program cannot do",
+                "forward assigns a new tensor to a buffer or parameter, which a program cannot do",
                 where=Where(module=path or "the model itself"),
                 remedy=(
                     "change it in place: `self.name.copy_(value)` instead of `self.name = value`;"
-                    " if it is made anew for other shapes alone, call the model once on a batch of"
-                    " these shapes before"
+                    " if forward replaces it only when shapes change, first call the model once on"
+                    " a batch of these shapes"
                 ),
             )
     return None
 
 
 def rebinds(model: nn.Module, run: Callable[[], object]) -> bool:
-    """Whether `run` leaves another tensor under a parameter's or buffer's name: Dynamo warns of
-    ``self.x = self.x.to(device)`` too.
+    """Whether `run` leaves another tensor under the name of a parameter or buffer.
 
-    Afterwards every module is as before. True where it cannot be run.
+    This check is needed because Dynamo also warns about ``self.x = self.x.to(device)``. All modules
+    are restored afterwards. The result is True if `run` fails.
     """
     before = [
         (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
@@ -407,7 +417,7 @@ def rebinds(model: nn.Module, run: Callable[[], object]) -> bool:
             for module, _, *both in before
             for held, now in zip(both, (module._parameters, module._buffers), strict=True)
         )
-    except Exception:  # whatever stops it, nothing is known then
+    except Exception:  # models may raise anything; the answer is unknown then
         return True
     finally:
         for module, attributes, parameters, buffers in before:
@@ -421,12 +431,12 @@ def rebinds(model: nn.Module, run: Callable[[], object]) -> bool:
 
 
 def refuse_unseen(model: nn.Module) -> None:
-    """Raise CaptureError where the model does in training what no graph of it shows, and a
-    program would leave out silently."""
-    if type(model).__name__ == "OptimizedModule":  # a private class of torch's
+    """Raise CaptureError if training the model has effects that a captured graph does not contain
+    and that a program would omit silently."""
+    if type(model).__name__ == "OptimizedModule":  # a private class of torch
         raise CaptureError(
-            "the model is what torch.compile made of one",
-            remedy="pass the model itself: model._orig_mod",
+            "the model is the result of torch.compile",
+            remedy="pass the original model: model._orig_mod",
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise _scripted_error("")
@@ -435,61 +445,63 @@ def refuse_unseen(model: nn.Module) -> None:
             raise CaptureError(
                 f"parameter {name!r} has no shape yet",
                 where=Where(module=name.rpartition(".")[0]),
-                remedy="call the model once on a batch, which gives lazy modules their shapes",
+                remedy="call the model once on a batch to initialize its lazy modules",
             )
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(
-                f"parameter {name!r} has gradient hooks, which a program does not run: gradients"
-                " are made by its own backward",
+                f"parameter {name!r} has gradient hooks, which a program does not run: it computes"
+                " gradients in its own backward graph",
                 where=Where(module=name.rpartition(".")[0]),
                 remedy=(
-                    "remove the hooks; register them on what compile returns, or change p.grad"
-                    " after backward"
+                    "remove the hooks; register them on the parameters of the compiled module, or"
+                    " change p.grad after backward"
                 ),
             )
 
 
 def _scripted_error(name: str) -> CaptureError:
     return CaptureError(
-        "a module of TorchScript (torch.jit.script, trace or load), which has no forward that can"
-        " be captured",
+        "a TorchScript module (torch.jit.script, trace or load) has no forward that can be"
+        " captured",
         where=Where(module=name),
-        remedy="use the nn.Module that it was made of",
+        remedy="use the nn.Module from which it was created",
     )
 
 
 def of_modules(model: nn.Module) -> Iterator[CaptureError]:
-    """The same of single modules, where forward calls them: what is refused then, `where` with
-    the module's path."""
+    """Yield the error for each module that cannot be captured; `where` holds the module's path.
+
+    An error applies only if forward calls the module.
+    """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             yield _scripted_error(name)
         if isinstance(module, nn.RNNBase) and _drops_between_layers(module):
             yield CaptureError(
-                f"the dropout of {type(module).__name__} between its layers is missing in the graph"
-                " that torch makes of it",
+                f"the dropout between the layers of {type(module).__name__} is missing in the graph"
+                " that torch captures",
                 where=Where(module=name),
                 remedy=(
-                    "let single layers follow each other with nn.Dropout between them, or set"
+                    "use a sequence of single-layer modules with nn.Dropout between them, or set"
                     " dropout=0.0"
                 ),
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             yield CaptureError(
-                f"max_norm={module.max_norm} of {type(module).__name__}: forward changes the table,"
-                " a parameter, where it looks up",
+                f"max_norm={module.max_norm} of {type(module).__name__}: forward changes the"
+                " weight, a parameter, at each lookup",
                 where=Where(module=name),
                 remedy=(
-                    "leave max_norm out, and scale the table's rows after optimizer.step() or what"
-                    " was looked up in forward"
+                    "omit max_norm, and scale the rows of the weight after optimizer.step() or the"
+                    " result of the lookup in forward"
                 ),
             )
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and _averages_by_step(module):
             yield CaptureError(
-                f"momentum=None of {type(module).__name__}: how much a step counts depends on the"
-                " number of steps so far, a tensor",
+                f"momentum=None of {type(module).__name__}: the weight of each step depends on the"
+                " number of previous steps, which is a tensor",
                 where=Where(module=name),
-                remedy="give it a momentum, such as 0.1",
+                remedy="set a momentum, such as 0.1",
             )
 
 
@@ -498,29 +510,33 @@ def _drops_between_layers(module: nn.RNNBase) -> bool:
 
 
 def _averages_by_step(module: nn.modules.batchnorm._BatchNorm) -> bool:
-    """Whether running statistics weigh a step by the number of steps so far."""
+    """Whether running statistics weight a step by the number of previous steps."""
     return module.training and module.running_mean is not None and module.momentum is None
 
 
 def changes_parameter(name: str, node: fx.Node) -> CaptureError:
-    """The refusal where forward changes a parameter in place; `node` is what it becomes."""
+    """Return the error for a parameter that forward changes in place; `node` is its new value."""
     return CaptureError(
-        f"forward changes the parameter {name!r} in place, which in a program only the optimizer"
-        " does",
+        f"forward changes the parameter {name!r} in place; in a program, only the optimizer changes"
+        " parameters",
         where=Where(
             module=name.rpartition(".")[0], source=user_line(node.meta.get("stack_trace") or "")
         ),
         remedy=(
-            "change it between steps, under torch.no_grad() after optimizer.step(), or compute with"
-            " what forward makes of it (`self.weight.clamp(...)`) and leave it as it is"
+            "change it between steps, under torch.no_grad() after optimizer.step(); or compute with"
+            " a new tensor in forward (`self.weight.clamp(...)`) and leave the parameter unchanged"
         ),
     )
 
 
 @contextlib.contextmanager
 def quiet(model: nn.Module, run: Callable[[], object]) -> Iterator[None]:
-    """No warnings of torch's, and no traceback that it logs of what it raises, too; but where
-    Dynamo warns of side effects, which no program has, those that would be missed are refused."""
+    """Suppress warnings of torch and the tracebacks that it logs for errors that it also raises.
+
+    Raises:
+        CaptureError: Dynamo warned about a side effect that a program would lose, and `run` shows
+            that forward has it.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     with warnings.catch_warnings(record=True) as caught:

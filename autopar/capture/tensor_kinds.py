@@ -1,9 +1,9 @@
-"""Kinds of tensors that programs do not compute with: sparse, nested, quantized, of other classes.
+"""Refuse tensors that programs do not support: sparse, nested, quantized and tensor subclasses.
 
-A program is planned for dense tensors of torch's own class, whose elements lie in one storage by
-strides. Other kinds are refused by name, with what to pass instead: at capture for the call, the
-parameters and the buffers (`refuse_state_and_inputs`) and for what forward makes
-(`refusal_in_words`, `autopar.capture.refused_ops`), and at each later call for its arguments.
+A program is planned for dense tensors of class `torch.Tensor`, which store their elements by
+strides. Errors about other kinds name the kind and an alternative. A capture checks the arguments,
+the parameters and the buffers (`refuse_state_and_inputs`) and the tensors that forward creates
+(`refusal_in_words`, `autopar.capture.refused_ops`). Each later call checks its arguments.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from torch import Tensor, nn
 from autopar.capture.dynamo.fakes import is_fake
 from autopar.errors import CaptureError, Where
 
-_PROGRAMS = "programs compute with dense tensors of torch's own class"
+_PROGRAMS = "programs support only dense torch.Tensor values"
 _SPARSE = (
-    "compute with dense tensors: pass `a.to_dense()`; or pass what it holds (`a ="
+    "compute with dense tensors: pass `a.to_dense()`; or pass its indices and values (`a ="
     " a.to_sparse_coo().coalesce()`, `rows, columns = a.indices()`, `values = a.values()`) and"
     " compute `a @ x` as `x.new_zeros(num_rows, x.shape[1]).index_add(0, rows, values.unsqueeze(1)"
     " * x[columns])`"
 )
 _NESTED = (
     "compute with padded tensors: pass `torch.nested.to_padded_tensor(x, 0.0)` and a mask, and"
-    " multiply by the mask before what is summed up over rows"
+    " multiply by the mask before sums over rows"
 )
 _MASKED = (
-    "use its data and its mask as two tensors: `x.get_data()` and `x.get_mask()`, and torch.where"
+    "use its data and its mask as two tensors, `x.get_data()` and `x.get_mask()`, with torch.where"
 )
-_OPAQUE = "use a tensor of torch's default layout: `x.to_dense()`"
+_OPAQUE = "use a tensor in torch's default layout: `x.to_dense()`"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """A kind of tensor that is refused: what it is, and what to use instead."""
+    """A kind of tensor that is refused: its name in messages, and what to use instead."""
 
     name: str
     remedy: str
 
 
 def unusual_kind(x: Tensor) -> TensorKind | None:
-    """Return the kind of `x` if programs do not compute with it; None for dense tensors of torch's
-    own class."""
+    """Return the kind of `x` if programs do not support it; None for dense tensors of class
+    `torch.Tensor`."""
     if x.is_nested:
         return TensorKind(
-            "a nested tensor (torch.nested), whose rows have lengths of their own", _NESTED
+            "a nested tensor (torch.nested), whose rows have different lengths", _NESTED
         )
     if type(x).__name__ == "MaskedTensor":
         return TensorKind("a masked tensor (torch.masked)", _MASKED)
     if x.layout is torch._mkldnn:
-        return TensorKind("a tensor in the layout of mkldnn", _OPAQUE)
+        return TensorKind("a tensor in the mkldnn layout", _OPAQUE)
     if x.layout is not torch.strided:
         return TensorKind(f"a sparse tensor ({x.layout})", _SPARSE)
     if x.is_quantized:
         return TensorKind(
-            f"a quantized tensor ({x.dtype})", "use the values that it stands for: `x.dequantize()`"
+            f"a quantized tensor ({x.dtype})", "use the dequantized values: `x.dequantize()`"
         )
     if not _is_torchs_class(x):
         return TensorKind(
-            f"a {type(x).__name__}, a subclass of torch.Tensor, whose own methods a program does"
-            " not call",
-            "use the plain tensor: `x.as_subclass(torch.Tensor)`, or `x.full_tensor()` of a"
+            f"a {type(x).__name__}, a subclass of torch.Tensor, whose methods a program does not"
+            " call",
+            "use the plain tensor: `x.as_subclass(torch.Tensor)`, or `x.full_tensor()` for a"
             " DTensor",
         )
     return None
@@ -85,7 +85,7 @@ def _own_bases(kind: type) -> Iterable[type]:
 
 
 def refuse_state_and_inputs(model: nn.Module, inputs: Iterable[tuple[str, object]]) -> None:
-    """Raise CaptureError at the first parameter, buffer or argument of such a kind.
+    """Raise CaptureError at the first parameter, buffer or argument that programs do not support.
 
     Args:
         inputs: (name, value) of each leaf of the call.
@@ -103,13 +103,13 @@ def refuse_state_and_inputs(model: nn.Module, inputs: Iterable[tuple[str, object
 
 
 def _conjugate(x: Tensor) -> TensorKind | None:
-    """Return a kind for a conjugated or negated view: ranks would send the values that it is a view
-    of."""
+    """Return a kind for a conjugated or negated view: collectives would send the values of its
+    base."""
     if not (x.is_conj() or x.is_neg()):
         return None
     return TensorKind(
         "a conjugated or negated view",
-        "keep the values themselves: `x.resolve_conj().resolve_neg()`",
+        "store the values instead of a view: `x.resolve_conj().resolve_neg()`",
     )
 
 
@@ -121,7 +121,8 @@ def _refuse(name: str, kind: TensorKind | None, module: str) -> None:
 
 
 def refusal_in_words(text: str, source: str) -> CaptureError | None:
-    """Return the error if torch failed to make such a tensor without data; None for other messages.
+    """Return the error if torch failed to create an unsupported tensor without data; None for other
+    messages.
 
     Args:
         text: torch's message.
@@ -132,7 +133,8 @@ def refusal_in_words(text: str, source: str) -> CaptureError | None:
 
 
 def of_forward(kind: TensorKind, where: Where) -> CaptureError:
-    """Return the error for forward making such a tensor, or reading one that is not an argument."""
+    """Return the error for an unsupported tensor that forward creates, or reads without receiving
+    it as an argument."""
     return CaptureError(
         f"forward computes with {kind.name}: {_PROGRAMS}", where=where, remedy=kind.remedy
     )
@@ -155,7 +157,7 @@ _SAID = (
         re.compile(r"aten\._nested|nested_tensor|NestedTensorImpl"),
         TensorKind("a nested tensor (torch.nested)", _NESTED),
     ),
-    (re.compile(r"OpaqueTensorImpl"), TensorKind("a tensor in the layout of mkldnn", _OPAQUE)),
+    (re.compile(r"OpaqueTensorImpl"), TensorKind("a tensor in the mkldnn layout", _OPAQUE)),
     (
         re.compile(r"function `(masked_tensor|as_masked_tensor)`"),
         TensorKind("a masked tensor (torch.masked)", _MASKED),

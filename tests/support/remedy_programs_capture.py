@@ -157,7 +157,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "capture/diagnostics.py reads_a_value 0": Program(
         captured(Called(lambda layer, x: layer(x)[: int(layer(x).sum().abs())].mean())),
-        "compute it before and pass it as a Python value",
+        "compute it before the call and pass it as a Python value",
         captured(Called(lambda layer, x, n: layer(x)[:n].mean()), torch.ones(8, 4), 3),
     ),
     f"{_ITEM} | backward": Program(
@@ -209,7 +209,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "capture/diagnostics.py of_modules 0 | layers": Program(
         forward(_lstm, rnn=nn.LSTM(4, 4, 2, dropout=0.5)),
-        "let single layers follow each other",
+        "use a sequence of single-layer modules with nn.Dropout",
         forward(
             lambda self, x: self.b(self.drop(self.a(x)[0]))[0],
             a=nn.LSTM(4, 4),
@@ -219,7 +219,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "capture/diagnostics.py of_modules 1": Program(
         _within(nn.Embedding(10, 4, max_norm=1.0), _INDICES),
-        "leave max_norm out",
+        "omit max_norm",
         _within(nn.Embedding(10, 4), _INDICES),
     ),
     "capture/diagnostics.py of_modules 2": Program(

@@ -124,32 +124,32 @@ PROGRAMS: dict[str, Program] = {
     ),
     "capture/diagnostics.py _argument 0 | function": Program(
         _given(lambda layer, x, given: layer(given(x)), torch.relu),
-        "let the model have all else as attributes",
+        "store other objects as attributes of the model",
         captured(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
     ),
     "capture/diagnostics.py _of_result 0": Program(
         _given(lambda layer, x, given: given, [torch.ones(3)]),
-        "return what is computed of it",
+        "return results that are computed from it",
         _given(lambda layer, x, given: layer(x), [torch.ones(3)]),
     ),
     "capture/diagnostics.py _of_graph 0 | generator": Program(
         forward(lambda self, x: x * torch.rand(4, generator=torch.Generator().manual_seed(0))),
-        "torch.rand and others follow torch.manual_seed",
+        "torch.rand and similar functions follow torch.manual_seed",
         forward(lambda self, x: x * torch.rand(4)),
     ),
     "capture/diagnostics.py _of_graph 0 | list": Program(
         forward(lambda self, x: x * self.layer(x)[0].tolist()[0]),
-        "but to compute with it",
+        "compute with the tensor instead",
         forward(lambda self, x: x * self.layer(x)[0][0]),
     ),
     "capture/diagnostics.py of_inputs 0": Program(
         _given(lambda layer, x, given: layer(x) * min(sorted(map(int, given))), torch.ones(3)),
-        "pass in what forward makes of 'given' there",
+        "pass the value that forward computes from 'given' as an argument",
         _given(lambda layer, x, given: layer(x) * given, 1),
     ),
     "capture/diagnostics.py of_inputs 1": Program(
         _given(lambda layer, x, given: layer(x)[: int(given.sum())].mean(), torch.ones(3)),
-        "or pass in what forward makes of 'given' there",
+        "or pass the value that forward computes from 'given' as an argument",
         _given(lambda layer, x, given: layer(x)[:given].mean(), 3),
     ),
     "capture/diagnostics.py of_flex_attention 0": Program(
@@ -215,6 +215,8 @@ PROGRAMS: dict[str, Program] = {
         forward(lambda self, x: x * torch.ones(200, 200).mean()),
     ),
     "capture/diagnostics.py _scripted_error 0": Program(
-        captured(_linear(True)), "use the nn.Module that it was made of", captured(_linear(False))
+        captured(_linear(True)),
+        "use the nn.Module from which it was created",
+        captured(_linear(False)),
     ),
 }

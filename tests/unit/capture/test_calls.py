@@ -98,7 +98,7 @@ def test_shapes_that_forward_refuses_are_told_in_its_own_words_with_the_line(
     with pytest.raises(CallError, match=rf"^forward does not take this call: .*{says}") as refusal:
         capture(model, args)
     assert "test_calls.py" in str(refusal.value.where) and "hidden" in str(refusal.value.where)
-    assert shapes in refusal.value.remedy and "write the line otherwise" not in str(refusal.value)
+    assert shapes in refusal.value.remedy and "rewrite the line" not in str(refusal.value)
     assert "Traceback" not in caplog.text and not caplog.records
     assert logging.getLogger("torch._subclasses.fake_tensor").level == logging.NOTSET
     assert isinstance(model(*batch()), Tensor), "the model is as it was"

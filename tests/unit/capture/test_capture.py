@@ -358,7 +358,7 @@ def test_dropout_that_torch_leaves_out_between_recurrent_layers_is_refused_where
             return loss
 
     x = torch.randn(2, 3, 4)
-    with pytest.raises(CaptureError, match="dropout of LSTM between its layers"):
+    with pytest.raises(CaptureError, match="dropout between the layers of LSTM"):
         capture(Net(num_layers=2, dropout=0.5), (x,))
     for net in (Net(num_layers=2), Net(dropout=0.0), Net(num_layers=2, dropout=0.5).eval()):
         trace = capture(net, (x,))
@@ -460,10 +460,10 @@ def test_experts_written_as_a_loop_are_computed_of_all_rows_as_those_are_that_ma
     [
         (
             lambda hidden, loss: hidden[: int(hidden.sum().abs()) + 1].sum(),
-            "do not read a tensor's value",
+            "do not read the value of a tensor",
         ),
         (lambda hidden, loss: hidden[hidden > 0].cumsum(0).sum(), "multiply by a mask"),
-        (lambda hidden, loss: loss * time.time(), "outside of the model"),
+        (lambda hidden, loss: loss * time.time(), "outside the model"),
         (
             lambda hidden, loss: loss * float(numpy.random.default_rng(0).random()),
             "torch.manual_seed",
@@ -592,7 +592,7 @@ def test_a_buffer_that_forward_binds_anew_is_refused_and_one_changed_in_place_is
         return
     with pytest.raises(
         CaptureError,
-        match=r"binds a buffer or a parameter to a new tensor(.|\n)*in module 1\n(.|\n)*copy_",
+        match=r"assigns a new tensor to a buffer or parameter(.|\n)*in module 1\n(.|\n)*copy_",
     ):
         capture(model, (x,))
 
@@ -611,7 +611,7 @@ def test_a_buffer_that_is_made_anew_for_other_shapes_is_kept_by_a_call_before_as
             return (x * self.places).sum()
 
     model, x = nn.Sequential(nn.Linear(4, 4), Places()), torch.randn(3, 4)
-    with pytest.raises(CaptureError, match="call the model once on a batch of these shapes before"):
+    with pytest.raises(CaptureError, match="first call the model once on a batch of these shapes"):
         capture(model, (x,))
     model(x)
     assert not capture(model, (x,)).mutated

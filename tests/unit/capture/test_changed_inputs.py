@@ -109,7 +109,7 @@ def test_an_input_that_forward_reshapes_in_place_is_refused_by_name(
         return net.layer(x).sum()  # type: ignore[no-any-return]
 
     with pytest.raises(
-        CaptureError, match=f"gives its input 'x' another shape in place \\(x.{method}\\(\\)\\)"
+        CaptureError, match=f"changes the shape of its input 'x' in place \\(x.{method}\\(\\)\\)"
     ) as refused:
         capture(Net(reshaped), _batch())
     assert f"x = x.{method[:-1]}(...)" in refused.value.remedy and "test_changed_inputs.py" in str(

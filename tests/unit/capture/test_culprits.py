@@ -86,7 +86,7 @@ def _refusal(model: nn.Module) -> Any:
             lambda x: x * time.time(),
             "forward calls time.time",
             "time.time()",
-            "outside of the model",
+            "outside the model",
         ),
         (
             _packs,

@@ -167,7 +167,9 @@ def test_a_refusal_tells_which_inputs_the_values_follow_from() -> None:
         return y * 2 if (sizes > 3).any() else y
 
     with pytest.raises(
-        CaptureError, match="branching; it follows from the values of 'sizes' alone"
+        CaptureError, match="branching; it depends only on the values of 'sizes'"
     ) as refused:
         capture(net(reads_tokens), (batch()[0], torch.arange(15).view(3, 5)))
-    assert refused.value.remedy.endswith("or pass in what forward makes of 'sizes' there")
+    assert refused.value.remedy.endswith(
+        "or pass the value that forward computes from 'sizes' as an argument"
+    )
