@@ -81,9 +81,7 @@ class _Case:
         Raises:
             InfeasibleError: where none was found.
         """
-        options = PlanOptions(
-            memory_bytes=priced.problem.budget_bytes, gap=self.gap, effort="thorough"
-        )
+        options = PlanOptions(memory_bytes=priced.problem.budget_bytes, gap=self.gap)
         tried = searched(self.trace, self.mesh, self.profile, lambda _: priced, options, whole=True)
         return {"step_s": tried.time_s, "peak_bytes": tried.peak_bytes, "gap": tried.gap}
 

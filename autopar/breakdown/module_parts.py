@@ -439,14 +439,17 @@ def _path(part: ModulePart, repeated: Container[str]) -> str:
 
 
 def copies_of(instances: Instances) -> str:
-    """Return the ranges of the first index as text: ``0-30`` or ``0,2,5``."""
-    stretches: list[list[int]] = []
-    for index in sorted({i[0] for i in instances if i}):
-        if stretches and stretches[-1][-1] == index - 1:
-            stretches[-1][1:] = [index]
+    """Return the indices of copies as text, with ranges of the last one: ``0-30`` or ``0,2,5``, and
+    ``0.0-2,1.0`` for modules in repeated modules."""
+    stretches: list[tuple[tuple[int, ...], list[int]]] = []
+    for *outer, index in sorted({i for i in instances if i}):
+        if stretches and stretches[-1][0] == tuple(outer) and stretches[-1][1][-1] == index - 1:
+            stretches[-1][1][1:] = [index]
         else:
-            stretches.append([index])
-    return ",".join("-".join(map(str, stretch)) for stretch in stretches)
+            stretches.append((tuple(outer), [index]))
+    return ",".join(
+        ".".join((*map(str, outer), "-".join(map(str, stretch)))) for outer, stretch in stretches
+    )
 
 
 def _part(
@@ -576,18 +579,18 @@ def _transfers(communications: Iterable[Communication]) -> tuple[Transfer, ...]:
 
 
 def _kept_bytes(kept: Kept, entries: Iterable[Entry], mesh_shape: Sequence[int]) -> int:
-    """Return the bytes that a kept value adds. Tensors that are stored anyway (parameters, buffers
-    and the batch in their storage layouts) add none.
-    """
-    there = (e for e in entries if e.kind != "compute" and not crosses(kept.node))
-    resting = [
-        e.nodes[0].strategy.outputs[0] for e in there if any(c.node == kept.node for c in e.nodes)
-    ]
+    """Return the bytes that a kept value adds: none in the layout in which it is stored anyway."""
+    if kept.is_copy:
+        return kept.bytes * len(kept.instances)
     shares = {layout: _share(layout, mesh_shape) for layout in kept.layouts if not layout.host}
-    own = sum(share for layout, share in shares.items() if layout in resting)
-    return (
-        round(kept.bytes * len(kept.instances) * (1 - own / sum(shares.values()))) if shares else 0
-    )
+    resting = dict[tuple[int, ...], Layout]()
+    for e in entries:
+        if e.kind != "compute" and any(c.node == kept.node for c in e.nodes):
+            resting |= dict.fromkeys(e.instances, e.nodes[0].strategy.outputs[0])
+    here = () if crosses(kept.node) else kept.instances
+    own = sum(shares.get(resting[i], 0.0) for i in here if i in resting)
+    total = len(kept.instances) * sum(shares.values())
+    return round(kept.bytes * len(kept.instances) * (1 - own / total)) if total else 0
 
 
 def _share(layout: Layout, mesh_shape: Sequence[int]) -> float:

@@ -125,9 +125,18 @@ def rank_memory(pipeline: Pipeline, rank: int) -> tuple[int, Mapping[str, int]]:
     return peak, {**kinds, "transient": max(peak - rests - max(kinds[kind] for kind in _EITHER), 0)}
 
 
-def peak_kinds(kinds: Mapping[str, int]) -> dict[str, int]:
+def peak_kinds(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
     """Select the kinds of memory that make up the peak, in stacking order: resident tensors, the
     larger one of activations and gradients, and transient memory.
+
+    Activations are the bytes of all kept values. Values that share memory, such as a tensor and a
+    view of it, take less, so the activations are at most what the resident tensors leave.
+
+    Args:
+        kinds: bytes by kind.
+        peak_bytes: the peak in bytes.
     """
     either = max(_EITHER, key=lambda kind: kinds.get(kind, 0))
-    return {kind: kinds[kind] for kind in (*RESTING, either, "transient") if kinds.get(kind)}
+    rests = sum(kinds.get(kind, 0) for kind in RESTING)
+    sizes = {**kinds, either: min(kinds.get(either, 0), peak_bytes - rests)}
+    return {kind: sizes[kind] for kind in (*RESTING, either, "transient") if sizes.get(kind)}

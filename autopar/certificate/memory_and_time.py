@@ -21,7 +21,7 @@ from autopar.emit import simulate_program
 from autopar.emit.context import buffer_key, input_key, parameter_key, storage_key
 from autopar.kernels import collectives as kernels
 from autopar.kernels import dispatched, fused
-from autopar.plans import KERNELS_BUFFERS, RESTING, Overlap, Plan, beyond_shares_s
+from autopar.plans import KERNELS_BUFFERS, RESTING, Kept, Overlap, Plan, beyond_shares_s
 from autopar.program.peak_memory import trace_peak
 from autopar.program.program import StageProgram
 from autopar.program.stage_memory import chunk_memory, rank_peak, trace_stage_peak
@@ -217,6 +217,26 @@ def _measure_parameter(
         yield "optimizer", state * at_rest
 
 
+def _check_kept(kept: Kept, plan: Plan, facts: Facts) -> Iterator[Finding]:
+    """Yield what does not hold of a kept value: that it has instances, its bytes, and whether it is
+    a parameter's copy in another dtype."""
+    if not kept.instances:
+        yield Finding("kept values", "it has no tensors", kept.node)
+        return
+    tensor = facts.tensors[kept.node.format(*kept.instances[0]), kept.result]
+    if kept.is_copy != (tensor.given and not tensor.resident):
+        what = "a copy" if kept.is_copy else "no copy"
+        yield Finding("kept values", f"the plan calls it {what} of a parameter", kept.node)
+    held = sum(
+        held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape)
+        for at in kept.layouts
+        if not at.host
+    )
+    if held != kept.bytes:
+        what = f"one instance holds {held} bytes, not {kept.bytes}"
+        yield Finding("kept values", what, kept.node)
+
+
 def memory(
     plan: Plan, program: StageProgram, facts: Facts, sizes: Mapping[str, int], context: Context
 ) -> tuple[int, list[Finding]]:
@@ -232,21 +252,7 @@ def memory(
     Returns:
         The peak in bytes on a device, with all that rests, and the findings.
     """
-    found: list[Finding] = []
-    for k in plan.kept:
-        if not k.instances:
-            found.append(Finding("kept values", "it has no tensors", k.node))
-            continue
-        tensor = facts.tensors[k.node.format(*k.instances[0]), k.result]
-        held = sum(
-            held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape)
-            for at in k.layouts
-            if not at.host
-        )
-        if held != k.bytes:
-            found.append(
-                Finding("kept values", f"one instance holds {held} bytes, not {k.bytes}", k.node)
-            )
+    found = [finding for k in plan.kept for finding in _check_kept(k, plan, facts)]
     peak, budget = (
         _peak(plan, program, context) + sizes["optimizer"] + sizes.get(KERNELS_BUFFERS, 0),
         plan.options.get("memory_bytes"),

@@ -8,7 +8,7 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -18,7 +18,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from autopar.breakdown import CROSSING, ModulePart, breakdown, copies_of, label, owner
+from autopar.breakdown import CROSSING, ModulePart, Weight, breakdown, copies_of, label, owner
 from autopar.constraints import read_constraint
 from autopar.constraints.words import in_words
 from autopar.core.units import seconds, share, size
@@ -528,6 +528,16 @@ def _minus(b: ModulePart | None, a: ModulePart | None) -> tuple[float, float, in
     return x[0] - y[0], x[1] - y[1], x[2] - y[2]
 
 
+def _layouts_by_name(weights: Iterable[Weight]) -> dict[str, list[str]]:
+    """Return the layouts of weights as text, by the name of the weight. Copies of a module that
+    differ in shape have decisions of their own, so a name may stand for several weights."""
+    found: dict[str, set[str]] = {}
+    for weight in weights:
+        used = ", ".join(map(str, weight.compute))
+        found.setdefault(weight.name, set()).add(f"{weight.storage} used as {used}")
+    return {name: sorted(layouts) for name, layouts in found.items()}
+
+
 def _describe_change(
     a: ModulePart | None, b: ModulePart | None, axes: tuple[str, ...]
 ) -> Iterator[str]:
@@ -539,15 +549,10 @@ def _describe_change(
         yield f"{labels[0]} → {labels[1]}"
     if (a.enters, a.leaves) != (b.enters, b.leaves):
         yield f"activations {a.enters} → {a.leaves}, now {b.enters} → {b.leaves}"
-    weights = {w.name: w for w in b.weights}
-    for weight in a.weights:
-        now = weights.get(weight.name)
-        if now is not None and (weight.storage, weight.compute) != (now.storage, now.compute):
-            used = (", ".join(map(str, w.compute)) for w in (weight, now))
-            yield (
-                f"{weight.name}: {weight.storage} used as {next(used)}, now {now.storage} used as"
-                f" {next(used)}"
-            )
+    before, now = _layouts_by_name(a.weights), _layouts_by_name(b.weights)
+    for name in before:
+        if name in now and before[name] != now[name]:
+            yield f"{name}: {' and '.join(before[name])}, now {' and '.join(now[name])}"
     if a.recomputed != b.recomputed:
         yield (
             f"recomputed in backward: {', '.join(a.recomputed) or 'nothing'}, now "

@@ -256,7 +256,7 @@ def _list_kept(draft: PlanDraft) -> Iterable[Kept]:
         if nodes:
             layouts, size = tuple(map(value.layout, nodes)), sum(map(value.bytes, nodes))
             for pattern, result, instances in tensor_patterns(draft.priced.refs[v], keys):
-                yield Kept(pattern, result, instances, layouts, size)
+                yield Kept(pattern, result, instances, layouts, size, value.copied)
 
 
 def _prediction(draft: PlanDraft, moved: Sequence[Communication]) -> Prediction:

@@ -39,6 +39,7 @@ from autopar.sharding import Starts
 from autopar.solve import Least, quickest
 
 _ROUNDS = 12  # each finds a plan that fits, or adds the moments at which its plan did not
+_LAST_ROUNDS = 4  # as these, for the plan that a search for the bound finds
 _WASTE = 0.02  # unused share of the budget above which learned moments may admit a better plan
 
 
@@ -372,19 +373,45 @@ class PlannerLoop:
         free = state.free[1]
         if not free.unfinished or best.time_s * (1 - self.options.gap) > free.objective_s:
             return best  # the bound of a problem is at most its solution
-        choices = best.draft.choices
-        met = replace(choices, bound_s=0.0)
-        state = self._solve_problem(replace(state, groups=state.groups.forget()), Effort.END, met)
-        found = state.answer
-        if not isinstance(found, Solution) or found.bound_s <= state.groups.bound_s:
+        met, groups = replace(best.draft.choices, bound_s=0.0), state.groups.forget()
+        found = self._solve_problem(replace(state, groups=groups), Effort.END, met).answer
+        if not isinstance(found, Solution):
             return best
-        groups = state.groups
-        groups = replace(groups, bound_s=found.bound_s, multipliers=found.multipliers)
-        if found.objective_s < best.time_s:
-            better = self.emitter.emit(groups, found)
-            if self.emitter.fits(better):
-                return better
-        return self.emitter.prove(groups, best)
+        is_tighter = found.bound_s > groups.bound_s
+        if is_tighter:
+            groups = replace(groups, bound_s=found.bound_s, multipliers=found.multipliers)
+        better = self._emit_faster(replace(state, groups=groups, answer=found), best, met)
+        if better is not None:
+            return better
+        return self.emitter.prove(groups, best) if is_tighter else best
+
+    def _emit_faster(self, state: SearchState, best: Candidate, met: Solution) -> Candidate | None:
+        """Emit the solution of a search for the bound.
+
+        A plan that exceeds the budget adds moments, and the search is repeated.
+
+        Args:
+            state: the state with that solution.
+            best: the best plan so far.
+            met: its decisions, from which a search starts.
+
+        Returns:
+            The first plan that fits and is faster than `best`; None if there is none.
+        """
+        for _ in range(_LAST_ROUNDS):
+            found = state.answer
+            if not isinstance(found, Solution) or found.objective_s >= best.time_s:
+                return None
+            faster = self.emitter.emit(state.groups, found)
+            if self.emitter.fits(faster):
+                return faster
+            is_close = faster.time_s > best.time_s * (1 - self.options.gap)
+            if is_close or self.options.is_late:
+                return None
+            learnt = self.emitter.learn(state.groups.learnt, faster)
+            groups = replace(state.groups, learnt=learnt)
+            state = self._solve_problem(replace(state, groups=groups), Effort.END, met)
+        return None
 
     def _shrink(self, state: SearchState) -> SearchState:
         """Search again without kernels, or, if there are none, for a plan that needs little memory.

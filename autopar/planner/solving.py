@@ -69,7 +69,10 @@ class Solving:
                 (`autopar.core.problem.Solution`).
             met: as in `autopar.solve.choices_or_least`.
         """
-        self.common.work.most = self._work_limit(effort)
+        spent = self.common.work.spent
+        self.common.work.most = (
+            spent + max(_WORK_SHARE * spent, _LEAST_WORK) if effort is Effort.END else math.inf
+        )
         found = self._ask_solver(within(problem, regions), effort, met, learnt=learnt)
         if regions is None or isinstance(found, FractionalGroups):
             return found
@@ -80,14 +83,6 @@ class Solving:
             if found.choices is None
             else replace(found, choices=replace(found.choices, regions=regions))
         )
-
-    def _work_limit(self, effort: Effort) -> float:
-        """Return the total work after which the solver stops. The search for the bound has a limit,
-        except with ``effort="thorough"``."""
-        if effort is not Effort.END or self.options.effort == "thorough":
-            return math.inf
-        spent = self.common.work.spent
-        return spent + max(_WORK_SHARE * spent, _LEAST_WORK)
 
     def _ask_solver(
         self, problem: Problem, effort: Effort, met: Solution | None, *, learnt: bool

@@ -93,9 +93,8 @@ class Kept:
         instances: indices of the tensors that the pattern stands for.
         layouts: the layouts in which each is kept.
         bytes: bytes of one instance on a device, in all of these layouts.
-        is_copy: whether it is an input of the traced graph that takes memory of its own also in the
-            layout in which the step begins with it: a parameter's copy in the dtype of compute, or
-            what another stage sends.
+        is_copy: whether it is a parameter's copy in the dtype of compute, which takes memory in
+            addition to the parameter in every layout.
     """
 
     node: str

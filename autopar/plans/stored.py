@@ -24,7 +24,7 @@ from cattrs.strategies import configure_union_passthrough
 
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
-from autopar.plans.parts import Entry
+from autopar.plans.parts import Entry, Kept
 
 T = TypeVar("T")
 Hook = Callable[[Any, Any], Any]
@@ -105,12 +105,6 @@ def _dataclass_hook(kind: Any, converter: cattrs.Converter) -> Hook:
     return _strict("an object", dict, read=read)
 
 
-def _without_fallbacks(converter: cattrs.Converter) -> Callable[[Entry], dict[str, Any]]:
-    """The data of a decision. Most decisions have no fallbacks, and earlier versions do not know
-    the field."""
-    return make_dict_unstructure_fn(Entry, converter, fallbacks=override(omit_if_default=True))
-
-
 def _literal_hook(kind: Any, _: cattrs.Converter) -> Hook:
     known = get_args(kind)
 
@@ -172,7 +166,10 @@ def _make_converter() -> cattrs.Converter:
     made.register_unstructure_hook(Layout, str)
     made.register_structure_hook(Mesh, _read_mesh)
     made.register_unstructure_hook(Mesh, Mesh.to_json)
-    made.register_unstructure_hook(Entry, _without_fallbacks(made))
+    # most have the default value, and earlier versions do not know these fields
+    rare = override(omit_if_default=True)
+    made.register_unstructure_hook(Entry, make_dict_unstructure_fn(Entry, made, fallbacks=rare))
+    made.register_unstructure_hook(Kept, make_dict_unstructure_fn(Kept, made, is_copy=rare))
     configure_union_passthrough(str | bool | int | float | None, made)
     made.register_structure_hook_factory(_is_integer_or_word, _integer_or_word_hook)
     return made

@@ -93,10 +93,10 @@ def _memory(plan: Plan) -> str:
     """
     rows = list(_peaks(plan))
     scale = max(max(peak, budget) for _, peak, _, budget in rows)
-    told = dict.fromkeys(kind for _, _, kinds, _ in rows for kind in peak_kinds(kinds))
+    told = dict.fromkeys(kind for _, peak, kinds, _ in rows for kind in peak_kinds(kinds, peak))
     bars = []
     for of, peak, kinds, budget in rows:
-        sizes = peak_kinds(kinds)
+        sizes = peak_kinds(kinds, peak)
         said = {kind: f"{kind} {size(num_bytes)}" for kind, num_bytes in sizes.items()}
         bar = _bar(
             {kind: num_bytes / scale for kind, num_bytes in sizes.items()},
@@ -105,7 +105,7 @@ def _memory(plan: Plan) -> str:
             budget / scale,
         )
         bars.append(_row(of, bar, f"{size(peak)} of {size(budget)}" if budget else size(peak)))
-    alone = peak_kinds(rows[0][2]) if len(rows) == 1 else {}
+    alone = peak_kinds(rows[0][2], rows[0][1]) if len(rows) == 1 else {}
     keys = {kind: f"{kind} {size(alone[kind])}" if kind in alone else kind for kind in told}
     return (
         '<div class="head">Peak memory per device, and the '

@@ -278,7 +278,7 @@ def memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     rows = list(kinds)
     for row, kind in enumerate(rows, start=1):
         axes.barh(row, kinds[kind], 0.66, color=MEMORY_COLOURS[kind])
-    peak_bar(axes, plan.prediction.memory_bytes)
+    peak_bar(axes, plan.prediction.memory_bytes, peak)
     limit = max(peak / GIB, *kinds.values()) if kinds else 1.0
     budget = float(plan.options.get("memory_bytes") or 0.0)
     near = 0 < budget / GIB < 4 * limit
@@ -315,15 +315,16 @@ def memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     return figure_of_it
 
 
-def peak_bar(axes: Axes, kinds: Mapping[str, int], row: int = 0) -> None:
+def peak_bar(axes: Axes, kinds: Mapping[str, int], peak_bytes: int, row: int = 0) -> None:
     """Draw the peak as a stack of its kinds of memory.
 
     Args:
         axes: axes to draw on; the horizontal axis is in GiB.
         kinds: bytes by kind.
+        peak_bytes: the peak in bytes.
         row: vertical position.
     """
     left = 0.0
-    for kind, num_bytes in peak_kinds(kinds).items():
+    for kind, num_bytes in peak_kinds(kinds, peak_bytes).items():
         axes.barh(row, num_bytes / GIB, 0.66, left=left, color=MEMORY_COLOURS[kind])
         left += num_bytes / GIB

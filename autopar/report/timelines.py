@@ -225,7 +225,7 @@ def stage_memory(plan: Plan, *, inside: SubFigure | None = None) -> Figure:
     near = 0 < max(budgets) < 4 * max(peaks)
     width = 1.18 * max(*peaks, max(budgets) if near else 0.0)
     for number, (peak, kinds) in enumerate(ranks):
-        peak_bar(axes, kinds, number)
+        peak_bar(axes, kinds, peak, number)
         said = (
             f"{size(peak)}, {' and '.join(map(str, pipeline.num_in_flight[number :: len(ranks)]))}"
             " in flight"

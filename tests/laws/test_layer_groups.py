@@ -135,11 +135,11 @@ def test_layers_are_cut_anew_under_the_moments_that_were_learnt(
     tight = PlanOptions(memory_bytes=int(budget() * 0.5 / BETWEEN), optimizer="sgd", gap=GAP)
     cuts, starts_of = list[Starts](), rounds.starts_of
 
-    def first_the_first_layer(priced: Priced, choices: Solution) -> Starts:
-        cuts.append({LIST: (1,)} if not cuts else starts_of(priced, choices))
+    def first_the_last_layer(priced: Priced, choices: Solution) -> Starts:
+        cuts.append({LIST: (NUM_LAYERS - 1,)} if not cuts else starts_of(priced, choices))
         return cuts[-1]
 
-    monkeypatch.setattr(rounds, "starts_of", first_the_first_layer)
+    monkeypatch.setattr(rounds, "starts_of", first_the_last_layer)
     plan = make_plan(trace, MESH, PROFILE, tight, model_name=NAME).plan
     assert len(cuts) == 2 and plan.starts == cuts[1] != cuts[0]
     assert autopar.check(plan, model, batch).ok, (

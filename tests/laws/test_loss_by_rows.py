@@ -63,7 +63,9 @@ def test_it_is_chosen_where_logits_do_not_fit(
     model, batch, plan = squeezed
     assert 0 < plan.loss_rows < 480
     assert any("rows of logits" in covered for covered in plan.proof.covers)
-    assert f"the loss processes {plan.loss_rows} rows of logits at a time" in str(autopar.explain(plan))
+    assert f"the loss processes {plan.loss_rows} rows of logits at a time" in str(
+        autopar.explain(plan)
+    )
     assert autopar.Plan.loads(plan.dumps()) == plan
     assert autopar.verify(plan, model, batch).ok
     assert autopar.check(plan, model, batch).ok

@@ -51,14 +51,10 @@ def built() -> tuple[nn.Module, dict[str, torch.Tensor], Trace]:
 
 
 @cache
-def planned(
-    place: str = "4", share: float | None = 1.0, budget: int | None = None, num: int = 1
-) -> Plan:
+def planned(place: str = "4", share: float | None = 1.0, budget: int | None = None) -> Plan:
     mesh, beside = PLACES[place]
     constraints = (expert_parallel("expert", tokens="dispatched"), *beside)
-    options = PlanOptions(
-        memory_bytes=budget, constraints=constraints, num_microbatches=num, gap=0.05
-    )
+    options = PlanOptions(memory_bytes=budget, constraints=constraints, gap=0.05)
     return make_plan(built()[2], mesh, profile(share), options).plan
 
 
@@ -70,15 +66,14 @@ def routed(plan: Plan) -> list[Communication]:
     return [c for c in own(plan) if c.kernel is not None]
 
 
-@pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
 def test_where_a_profile_says_what_routes_reach_rows_take_them_and_ranks_compute_what_the_model_does(  # noqa: E501
-    place: str, num: int
+    place: str,
 ) -> None:
-    plan, (model, batch, trace) = planned(place, num=num), built()
+    plan, (model, batch, trace) = planned(place), built()
     assert routed(plan) == own(plan) and routed(plan)
     assert {c.kernel.name for c in routed(plan) if c.kernel} == {"moe_dispatch", "moe_combine"}
-    program = emit_stage(trace, plan, accumulates=num > 1)
+    program = emit_stage(trace, plan)
     steps = [
         n
         for g in (program.forward, program.backward)
@@ -90,6 +85,28 @@ def test_where_a_profile_says_what_routes_reach_rows_take_them_and_ranks_compute
     found = certify(trace, Plan.loads(plan.dumps()), profile())
     assert found.ok, str(found)
     assert plan.prediction.memory_bytes[KERNELS_BUFFERS] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_microbatches_take_the_routes_as_well(place: str) -> None:
+    (mesh, beside), (model, batch, _) = PLACES[place], built()
+    batch = {name: torch.cat((x, x)) for name, x in batch.items()}
+    asked = (expert_parallel("expert", tokens="dispatched"), *beside)
+    made = plan_model(
+        model,
+        mesh,
+        example_inputs=batch,
+        hardware=profile(),
+        constraints=asked,
+        num_microbatches=2,
+        gap=0.05,
+    )[1].plan
+    assert made.num_microbatches == 2
+    assert routed(made.stages[0]) == own(made.stages[0]) != []
+    assert autopar.verify(made, model, batch).ok
+    found = autopar.check(made, model, batch, hardware=profile())
+    assert found.ok, str(found)
 
 
 def test_without_a_figure_rows_go_by_all_to_alls_and_the_step_takes_longer() -> None:

@@ -99,7 +99,9 @@ def _peak(module: Any, batch: dict[str, Any], plan: Plan) -> tuple[int, int]:
     ranks = len(plan.pipeline.stages) // plan.pipeline.num_chunks
     chunks = [stage.prediction for stage in plan.pipeline.stages[module._stage_rank :: ranks]]
     predicted = (
-        plan.pipeline.rank_bytes[module._stage_rank] if plan.pipeline.rank_bytes else chunks[0].peak_bytes
+        plan.pipeline.rank_bytes[module._stage_rank]
+        if plan.pipeline.rank_bytes
+        else chunks[0].peak_bytes
     )
     held = [*module.parameters(), *module.buffers(), *batch.values()]
     peak = least_peak(

@@ -73,8 +73,11 @@ def _sums(plan: Plan) -> Iterator[str]:
     yield from (f"{n} takes {t} s" for n, t in parts.named() if t < -_ROUNDING * step_s)
     if plan.pipeline:
         ranks = [rank_memory(plan.pipeline, rank) for rank in range(plan.pipeline.num_ranks)]
-        yield from (wrong for peak, kinds in ranks for wrong in _peak(peak, peak_kinds(kinds)))
-    yield from _peak(plan.prediction.peak_bytes, peak_kinds(plan.prediction.memory_bytes))
+        yield from (
+            wrong for peak, kinds in ranks for wrong in _peak(peak, peak_kinds(kinds, peak))
+        )
+    peak = plan.prediction.peak_bytes
+    yield from _peak(peak, peak_kinds(plan.prediction.memory_bytes, peak))
 
 
 def _sums_of_stage(plan: Plan) -> Iterator[str]:
@@ -183,7 +186,9 @@ def _of_module(plan: Plan, part: ModulePart) -> Iterator[str]:
     found = explain(plan, module=part.module)
     if not all(each.matches(part.module) for each in found.parts):
         yield f"of {part.module} another module is told"
-    if not any(f"Decisions of {part.module}" in str(t.title) for t in _tables(found)):
+    if part.entries and not any(
+        f"Decisions of {part.module}" in str(t.title) for t in _tables(found)
+    ):
         yield f"of {part.module} no decision is told"
     for renderable in found.renderables():
         yield from _raw(renderable.plain) if isinstance(renderable, Text) else ()

@@ -339,7 +339,9 @@ def test_a_checkpoint_is_exported_without_a_mesh(
     )
     with pytest.raises(SystemExit) as exit_:
         cli.main()
-    assert not exit_.value.code and "of step 2 written" in capsys.readouterr().out.replace("\n", " ")
+    assert not exit_.value.code and "of step 2 written" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
     assert torch.equal(
         load_file(tmp_path / "two" / "model.safetensors")["last.weight"],
         plain(2).last.weight.bfloat16(),
