@@ -40,6 +40,7 @@ DERIVED: tuple[str, ...] = (
     "kept.instances",
     "kept.layouts",
     "kept.bytes",
+    "kept.is_copy",
     "communications.node",
     "communications.result",
     "communications.instances",
