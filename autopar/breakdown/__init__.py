@@ -3,17 +3,15 @@
 from autopar.breakdown.module_parts import (
     CROSSING,
     INPUTS,
-    PARALLELISMS,
     ModulePart,
     Transfer,
     Weight,
     breakdown,
     copies_of,
-    in_words,
     label,
-    over,
     owner,
 )
+from autopar.breakdown.parallelism import PARALLELISMS, in_words, over
 from autopar.breakdown.step import (
     WAITING,
     StepParts,

@@ -46,9 +46,9 @@ class StepParts:
     @property
     def total_s(self) -> float:
         """Seconds of the step as emitted."""
-        return sum(time_s for _, time_s in self.named())
+        return sum(time_s for _, time_s in self.items())
 
-    def named(self) -> Iterator[tuple[str, float]]:
+    def items(self) -> Iterator[tuple[str, float]]:
         """Yield the parts as (name, seconds)."""
         yield "compute", self.compute_s
         yield "run again", self.again_s

@@ -218,15 +218,16 @@ def _measure_parameter(
 
 
 def _check_kept(kept: Kept, plan: Plan, facts: Facts) -> Iterator[Finding]:
-    """Yield what does not hold of a kept value: that it has instances, its bytes, and whether it is
-    a parameter's copy in another dtype."""
+    """Yield the false claims about a kept value: its instances, its bytes, and whether it is a
+    parameter's copy in another dtype."""
     if not kept.instances:
         yield Finding("kept values", "it has no tensors", kept.node)
         return
     tensor = facts.tensors[kept.node.format(*kept.instances[0]), kept.result]
     if kept.is_copy != (tensor.given and not tensor.resident):
-        what = "a copy" if kept.is_copy else "no copy"
-        yield Finding("kept values", f"the plan calls it {what} of a parameter", kept.node)
+        what = "is not" if kept.is_copy else "is"
+        what = f"it {what} a parameter's copy in another dtype, unlike the plan states"
+        yield Finding("kept values", what, kept.node)
     held = sum(
         held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape)
         for at in kept.layouts

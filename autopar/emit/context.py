@@ -33,7 +33,7 @@ from autopar.rules import Call, Length, Operand, Start, Starts, localize
 #
 # ``NAME/parameter`` is the layout in which a microbatch reads the parameter and adds up its
 # gradient. If the parameter rests in another layout between steps, ``NAME/storage`` is that layout.
-# Result 0 of that key moves at the begin of a step to the layout that microbatches read. Result 1,
+# Result 0 of that key moves to the layout that microbatches read when a step begins. Result 1,
 # the sum of gradients, moves at the end of the step to storage. Both are in phase ``step``.
 
 TensorKey = tuple[str, int]  # node key, result index

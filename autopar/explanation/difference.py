@@ -113,11 +113,6 @@ def rows(first: Plan, second: Plan) -> tuple[DifferenceRow, ...]:
     found = []
     for key in keys:
         parts = [part for side in both for _, _, part in side.get(key, ())]
-        copies = (
-            copies_of(tuple(i for part in parts for i in part.instances))
-            if key[0] in several
-            else ""
-        )
         shares = (
             _share(plan, side.get(key, []), axes)
             for plan, side in zip((first, second), both, strict=True)
@@ -125,6 +120,8 @@ def rows(first: Plan, second: Plan) -> tuple[DifferenceRow, ...]:
         module = (
             parts[0].module if len({part.module for part in parts}) == 1 else key[0]
         )  # a stage may contain only one of the layers
+        instances = tuple(i for part in parts for i in part.instances)
+        copies = copies_of(instances, module, key[0]) if key[0] in several else ""
         found.append(DifferenceRow(replace(parts[0], module=module, copies=copies).name, *shares))
     return tuple(found)
 

@@ -25,7 +25,7 @@ def explain(
     the best alternative. For a plan with a pipeline, also the schedule and the tensors that cross
     between stages; modules are then explained stage by stage.
 
-    The parallelism of a module is derived from its layouts; `autopar.breakdown.module_parts` states
+    The parallelism of a module is derived from its layouts; `autopar.breakdown.parallelism` states
     the criteria.
 
     Args:

@@ -163,7 +163,7 @@ def as_emitted(plan: Plan) -> str:
 def spent(plan: Plan) -> Iterator[str]:
     """Yield the parts of the emitted step on the busiest devices."""
     parts = step_parts(plan)
-    there = {name: time_s for name, time_s in parts.named() if time_s > _ROUNDING * parts.total_s}
+    there = {name: time_s for name, time_s in parts.items() if time_s > _ROUNDING * parts.total_s}
     told = [
         f"{name}"
         f" {seconds(time_s)}{f' ({share(time_s / parts.total_s)})' if name == WAITING else ''}"

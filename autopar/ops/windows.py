@@ -33,8 +33,8 @@ class Edges(NamedTuple):
     padding: int
 
 
-def _named(edges: Sequence[Sequence[int] | None]) -> list[Edges | None]:
-    """Graphs hold them as plain numbers."""
+def _edges_of(edges: Sequence[Sequence[int] | None]) -> list[Edges | None]:
+    """Convert edges from the plain numbers that graphs store."""
     return [None if numbers is None else Edges(*numbers) for numbers in edges]
 
 
@@ -98,7 +98,7 @@ def convolution_backward_part(
         grad: [n, o, ...] and x: [n, c, ...], both with the halos that `edges` says.
         edges: per spatial dim the numbers of `Edges`, None if it is not split.
     """
-    num, around = len(edges), _named(edges)
+    num, around = len(edges), _edges_of(edges)
     strides, dilations = _each(stride, num), _each(dilation, num)
     settings = strides, _each(padding, num), dilations, False, [0] * num, groups
     grad_x = grad_weight = grad_bias = None
@@ -140,7 +140,7 @@ def avg_pool_backward_part(
             the pooling.
         edges: as for `convolution_backward_part`.
     """
-    num, around = len(edges), _named(edges)
+    num, around = len(edges), _edges_of(edges)
     kernels, strides = _each(kernel_size, num), _each(stride or kernel_size, num)
     shape = [*x.shape[: x.dim() - num], *_shape_seen(grad, x, around, kernels, strides)]
     backward = {2: aten.avg_pool2d_backward.default, 3: aten.avg_pool3d_backward.default}[num]

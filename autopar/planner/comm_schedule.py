@@ -128,8 +128,8 @@ class Groups:
         Args:
             plan: the plan.
             profile: the hardware profile that prices buckets.
-            num_microbatches: microbatches per step. Communications at the begin and the end of a
-                step run once for all of them.
+            num_microbatches: microbatches per step. Communications at the beginning and the end of
+                a step run once for all of them.
         """
         steps: Iterator[tuple[str, Communication]] = iter(plan.steps())
         return Groups(
@@ -410,7 +410,7 @@ class Ordering:
         with self.clock.phase("memory"):
             for each in (
                 peak for peak in self.by_node(over.program) if peak.phase in excess
-            ):  # no communication starts early at the begin of a step
+            ):  # no communication starts early at the beginning of a step
                 excess[each.phase] = max(excess[each.phase], each.peak_bytes + beside - self.budget)
         if not any(excess.values()):  # the peak is between the phases
             excess = dict.fromkeys(excess, over.peak_bytes - self.budget)

@@ -93,17 +93,17 @@ class NamedPlans:
             [
                 plan
                 for plan in _plans_on(axis, is_thorough=self.is_thorough)
-                if self._excluded(priced, (plan,), is_close)
+                if self._exclude(priced, (plan,), is_close)
             ]
             for axis, size in pairs
             if size > 1
         ]
         for plans in itertools.product(*on_axes):
-            excluded = self._excluded(priced, plans, is_close)
+            excluded = self._exclude(priced, plans, is_close)
             if excluded:
                 yield " + ".join(map(str, plans)), excluded
 
-    def _excluded(
+    def _exclude(
         self, priced: Priced, plans: Sequence[Parallelism], is_close: Callable[[Excluded], bool]
     ) -> Excluded:
         """Return the strategies that named plans exclude; none if the plans cannot be applied, are

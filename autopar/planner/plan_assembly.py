@@ -400,7 +400,7 @@ def with_multipliers(proof: Proof, draft: PlanDraft, multipliers: Multipliers) -
     }
     keys_at = keys | {name + WIDENED: key + WIDENED for name, key in keys.items()}
 
-    def named(found: Multipliers) -> dict[str, Any]:
+    def proof_fields(found: Multipliers) -> dict[str, Any]:
         """Convert multipliers to the fields of a proof or a case."""
         return {
             "potentials": tuple(_potentials(draft, found, keys)),
@@ -412,11 +412,11 @@ def with_multipliers(proof: Proof, draft: PlanDraft, multipliers: Multipliers) -
     cases = tuple(
         ProofCase(
             tuple(ProofCondition(_first_key(draft, c.op), c.axis, c.is_whole) for c in conditions),
-            **named(found),
+            **proof_fields(found),
         )
         for conditions, found in ((case.conditions, case.multipliers) for case in multipliers.cases)
     )
-    return replace(proof, **named(multipliers), cases=cases)
+    return replace(proof, **proof_fields(multipliers), cases=cases)
 
 
 def _versions(

@@ -73,8 +73,8 @@ def card(plan: Plan) -> str:
 def _step(plan: Plan) -> str:
     """Return the emitted step as a bar of its parts; with stages, that of the busiest devices."""
     parts = step_parts(plan)
-    colours = {name: colour for (name, _), colour in zip(parts.named(), _STEP_COLOURS, strict=True)}
-    there = {name: time_s for name, time_s in parts.named() if time_s > _ROUNDING * parts.total_s}
+    colours = {name: colour for (name, _), colour in zip(parts.items(), _STEP_COLOURS, strict=True)}
+    there = {name: time_s for name, time_s in parts.items() if time_s > _ROUNDING * parts.total_s}
     told = {
         name: f"{name} {seconds(time_s)}, {share(time_s / parts.total_s)}"
         for name, time_s in there.items()

@@ -216,14 +216,16 @@ class Incumbent:
     def offer(self, values: Floats) -> list[int]:
         """Record a plan if it fits and is the best. Otherwise return the rows that it breaks, if
         none of them is in the program yet."""
-        strategies, recomputed, kept, regions = self.extra.program.read_choices(self._named(values))
+        strategies, recomputed, kept, regions = self.extra.program.read_choices(
+            self._by_column(values)
+        )
         return self._consider(
             strategies, recomputed, kept, values, regions if self.extra.budget else None
         )  # without these rows they cost nothing
 
     def offer_rounded(self, relaxation: Relaxation) -> list[int]:
         """Offer the rounded relaxation as a plan, keeping every version that backward reads."""
-        strategies = self.extra.program.read_choices(self._named(relaxation.values))[0]
+        strategies = self.extra.program.read_choices(self._by_column(relaxation.values))[0]
         try:
             return self._consider(strategies, {}, None, relaxation.values)
         except LayoutError:  # rounded strategies may leave a reader without a usable layout
@@ -250,7 +252,7 @@ class Incumbent:
             )
             self.extra.engine.limit.waits = False
 
-    def _named(self, values: Floats) -> dict[str, float]:
+    def _by_column(self, values: Floats) -> dict[str, float]:
         return dict(zip(self.extra.engine.names, values.tolist(), strict=True))
 
     def _consider(

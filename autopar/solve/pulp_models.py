@@ -357,10 +357,10 @@ def write_lp(problem: Problem, objective_s: float, path: str | Path) -> None:
     names = [_row_name(problem, key, i) for i, key in enumerate(keys)]
     for number, row in enumerate(budget_rows(problem)):
         program.add_budget(row)
-        names.append(_named(f"memory{number}", row.name))
+        names.append(_name(f"memory{number}", row.name))
     for phase, name in enumerate(PHASES):
         excess.add(phase, objective_s)
-        names.append(_named("hidden", name))
+        names.append(_name("hidden", name))
     made = to_pulp(program.model, _column_names(program, keys), names)
     try:
         made.writeLP(str(path), max_length=_MOST)
@@ -370,7 +370,7 @@ def write_lp(problem: Problem, objective_s: float, path: str | Path) -> None:
         ) from error
 
 
-def _named(unique: str, *words: object) -> str:
+def _name(unique: str, *words: object) -> str:
     """The unique part, then the words, as far as there is room."""
     said = re.sub(r"[^A-Za-z0-9_.]", "_", ".".join(str(word) for word in words))
     room = _MOST - len(unique) - 1
@@ -390,13 +390,13 @@ def _column_names(program: Formulation, keys: list[RowKey]) -> dict[str, str]:
                 " ".join(map(str, each))
                 for each in (strategy.layouts.inputs, strategy.layouts.outputs)
             )
-            names[column.name] = _named(column.name, problem.ops[n].key, f"{inputs} to {outputs}")
+            names[column.name] = _name(column.name, problem.ops[n].key, f"{inputs} to {outputs}")
     for (v, version), column in program.keep.items():
         value = problem.values[problem.variants[v].value]
-        names[column.name] = _named(column.name, value.key, value.layout(version))
+        names[column.name] = _name(column.name, value.key, value.layout(version))
     for name, (v, source, target) in _collectives(program, keys).items():
         value = problem.values[problem.variants[v].value]
-        names[name] = _named(
+        names[name] = _name(
             name, value.key, f"{value.graph.layouts[source]} to {value.graph.layouts[target]}"
         )
     return names
@@ -427,8 +427,8 @@ def _row_name(problem: Problem, key: RowKey, position: int) -> str:
     kind, indices = key[0], key[1:]
     unique = f"{_KINDS.get(kind, f'kernel{kind}')}{'_'.join(map(str, indices))}"
     if kind in (CHOOSE, AGAIN, RULED_OUT):
-        return _named(unique, problem.ops[indices[0]].key)
+        return _name(unique, problem.ops[indices[0]].key)
     if kind in (FLOW, SHARE, KEEP):
         value = problem.values[problem.variants[indices[0]].value]
-        return _named(unique, value.key, "" if kind == SHARE else value.graph.layouts[indices[-1]])
-    return _named(f"{unique}_r{position}")
+        return _name(unique, value.key, "" if kind == SHARE else value.graph.layouts[indices[-1]])
+    return _name(f"{unique}_r{position}")

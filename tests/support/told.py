@@ -70,7 +70,7 @@ def _sums(plan: Plan) -> Iterator[str]:
     parts, step_s = step_parts(plan), plan.prediction.simulated_s
     if not _close(parts.total_s, step_s, step_s):
         yield f"the step's parts are {parts.total_s} s, and it takes {step_s} s"
-    yield from (f"{n} takes {t} s" for n, t in parts.named() if t < -_ROUNDING * step_s)
+    yield from (f"{n} takes {t} s" for n, t in parts.items() if t < -_ROUNDING * step_s)
     if plan.pipeline:
         ranks = [rank_memory(plan.pipeline, rank) for rank in range(plan.pipeline.num_ranks)]
         yield from (

@@ -16,13 +16,14 @@ from autopar.breakdown import (
     WAITING,
     ModulePart,
     breakdown,
+    copies_of,
     in_words,
     label,
     owner,
     step_parts,
 )
-from autopar.breakdown.module_parts import parallelism_of
-from autopar.constraints import fsdp, megatron, pipeline
+from autopar.breakdown.parallelism import parallelism_of
+from autopar.constraints import fsdp, layout, megatron, pipeline
 from autopar.core.layout import Layout
 from autopar.core.units import seconds, share
 from autopar.explanation import explain
@@ -198,6 +199,37 @@ class Layered(nn.Module):
         return x.pow(2).mean()
 
 
+@pytest.mark.parametrize(
+    ("instances", "module", "pattern", "text"),
+    [
+        (((0,), (1,), (2,), (5,)), "layers.*", "layers.*", "0-2,5"),
+        (((0, 1), (0, 2), (1, 0)), "down.*.*", "down.*.*", "0.1-2,1.0"),
+        (((0, 3), (1, 3), (2, 3)), "layers.*.3", "layers.*.*", "0-2"),
+        (((4,),), "head.4", "head.*", ""),
+        (((),), "head", "head", ""),
+    ],
+)
+def test_copies_are_told_by_the_indices_that_the_path_leaves_open(
+    instances: Any, module: str, pattern: str, text: str
+) -> None:
+    assert copies_of(instances, module, pattern) == text
+
+
+def test_weights_of_one_name_that_differ_in_layout_are_compared_as_a_whole() -> None:
+    model = nn.Sequential()
+    model.features = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
+    plan = autopar.plan(
+        model,
+        2,
+        example_inputs=(torch.randn(4, 6),),
+        hardware="cpu-gloo",
+        constraints=(layout("features.0", storage="R"), layout("features.1", storage="S(0)")),
+    )
+    part = next(p for p in breakdown(plan) if {(0,), (1,)} <= set(p.instances))
+    assert {str(w.storage) for w in part.weights if w.name == "weight"} == {"S(0)", "R"}
+    assert not autopar.diff(plan, plan).changes
+
+
 def test_an_index_that_goes_through_no_layers_is_shown() -> None:
     plan = autopar.plan(Layered(), 2, example_inputs=(torch.randn(4, 8),), hardware="cpu-gloo")
     parts = {part.module: part for part in breakdown(plan)}
@@ -278,7 +310,7 @@ def test_of_a_real_plan_the_parts_of_a_step_add_up_to_what_is_simulated(stages: 
     )
     parts, said = step_parts(made), list(explain(made).summary())
     assert made.pipeline is not None and parts.total_s == pytest.approx(made.prediction.simulated_s)
-    assert all(time_s >= -1e-12 for _, time_s in parts.named())
+    assert all(time_s >= -1e-12 for _, time_s in parts.items())
     assert parts.compute_s + parts.again_s == pytest.approx(made.prediction.compute_s)
     assert parts.slowed_s > 0.0
     if not stages:

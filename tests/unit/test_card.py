@@ -77,7 +77,7 @@ def test_a_notebook_shows_a_plan_by_its_card_with_all_lines_of_its_summary(plan:
 def test_the_bar_of_the_step_is_what_it_goes_by_in() -> None:
     for plan in PLANS.values():
         parts, (step, *_) = step_parts(plan), bars(card(plan))
-        there = [time_s for _, time_s in parts.named() if time_s > 1e-12]
+        there = [time_s for _, time_s in parts.items() if time_s > 1e-12]
         assert step == pytest.approx(
             [100 * time_s / plan.prediction.simulated_s for time_s in there], abs=1e-3
         )

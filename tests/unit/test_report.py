@@ -12,7 +12,7 @@ import pytest
 from made_plan import made_plan, made_staged_plan
 from matplotlib.colors import to_hex
 
-from autopar.breakdown.module_parts import PARALLELISMS
+from autopar.breakdown.parallelism import PARALLELISMS
 from autopar.errors import AutoparError
 from autopar.report import layouts, memory, report, schedule, stage_memory, timeline
 from autopar.report.charts import COLOURS, MEMORY_COLOURS

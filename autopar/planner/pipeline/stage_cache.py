@@ -171,13 +171,13 @@ def _rename_rows(choices: Solution, other: Problem, problem: Problem) -> Solutio
         for old, new in zip(budget_rows(other), budget_rows(problem), strict=True)
     }
 
-    def renamed(found: Multipliers) -> Multipliers:
+    def rename(found: Multipliers) -> Multipliers:
         """Return multipliers with renamed memory rows."""
         worths = {names[name]: worth for name, worth in found.memory_s.items()}
-        cases = tuple(replace(case, multipliers=renamed(case.multipliers)) for case in found.cases)
+        cases = tuple(replace(case, multipliers=rename(case.multipliers)) for case in found.cases)
         return replace(found, memory_s=worths, cases=cases)
 
-    return replace(choices, multipliers=renamed(proven))
+    return replace(choices, multipliers=rename(proven))
 
 
 def form_of(program: StageProgram) -> Form:

@@ -139,6 +139,31 @@ def test_a_bound_is_searched_for_to_its_end_where_it_may_come_near_and_only_ther
     assert planned().plan.proof.gap > 0.4
 
 
+@pytest.mark.parametrize("memory_bytes", [2**20, 240_000])
+def test_a_faster_plan_of_a_search_for_the_bound_is_kept_though_the_bound_stays(
+    memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Searches for a plan only return one for less memory. In 240,000 bytes, the solution of the
+    first search for the bound exceeds the budget as emitted."""
+    answer, ends = solving.choices_or_least, list[float]()
+
+    def slow_at_first(problem: Problem, *, only_plan: bool, **how: Any) -> Solution | Least:
+        found = answer(problem, only_plan=only_plan, **how)
+        assert isinstance(found, Solution)
+        if not only_plan:
+            ends.append(found.objective_s)
+            return replace(found, bound_s=0.0)
+        slow = answer(replace(problem, budget_bytes=130 * KIB), only_plan=True, **how)
+        assert isinstance(slow, Solution) and slow.objective_s > found.objective_s
+        return replace(slow, bound_s=found.bound_s, unfinished=True)
+
+    monkeypatch.setattr(solving, "choices_or_least", slow_at_first)
+    made = planned(memory_bytes=memory_bytes, effort="quick").plan
+    assert len(ends) == (1 if memory_bytes == 2**20 else 2)
+    assert made.proof.objective_s == pytest.approx(ends[-1])
+    assert made.prediction.peak_bytes <= memory_bytes
+
+
 @pytest.mark.parametrize("others", [True, False])
 def test_a_plan_over_the_budget_is_tried_again_with_other_kernels_and_not_as_it_was(
     others: bool, monkeypatch: pytest.MonkeyPatch
