@@ -58,7 +58,7 @@ def bind(
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (host.store, host.finish_store):
             node.args = (*node.args, _is_read_by_host(node))
-        elif node.target in bound_ops.IN_PLACE and _is_last_read(node.args[0]):
+        elif node.target in bound_ops.IN_PLACE and is_last_read(node.args[0]):
             node.target = bound_ops.IN_PLACE[node.target]  # type: ignore[index]
     return fx.GraphModule(graph_module, graph)
 
@@ -83,7 +83,7 @@ def _place_on_device(node: fx.Node, device: str | None) -> None:
         node.kwargs = {**node.kwargs, "device": torch.device(device)}
 
 
-def _is_last_read(operand: Any) -> bool:
+def is_last_read(operand: Any) -> bool:
     """Return whether nothing but one node reads the memory of a tensor."""
     return (
         isinstance(operand, fx.Node) and len(operand.users) == 1 and operand.target in _NEW_MEMORY

@@ -21,8 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.core.collective import HOST_KINDS
-from autopar.kernels import host
-from autopar.kernels.collectives import PARTS, Groups, local_length, local_start, use_groups
+from autopar.kernels import bound_ops, host
+from autopar.kernels.bind import is_last_read
+from autopar.kernels.collectives import (
+    PARTS,
+    Groups,
+    all_reduce,
+    local_length,
+    local_start,
+    positional,
+    use_groups,
+)
 from autopar.kernels.host import is_on_host
 from autopar.program.executor import Executor, without_saved
 from autopar.program.program import Action, StageProgram
@@ -425,9 +434,10 @@ class _Run:
             for place, (action, node) in enumerate(self.order):
                 if node.op == "call_function":
                     before = self.memory.live_bytes
-                    env[node], rise_bytes = self._call_node(
-                        node if action == "run" else _Part.of(action, node), env, known
-                    )
+                    call = _Part.in_place(action, node, self.groups)
+                    if call is None:
+                        call = node if action == "run" else _Part.of(action, node)
+                    env[node], rise_bytes = self._call_node(call, env, known)
                     self._tell(node, before + rise_bytes)
                     for dead in last_use.get(place, ()):
                         del env[dead]
@@ -481,7 +491,8 @@ class _Run:
 
 
 class _Part(NamedTuple):
-    """The start or the finish of a step, as a call. The finish reads the step itself."""
+    """A call that differs from its node: the start or the finish of a step, or a sum over ranks in
+    the memory of its operand. The finish reads the step itself."""
 
     target: Any
     args: tuple[Any, ...]
@@ -494,6 +505,20 @@ class _Part(NamedTuple):
         target, settings = call_of_action(action, step)
         first = step if action == "finish" else reads(action, step)[0]
         return _Part(target, (first, *settings), step.kwargs, step.users)
+
+    @staticmethod
+    def in_place(action: str, step: fx.Node, groups: Groups) -> _Part | None:
+        """Return the call of a sum over ranks that `autopar.kernels.bind.bind` computes in the
+        memory of its operand; None for other calls."""
+        if step.target is not all_reduce or action == "finish":
+            return None
+        x, reduce_op, axis = positional(step)
+        group = groups[axis]
+        if group.size == 1 or not is_last_read(x):
+            return None
+        form = bound_ops.all_reduce if action == "run" else bound_ops.start_all_reduce
+        settings = (x, reduce_op, group.size, group.name)
+        return _Part(bound_ops.IN_PLACE[form], settings, {}, step.users)
 
 
 def _sees_most_at_last(reader: fx.Node, start: fx.Node) -> bool:
