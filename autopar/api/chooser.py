@@ -528,15 +528,17 @@ def note_tries(found: Planned, told: Sequence[str], coupled: CoupledError | None
     """
     if len(told) > 1:
         line = (
-            "this number of microbatches and these stages alone; tried, with the step found for "
-            f"each: {'; '.join(told)}"
+            "only this number of microbatches and these stages; alternatives, with the step time of"
+            f" each: {'; '.join(told)}"
         )
         found = add_coverage(found, line)
     if coupled is None or found.plan.pipeline is None:
         return found
-    log.warning("one microbatch, which the stages process one after another: %s", coupled.what)
+    log.warning(
+        "using one microbatch, which the stages process one after another: %s", coupled.what
+    )
     return add_coverage(
-        found, f"one microbatch alone, since samples depend on each other: {coupled.what}"
+        found, f"only one microbatch, because samples depend on each other: {coupled.what}"
     )
 
 

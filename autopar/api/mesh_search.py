@@ -220,9 +220,8 @@ class ShapeSearch:
         """
         if len(self._told) < 2:
             return best
-        tried = (
-            f"this mesh shape alone; tried, with the step found for each: {'; '.join(self._told)}"
-        )
+        told = "; ".join(self._told)
+        tried = f"only this mesh shape; shapes tried, with the step time of each: {told}"
         proof = replace(best.plan.proof, covers=(*best.plan.proof.covers, tried))
         plan = replace(best.plan, proof=proof)
         return replace(best, plan=plan, program=replace(best.program, plan_hash=plan.hash))

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from torch.distributed.tensor import Replicate, Shard
 
@@ -33,18 +34,22 @@ BEFORE, BEHIND = (
 )  # names of the parts for tensors that cross between stages
 CROSSING = (BEFORE, BEHIND)
 Instances = tuple[tuple[int, ...], ...]
+_Item = TypeVar("_Item", Entry, Communication, Kept)
 _FIELD = re.compile(r"\{\d+\}")
 _CROSSES = re.compile(r"/(forward|backward)/\d+(/.+)?/(input|output)$")
 
 
 @dataclass(slots=True)
 class ModuleGroup:
-    """The decisions and forward nodes of one part while they are collected."""
+    """The decisions, forward nodes, communications and kept values of one part while they are
+    collected."""
 
     module: str
     instances: Instances
     entries: list[Entry] = field(default_factory=list)
     nodes: list[tuple[NodeChoice, Entry]] = field(default_factory=list)
+    communications: list[Communication] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
 
 
 def star_indices(path: str) -> str:
@@ -81,26 +86,53 @@ def owner(node: str) -> str:
 def group_by_module(plan: Plan) -> list[ModuleGroup]:
     """Group the decisions of a plan by module and set of copies. Modules with compute come first,
     in forward order.
+
+    The groups of one pattern have no copy in common. A decision that modules of several groups
+    share, such as that of the biases of a convolution and of a norm, is divided among them.
     """
     groups: list[ModuleGroup] = []
     for entry in sorted(plan.entries, key=lambda e: (e.kind != "compute", e.phase != "forward")):
-        _group_of(groups, owner(entry.nodes[0].node), entry.instances).entries.append(entry)
+        for group, copies in _divide(groups, owner(entry.nodes[0].node), entry.instances):
+            group.entries.append(_restrict(entry, copies))
         if entry.kind == "compute" and entry.phase == "forward":
             for choice in entry.nodes:
-                _group_of(groups, owner(choice.node), entry.instances).nodes.append((choice, entry))
+                for group, copies in _divide(groups, owner(choice.node), entry.instances):
+                    group.nodes.append((choice, _restrict(entry, copies)))
     return groups
 
 
-def _group_of(groups: list[ModuleGroup], module: str, instances: Instances) -> ModuleGroup:
-    for group in groups:
-        if group.module == module and set(instances) <= set(group.instances):
-            return group
-    for group in groups:
-        if group.module == module and set(instances) >= set(group.instances):
-            group.instances = instances
-            return group
-    groups.append(ModuleGroup(module, instances))
-    return groups[-1]
+def _divide(
+    groups: list[ModuleGroup], module: str, instances: Instances
+) -> list[tuple[ModuleGroup, Instances]]:
+    """Divide copies among the groups of a module; copies without a group join the only group that
+    all its copies are among, or form a new group."""
+    mine = [group for group in groups if group.module == module]
+    if mine and module in (INPUTS, *CROSSING):  # not a module with copies
+        return [(mine[0], instances)]
+    found = [(group, common) for group in mine if (common := _common(instances, group.instances))]
+    left = _without(instances, [i for _, common in found for i in common])
+    if not left:
+        return found
+    if len(found) == 1 and len(found[0][1]) == len(found[0][0].instances):
+        found[0][0].instances = instances
+        return [(found[0][0], instances)]
+    groups.append(ModuleGroup(module, left))
+    return [*found, (groups[-1], left)]
+
+
+def _common(instances: Instances, others: Instances) -> Instances:
+    allowed = set(others)
+    return tuple(i for i in instances if i in allowed)
+
+
+def _without(instances: Instances, others: Iterable[tuple[int, ...]]) -> Instances:
+    excluded = set(others)
+    return tuple(i for i in instances if i not in excluded)
+
+
+def _restrict(item: _Item, instances: Instances) -> _Item:
+    """Return an item of a plan for some of its copies only."""
+    return item if len(instances) == len(item.instances) else replace(item, instances=instances)
 
 
 def _decides(group: ModuleGroup, node: str) -> bool:
@@ -108,8 +140,10 @@ def _decides(group: ModuleGroup, node: str) -> bool:
     return any(choice.node == node for entry in group.entries for choice in entry.nodes)
 
 
-def index_of(groups: list[ModuleGroup], node: str, instances: Instances) -> int:
-    """Find the group that includes a node's communication or kept value.
+def _divide_moved(
+    groups: list[ModuleGroup], node: str, instances: Instances
+) -> list[tuple[ModuleGroup, Instances]]:
+    """Divide the copies of a node's communication, or of its kept value, among the groups.
 
     A module without decisions has no group: for example, one that only reshapes, whose nodes follow
     the decision of another module. Tensors that its nodes move are counted with that decision.
@@ -119,17 +153,13 @@ def index_of(groups: list[ModuleGroup], node: str, instances: Instances) -> int:
             added.
         node: pattern of the node.
         instances: its copies.
-
-    Returns:
-        The index of the group that has all copies, or most of them.
     """
     module = owner(node)
-    mine = [i for i, group in enumerate(groups) if group.module == module]
-    mine = mine or [i for i, group in enumerate(groups) if _decides(group, node)]
-    if not mine:
-        groups.append(ModuleGroup(module, instances))
-        return len(groups) - 1
-    return max(mine, key=lambda i: (len(set(instances) & set(groups[i].instances)), -i))
+    deciding = [group for group in groups if _decides(group, node)]
+    if deciding and not any(group.module == module for group in groups):
+        best = max(deciding, key=lambda group: len(_common(instances, group.instances)))
+        return [(best, instances)]
+    return _divide(groups, module, instances)
 
 
 _LAYOUT_FREE = ("getitem",)  # picks one of several results; not an input or output of the module
@@ -262,17 +292,13 @@ def breakdown(plan: Plan) -> tuple[ModulePart, ...]:
     kept bytes to its activations.
     """
     groups = group_by_module(plan)
-    transfers: dict[int, list[Communication]] = {}
-    kept: dict[int, list[Kept]] = {}
     for communication in plan.communications:
-        transfers.setdefault(
-            index_of(groups, communication.node, communication.instances), []
-        ).append(communication)
+        for group, copies in _divide_moved(groups, communication.node, communication.instances):
+            group.communications.append(_restrict(communication, copies))
     for value in plan.kept:
-        kept.setdefault(index_of(groups, value.node, value.instances), []).append(value)
-    parts = [
-        _part(plan, group, transfers.get(i, ()), kept.get(i, ())) for i, group in enumerate(groups)
-    ]
+        for group, copies in _divide_moved(groups, value.node, value.instances):
+            group.kept.append(_restrict(value, copies))
+    parts = [_part(plan, group) for group in groups]
     parts = [
         part
         for part in parts
@@ -337,10 +363,8 @@ def copies_of(instances: Instances, module: str, pattern: str) -> str:
     )
 
 
-def _part(
-    plan: Plan, group: ModuleGroup, communications: Iterable[Communication], kept: Iterable[Kept]
-) -> ModulePart:
-    communications, kept = list(communications), list(kept)
+def _part(plan: Plan, group: ModuleGroup) -> ModulePart:
+    communications, kept = group.communications, group.kept
     weights = tuple(
         _weight(entry, communications, kept) for entry in group.entries if entry.kind == "parameter"
     )

@@ -34,7 +34,7 @@ from autopar.rules import EXCHANGES, Call, own_moves
 
 ROUTE = "moe_route"
 """The figure of profiles: share of an all-to-all's bandwidth."""
-TOO_LITTLE = "between peers its rows would save less than a launch takes"
+TOO_LITTLE = "sending rows directly to peers would save less than a kernel launch takes"
 
 
 def savings(
@@ -130,7 +130,7 @@ def why_none(mesh: Mesh, axis: int) -> str:
     if far:
         return far
     return (
-        f"the kernels know {MOST_RANKS} ranks of an axis, not {num_ranks}"
+        f"the kernels support up to {MOST_RANKS} ranks per axis, not {num_ranks}"
         if num_ranks > MOST_RANKS
         else ""
     )

@@ -55,7 +55,8 @@ from autopar.cost.priced import Priced, Source
 from autopar.rules import Call, operands_of
 from autopar.sharding import ClusterClass, ClusterStrategy, pattern_of
 
-NO_ROOM = "what it would share with its peers takes memory that is worth more elsewhere"
+_TOO_SMALL = "splitting it into chunks costs more time than the overlap saves"
+NO_ROOM = "its buffers shared with peers need memory that saves more time elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ class _Offers:
                 offered = next((h for h in hides if h.arc == graph.arcs.index(arc)), None)
                 if offered is not None:
                     refusal = _why_not_chosen(offered, choices)
-                yield f"{name}: {refusal or 'to cut it into chunks costs more than that hides'}"
+                yield f"{name}: {refusal or _TOO_SMALL}"
 
     def why_not_normed(self, v: int, arc: Arc, choices: Solution) -> str:
         """Say why a kernel that scatters partial sums does not compute the norm that follows.
@@ -257,12 +258,14 @@ class _Offers:
             also = product.normed.strategies(layout)
             if not all(choices.strategies[op] in some for op, some in also) or not also:
                 return (
-                    "its norm apart: that, or the sum before it, does not have whole rows as this"
-                    " is scattered"
+                    "the norm runs separately: the norm, or the sum before it, does not use the"
+                    " layout in which this is scattered"
                 )
             if TAIL not in self.profile.kernels:
-                return f"its norm apart: the hardware's profile has no figure for {TAIL}"
-            return "its norm apart: one pass for all would take longer"
+                return (
+                    f"the norm runs separately: the hardware profile has no measurement of {TAIL}"
+                )
+            return "the norm runs separately: one fused pass would take longer"
         return ""
 
     def _products(self, v: int, late: bool) -> Iterator[Product]:
@@ -404,18 +407,18 @@ class _Offers:
         if far := out_of_reach(self.mesh, arc.collective.axis):
             return far
         if product.result_dim(dim) is None:
-            return "it sums over what is gathered, or has it in both factors"
+            return "it sums over the gathered dim, or the gathered dim is in both factors"
         if product.factor is None and arc.collective.dtype != str(
             head.call.outputs[0].dtype
         ).removeprefix("torch."):
-            return "its sums are reduced in another dtype"
+            return "its partial sums are reduced in another dtype"
         if product.factor is not None and (late := self._late_operand(product)):
-            return f"its {late} may not be there when this is read first"
+            return f"its {late} may not be computed yet when the gathered tensor is read first"
         graph = self.problem.values[self.problem.variants[v].value].graph
         info = head.call.outputs[0] if product.factor is None else head.call.inputs[product.factor]
         split = graph.layouts[arc.dst if product.factor is None else arc.src]
         return (
-            "parts differ in length"
+            "shards differ in length"
             if info.shape[dim] % split.num_shards(dim, self.mesh.shape)
             else ""
         )
@@ -483,7 +486,10 @@ def _why_not_chosen(offered: OverlapOption, choices: Solution) -> str:
     """Why a kernel that is offered is not chosen."""
     has_room = choices.regions is None or offered.region in choices.regions
     if has_room:
-        return "another product of it, or another collective of the product, saves more"
+        return (
+            "a kernel of the collective with another product, or of the product with another"
+            " collective, saves more"
+        )
     return NO_ROOM
 
 
@@ -492,7 +498,7 @@ def out_of_reach(mesh: Mesh, axis: int) -> str:
     return (
         ""
         if mesh.shares_memory(axis)
-        else f"axis {mesh.axes[axis].name!r} has ranks of several nodes, which do not share memory"
+        else f"axis {mesh.axes[axis].name!r} spans several nodes, which do not share memory"
     )
 
 

@@ -169,8 +169,8 @@ def _describe_overlap(plan: Plan) -> Iterator[str]:
     if any(number for _, number in saving):
         saved = ", ".join(seconds(saved_s) for saved_s, _ in saving)
         yield (
-            f"collective-overlap kernels save {saved} per microbatch, by stage: "
-            f"{sum(n for _, n in saving)} in all"
+            f"{sum(n for _, n in saving)} collective-overlap kernels save {saved} per microbatch"
+            " (one time per stage)"
         )
     if plan.prediction.hidden_s:
         hidden = ", ".join(seconds(stage.prediction.hidden_s) for stage in plan.stages)

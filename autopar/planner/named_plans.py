@@ -268,7 +268,8 @@ def _decisions(choices: Solution) -> tuple[object, ...]:
 def _note(fastest: Candidate, name: str) -> Candidate:
     """Record in the proof that a named plan was chosen."""
     line = (
-        f"taken for its simulated step, which is shorter than that of the least objective: {name}"
+        "chosen because its simulated step is shorter than that of the plan with the least"
+        f" objective: {name}"
     )
     proof = replace(fastest.plan.proof, covers=(*fastest.plan.proof.covers, line))
     return replace(fastest, plan=replace(fastest.plan, proof=proof))

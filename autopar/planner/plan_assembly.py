@@ -59,33 +59,29 @@ from autopar.solve import Evaluation
 _KEYS = {"parameter": parameter_key, "buffer": buffer_key, "input": input_key, "output": output_key}
 GIB = 2**30
 _HOSTS = (
-    "on the devices or on their hosts: where each parameter rests, and what is kept waits for"
-    " backward, copies being communication that has slack; the bound holds however much memory the"
-    " hosts have"
+    "device or host memory for each parameter and each kept value; transfers to and from the hosts"
+    " can overlap with compute; the bound does not depend on the size of the host memory"
 )
-_ALIKE = "equal nodes of repeated layers take one decision"
-_BALANCED = (
-    "all experts picked alike: the rows that are dispatched to them, and those that each computes"
-    " with, are the expected ones"
-)
+_ALIKE = "equal ops of repeated layers share one decision"
+_BALANCED = "balanced experts: each expert receives the expected number of rows"
 _SEEN = (
-    "flex attention: of {} of {} calls the mask reads tensors, samples or heads, and all pairs"
-    " count; of the others those in blocks of which a pair is seen"
+    "flex attention: in {} of {} calls the mask reads tensors, samples or heads, and the time is"
+    " that of all pairs; the other calls compute only blocks that are not fully masked"
 )
 SHARES = (
-    "what is gathered of what rests or is kept, and reductions of gradients, as parts of full"
-    f" buckets of {BUCKET_BYTES >> 20} MiB; every other collective by itself"
+    "gathers of parameters and of kept values, and reductions of gradients, are priced as parts of"
+    f" full {BUCKET_BYTES >> 20} MiB buckets; other collectives are priced individually"
 )
 COVERS = (
     (
-        "every layout of every op that the rules offer, on every mesh axis; a dim is split unevenly"
-        " by one axis alone"
+        "every layout that the sharding rules offer for each op, on every mesh axis; only one axis"
+        " may shard a dim unevenly"
     ),
-    "storage layout of every parameter; gathering it once or again in backward",
-    "keeping or recomputing every forward value, in any layout that forward makes",
-    "partial sums pass through views, sums and additions, not through products",
+    "the storage layout of every parameter, and whether backward gathers it again",
+    "keeping or recomputing each forward value, in any layout that it has in forward",
+    "partial sums may pass through views, sums and additions, but not through products",
     _ALIKE,
-    "one microbatch, no pipeline: stages are tried where `constraints.pipeline()` asks for them",
+    "one microbatch without a pipeline; `constraints.pipeline()` makes the planner try stages",
     SHARES,
 )
 
@@ -170,14 +166,14 @@ def beside_compute(evaluation: Evaluation) -> tuple[str, ...]:
     ]
     return (
         (
-            "max(C + s·P, P) + K in forward and in backward: P is communication that has slack"
-            " whatever is chosen (gathers of what rests or is kept, reductions of gradients), K"
-            f" all else, s = {slowdown:g}; as if memory had room for all of it, the first and last"
-            " included"
+            "forward and backward each take max(C + s·P, P) + K: compute C, communication P that"
+            " can overlap with it (gathers of parameters and of kept values, reductions of"
+            f" gradients), other communication K, and slowdown s = {slowdown:g}; the bound assumes"
+            " that memory allows all of P to overlap, including the first and last collective"
         ),
         *(
-            f"in {phase} communication outlasts the compute that could hide it: there the bound may"
-            " leave a gap"
+            f"in {phase} the communication takes longer than the compute that could hide it, so"
+            " the bound may leave a gap"
             for phase in outlasting
         ),
     )

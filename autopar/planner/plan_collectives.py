@@ -20,13 +20,15 @@ from autopar.rules import EXCHANGES
 from autopar.sharding import pattern_of
 from autopar.solve import Taken
 
-_NO_KERNELS = "no collective-overlap kernels: the hardware's profile has no figures for them"
-_KERNELS = (
-    "collective-overlap kernels, one collective to a product; the share that they hide of what"
-    " their chunks could: {}"
+_NO_KERNELS = (
+    "no collective-overlap kernels, because the hardware profile has no measurements of them"
 )
-_NORMS = "; the share of a copy's bandwidth: {} {:g}"
-_ROUTES = "; experts' rows between peers, at so much of an all-to-all's bandwidth: {} {:g}"
+_KERNELS = (
+    "collective-overlap kernels that join one collective and one matrix product; the share of the"
+    " collective that they hide, of what their chunks allow: {}"
+)
+_NORMS = "; share of the memory bandwidth of a copy: {} {:g}"
+_ROUTES = "; expert rows sent directly between peers, share of an all-to-all's bandwidth: {} {:g}"
 
 
 def of_kernels(priced: Priced) -> str:

@@ -346,7 +346,7 @@ def test_what_buckets_save_is_what_the_prediction_says(case: tuple[str, str, str
         != 0.0
     )
     assert plan.proof.bound_s <= plan.proof.objective_s == p.step_s
-    assert any("as parts of full buckets of 32 MiB" in line for line in plan.proof.covers)
+    assert any("as parts of full 32 MiB buckets" in line for line in plan.proof.covers)
     assert f"{sum(len(b.members) for b in plan.buckets)} small communications share" in str(
         autopar.explain(plan)
     )

@@ -95,7 +95,7 @@ def check_one(plan: autopar.Plan, model: nn.Module, batch: dict[str, Tensor], op
     )
     said = plan.proof.covers[-1]
     assert (
-        said.startswith("one microbatch alone, since samples depend on each other") and op in said
+        said.startswith("only one microbatch, because samples depend on each other") and op in said
     )
     assert autopar.verify(plan, model, batch).ok and autopar.check(plan, model, batch).ok
 

@@ -246,7 +246,7 @@ def test_between_nodes_no_kernel_is_on_offer_and_plans_say_why() -> None:
     plan = make_plan(built("narrow")[2], apart, NORMS, PlanOptions()).plan
     assert not kernels(plan)
     assert any(
-        "axis 'gpu' has ranks of several nodes, which do not share memory" in c.why
+        "axis 'gpu' spans several nodes, which do not share memory" in c.why
         for c in plan.communications
     )
     found = certify(built("narrow")[2], replace(planned("norms"), mesh=apart), NORMS)
@@ -263,10 +263,10 @@ def test_a_profile_without_figures_has_no_kernels_and_plans_say_so() -> None:
     assert not h100.kernels, "none was measured"
     plan = make_plan(built("gpt2")[2], LINE, h100, PlanOptions()).plan
     assert (
-        "no collective-overlap kernels: the hardware's profile has no figures for them"
+        "no collective-overlap kernels, because the hardware profile has no measurements of them"
         in plan.proof.covers
     )
-    assert "hide of what their chunks could: all_gather_matmul 0.9" in " ".join(
+    assert "that they hide, of what their chunks allow: all_gather_matmul 0.9" in " ".join(
         planned("gpt2").proof.covers
     )
 
@@ -290,7 +290,7 @@ def what_if_saved(profile: HardwareProfile) -> float:
 def test_where_parts_differ_in_length_no_kernel_is_on_offer() -> None:
     trace = built("narrow")[2]
     plan = make_plan(trace, UNEVEN, SLOW, PlanOptions()).plan
-    assert any("parts differ in length" in c.why for c in plan.communications)
+    assert any("shards differ in length" in c.why for c in plan.communications)
     for c in kernels(plan):
         tensor = next(
             n
@@ -313,18 +313,21 @@ def test_explain_says_what_a_kernel_norms_and_else_why_not() -> None:
         for name in ("llama", "norms", "gpt2")
     }
     assert whys == {
-        "llama": {"its norm apart: the hardware's profile has no figure for reduce_add_rmsnorm"},
+        "llama": {
+            "the norm runs separately: the hardware profile has no measurement of"
+            " reduce_add_rmsnorm"
+        },
         "norms": set(),
         "gpt2": set(),
     }
-    assert "its norm apart" in str(autopar.explain(planned("llama")))
+    assert "the norm runs separately" in str(autopar.explain(planned("llama")))
     assert "matmul_reduce_add_rmsnorm" in str(autopar.explain(planned("norms")))
     slow = overlapping(kernels={**NORMING, "reduce_add_rmsnorm": 0.01})
     plan = make_plan(built("narrow")[2], LINE, slow, PlanOptions()).plan
     assert {c.why for c in kernels(plan) if c.why} == {
-        "its norm apart: one pass for all would take longer"
+        "the norm runs separately: one fused pass would take longer"
     }
-    assert "the share of a copy's bandwidth: reduce_add_rmsnorm 0.9" in " ".join(
+    assert "share of the memory bandwidth of a copy: reduce_add_rmsnorm 0.9" in " ".join(
         planned("norms").proof.covers
     )
 

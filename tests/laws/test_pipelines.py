@@ -199,7 +199,7 @@ def test_cuts_by_name_and_what_refuses() -> None:
     mesh = autopar.Mesh({"stage": 2})
     made = planned("llama", mesh, pipeline("stage", microbatches=4, cuts=["model.layers.1"]))[0]
     assert made.plan.pipeline is not None and made.plan.pipeline.modules == ("model.layers.1",)
-    assert made.plan.proof.covers[0].startswith("the cuts that are asked for")
+    assert made.plan.proof.covers[0].startswith("the requested cuts")
     with pytest.raises(ConstraintError, match=r"no cut at 'model\.layers\.9'"):
         planned("llama", mesh, pipeline("stage", microbatches=4, cuts=["model.layers.9"]))
     with pytest.raises(ConstraintError, match="1F1B"):

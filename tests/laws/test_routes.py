@@ -139,7 +139,7 @@ def test_between_more_ranks_than_the_kernels_know_there_is_no_route(
         monkeypatch.setattr(module, "MOST_RANKS", 3)
     plan = planned.__wrapped__()
     assert own(plan) and not routed(plan)
-    assert {c.why for c in own(plan)} == {"the kernels know 3 ranks of an axis, not 4"}
+    assert {c.why for c in own(plan)} == {"the kernels support up to 3 ranks per axis, not 4"}
     monkeypatch.setattr(certified_routes, "_MOST_RANKS", 3)
     found = certify(built()[2], before, profile())
     assert "kernels" in {f.claim for f in found.findings}
@@ -151,7 +151,7 @@ def test_between_nodes_there_is_no_route(monkeypatch: pytest.MonkeyPatch) -> Non
     plan = planned.__wrapped__()
     assert own(plan) and not routed(plan)
     assert {c.why for c in own(plan)} == {
-        "axis 'expert' has ranks of several nodes, which do not share memory"
+        "axis 'expert' spans several nodes, which do not share memory"
     }
     found = certify(built()[2], replace(before, mesh=apart), profile())
     assert "ranks along 'expert' cannot access each other's memory" in str(found)
@@ -208,7 +208,7 @@ def test_the_plan_on_a_profile_without_the_figure_saves_nothing() -> None:
 def test_explain_says_so() -> None:
     said = str(autopar.explain(planned()))
     assert "moe_dispatch" in said and "moe_combine" in said
-    assert "of an all-to-all's bandwidth: moe_route 1" in " ".join(planned().proof.covers)
+    assert "share of an all-to-all's bandwidth: moe_route 1" in " ".join(planned().proof.covers)
 
 
 Change = Callable[[Plan], Plan]

@@ -133,6 +133,35 @@ def test_of_a_real_plan_the_parts_add_up_too(memory_bytes: int | None) -> None:
     assert sum(p.kept_bytes for p in parts) == plan.prediction.memory_bytes["activations"]
 
 
+class Stacked(nn.Module):
+    """Convolutions and norms in one list: their biases of equal size share a decision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.body = nn.Sequential(*kinds, nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.body(x).pow(2).mean()
+        return loss
+
+
+def test_modules_of_different_kinds_in_one_list_are_different_parts() -> None:
+    example = {"x": torch.randn(8, 4, 8, 8)}
+    plan = autopar.plan(Stacked(), 2, example_inputs=example, hardware="cpu-gloo")
+    shared = [e for e in plan.entries if e.kind == "parameter" and len(e.instances) > 2]
+    assert shared, "biases of convolutions and of norms share a decision"
+    found = breakdown(plan)
+    mine = [part for part in found if part.pattern == "body.*"]
+    copies = [i for part in mine for i in part.instances]
+    assert sorted(copies) == [(0,), (1,), (2,), (3,), (4,)], "each module is in one part"
+    kinds = {i: part.main_op for part in mine for (i,) in part.instances}
+    assert kinds[0] == kinds[3] == "convolution" and kinds[2] == "relu"
+    assert kinds[1] == kinds[4] and kinds[1] not in ("convolution", "relu")
+    assert sum(p.compute_s for p in found) == pytest.approx(plan.prediction.compute_s)
+    assert sum(p.kept_bytes for p in found) == plan.prediction.memory_bytes["activations"]
+
+
 @pytest.mark.parametrize(
     ("layout", "role", "said"),
     [
@@ -217,15 +246,15 @@ def test_copies_are_told_by_the_indices_that_the_path_leaves_open(
 
 def test_weights_of_one_name_that_differ_in_layout_are_compared_as_a_whole() -> None:
     model = nn.Sequential()
-    model.features = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
+    model.features = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU())
     plan = autopar.plan(
         model,
         2,
         example_inputs=(torch.randn(4, 6),),
         hardware="cpu-gloo",
-        constraints=(layout("features.0", storage="R"), layout("features.1", storage="S(0)")),
+        constraints=(layout("features.0", storage="R"), layout("features.2", storage="S(0)")),
     )
-    part = next(p for p in breakdown(plan) if {(0,), (1,)} <= set(p.instances))
+    part = next(p for p in breakdown(plan) if {(0,), (2,)} <= set(p.instances))
     assert {str(w.storage) for w in part.weights if w.name == "weight"} == {"S(0)", "R"}
     assert not autopar.diff(plan, plan).changes
 

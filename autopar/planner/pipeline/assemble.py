@@ -248,41 +248,45 @@ def _kernels_buffers(chunks: Mapping[int, Planned]) -> dict[str, int]:
 
 COVERS: tuple[str, ...] = (
     (
-        "every cut between layers, for this axis, number of microbatches and schedule, and every"
-        " layout in which tensors cross"
+        "every cut between layers for this axis, number of microbatches and schedule, and every"
+        " layout of the tensors that cross a cut"
     ),
     (
         "per stage, every layout of every op, storage of every parameter, recomputation and kept"
-        " versions (see the stages' proofs); memory counts for the stages' plans, not for the bound"
+        " values (see the stages' proofs); the plans of the stages respect the memory budget, the"
+        " bound ignores it"
     ),
     (
-        "{} for times τ of a microbatch, forward and backward, per stage; the optimizer shared"
-        " among microbatches; what a stage's communication takes beside its compute is in its proof"
+        "the step takes {}; τ is a stage's time per microbatch (forward, backward, and its share of"
+        " the optimizer step); the stages' proofs describe how communication and compute overlap"
     ),
     (
-        "equal nodes of repeated layers take one decision in a stage's plan, or in each of a few"
-        " groups of its layers; the bound lets each decide for itself"
+        "equal ops of repeated layers share one decision in a stage's plan, or one per group of its"
+        " layers; in the bound each op decides separately"
     ),
 )
 _COVERS_ASKED: tuple[str, ...] = (
     (
-        "the cuts that are asked for, with this axis, schedule and number of microbatches, and"
-        " every layout in which tensors cross"
+        "the requested cuts with this axis, schedule and number of microbatches, and every layout"
+        " of the tensors that cross a cut"
     ),
 )
-_COVERS_INTERLEAVED: tuple[str, ...] = ("the bound leaves out what devices wait for each other",)
-_WAITS = (
-    "all forwards first, since backward waits for a loss that is computed outside of the model"
-    " (GPipe)"
+_COVERS_INTERLEAVED: tuple[str, ...] = (
+    "the bound ignores the time that stages wait for each other",
 )
-_FORWARD = "forward alone"
+_WAITS = (
+    "all forward passes run first (GPipe), because backward needs a loss that is computed outside"
+    " the model"
+)
+_FORWARD = "forward only"
 _COVERS_ONE: tuple[str, ...] = (
     (
-        "one stage, for this number of microbatches; every layout of every op, storage of every"
-        " parameter, recomputation and kept versions, within the memory (see the stage's proof)"
+        "one stage with this number of microbatches: every layout of every op, storage of every"
+        " parameter, recomputation and kept values, within the memory budget (see the stage's"
+        " proof)"
     ),
     COVERS[2],
-    "equal nodes of repeated layers take one decision, or one in each of a few groups of layers",
+    "equal ops of repeated layers share one decision, or one per group of layers",
 )
 
 
@@ -422,8 +426,8 @@ def _proof(
     if asked.axis and asked.returned.handed_bytes:
         covers += (
             (
-                f"outputs of {size_text(asked.returned.handed_bytes)} go to all stages, once a"
-                " step, when all forwards have run"
+                f"outputs of {size_text(asked.returned.handed_bytes)} are sent to all stages once"
+                " per step, after the last forward"
             ),
         )
     kernels = (
@@ -469,11 +473,11 @@ def _with_multipliers(asked: PipelineRequest, proof: Proof, on: OnKind) -> Proof
 def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:
     interleaved = wish.schedule == INTERLEAVED
     waves = (
-        "(M − 1) · (max f + max b) + Σ τ, of which the bound has (M − 1) · max τ, for its parts f +"
-        " b = τ and"
+        "(M − 1) · (max f + max b) + Σ τ with τ = f + b for forward and backward, of which the"
+        " bound counts (M − 1) · max τ + Σ τ"
     )
     plain = waves if wish.schedule == GPIPE and not one else "(M − 1) · max τ + Σ τ"
-    taken = "the end of the simulated schedule" if interleaved else plain
+    taken = "until the end of the simulated schedule" if interleaved else plain
     several = (COVERS if wish.cuts is None else _COVERS_ASKED + COVERS[1:]) + (
         _COVERS_INTERLEAVED if interleaved else ()
     )

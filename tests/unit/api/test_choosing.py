@@ -215,7 +215,7 @@ def test_once_samples_depend_on_each_other_only_requested_stages_are_tried_in_on
     )
     assert len({num for num, _ in seen if num > 1}) == 1, "no other number above one"
     assert [each for each in seen if each[0] == 1] == ([(1, "a"), (1, "b")] if asked else [])
-    assert ("one microbatch alone" in "".join(told)) == asked
+    assert ("only one microbatch" in "".join(told)) == asked
     assert found.plan.prediction.step_s == (0.9 if asked else ALONE_S)
 
 
