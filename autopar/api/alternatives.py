@@ -221,12 +221,12 @@ class Tries:
 
     Attributes:
         best: the fastest accepted plan.
-        told: one text per plan that was tried, or per group of plans that were not, with what is
-            known about the step time.
+        summaries: one text per plan that was tried, or per group of plans that were not, with
+            what is known about the step time.
     """
 
     best: Planned | None = None
-    told: list[str] = field(default_factory=list)
+    summaries: list[str] = field(default_factory=list)
 
     @property
     def best_s(self) -> float:
@@ -236,22 +236,22 @@ class Tries:
     def add(self, name: str, found: Planned) -> float:
         """Record a plan and return its step time in seconds."""
         step_s = found.plan.prediction.step_s
-        self.told.append(f"{name} ({seconds(step_s)})")
+        self.summaries.append(f"{name} ({seconds(step_s)})")
         if step_s < self.best_s:
             self.best = found
         return step_s
 
     def add_bound(self, name: str, bound_s: float) -> None:
         """Record that the bound shows that no plan of a kind is faster than the best."""
-        self.told.append(f"{name} (at least {seconds(bound_s)})")
+        self.summaries.append(f"{name} (at least {seconds(bound_s)})")
 
     def add_refused(self, name: str) -> None:
         """Record that there is no plan of a kind."""
-        self.told.append(f"{name} (none)")
+        self.summaries.append(f"{name} (no plan)")
 
     def add_untried(self, name: str, bound_s: float) -> None:
         """Record that plans of a kind were not tried."""
-        self.told.append(f"{name} (not tried, at least {seconds(bound_s)})")
+        self.summaries.append(f"{name} (not tried, at least {seconds(bound_s)})")
 
 
 def name_of(axis: str, num: int, per_device: int = 1) -> str:
@@ -263,9 +263,9 @@ def name_of(axis: str, num: int, per_device: int = 1) -> str:
         per_device: stages per device.
     """
     if not num:
-        return "no microbatches"
-    stages = f" in stages along {axis}" if axis else " one after another"
-    return microbatches(num) + stages + (f", {per_device} a device" if per_device > 1 else "")
+        return "one microbatch"
+    stages = f" in stages along {axis}" if axis else " without stages"
+    return microbatches(num) + stages + (f", {per_device} per device" if per_device > 1 else "")
 
 
 def _order(alternative: Alternative) -> tuple[bool, float]:

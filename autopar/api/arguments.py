@@ -70,11 +70,11 @@ def launched_processes() -> Unshaped:
     return (world // here, here) if world % here == 0 else world
 
 
-def is_shape_of(mesh: Mesh, asked: Unshaped) -> bool:
+def is_shape_of(mesh: Mesh, requested: Unshaped) -> bool:
     """Return whether a mesh has the requested number of devices and of devices per node."""
-    if isinstance(asked, int):
-        return mesh.num_devices == asked
-    return (mesh.num_devices // mesh.devices_per_node, mesh.devices_per_node) == asked
+    if isinstance(requested, int):
+        return mesh.num_devices == requested
+    return (mesh.num_devices // mesh.devices_per_node, mesh.devices_per_node) == requested
 
 
 def as_call(example_inputs: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -137,7 +137,7 @@ class Structure:
         return self.model
 
 
-def asked_of(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, PlanOptions]:
+def variant_options(plan: Plan, storage: Mapping[str, Layout]) -> tuple[PlanOptions, PlanOptions]:
     """Return the options of a further plan.
 
     The first options are those of the first plan. The second ones omit the constraints that name
@@ -365,7 +365,7 @@ class _VariantBuilder:
                 outputs=self.options.outputs,
                 inference=options.inference and not asks,
             )  # of a frozen model by itself
-            for options in asked_of(plan, storage_of(module))
+            for options in variant_options(plan, storage_of(module))
         )
         if only_forward:
             again, otherwise = (

@@ -34,7 +34,7 @@ def add_coverage(found: Planned, line: str) -> Planned:
 
 
 ONE_STAGE = Pipelined("", None, "1f1b", None, independent=False)
-WITHOUT_ASKING = Pipelined(None, None, AUTO, None, independent=False)
+NOT_REQUESTED = Pipelined(None, None, AUTO, None, independent=False)
 """A pipeline that was not requested."""
 
 
@@ -107,9 +107,9 @@ class CapturedCall:
             "slower",
         )
 
-    def num_ranks(self, wish: Pipelined) -> int:
+    def num_ranks(self, pipelined: Pipelined) -> int:
         """Return the size of the axis of the stages; 1 if there is none."""
-        return self.mesh.shape[self.mesh.names.index(wish.axis)] if wish.axis else 1
+        return self.mesh.shape[self.mesh.names.index(pipelined.axis)] if pipelined.axis else 1
 
     def in_stages(self, here: Pipelined, num: int, limit_s: float) -> Planned:
         """Plan one pipeline with one number of microbatches; raises as `in_one_piece`.
@@ -123,11 +123,11 @@ class CapturedCall:
             num_stages = here.chunks * self.num_ranks(here)
             check_parts(len(cut_points(self.trace, num_stages - 1)) + 1, num_stages)
             check_order(self.trace, self.mesh, num, here)
-        part, how = self.part(num, independent=here.independent)
+        part, microbatching = self.part(num, independent=here.independent)
         found = make_staged_plan(
             self.trace,
             by_rows(part, self.rows),
-            how,
+            microbatching,
             self.mesh,
             self.hardware,
             self.options,

@@ -25,7 +25,7 @@ from autopar.api.alternatives import (
     name_of,
     search_work,
 )
-from autopar.api.captured_call import ONE_STAGE, WITHOUT_ASKING, CapturedCall, add_coverage
+from autopar.api.captured_call import NOT_REQUESTED, ONE_STAGE, CapturedCall, add_coverage
 from autopar.api.tracing import batch_size, by_rows
 from autopar.capture.chunked_loss import heads_of
 from autopar.capture.trace import Trace
@@ -101,18 +101,19 @@ def _splits(sizes: Sequence[int], mesh: Mesh) -> Splits:
 class Staging(CapturedCall):
     """A captured call, and its pipelines."""
 
-    def alternatives(self, wish: Pipelined) -> Iterator[Alternative]:
+    def alternatives(self, pipelined: Pipelined) -> Iterator[Alternative]:
         """Yield the pipelines to try.
 
         Args:
-            wish: the requested pipeline; axis, number of microbatches and schedule may be open.
+            pipelined: the requested pipeline; its axis, number of microbatches and schedule may be
+                open.
         """
         total, num_parts = TotalWork.of(self.trace, self.hardware), most_parts(self.trace)
         sizes = _dims_of_batch(self.trace, batch_size(self.args, self.kwargs))
-        for axis in self.axes(wish):
-            here = replace(wish, axis=axis)
+        for axis in self.axes(pipelined):
+            here = replace(pipelined, axis=axis)
             for num in self.numbers(here):
-                if wish is WITHOUT_ASKING and num == 1:
+                if pipelined is NOT_REQUESTED and num == 1:
                     continue  # all stages but one wait
                 chunks = self._most_chunks(here, num, num_parts)
                 ranks = self.num_ranks(here)
@@ -127,9 +128,9 @@ class Staging(CapturedCall):
                     partial(self._plan_schedules, here, num),
                 )
 
-    def _bound_s(self, wish: Pipelined, num: int, chunks: int, total: TotalWork) -> float:
+    def _bound_s(self, pipelined: Pipelined, num: int, chunks: int, total: TotalWork) -> float:
         """Return a lower bound of the step of a pipeline with equal stages, from its compute."""
-        ranks = self.num_ranks(wish)
+        ranks = self.num_ranks(pipelined)
         return total.least_staged_s(
             self.hardware, self.mesh.num_devices // ranks, ranks, num, chunks
         )
@@ -143,23 +144,23 @@ class Staging(CapturedCall):
         """Return the mesh of a stage."""
         return self.mesh.without(axis)
 
-    def _most_chunks(self, wish: Pipelined, num: int, num_parts: int) -> int:
+    def _most_chunks(self, pipelined: Pipelined, num: int, num_parts: int) -> int:
         """Return the maximum number of stages per device that `_plan_schedules` may try.
 
         Args:
-            wish: the pipeline, with its axis.
+            pipelined: the pipeline, with its axis.
             num: number of microbatches.
             num_parts: maximum number of parts that the model can be cut into.
         """
-        if wish.schedule != AUTO:
-            return wish.chunks
-        ranks, chunks = self.num_ranks(wish), 1
+        if pipelined.schedule != AUTO:
+            return pipelined.chunks
+        ranks, chunks = self.num_ranks(pipelined), 1
         if ranks > 1 and num_rounds(ranks, num):
             while 2 * chunks * ranks <= num_parts:
                 chunks *= 2
         return chunks
 
-    def _plan_schedules(self, wish: Pipelined, num: int, limit_s: float) -> Planned:
+    def _plan_schedules(self, pipelined: Pipelined, num: int, limit_s: float) -> Planned:
         """Plan the requested schedule or, if none is requested, the fastest: 1F1B, then increasing
         numbers of stages per device.
 
@@ -168,13 +169,13 @@ class Staging(CapturedCall):
         Interleaving is therefore tried if 1F1B, or its bound, would be fast enough with that much
         less waiting.
         """
-        if wish.schedule != AUTO:
-            return self.in_stages(wish, num, limit_s)
-        ranks = self.num_ranks(wish)
+        if pipelined.schedule != AUTO:
+            return self.in_stages(pipelined, num, limit_s)
+        ranks = self.num_ranks(pipelined)
         best: Planned | None = None
         refusal: TooSlow | None = None
         try:
-            best = self.in_stages(replace(wish, schedule="1f1b"), num, limit_s)
+            best = self.in_stages(replace(pipelined, schedule="1f1b"), num, limit_s)
             plain_s = best.plan.prediction.step_s
         except TooSlow as error:
             refusal, plain_s = error, error.args[0]
@@ -189,10 +190,12 @@ class Staging(CapturedCall):
                 break
             try:
                 found = self.in_stages(
-                    replace(wish, schedule=INTERLEAVED, chunks=chunks), num, fast_enough
+                    replace(pipelined, schedule=INTERLEAVED, chunks=chunks), num, fast_enough
                 )
             except (TooSlow, InfeasibleError, ConstraintError) as error:
-                log.info("no plan with %d stages per device along %r: %s", chunks, wish.axis, error)
+                log.info(
+                    "no plan with %d stages per device along %r: %s", chunks, pipelined.axis, error
+                )
                 break
             if found.plan.prediction.step_s >= fast_enough:
                 break
@@ -202,44 +205,44 @@ class Staging(CapturedCall):
             raise refusal
         return best
 
-    def candidates(self, wish: Pipelined) -> Iterator[tuple[str, int]]:
+    def candidates(self, pipelined: Pipelined) -> Iterator[tuple[str, int]]:
         """Yield the (axis, number of microbatches) that need least memory; 0 microbatches stand for
         no pipeline. These are the largest numbers, which have the smallest microbatches.
         """
-        if wish.axis is None and self.number(wish) is None:
+        if pipelined.axis is None and self.number(pipelined) is None:
             yield "", 0
-        for axis in self.axes(wish):
-            for num in self.numbers(replace(wish, axis=axis))[-_NEEDY:]:
+        for axis in self.axes(pipelined):
+            for num in self.numbers(replace(pipelined, axis=axis))[-_NEEDY:]:
                 yield axis, num
 
-    def numbers(self, wish: Pipelined) -> tuple[int, ...]:
+    def numbers(self, pipelined: Pipelined) -> tuple[int, ...]:
         """Return the numbers of microbatches to try along an axis, ascending."""
-        if (asked := self.number(wish)) is not None:
-            return (asked,)
-        return self._free_numbers(wish, batch_size(self.args, self.kwargs))
+        if (requested := self.number(pipelined)) is not None:
+            return (requested,)
+        return self._free_numbers(pipelined, batch_size(self.args, self.kwargs))
 
-    def _free_numbers(self, wish: Pipelined, samples: int) -> tuple[int, ...]:
+    def _free_numbers(self, pipelined: Pipelined, samples: int) -> tuple[int, ...]:
         """Return the numbers of microbatches to try if none is requested, ascending."""
-        if not wish.axis:
+        if not pipelined.axis:
             return (1,)
-        stages = self.num_ranks(wish)
+        stages = self.num_ranks(pipelined)
         divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-        if wish.chunks > 1:
+        if pipelined.chunks > 1:
             divisors = [n for n in divisors if num_rounds(stages, n)]
         return numbers_of(divisors or [samples], stages)
 
-    def axes(self, wish: Pipelined) -> tuple[str, ...]:
+    def axes(self, pipelined: Pipelined) -> tuple[str, ...]:
         """Return the axes along which stages may lie: the requested one, else all with several
         devices."""
         return (
             tuple(axis.name for axis in self.mesh.axes if axis.size > 1)
-            if wish.axis is None
-            else (wish.axis,)
+            if pipelined.axis is None
+            else (pipelined.axis,)
         )
 
-    def number(self, wish: Pipelined) -> int | None:
+    def number(self, pipelined: Pipelined) -> int | None:
         """Return the requested number of microbatches; None if none is requested."""
-        return wish.microbatches or (
+        return pipelined.microbatches or (
             self.options.num_microbatches
             if isinstance(self.options.num_microbatches, int)
             else None
@@ -257,8 +260,8 @@ _AGAIN = 0.05
 # Share of the step time beyond the minimum compute time, below which stages save nothing.
 _IDLE = 0.1
 _NO_STAGES = (
-    "no stages: of these a call returns the loss alone, and other outputs are asked for; with "
-    'outputs="loss" they are tried'
+    "no stages, because a call with stages returns only the loss, and other outputs were "
+    'requested; outputs="loss" makes the planner try stages'
 )
 
 
@@ -279,10 +282,10 @@ class Chooser(Staging):
         """Pipeline whose axis and number of microbatches the planner chooses; None if stages are
         not tried, or are requested in more detail.
         """
-        asked = pipeline_in(self.options.constraints, self.mesh)
-        if asked is not None:
-            return asked if asked.axis is None and self.number(asked) is None else None
-        return WITHOUT_ASKING if self._may_have_stages and self._returns_the_same else None
+        requested = pipeline_in(self.options.constraints, self.mesh)
+        if requested is not None:
+            return requested if requested.axis is None and self.number(requested) is None else None
+        return NOT_REQUESTED if self._may_have_stages and self._returns_the_same else None
 
     def plan(self, limit_s: float = math.inf) -> Planned:
         """Find the fastest plan without stages or, if requested, with these stages.
@@ -363,24 +366,24 @@ class Chooser(Staging):
     def _find_fastest(self, limit_s: float) -> Planned:
         """Find the fastest of the requested plans with the rows of the loss, with stages only if
         these are requested."""
-        asked = pipeline_in(self.options.constraints, self.mesh)
+        requested = pipeline_in(self.options.constraints, self.mesh)
         if self.free_stages is not None or (
-            asked is None and self.options.num_microbatches in (1, "auto")
+            requested is None and self.options.num_microbatches in (1, "auto")
         ):
             return self._try_microbatches(self.in_one_piece(limit_s), limit_s)
-        wish = asked or ONE_STAGE
-        if wish.axis:
-            check(wish, self.mesh)
+        pipelined = requested or ONE_STAGE
+        if pipelined.axis:
+            check(pipelined, self.mesh)
         tries = Tries()
         search = AlternativeSearch(
             self.budget.unlimited(),
             lambda best_s: min(limit_s, self.options.worth_s(best_s)),
             status=self.status,
         )
-        alternatives = list(self.alternatives(wish))
+        alternatives = list(self.alternatives(pipelined))
         if not alternatives:
             raise ConstraintError(
-                f"{wish}: mesh {self.mesh} has no axis with several devices for the stages",
+                f"{pipelined}: mesh {self.mesh} has no axis with several devices for the stages",
                 remedy="remove the pipeline constraint; num_microbatches= splits the batch without "
                 "stages",
             )
@@ -388,7 +391,7 @@ class Chooser(Staging):
         if tries.best is None:
             assert refusal is not None, "there is something to try"
             raise refusal
-        return note_tries(tries.best, tries.told, search.coupled)
+        return note_tries(tries.best, tries.summaries, search.coupled)
 
     @property
     def _may_have_stages(self) -> bool:
@@ -430,7 +433,7 @@ class Chooser(Staging):
         if self.options.num_microbatches == "auto" and self._may_be_cut(tries):
             self._one_after_another(limit_s, tries)
         assert tries.best is not None, "a search without a plan is refused"
-        found = note_tries(tries.best, tries.told)
+        found = note_tries(tries.best, tries.summaries)
         if self._returns_the_same or not (self._may_have_stages and leaves_room(found)):
             return found
         log.info(_NO_STAGES)
@@ -438,10 +441,10 @@ class Chooser(Staging):
 
     def _may_be_cut(self, tries: Tries) -> bool:
         """Whether microbatches that were not requested may be tried."""
-        asked = pipeline_in(self.options.constraints, self.mesh)
+        requested = pipeline_in(self.options.constraints, self.mesh)
         return (
             tries.best is not None
-            and (asked is not None or self._returns_the_same)
+            and (requested is not None or self._returns_the_same)
             and _run_again(tries.best.plan) >= _AGAIN
         )
 
@@ -454,7 +457,7 @@ class Chooser(Staging):
             if best is not None and _run_again(best.plan) < _AGAIN:
                 return
             if not self.budget.take(CAPTURE_WORK + search_work(len(self.mesh.axes))):
-                tries.told.append(f"{name} (not tried)")
+                tries.summaries.append(f"{name} (not tried)")
                 return
             self.status.begin(name, 0)
             try:
@@ -462,7 +465,7 @@ class Chooser(Staging):
                 tries.add(name, self.in_stages(replace(ONE_STAGE, microbatches=num), num, limit))
             except KeyboardInterrupt:
                 self.budget.interrupt()
-                tries.told.append(f"{name} (interrupted)")
+                tries.summaries.append(f"{name} (interrupted)")
                 return
             except TooSlow as error:
                 tries.add_bound(name, error.args[0])
@@ -517,19 +520,21 @@ class Chooser(Staging):
         )
 
 
-def note_tries(found: Planned, told: Sequence[str], coupled: CoupledError | None = None) -> Planned:
+def note_tries(
+    found: Planned, summaries: Sequence[str], coupled: CoupledError | None = None
+) -> Planned:
     """Record in a plan the alternatives that it was chosen from.
 
     Args:
         found: the plan.
-        told: the alternatives, with the step time of each.
+        summaries: the alternatives, with the step time of each.
         coupled: the reason why samples depend on each other, if they do; the stages then process
             one microbatch.
     """
-    if len(told) > 1:
+    if len(summaries) > 1:
         line = (
             "only this number of microbatches and these stages; alternatives, with the step time of"
-            f" each: {'; '.join(told)}"
+            f" each: {'; '.join(summaries)}"
         )
         found = add_coverage(found, line)
     if coupled is None or found.plan.pipeline is None:

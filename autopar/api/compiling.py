@@ -220,10 +220,10 @@ class Deferred(nn.Module):
         shown = dir(self.module) if order is None else []
         return sorted({*super().__dir__(), *shown})
 
-    def _ready(self, wish: str) -> ParallelModule:
+    def _ready(self, pipelined: str) -> ParallelModule:
         if self._waiting is not None:
             raise NotPlannedYet(
-                f"{wish} is not available before the first call: the model is not planned yet",
+                f"{pipelined} is not available before the first call: the model is not planned yet",
                 remedy=(
                     "call the model once first, or pass example_inputs=batch to autopar.compile "
                     "to plan at once"

@@ -134,7 +134,7 @@ class ShapeSearch:
     best: Planned | None = None
     untried: list[Mesh] = field(default_factory=list)
     _refusals: list[tuple[Mesh, AutoparError]] = field(default_factory=list)
-    _told: list[str] = field(default_factory=list)
+    _summaries: list[str] = field(default_factory=list)
 
     @property
     def best_s(self) -> float:
@@ -162,7 +162,7 @@ class ShapeSearch:
             yield from self.shapes_to_try(further)
 
     def _leave_out(self, mesh: Mesh, why: str) -> None:
-        self._told.append(f"{mesh} ({why})")
+        self._summaries.append(f"{mesh} ({why})")
         self.untried.append(mesh)
 
     @contextmanager
@@ -175,10 +175,10 @@ class ShapeSearch:
         try:
             yield
         except TooSlow as error:
-            self._told.append(f"{mesh} (at least {seconds(error.args[0])})")
+            self._summaries.append(f"{mesh} (at least {seconds(error.args[0])})")
         except (InfeasibleError, ConstraintError, MeshError) as error:
             log.info("no plan for mesh %s: %s", mesh, error.what)
-            self._told.append(f"{mesh} (none)")
+            self._summaries.append(f"{mesh} (no plan)")
             self._refusals.append((mesh, error))
         except KeyboardInterrupt:
             if self.best is None:
@@ -191,7 +191,7 @@ class ShapeSearch:
         step_s = found.plan.prediction.step_s
         if self.best is None:
             self.budget.measure(len(mesh.axes), found.plan.proof.num_variables)
-        self._told.append(f"{mesh} ({seconds(step_s)})")
+        self._summaries.append(f"{mesh} ({seconds(step_s)})")
         if step_s < self.best_s:
             self.best = found
             self.status.add(found)
@@ -218,10 +218,10 @@ class ShapeSearch:
         """Return a plan with a note that its bound covers its own shape only. The note lists the
         other shapes that were tried.
         """
-        if len(self._told) < 2:
+        if len(self._summaries) < 2:
             return best
-        told = "; ".join(self._told)
-        tried = f"only this mesh shape; shapes tried, with the step time of each: {told}"
+        summaries = "; ".join(self._summaries)
+        tried = f"only this mesh shape; shapes tried, with the step time of each: {summaries}"
         proof = replace(best.plan.proof, covers=(*best.plan.proof.covers, tried))
         plan = replace(best.plan, proof=proof)
         return replace(best, plan=plan, program=replace(best.program, plan_hash=plan.hash))

@@ -32,7 +32,8 @@ def options_of(plan: Plan, hardware: Hardware, memory_bytes: int | None) -> Plan
     options = recorded_options(plan)
     return replace(
         options,
-        memory_bytes=memory_bytes or (options.memory_bytes if _is_asked(plan, hardware) else None),
+        memory_bytes=memory_bytes
+        or (options.memory_bytes if _is_requested(plan, hardware) else None),
     )
 
 
@@ -42,19 +43,22 @@ def recorded_options(plan: Plan) -> PlanOptions:
     If the devices of the stages have separate budgets, the options have none.
     """
     known: Mapping[str, Any] = {"outputs": "dtensor", **plan.options}
-    asked = {
+    settings = {
         name: known[name]
         for name, option in OPTIONS.items()
         if option.is_recorded and name in known
     }
     own = plan.as_pipeline.rank_budgets
-    asked["memory_bytes"] = None if own else known.get("memory_bytes")
+    settings["memory_bytes"] = None if own else known.get("memory_bytes")
     return PlanOptions(
-        **{**asked, "constraints": tuple(read_constraint(c) for c in known.get("constraints", ()))}
+        **{
+            **settings,
+            "constraints": tuple(read_constraint(c) for c in known.get("constraints", ())),
+        }
     )
 
 
-def _is_asked(plan: Plan, hardware: Hardware) -> bool:
+def _is_requested(plan: Plan, hardware: Hardware) -> bool:
     """Return whether the plan's budget applies: the hardware is the same, or the budget is not the
     default of the plan's hardware.
     """

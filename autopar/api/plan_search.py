@@ -22,7 +22,7 @@ from autopar.api.alternatives import (
     Tries,
     WorkBudget,
 )
-from autopar.api.captured_call import WITHOUT_ASKING
+from autopar.api.captured_call import NOT_REQUESTED
 from autopar.api.chooser import Chooser, is_bound_by_memory, leaves_room, note_tries
 from autopar.api.mesh_search import ShapeSearch
 from autopar.core.mesh import Mesh
@@ -88,12 +88,12 @@ class PlanSearch:
         choosers = [c for c in map(self.choose, meshes) if c.free_stages is not None]
         if not choosers:
             return alone, refusal
-        unasked = choosers[0].free_stages is WITHOUT_ASKING
-        if unasked and alone is not None and not leaves_room(alone):
+        is_unrequested = choosers[0].free_stages is NOT_REQUESTED
+        if is_unrequested and alone is not None and not leaves_room(alone):
             return alone, refusal
-        saved = _SAVED if unasked else 0.0
+        saved = _SAVED if is_unrequested else 0.0
         search = AlternativeSearch(
-            self.budget if unasked else self.budget.unlimited(),
+            self.budget if is_unrequested else self.budget.unlimited(),
             self._limit(alone, saved),
             len(self.meshes) > 1,
             choosers[0].status,
@@ -152,14 +152,14 @@ def _alternatives(
         like: a plan; if given, only the alternative with its mesh, axis and number of microbatches.
     """
     for chooser in choosers:
-        wish = chooser.free_stages
-        assert wish is not None, "only calls without requested stages have alternatives"
-        for each in chooser.alternatives(wish):
-            asked = like.plan if like is not None else None
-            if asked is None or (each.mesh, each.axis, each.num) == (
-                asked.mesh,
-                asked.stage_axis,
-                asked.num_microbatches,
+        pipelined = chooser.free_stages
+        assert pipelined is not None, "only calls without requested stages have alternatives"
+        for each in chooser.alternatives(pipelined):
+            wanted = like.plan if like is not None else None
+            if wanted is None or (each.mesh, each.axis, each.num) == (
+                wanted.mesh,
+                wanted.stage_axis,
+                wanted.num_microbatches,
             ):
                 yield each
 
@@ -176,15 +176,14 @@ def _better(
         saved: share of the step time that stages have to save.
         coupled: the reason why samples depend on each other, if they do.
     """
-    told, best = list(tries.told), tries.best
+    summaries, best = list(tries.summaries), tries.best
     if alone is not None:
         alone_s = alone.plan.prediction.step_s
-        told.insert(0, f"no stages ({seconds(alone_s)})")
+        summaries.insert(0, f"no stages ({seconds(alone_s)})")
         if best is None or best.plan.prediction.step_s > (1.0 - saved) * alone_s:
             if best is not None and best.plan.prediction.step_s < alone_s:
-                told.append(
-                    f"stages that save less than {100 * saved:g} % are not taken where none are "
-                    "asked for"
+                summaries.append(
+                    f"stages that save less than {100 * saved:g} % are used only on request"
                 )
             best = alone
-    return None if best is None else note_tries(best, told, coupled)
+    return None if best is None else note_tries(best, summaries, coupled)

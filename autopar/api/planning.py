@@ -83,8 +83,8 @@ def warn_of_gap(found: Planned, *, is_late: bool) -> Planned:
         found: the plan.
         is_late: whether planning ended because the time limit was reached.
     """
-    plan, asked = found.plan, found.plan.options["gap"]
-    if plan.proof.gap <= asked + _SAME:
+    plan, requested_gap = found.plan, found.plan.options["gap"]
+    if plan.proof.gap <= requested_gap + _SAME:
         return found
     if is_late:
         why, remedy = "the time limit was reached", "pass a larger time_limit_s"
@@ -98,7 +98,7 @@ def warn_of_gap(found: Planned, *, is_late: bool) -> Planned:
     log.warning(
         "a plan that is %s faster is not excluded, but gap=%s was requested: %s; %s",
         share(plan.proof.gap),
-        asked,
+        requested_gap,
         why,
         remedy,
     )
@@ -323,12 +323,12 @@ def _key_of(
     if not (options.cache and is_cache_on("plans")):
         return None
     mesh = request.mesh if is_unshaped(request.mesh) else as_mesh(request.mesh)
-    asked = {name: getattr(options, name) for name in OPTIONS if name != "cache"}
+    settings = {name: getattr(options, name) for name in OPTIONS if name != "cache"}
     try:
         if options.solver != "highs":
             raise Opaque(f"the version of the solver {options.solver} is unknown")
         return Key.of(
-            "plan", request.model, args, kwargs, (mesh, devices, asked, request.is_further)
+            "plan", request.model, args, kwargs, (mesh, devices, settings, request.is_further)
         )
     except Opaque as reason:
         log.debug("cache of plans not used: %s", reason)
@@ -345,8 +345,8 @@ def plan_model(
     **options: Unpack[PlanKeywords],
 ) -> tuple[Trace, Planned]:
     """Plan without the cache. Also return the trace, the program and the phase times."""
-    asked = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
-    request = PlanRequest(model, mesh, hardware, asked)
+    plan_options = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
+    request = PlanRequest(model, mesh, hardware, plan_options)
     with shown_progress() as progress:
         trace, planned = plan_call(request, *as_call(example_inputs), progress=progress)
     if write_lp is not None:
@@ -399,8 +399,8 @@ def plan(
             write_lp=write_lp,
             **options,
         )[1].plan
-    asked = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
-    request = PlanRequest(model, mesh, hardware, asked)
+    plan_options = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
+    request = PlanRequest(model, mesh, hardware, plan_options)
     return find_plan(request, *as_call(example_inputs)).plan
 
 

@@ -75,17 +75,17 @@ def in_one_piece(
     return PlanKind(Need(proven, options.budget(slowest(hardware))), lightest)
 
 
-def in_stages(asked: PipelineRequest, clock: Clock) -> PlanKind:
+def in_stages(request: PipelineRequest, clock: Clock) -> PlanKind:
     """Describe the plans of a pipeline, or of one stage that processes microbatches sequentially.
 
     Args:
-        asked: the pipeline, and what it is planned for.
+        request: the pipeline, and what it is planned for.
         clock: measures the phases.
 
     Raises:
         ConstraintError: if the constraints cannot hold.
     """
-    search = StagedSearch(asked, clock)
+    search = StagedSearch(request, clock)
     return PlanKind(search.proven_need(), search.lightest)
 
 
@@ -203,16 +203,16 @@ class _Shortage:
 
         It is empty if `proven` fits, or if no plan needs less without the requests.
         """
-        asked = self.requests
-        if not asked or proven is None or proven.fits or not self._fits(()):
+        requested = self.requests
+        if not requested or proven is None or proven.fits or not self._fits(()):
             return ""
 
         def hold(chosen: Sequence[Constraint]) -> None:
             if not self._fits(chosen):
                 raise ConstraintError("it needs more than the budget")
 
-        found = find_conflict(asked, hold)
-        rest = [c for c in asked if c not in found]
+        found = find_conflict(requested, hold)
+        rest = [c for c in requested if c not in found]
         names, without = " and ".join(map(in_words, found)), "it" if len(found) == 1 else "them"
         need = self._least(rest)
         least = size_text(need.num_bytes) if need else "nothing"
@@ -250,8 +250,8 @@ class _Shortage:
             self.chooser,
             options=options if num != "auto" else replace(options, num_microbatches="auto"),
         )
-        asked = chooser.options.loss_rows
-        rows = (0 if asked == "auto" else asked, *chooser.row_choices(None))
+        requested = chooser.options.loss_rows
+        rows = (0 if requested == "auto" else requested, *chooser.row_choices(None))
         for num_rows in rows:
             yield from _of_pipelines(replace(chooser, rows=num_rows))
         if num == "auto" and pipeline_in(rest, chooser.mesh) is None:
@@ -265,15 +265,19 @@ def _is_number(constraint: Constraint) -> bool:
 
 
 def _of_pipelines(chooser: Chooser) -> Iterator[PlanKind]:
-    asked = pipeline_in(chooser.options.constraints, chooser.mesh)
-    alone = asked is None and chooser.options.num_microbatches in (1, "auto")
+    requested = pipeline_in(chooser.options.constraints, chooser.mesh)
+    alone = requested is None and chooser.options.num_microbatches in (1, "auto")
     yield from _known(
-        chooser, [("", 0)] if alone else chooser.candidates(asked or ONE_STAGE), asked or ONE_STAGE
+        chooser,
+        [("", 0)] if alone else chooser.candidates(requested or ONE_STAGE),
+        requested or ONE_STAGE,
     )
 
 
 def _known(
-    chooser: Chooser, ways: Iterator[tuple[str, int]] | Sequence[tuple[str, int]], wish: Pipelined
+    chooser: Chooser,
+    ways: Iterator[tuple[str, int]] | Sequence[tuple[str, int]],
+    pipelined: Pipelined,
 ) -> Iterator[PlanKind]:
     """Yield one kind per axis and number of microbatches (0 for the whole batch), without
     impossible ones.
@@ -281,7 +285,7 @@ def _known(
     for axis, num in ways:
         try:
             kind = (
-                _of_stages(chooser, replace(wish, axis=axis), num)
+                _of_stages(chooser, replace(pipelined, axis=axis), num)
                 if num
                 else _of_one_piece(chooser)
             )
@@ -308,17 +312,17 @@ def _of_one_piece(chooser: Chooser) -> PlanKind:
     )
 
 
-def _of_stages(chooser: Chooser, wish: Pipelined, num: int) -> PlanKind:
-    here = replace(wish, schedule="1f1b" if wish.schedule == AUTO else wish.schedule)
-    part, how = chooser.part(num, independent=here.independent)
-    asked = pipeline_request(
+def _of_stages(chooser: Chooser, pipelined: Pipelined, num: int) -> PlanKind:
+    here = replace(pipelined, schedule="1f1b" if pipelined.schedule == AUTO else pipelined.schedule)
+    part, microbatching = chooser.part(num, independent=here.independent)
+    request = pipeline_request(
         chooser.trace,
         by_rows(part, chooser.rows),
-        how,
+        microbatching,
         chooser.mesh,
         chooser.hardware,
         chooser.options,
         here,
         model_name=type(chooser.model).__name__,
     )
-    return in_stages(asked, Clock(chooser.progress))
+    return in_stages(request, Clock(chooser.progress))

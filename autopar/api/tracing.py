@@ -67,18 +67,20 @@ def validate_before_run(reference: Trace, plan: Plan, program: Program) -> None:
         log.warning("not validated: %s", what)
 
 
-def refuse_unproven(whole: Trace, part: Trace, how: Microbatches, *, promised: bool) -> None:
+def refuse_unproven(
+    whole: Trace, part: Trace, microbatching: Microbatches, *, promised: bool
+) -> None:
     """Reject microbatches for which validation cannot show that they form the batch, before
     planning.
 
     Args:
-        whole, part, how, promised: see `validate_microbatches`.
+        whole, part, microbatching, promised: see `validate_microbatches`.
 
     Raises:
         CoupledError: with the first value of a microbatch that does not follow.
     """
     try:
-        validate_microbatches(whole, part, how, promised=promised)
+        validate_microbatches(whole, part, microbatching, promised=promised)
     except ValidationError as error:
         remedy = "pass num_microbatches=1, or fewer microbatches with more samples each"
         raise CoupledError(error.what, where=error.where, remedy=remedy) from error
@@ -418,12 +420,14 @@ def trace_part(
             four, two, 2, independent=independent
         )  # before one sample is captured: coupled samples may need others
         part = capture_part(microbatch_of(args, kwargs, num))
-        part, how = ready(part, for_single_samples(like, two, part, num))
+        part, microbatching = ready(part, for_single_samples(like, two, part, num))
     else:
         part = capture_part(microbatch_of(args, kwargs, num))
-        part, how = ready(part, find_microbatching(whole, part, num, independent=independent))
-    refuse_unproven(whole, part, microbatches_of(part, how), promised=independent)
-    return part, how
+        part, microbatching = ready(
+            part, find_microbatching(whole, part, num, independent=independent)
+        )
+    refuse_unproven(whole, part, microbatches_of(part, microbatching), promised=independent)
+    return part, microbatching
 
 
 def _of_parts(
@@ -494,8 +498,8 @@ def emit_traced(plan: Plan, staged: StagedTrace) -> Program:
     Raises:
         PlanError, EmissionError: if the plan does not fit the model.
     """
-    part, how, cut = staged
-    return emit(part, plan, how, cut)
+    part, microbatching, cut = staged
+    return emit(part, plan, microbatching, cut)
 
 
 def staged_trace(
@@ -518,9 +522,9 @@ def staged_trace(
     Raises:
         ConstraintError, EmissionError: if the model cannot be cut into the stages of the plan.
     """
-    part, how = planned_part(plan, model, whole, args, kwargs, known)
+    part, microbatching = planned_part(plan, model, whole, args, kwargs, known)
     try:
-        return StagedTrace(part, how, cut_trace(part, plan.as_pipeline.positions))
+        return StagedTrace(part, microbatching, cut_trace(part, plan.as_pipeline.positions))
     except CutError as error:
         raise ChangedPlanError(
             f"the model cannot be cut into the stages of the plan: {error.what}", where=error.where
@@ -549,7 +553,7 @@ def planned_part(
         batch = as_planned(whole, plan)
         return batch, find_microbatching(batch, batch, 1)
     alone = as_wanted(whole, plan.options.get("outputs", "dtensor"))
-    part, how = trace_part(
+    part, microbatching = trace_part(
         model,
         alone,
         args,
@@ -560,4 +564,4 @@ def planned_part(
         independent=pipeline.independent,
         known=known,
     )
-    return by_rows(part, plan.loss_rows), how
+    return by_rows(part, plan.loss_rows), microbatching

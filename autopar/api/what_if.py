@@ -275,26 +275,26 @@ def what_if(
     devices = as_hardware(planned_for(plan) if hardware is None else hardware, there)
     trace = traced_for(plan, model, args, kwargs)
     check_fits(plan, trace, plan.mesh, type(model).__name__)
-    asked = replace(options_of(plan, devices, memory_bytes), **options)
+    new_options = replace(options_of(plan, devices, memory_bytes), **options)
     part, how = planned_part(plan, model, trace, args, kwargs)
     change = change_options(
-        asked,
+        new_options,
         (without,) if isinstance(without, str | Constraint) else without,
         as_constraints(constraints),
     )
     if there.axes == plan.mesh.axes:
         peaks = plan.as_pipeline.peaks
-        found = Carried(reprice_plan(plan, part, there, devices, asked), peaks)
+        found = Carried(reprice_plan(plan, part, there, devices, new_options), peaks)
     else:
         outputs = plan.options.get("outputs", "dtensor")
         returned = returned_of(part, how, outputs)
-        found = carry_plan(plan, part, there, devices, asked, _bytes_of(trace), returned)
-    peak_bytes, budget_bytes = _tightest(plan, found, devices, asked)
-    asked = (
+        found = carry_plan(plan, part, there, devices, new_options, _bytes_of(trace), returned)
+    peak_bytes, budget_bytes = _tightest(plan, found, devices, new_options)
+    new_options = (
         change.options if there.axes == plan.mesh.axes else _elsewhere(plan, there, change.options)
     )
-    asked = replace(asked, constraints=(*asked.constraints, *change.more))
-    request = PlanRequest(model, there, devices, asked)
+    new_options = replace(new_options, constraints=(*new_options.constraints, *change.more))
+    request = PlanRequest(model, there, devices, new_options)
     with shown_progress() as progress:
         best = plan_call(request, args, kwargs, progress=progress)[1].plan
     turning = Flips()
@@ -304,7 +304,7 @@ def what_if(
             planned_part(best, model, trace, args, kwargs)[0],
             there,
             devices,
-            asked,
+            new_options,
             most=num_flips,
         )
     return WhatIf(

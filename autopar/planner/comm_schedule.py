@@ -25,7 +25,7 @@ from autopar.emit import Orders, WaitingError, apply_buckets, can_share, on_buck
 from autopar.emit.context import Moved
 from autopar.planner.candidates import Candidate
 from autopar.planner.clock import Clock
-from autopar.planner.pipeline.stage_cache import Alike
+from autopar.planner.pipeline.stage_cache import StageCache
 from autopar.planner.timeline import simulated_s
 from autopar.plans import Bucket, Communication, Member, Overlap, Piece, Plan
 from autopar.program.executor import Returned
@@ -486,13 +486,13 @@ class Peaks:
         options: the options of planning.
         schedule: the schedule of a stage; None if the batch is not divided into microbatches.
         num_in_flight: microbatches that wait for their backward.
-        alike: measurements of equal programs.
+        stage_cache: measurements of equal programs.
     """
 
     options: PlanOptions
     schedule: StageSchedule | None = None
     num_in_flight: int = 1
-    alike: Alike = field(default_factory=Alike)
+    stage_cache: StageCache = field(default_factory=StageCache)
 
     def peak_bytes(self, program: StageProgram) -> int:
         """Measure the peak of the program over a step, in bytes."""
@@ -506,14 +506,16 @@ class Peaks:
         return self._measure(program)[1]
 
     def _measure(self, program: StageProgram) -> tuple[PeakMemory, tuple[NodePeak, ...]]:
-        return self.alike.measure_once(
+        return self.stage_cache.measure_once(
             program,
             lambda: all_peaks(program, batch=self.options.batch, outputs=self.options.outputs),
         )
 
     def _stage_peak_bytes(self, schedule: StageSchedule, program: StageProgram) -> int:
         if schedule.actions:
-            memory = self.alike.memory(program, lambda: chunk_memory(program, self.options.outputs))
+            memory = self.stage_cache.memory(
+                program, lambda: chunk_memory(program, self.options.outputs)
+            )
             return rank_peak({schedule.stage: memory}, schedule.actions, schedule.num_microbatches)
 
         def measure() -> StagePeak:
@@ -523,4 +525,4 @@ class Peaks:
                 program, kind, self.num_in_flight, num, self.options.outputs, schedule.returned
             )
 
-        return self.alike.peak(program, self.num_in_flight, measure).peak_bytes
+        return self.stage_cache.peak(program, self.num_in_flight, measure).peak_bytes

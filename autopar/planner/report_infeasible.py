@@ -66,7 +66,7 @@ def with_conflict_of_stages(
     whole: Trace,
     part: Trace,
     mesh: Mesh,
-    wish: Pipelined,
+    pipelined: Pipelined,
     constraints: Sequence[Constraint],
 ) -> ConstraintError:
     """Add the conflicting constraints to the error of a plan with a pipeline or microbatches.
@@ -79,17 +79,19 @@ def with_conflict_of_stages(
         error: the error.
         whole, part: the traces of the batch and of one microbatch.
         mesh: the whole mesh.
-        wish: the pipeline with its number of microbatches; its axis is ``""`` for one stage.
+        pipelined: the pipeline with its number of microbatches; its axis is ``""`` for one stage.
         constraints: all constraints.
     """
-    asked = pipeline_in(constraints, mesh)
+    requested = pipeline_in(constraints, mesh)
     if (
-        asked is not None and asked.axis is None
+        requested is not None and requested.axis is None
     ):  # the planner chose the axis, so no constraint requests it
         return error
     others = [c for c in constraints if not isinstance(c, Pipelined)]
-    left = mesh.without(wish.axis or "")
-    num_stages = wish.chunks * mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
+    left = mesh.without(pipelined.axis or "")
+    num_stages = (
+        pipelined.chunks * mesh.shape[mesh.names.index(pipelined.axis)] if pipelined.axis else 1
+    )
 
     def hold(chosen: Sequence[Constraint]) -> None:
         """Raise ConstraintError if a stage cannot hold these constraints."""
@@ -98,7 +100,7 @@ def with_conflict_of_stages(
     if _holds(others, hold):  # the cause is the cuts, or the single stage
         return error
     found = find_conflict(others, hold)
-    cuts = next((c for c in constraints if pipeline_in([c], mesh) is not None), wish)
+    cuts = next((c for c in constraints if pipeline_in([c], mesh) is not None), pipelined)
     if cuts not in found and _holds(
         found, lambda chosen: _enumerate_strategies(whole, mesh, chosen, num_stages=1)
     ):

@@ -117,7 +117,7 @@ class PlannerLoop:
 
     def __post_init__(self) -> None:
         self.options, self.clock = self.emitter.options, self.emitter.clock
-        self._solving = Solving(self.options, self.emitter.peaks.alike)
+        self._solving = Solving(self.options, self.emitter.peaks.stage_cache)
 
     def find_best(self) -> Candidate:
         """Search for the fastest plan that fits.
@@ -324,20 +324,20 @@ class PlannerLoop:
         """
         reserves = state.groups.learnt.reserves
         whole = _expect(self.group_layers({}), reserves)
-        asked = self._solve_problem(replace(state, groups=whole), Effort.MIXED)
-        mixed = asked.answer
+        solved = self._solve_problem(replace(state, groups=whole), Effort.MIXED)
+        mixed = solved.answer
         starts = (
             starts_of(whole.priced, mixed) if isinstance(mixed, Solution | FractionalGroups) else {}
         )
         if starts and starts != state.groups.starts:
-            asked = self._solve_problem(
-                replace(asked, groups=self.group_layers(starts)), Effort.WHOLE
+            solved = self._solve_problem(
+                replace(solved, groups=self.group_layers(starts)), Effort.WHOLE
             )
-            free = asked.answer
+            free = solved.answer
             if isinstance(free, Solution) and free.bound_s < state.limit_s:
-                groups = _expect(_take_proof(asked.groups, free), reserves)
-                return self._next_round(replace(state, groups=groups, free=asked.free))
-        return self._next_round(replace(state, free=asked.free))
+                groups = _expect(_take_proof(solved.groups, free), reserves)
+                return self._next_round(replace(state, groups=groups, free=solved.free))
+        return self._next_round(replace(state, free=solved.free))
 
     def _finish(self, state: SearchState) -> SearchState:
         """Prove the best plan to the end, and order its communications."""

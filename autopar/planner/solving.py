@@ -9,7 +9,7 @@ from autopar.core.problem import Problem
 from autopar.core.solution import FractionalGroups, Solution
 from autopar.core.streams import COMPUTE_BOUND, OverlapWeights
 from autopar.errors import InfeasibleError
-from autopar.planner.pipeline.stage_cache import Alike, Effort
+from autopar.planner.pipeline.stage_cache import Effort, StageCache
 from autopar.request import PlanOptions
 from autopar.solve import (
     Cases,
@@ -35,7 +35,7 @@ class Solving:
 
     Attributes:
         options: the options of planning.
-        alike: the results of earlier stages.
+        stage_cache: the results of earlier stages.
         likely: the balance of the last problem whose bound has multipliers.
         has_plan: whether there is a plan, so that the time limit may end a search.
         common: what all searches share.
@@ -43,7 +43,7 @@ class Solving:
     """
 
     options: PlanOptions
-    alike: Alike
+    stage_cache: StageCache
     likely: OverlapWeights = COMPUTE_BOUND
     has_plan: bool = False
     common: Common = field(default_factory=Common)
@@ -87,7 +87,7 @@ class Solving:
     def _ask_solver(
         self, problem: Problem, effort: Effort, met: Solution | None, *, learnt: bool
     ) -> Solution | Least | FractionalGroups:
-        known = None if learnt else self.alike.known(problem, effort)
+        known = None if learnt else self.stage_cache.known(problem, effort)
         if known is not None:
             return known
         divided = self._from_cases(problem, learnt=learnt)
@@ -101,7 +101,7 @@ class Solving:
         if not learnt and isinstance(found, Solution):
             found = self._divide(problem, found)
         if not isinstance(found, Least) and not learnt:
-            self.alike.learn(problem, found, effort)
+            self.stage_cache.learn(problem, found, effort)
         return found
 
     def _choices(

@@ -30,7 +30,7 @@ from autopar.planner.comm_schedule import Peaks, StageSchedule
 from autopar.planner.emitter import Emitter
 from autopar.planner.learned_moments import LayerGroups
 from autopar.planner.pipeline.assemble import Sharing
-from autopar.planner.pipeline.stage_cache import Alike
+from autopar.planner.pipeline.stage_cache import StageCache
 from autopar.planner.pipeline.step_schedule import step_of
 from autopar.planner.reprice import decisions
 from autopar.planner.search import Planned
@@ -238,7 +238,7 @@ class _Carrier:
     num_microbatches: int
     options: PlanOptions
     forced: Forced
-    alike: Alike = field(default_factory=Alike)
+    stage_cache: StageCache = field(default_factory=StageCache)
 
     def emit(self, piece: _CarriedPiece, crossing: Crossing) -> Candidate:
         """Emit the plan of a stage on this mesh, in the fastest order within its budget.
@@ -249,7 +249,7 @@ class _Carrier:
         """
         _check_inputs(piece, self.mesh, self.num_microbatches)
         priced = self._price_piece(piece, crossing)
-        peaks = Peaks(self.options, piece.schedule, piece.flying, self.alike)
+        peaks = Peaks(self.options, piece.schedule, piece.flying, self.stage_cache)
         emitter = Emitter(
             piece.trace,
             self.mesh,
@@ -328,7 +328,7 @@ def _share_memory(
         returned,
         budgets,
         options,
-        Alike(),
+        StageCache(),
     )
     shares = [
         share * budgets[n % len(budgets)] // plan.budget_of(n)

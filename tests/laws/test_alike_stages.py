@@ -15,7 +15,7 @@ from autopar.constraints import fsdp, pipeline
 from autopar.core.problem import Problem
 from autopar.core.solution import Solution
 from autopar.planner import Planned, comm_schedule, solving
-from autopar.planner.pipeline.stage_cache import Alike, Effort, form_of
+from autopar.planner.pipeline.stage_cache import Effort, StageCache, form_of
 from autopar.program.stage_memory import trace_stage_peak
 from benchmarks import zoo
 
@@ -50,8 +50,8 @@ def test_plans_are_the_same_as_if_each_stage_had_been_solved_and_measured(
     monkeypatch.setattr(comm_schedule, "trace_stage_peak", counted_measure)
     shared = planned(schedule)
     seen = dict(counts)
-    monkeypatch.setattr(Alike, "known", lambda self, problem, effort: None)
-    monkeypatch.setattr(Alike, "peak", lambda self, program, num, measured: measured())
+    monkeypatch.setattr(StageCache, "known", lambda self, problem, effort: None)
+    monkeypatch.setattr(StageCache, "peak", lambda self, program, num, measured: measured())
     assert planned(schedule).plan.dumps() == shared.plan.dumps()
     assert counts["solved"] > 2 * seen["solved"]
     assert counts["measured"] > 2 * seen["measured"]
@@ -76,22 +76,22 @@ def test_choices_hold_for_problems_that_are_equal_and_for_fewer_in_flight_only_w
     problem = Problem((), (), (), 2**20, num_in_flight=4)
     fewer, other = replace(problem, num_in_flight=2), replace(problem, budget_bytes=2**21)
     for binding in (0.0, 1.0):
-        alike = Alike()
-        alike.learn(problem, ended(binding), Effort.WHOLE)
-        assert alike.known(problem, Effort.WHOLE) is not None
-        assert alike.known(problem, Effort.MIXED) is not None
-        assert (alike.known(fewer, Effort.WHOLE) is None) == bool(binding)
-        assert alike.known(other, Effort.WHOLE) is None
-    late = Alike()
+        stage_cache = StageCache()
+        stage_cache.learn(problem, ended(binding), Effort.WHOLE)
+        assert stage_cache.known(problem, Effort.WHOLE) is not None
+        assert stage_cache.known(problem, Effort.MIXED) is not None
+        assert (stage_cache.known(fewer, Effort.WHOLE) is None) == bool(binding)
+        assert stage_cache.known(other, Effort.WHOLE) is None
+    late = StageCache()
     late.learn(problem, ended(0.0, timed_out=1.0), Effort.WHOLE)
     assert late.known(problem, Effort.WHOLE) is None
-    early = Alike()
+    early = StageCache()
     early.learn(problem, replace(ended(0.0), mixed={0: (0.5,)}), Effort.MIXED)
     assert early.known(problem, Effort.WHOLE) is None, (
         "a search that ended early is no answer to one that is to go on"
     )
     assert early.known(problem, Effort.MIXED) is not None
-    short = Alike()
+    short = StageCache()
     short.learn(problem, replace(ended(0.0), unfinished=True), Effort.WHOLE)
     assert short.known(problem, Effort.END) is None, (
         "nor is one that ended with a plan to one that is to prove it"

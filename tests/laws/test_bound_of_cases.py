@@ -23,7 +23,7 @@ from autopar.cost.priced import Priced
 from autopar.planner import PlanOptions
 from autopar.planner.candidates import Candidate
 from autopar.planner.clock import Clock
-from autopar.planner.pipeline.stage_cache import Alike, Effort
+from autopar.planner.pipeline.stage_cache import Effort, StageCache
 from autopar.planner.plan_assembly import certify_proof
 from autopar.planner.search import finish_search, prepare_search
 from autopar.plans import Plan, ProofCase
@@ -142,7 +142,7 @@ def test_an_answer_for_an_equal_stage_has_the_prices_of_memory_of_its_own_rows_i
     name = first.moments[0].key
     condition, answer = next(conditions_of(first)), solve(first, gap=0.5)
     case = CaseMultipliers((condition,), Multipliers(0.0, {}, {name: 1.0}))
-    alike = Alike()
+    alike = StageCache()
     alike.learn(
         first, replace(answer, multipliers=Multipliers(0.0, {}, {}, cases=(case,))), Effort.END
     )

@@ -17,7 +17,7 @@ from autopar.planner.candidates import PlanDraft
 from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import StageSchedule
 from autopar.planner.pipeline.pipeline_request import OnKind, PipelineRequest, UncutSolution
-from autopar.planner.pipeline.stage_cache import Alike
+from autopar.planner.pipeline.stage_cache import StageCache
 from autopar.planner.pipeline.step_schedule import simulated_step_of, slowest_rank, step_of
 from autopar.planner.plan_assembly import SHARES, with_multipliers
 from autopar.planner.plan_collectives import of_kernels
@@ -76,7 +76,7 @@ class Sharing:
     returned: Returned
     rank_budgets: Sequence[int]
     options: PlanOptions
-    alike: Alike
+    stage_cache: StageCache
     devices: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -191,7 +191,7 @@ class Sharing:
 
     def _chunk(self, planned: Planned) -> ChunkMemory:
         program = planned.stage_program()
-        return self.alike.memory(program, lambda: chunk_memory(program, self.options.outputs))
+        return self.stage_cache.memory(program, lambda: chunk_memory(program, self.options.outputs))
 
     def _lower(self, rank: int, stages: Sequence[Planned]) -> None:
         numbers = range(rank, self.num_stages, self.num_stages // self.num_chunks)
@@ -265,7 +265,7 @@ COVERS: tuple[str, ...] = (
         " layers; in the bound each op decides separately"
     ),
 )
-_COVERS_ASKED: tuple[str, ...] = (
+_COVERS_REQUESTED: tuple[str, ...] = (
     (
         "the requested cuts with this axis, schedule and number of microbatches, and every layout"
         " of the tensors that cross a cut"
@@ -291,7 +291,7 @@ _COVERS_ONE: tuple[str, ...] = (
 
 
 def join_stages(
-    asked: PipelineRequest,
+    request: PipelineRequest,
     whole: UncutSolution,
     cuts: Sequence[int],
     stages: Sequence[Planned],
@@ -302,7 +302,7 @@ def join_stages(
     """Join the plans of all stages.
 
     Args:
-        asked: the request.
+        request: the request.
         whole: the plans without stages, and the bound over all cuts.
         cuts: indices of the first units of all stages but the first.
         stages: the plans of the stages.
@@ -312,30 +312,33 @@ def join_stages(
     """
     plans = tuple(planned.plan for planned in stages)
     objective = (
-        step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks) + asked.handing_s
+        step_of(
+            request.pipelined.schedule, plans, request.microbatching.num, request.pipelined.chunks
+        )
+        + request.handing_s
     )
-    slowest = slowest_rank(plans, asked.wish.chunks)
+    slowest = slowest_rank(plans, request.pipelined.chunks)
     ranks = sharing.ranks(stages)
     fullest = max(ranks, key=lambda memory: memory.peak_bytes)
-    shared = asked.wish.chunks > 1
+    shared = request.pipelined.chunks > 1
     points = [whole.points[index - 1] for index in cuts]
-    named = ", ".join(asked.how.promised)
+    named = ", ".join(request.microbatching.promised)
     promised = (
         (f"samples are independent by the user's promise, which rules do not show at {named}",)
         if named
         else ()
     )
     pipeline = Pipeline(
-        asked.axis,
+        request.axis,
         tuple(p.position for p in points),
         tuple(p.module for p in points),
-        asked.how.num,
-        asked.wish.schedule,
-        asked.in_flight,
-        asked.wish.independent,
+        request.microbatching.num,
+        request.pipelined.schedule,
+        request.in_flight,
+        request.pipelined.independent,
         plans,
         tuple(
-            _find_crossed(asked, trace, planned)
+            _find_crossed(request, trace, planned)
             for trace, planned in zip(made.stages[:-1], stages, strict=False)
         ),
         whole.on[0].priced.problem.accumulates,
@@ -344,43 +347,45 @@ def join_stages(
             if shared
             else ((), ())
         ),
-        asked.budgets if len(set(asked.budgets)) > 1 else (),
-        asked.returned.handed_bytes if asked.axis else 0,
-        asked.handing_s,
+        request.budgets if len(set(request.budgets)) > 1 else (),
+        request.returned.handed_bytes if request.axis else 0,
+        request.handing_s,
     )
     prediction = Prediction(
         objective,
-        sum(p.compute_s for p in slowest) * asked.how.num,
-        sum(p.communication_s for p in slowest) * asked.how.num,
+        sum(p.compute_s for p in slowest) * request.microbatching.num,
+        sum(p.communication_s for p in slowest) * request.microbatching.num,
         fullest.peak_bytes,
         fullest.memory_bytes,
         (),
-        sum(p.hidden_s for p in slowest) * asked.how.num,
-        simulated_step_of(asked.wish.schedule, plans, asked.how.num, asked.wish.chunks)
-        + asked.handing_s,
-        sum(p.in_kernels_s for p in slowest) * asked.how.num,
-        sum(p.in_buckets_s for p in slowest) * asked.how.num,
-        sum(p.beyond_shares_s for p in slowest) * asked.how.num,
+        sum(p.hidden_s for p in slowest) * request.microbatching.num,
+        simulated_step_of(
+            request.pipelined.schedule, plans, request.microbatching.num, request.pipelined.chunks
+        )
+        + request.handing_s,
+        sum(p.in_kernels_s for p in slowest) * request.microbatching.num,
+        sum(p.in_buckets_s for p in slowest) * request.microbatching.num,
+        sum(p.beyond_shares_s for p in slowest) * request.microbatching.num,
         pipeline.host_bytes,
     )
-    proof = _proof(asked, whole, objective, plans, promised)
-    options = asked.options.to_json(
-        max(asked.profiles, key=asked.options.budget)
+    proof = _proof(request, whole, objective, plans, promised)
+    options = request.options.to_json(
+        max(request.profiles, key=request.options.budget)
     )  # unequal budgets are recorded in the pipeline
     plan = Plan(
-        asked.mesh,
-        asked.mark(asked.whole, asked.hardware),
+        request.mesh,
+        request.mark(request.whole, request.hardware),
         options,
         (),
         (),
         (),
         prediction,
         proof,
-        str(asked.part.folding),
+        str(request.part.folding),
         pipeline,
     )
     with clock.phase("emit"):
-        program = emit(asked.part, plan, asked.how, made)
+        program = emit(request.part, plan, request.microbatching, made)
 
     def closer(factor: float) -> float:
         """Search for a bound that is `factor` times as high. Return the proven bound in seconds."""
@@ -391,14 +396,14 @@ def join_stages(
     return Planned(plan, program, clock.seconds, closer if whole.closer is not None else None)
 
 
-def _find_crossed(asked: PipelineRequest, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:
+def _find_crossed(request: PipelineRequest, stage: Trace, planned: Planned) -> tuple[Crossed, ...]:
     """List the values that a stage sends to other stages."""
     layouts = {t.name: t.layout for t in planned.stage_program().outputs if t.crosses}
     return tuple(
         Crossed(
             o.path,
             layouts[o.path],
-            local_bytes(o.shape, o.dtype, layouts[o.path], asked.stage_mesh.shape),
+            local_bytes(o.shape, o.dtype, layouts[o.path], request.stage_mesh.shape),
             bool(o.tangent),
         )
         for o in stage.outputs
@@ -407,7 +412,7 @@ def _find_crossed(asked: PipelineRequest, stage: Trace, planned: Planned) -> tup
 
 
 def _proof(
-    asked: PipelineRequest,
+    request: PipelineRequest,
     whole: UncutSolution,
     objective: float,
     plans: Sequence[Plan],
@@ -416,29 +421,29 @@ def _proof(
     """Make the proof over all cuts. With one stage, use the bound of the stage."""
     own = plans[0].proof if len(plans) == 1 else None
     bound, certified = (
-        (own.bound_s * asked.how.num, own.certified_bound_s * asked.how.num)
+        (own.bound_s * request.microbatching.num, own.certified_bound_s * request.microbatching.num)
         if own
         else (whole.least.step_s,) * 2
     )
-    covers = _covers(asked.wish, one=own is not None)
-    if asked.returned.waits:
-        covers += (_WAITS if asked.part.differentiable else _FORWARD,)
-    if asked.axis and asked.returned.handed_bytes:
+    covers = _covers(request.pipelined, one=own is not None)
+    if request.returned.waits:
+        covers += (_WAITS if request.part.differentiable else _FORWARD,)
+    if request.axis and request.returned.handed_bytes:
         covers += (
             (
-                f"outputs of {size_text(asked.returned.handed_bytes)} are sent to all stages once"
+                f"outputs of {size_text(request.returned.handed_bytes)} are sent to all stages once"
                 " per step, after the last forward"
             ),
         )
     kernels = (
         dict.fromkeys(of_kernels(on.priced) for on in whole.on)
-        if any(profile.kernels for profile in asked.profiles)
+        if any(profile.kernels for profile in request.profiles)
         else ()
     )
     covers += (*kernels, *dict.fromkeys(note for on in whole.on for note in on.priced.notes))
     bound, searched = (
         min(bound, objective),
-        min(own.searched_bound_s * asked.how.num, objective) if own else 0.0,
+        min(own.searched_bound_s * request.microbatching.num, objective) if own else 0.0,
     )
     proof = Proof(
         objective,
@@ -454,8 +459,8 @@ def _proof(
         min(certified, bound),
         searched,
     )
-    first, *further = (_with_multipliers(asked, proof, on) for on in whole.on)
-    others = zip(asked.profiles[1:], further, strict=True)
+    first, *further = (_with_multipliers(request, proof, on) for on in whole.on)
+    others = zip(request.profiles[1:], further, strict=True)
     return replace(
         first,
         on_profiles=tuple(
@@ -464,21 +469,21 @@ def _proof(
     )
 
 
-def _with_multipliers(asked: PipelineRequest, proof: Proof, on: OnKind) -> Proof:
+def _with_multipliers(request: PipelineRequest, proof: Proof, on: OnKind) -> Proof:
     """Add the multipliers of one kind of device to the proof, if it has any."""
-    draft = PlanDraft(asked.part, asked.stage_mesh, on.priced, on.choices, on.evaluation, {})
+    draft = PlanDraft(request.part, request.stage_mesh, on.priced, on.choices, on.evaluation, {})
     return proof if on.multipliers is None else with_multipliers(proof, draft, on.multipliers)
 
 
-def _covers(wish: Pipelined, *, one: bool) -> tuple[str, ...]:
-    interleaved = wish.schedule == INTERLEAVED
+def _covers(pipelined: Pipelined, *, one: bool) -> tuple[str, ...]:
+    interleaved = pipelined.schedule == INTERLEAVED
     waves = (
         "(M − 1) · (max f + max b) + Σ τ with τ = f + b for forward and backward, of which the"
         " bound counts (M − 1) · max τ + Σ τ"
     )
-    plain = waves if wish.schedule == GPIPE and not one else "(M − 1) · max τ + Σ τ"
+    plain = waves if pipelined.schedule == GPIPE and not one else "(M − 1) · max τ + Σ τ"
     taken = "until the end of the simulated schedule" if interleaved else plain
-    several = (COVERS if wish.cuts is None else _COVERS_ASKED + COVERS[1:]) + (
+    several = (COVERS if pipelined.cuts is None else _COVERS_REQUESTED + COVERS[1:]) + (
         _COVERS_INTERLEAVED if interleaved else ()
     )
     covers = _COVERS_ONE if one else several

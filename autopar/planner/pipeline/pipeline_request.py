@@ -32,28 +32,28 @@ class PipelineRequest:
 
     Attributes:
         part: the trace of one microbatch.
-        how: how the batch is divided into microbatches.
+        microbatching: how the batch is divided into microbatches.
         batch_bytes: bytes of the whole batch.
         returned: the values that a call returns.
-        wish: the requested pipeline.
+        pipelined: the requested pipeline.
         whole: the trace of the whole batch.
     """
 
     part: Trace
-    how: Microbatching
+    microbatching: Microbatching
     batch_bytes: int
     returned: Returned
     mesh: Mesh
     hardware: Hardware
     options: PlanOptions
-    wish: Pipelined
+    pipelined: Pipelined
     model_name: str
     whole: Trace
 
     @property
     def axis(self) -> str:
         """The pipeline axis; empty for one stage on the whole mesh."""
-        return self.wish.axis or ""
+        return self.pipelined.axis or ""
 
     @property
     def stage_mesh(self) -> Mesh:
@@ -63,7 +63,7 @@ class PipelineRequest:
     @property
     def num_stages(self) -> int:
         """Stages of the pipeline: ranks along its axis times stages per rank."""
-        return self.wish.chunks * (
+        return self.pipelined.chunks * (
             self.mesh.shape[self.mesh.names.index(self.axis)] if self.axis else 1
         )
 
@@ -88,14 +88,19 @@ class PipelineRequest:
         """Bytes of a device, per index along the axis."""
         return tuple(
             self.options.budget(self.profile_of(rank))
-            for rank in range(self.num_stages // self.wish.chunks)
+            for rank in range(self.num_stages // self.pipelined.chunks)
         )
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Per stage, the number of microbatches whose kept values it holds."""
         return tuple(
-            num_in_flight(self.wish.schedule, self.num_stages, self.how.num, self.wish.chunks)
+            num_in_flight(
+                self.pipelined.schedule,
+                self.num_stages,
+                self.microbatching.num,
+                self.pipelined.chunks,
+            )
         )
 
     @property
@@ -114,7 +119,7 @@ class PipelineRequest:
             ConstraintError: if the model has no such cuts, or their number is wrong.
         """
         modules = {point.module: index + 1 for index, point in enumerate(points)}
-        wanted = self.wish.cuts or ()
+        wanted = self.pipelined.cuts or ()
         unknown = [name for name in wanted if name not in modules]
         if unknown or len(wanted) != self.num_stages - 1:
             wrong = (
@@ -123,7 +128,7 @@ class PipelineRequest:
                 else f" has {len(wanted)} cuts for {self.num_stages} stages"
             )
             raise ConstraintError(
-                f"{self.wish}{wrong}", remedy=f"the model can be cut at {', '.join(modules)}"
+                f"{self.pipelined}{wrong}", remedy=f"the model can be cut at {', '.join(modules)}"
             )
         return tuple(sorted(modules[name] for name in wanted))
 

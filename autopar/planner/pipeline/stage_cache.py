@@ -44,7 +44,7 @@ class Effort(IntEnum):
 
 
 @dataclass
-class Alike:
+class StageCache:
     """The solutions and measurements of earlier stages."""
 
     _answers: list[tuple[Problem, Problem, Effort, Solution]] = field(

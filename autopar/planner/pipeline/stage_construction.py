@@ -48,7 +48,7 @@ from autopar.planner.pipeline.pipeline_request import (
     UncutSolution,
     crossing_layouts,
 )
-from autopar.planner.pipeline.stage_cache import Alike
+from autopar.planner.pipeline.stage_cache import StageCache
 from autopar.planner.pipeline.stage_memory_bound import (
     CutChoice,
     StageSizes,
@@ -73,12 +73,12 @@ _CLOSER = 4  # factor by which the gap of the whole model is smaller, since it b
 
 
 def solve_uncut(
-    asked: PipelineRequest, forced: Sequence[Forced], clock: Clock, limit_s: float
+    request: PipelineRequest, forced: Sequence[Forced], clock: Clock, limit_s: float
 ) -> UncutSolution:
     """Plan one microbatch without stages and without a memory limit, and bound all cuts.
 
     Args:
-        asked: the request.
+        request: the request.
         forced: per stage, the resolved constraints on its devices.
         clock: measures phases.
         limit_s: exclusive upper limit of the step, in seconds.
@@ -89,38 +89,38 @@ def solve_uncut(
     """
     with clock.phase("cut"):
         points, placing = (
-            usable_points(asked.part, asked.num_stages - 1)
-            if asked.num_stages > 1
-            else ((), one_stage(asked.part))
+            usable_points(request.part, request.num_stages - 1)
+            if request.num_stages > 1
+            else ((), one_stage(request.part))
         )
-        sewn = seams(asked.part, placing)
+        sewn = seams(request.part, placing)
         each = [
-            part_constraints(forced[asked.kinds.index(kind)], sewn)
-            for kind in range(len(asked.profiles))
+            part_constraints(forced[request.kinds.index(kind)], sewn)
+            for kind in range(len(request.profiles))
         ]
-    on = [_alone(asked, kind, alone, sewn, clock) for kind, alone in enumerate(each)]
-    least, closer = LeastStep(_least_s(asked, on[0].choices.bound_s), ()), None
-    if asked.num_stages > 1:
+    on = [_alone(request, kind, alone, sewn, clock) for kind, alone in enumerate(each)]
+    least, closer = LeastStep(_least_s(request, on[0].choices.bound_s), ()), None
+    if request.num_stages > 1:
         with clock.phase("bound"):
-            crossings = tuple(map(asked.crossing_of, range(asked.num_stages)))
+            crossings = tuple(map(request.crossing_of, range(request.num_stages)))
             ways = Pipelines(
-                asked.part,
-                asked.stage_mesh.shape,
+                request.part,
+                request.stage_mesh.shape,
                 placing,
                 len(points) + 1,
-                asked.kinds,
+                request.kinds,
                 crossings,
-                asked.how.num,
-                None if asked.wish.cuts is None else asked.cuts(points),
+                request.microbatching.num,
+                None if request.pipelined.cuts is None else request.cuts(points),
             )
-            found = _over_cuts(asked, [alone.priced for alone in on], each[0], sewn, ways)
+            found = _over_cuts(request, [alone.priced for alone in on], each[0], sewn, ways)
         on = [
             replace(alone, multipliers=multipliers)
             for alone, multipliers in zip(on, found.multipliers, strict=True)
         ]
         least, closer = (
-            _add_handing(found.least, asked.handing_s),
-            lambda factor: _add_handing(found.closer(factor), asked.handing_s),
+            _add_handing(found.least, request.handing_s),
+            lambda factor: _add_handing(found.closer(factor), request.handing_s),
         )
     if limit_s <= least.step_s < math.inf:  # infinite if there are fewer units than stages
         raise TooSlow(least.step_s)
@@ -129,46 +129,51 @@ def solve_uncut(
         for alone in on
     ]
     on = [replace(alone, units=mine) for alone, mine in zip(on, units, strict=True)]
-    return UncutSolution(tuple(on), asked.kinds, points, least, closer)
+    return UncutSolution(tuple(on), request.kinds, points, least, closer)
 
 
-def _alone(asked: PipelineRequest, kind: int, forced: Forced, sewn: Seams, clock: Clock) -> OnKind:
+def _alone(
+    request: PipelineRequest, kind: int, forced: Forced, sewn: Seams, clock: Clock
+) -> OnKind:
     """Plan the whole model on one kind of device, without its units."""
     with clock.phase("enumerate"):
-        classes = classes_of(asked.part, asked.stage_mesh.shape, forced)
+        classes = classes_of(request.part, request.stage_mesh.shape, forced)
     with clock.phase("price"):
         priced = price(
-            asked.part,
+            request.part,
             classes,
-            asked.stage_mesh,
-            asked.profiles[kind],
+            request.stage_mesh,
+            request.profiles[kind],
             budget_bytes=UNLIMITED,
-            optimizer=asked.options.optimizer,
+            optimizer=request.options.optimizer,
             forced=forced,
-            num_microbatches=asked.how.num,
+            num_microbatches=request.microbatching.num,
             exposed=sewn.exposed,
         )
     with clock.phase("solve"):
-        gap = asked.options.gap / _CLOSER
+        gap = request.options.gap / _CLOSER
         choices = solve(
-            priced.problem, gap=gap, time_limit_s=asked.options.solve_s, solver=asked.options.solver
+            priced.problem,
+            gap=gap,
+            time_limit_s=request.options.solve_s,
+            solver=request.options.solver,
         )
         return OnKind(priced, choices, evaluate_choices(priced.problem, choices), ())
 
 
 def _over_cuts(
-    asked: PipelineRequest, priced: Sequence[Priced], forced: Forced, sewn: Seams, ways: Pipelines
+    request: PipelineRequest, priced: Sequence[Priced], forced: Forced, sewn: Seams, ways: Pipelines
 ) -> ProvenPipelines:
     """Prove a bound over all cuts. If stages are interleaved, the bound of the step follows from
     the bound of one microbatch through all stages."""
-    time_limit_s = asked.options.solve_s
-    if asked.wish.schedule != INTERLEAVED:
+    time_limit_s = request.options.solve_s
+    if request.pipelined.schedule != INTERLEAVED:
         return prove_bound(priced, forced, sewn, ways, time_limit_s)
     one = prove_bound(priced, forced, sewn, replace(ways, num_microbatches=1), time_limit_s)
 
     def of_step(least: LeastStep) -> LeastStep:
         """Compute the bound of the step from that of one microbatch."""
-        return replace(least, step_s=_least_s(asked, least.step_s))
+        return replace(least, step_s=_least_s(request, least.step_s))
 
     return ProvenPipelines(
         of_step(one.least), one.multipliers, lambda factor: of_step(one.closer(factor))
@@ -180,10 +185,14 @@ def _add_handing(least: LeastStep, seconds: float) -> LeastStep:
     return replace(least, step_s=least.step_s + seconds)
 
 
-def _least_s(asked: PipelineRequest, whole_s: float) -> float:
+def _least_s(request: PipelineRequest, whole_s: float) -> float:
     """Return a lower bound of the step, given the seconds of one microbatch through all stages."""
     return least_time(
-        asked.wish.schedule, whole_s, asked.num_stages, asked.how.num, asked.wish.chunks
+        request.pipelined.schedule,
+        whole_s,
+        request.num_stages,
+        request.microbatching.num,
+        request.pipelined.chunks,
     )
 
 
@@ -209,23 +218,23 @@ class Stages:
 class StagedSearch:
     """The search for one axis and one number of microbatches."""
 
-    asked: PipelineRequest
+    request: PipelineRequest
     clock: Clock
     limit_s: float = math.inf
     forced: tuple[Forced, ...] = field(init=False)  # per stage
     sharing: Sharing = field(init=False)
-    alike: Alike = field(default_factory=Alike)
+    stage_cache: StageCache = field(default_factory=StageCache)
     is_light: bool = False  # whether stages should need little memory
     _lacking: dict[int, int] = field(
         default_factory=dict
     )  # the bytes needed, by stage that did not fit in the last attempt
 
     def __post_init__(self) -> None:
-        constraints = [c for c in self.asked.options.constraints if not isinstance(c, Pipelined)]
-        forced = resolve(self.asked.part, constraints, self.asked.stage_mesh)
-        chunks, stages = self.asked.wish.chunks, range(self.asked.num_stages)
+        constraints = [c for c in self.request.options.constraints if not isinstance(c, Pipelined)]
+        forced = resolve(self.request.part, constraints, self.request.stage_mesh)
+        chunks, stages = self.request.pipelined.chunks, range(self.request.num_stages)
         self.forced = tuple(
-            shared_by(forced, self.asked.profile_of(stage), chunks) for stage in stages
+            shared_by(forced, self.request.profile_of(stage), chunks) for stage in stages
         )
 
     def run(self) -> Planned:
@@ -236,15 +245,15 @@ class StagedSearch:
             InfeasibleError: if a stage does not fit.
             TooSlow: if no plan beats `limit_s`.
         """
-        asked, choice, whole = self.asked, CutChoice(self.asked), self._whole()
+        request, choice, whole = self.request, CutChoice(self.request), self._whole()
         first, best = self._first(whole, choice)
         tried = {first}
-        for _ in range(_ROUNDS if asked.wish.cuts is None and asked.num_stages > 1 else 0):
+        for _ in range(_ROUNDS if request.pipelined.cuts is None and request.num_stages > 1 else 0):
             ways = choice.ways(reweigh_units(whole.units, first, best.times))
             again = next(
                 (cuts for cuts in self._legal_among(whole, ways) if cuts not in tried), None
             )
-            if again is None or asked.options.is_late:
+            if again is None or request.options.is_late:
                 break
             tried.add(again)
             try:
@@ -253,7 +262,7 @@ class StagedSearch:
                 continue
             if self._step_s(other.plans) < self._step_s(best.plans):
                 first, best = again, other
-        return join_stages(asked, whole, first, best.plans, best.made, best.sharing, self.clock)
+        return join_stages(request, whole, first, best.plans, best.made, best.sharing, self.clock)
 
     def _first(self, whole: UncutSolution, choice: CutChoice) -> tuple[tuple[int, ...], Stages]:
         """Plan the requested cuts, or the best cuts whose stages fit.
@@ -265,8 +274,8 @@ class StagedSearch:
         cuts = self._legal(
             whole,
             (
-                self.asked.cuts(whole.points)
-                if self.asked.wish.cuts is not None
+                self.request.cuts(whole.points)
+                if self.request.pipelined.cuts is not None
                 else choice.best(whole.units)
             ),
         )
@@ -287,12 +296,12 @@ class StagedSearch:
         Raises:
             ConstraintError: if the requested cuts are not legal, or no legal cuts were found.
         """
-        legal = nearest_legal(self.asked.part, whole.points, cuts) if cuts else cuts
-        if legal == cuts or self.asked.wish.cuts is None:
+        legal = nearest_legal(self.request.part, whole.points, cuts) if cuts else cuts
+        if legal == cuts or self.request.pipelined.cuts is None:
             return legal
         names = ", ".join(whole.points[index - 1].module for index in legal)
         raise ConstraintError(
-            f"{self.asked.wish}: the model cannot be cut there", remedy=f"cut before {names}"
+            f"{self.request.pipelined}: the model cannot be cut there", remedy=f"cut before {names}"
         )
 
     def _legal_among(
@@ -312,25 +321,25 @@ class StagedSearch:
 
     def _prove_need(self) -> tuple[Need, tuple[int, ...] | None]:
         points = (
-            usable_points(self.asked.part, self.asked.num_stages - 1)[0]
-            if self.asked.num_stages > 1
+            usable_points(self.request.part, self.request.num_stages - 1)[0]
+            if self.request.num_stages > 1
             else ()
         )
-        cuts = None if self.asked.wish.cuts is None else self.asked.cuts(points)
-        return StageSizes(self.asked, self.forced, points).prove_need(cuts)
+        cuts = None if self.request.pipelined.cuts is None else self.request.cuts(points)
+        return StageSizes(self.request, self.forced, points).prove_need(cuts)
 
     def lightest(self) -> Planned | None:
         """Search for a pipeline whose stages need little memory: the fastest that fits, or, if none
         fits, the one that needs least; None if none was found."""
-        asked = self.asked
+        request = self.request
         self.is_light, self.limit_s = True, math.inf
         whole = self._whole()
         with self.clock.phase("least"):
             least = self._prove_need()[1]
         ways = [] if least is None else [least]
         ways += (
-            [light_cuts(whole.units, asked.in_flight, asked.budgets * asked.wish.chunks)]
-            if asked.wish.cuts is None
+            [light_cuts(whole.units, request.in_flight, request.budgets * request.pipelined.chunks)]
+            if request.pipelined.cuts is None
             else []
         )
         found = []
@@ -342,22 +351,22 @@ class StagedSearch:
                 continue
             found.append(
                 join_stages(
-                    asked, whole, cuts, stages.plans, stages.made, stages.sharing, self.clock
+                    request, whole, cuts, stages.plans, stages.made, stages.sharing, self.clock
                 )
             )
         return prefer_fastest(found, needs)
 
     def _whole(self) -> UncutSolution:
         """Plan the whole model without stages (step 1)."""
-        return solve_uncut(self.asked, self.forced, self.clock, self.limit_s)
+        return solve_uncut(self.request, self.forced, self.clock, self.limit_s)
 
     def _plan_stages(self, whole: UncutSolution, cuts: Sequence[int]) -> Stages:
         """Plan every stage for these cuts."""
-        asked = self.asked
+        request = self.request
         positions = [whole.points[index - 1].position for index in cuts]
         with self.clock.phase("cut"):
-            made = cut_trace(asked.part, positions)
-        layouts = crossing_layouts(whole, asked.part, made)
+            made = cut_trace(request.part, positions)
+        layouts = crossing_layouts(whole, request.part, made)
         self.sharing = self._new_sharing()
         found = self._all_stages(made, layouts)
         while not (self.is_light or self.sharing.fits(found)):
@@ -383,16 +392,16 @@ class StagedSearch:
             again = not before or made.shared or number in self.sharing.lowered
             here, crossing = (
                 replace(self.forced[number], storage=storage),
-                replace(self.asked.crossing_of(number), layouts=layouts),
+                replace(self.request.crossing_of(number), layouts=layouts),
             )
             try:
                 planned = self._stage(stage, crossing, here, number) if again else before[number]
             except InfeasibleError as error:
                 refused.append((error, self.sharing.budgets[number]))
                 self._lacking[number] = error.needed_bytes
-                if self.asked.wish.chunks > 1 or any(
+                if self.request.pipelined.chunks > 1 or any(
                     isinstance(c, Pipelined) and c.axis is None
-                    for c in self.asked.options.constraints
+                    for c in self.request.options.constraints
                 ):
                     raise  # ranks share their memory, or another pipeline may fit
                 continue
@@ -405,13 +414,13 @@ class StagedSearch:
         return tuple(found)
 
     def _stage(self, stage: Trace, crossing: Crossing, forced: Forced, number: int) -> Planned:
-        asked = self.asked
+        request = self.request
         with self.clock.phase("enumerate"):
-            classes = classes_of(stage, asked.stage_mesh.shape, forced)
+            classes = classes_of(stage, request.stage_mesh.shape, forced)
         budget, profile, flying = (
             self.sharing.budgets[number],
-            asked.profile_of(number),
-            asked.in_flight[number],
+            request.profile_of(number),
+            request.in_flight[number],
         )
 
         ends = frozen_starts(stage)
@@ -422,81 +431,81 @@ class StagedSearch:
             return price(
                 stage,
                 apart(classes, starts),
-                asked.stage_mesh,
+                request.stage_mesh,
                 profile,
                 budget_bytes=budget,
-                optimizer=asked.options.optimizer,
+                optimizer=request.options.optimizer,
                 forced=replace(forced, starts=starts),
                 crossing=crossing,
-                num_microbatches=asked.how.num,
+                num_microbatches=request.microbatching.num,
                 num_in_flight=flying,
             )
 
-        mark = asked.mark(stage, profile)
-        schedule = self.sharing.schedule(asked.wish.schedule, number)
-        peaks = Peaks(asked.options, schedule, flying, self.alike)
+        mark = request.mark(stage, profile)
+        schedule = self.sharing.schedule(request.pipelined.schedule, number)
+        peaks = Peaks(request.options, schedule, flying, self.stage_cache)
         emitter = Emitter(
-            stage, asked.stage_mesh, asked.options, self.clock, mark, {}, budget, peaks
+            stage, request.stage_mesh, request.options, self.clock, mark, {}, budget, peaks
         )
         search = PlannerLoop(emitter, price_groups, limit_s=self._stage_limit_s)
         try:
             found = search.find_lightest() if self.is_light else search.find_best()
             if found is None:
                 raise shortage("no low-memory plan found")
-            return finish_search(found, self.clock, asked.options)
+            return finish_search(found, self.clock, request.options)
         except InfeasibleError as error:
             raise self.sharing.refusal(number, error) from error
         except TooSlow as error:
-            raise TooSlow(_least_s(asked, error.args[0]) + asked.handing_s) from error
+            raise TooSlow(_least_s(request, error.args[0]) + request.handing_s) from error
 
     @property
     def _stage_limit_s(self) -> float:
         """The exclusive upper limit of a stage's microbatch, in seconds. It is infinite for several
         stages, since other cuts may make a slow stage faster."""
-        asked = self.asked
-        if asked.num_stages > 1:
+        request = self.request
+        if request.num_stages > 1:
             return math.inf
-        return (self.limit_s - asked.handing_s) / _least_s(asked, 1.0)
+        return (self.limit_s - request.handing_s) / _least_s(request, 1.0)
 
     def _new_sharing(self) -> Sharing:
-        asked = self.asked
+        request = self.request
         devices = (
-            [asked.profile_of(rank).name for rank in range(len(asked.budgets))]
-            if len(asked.profiles) > 1
+            [request.profile_of(rank).name for rank in range(len(request.budgets))]
+            if len(request.profiles) > 1
             else ()
         )
-        num, chunks = asked.num_stages, asked.wish.chunks
-        budgets, options = asked.budgets, asked.options
-        call = asked.batch_bytes, asked.returned
+        num, chunks = request.num_stages, request.pipelined.chunks
+        budgets, options = request.budgets, request.options
+        call = request.batch_bytes, request.returned
         return Sharing(
             num,
             chunks,
-            asked.in_flight,
-            asked.how.num,
+            request.in_flight,
+            request.microbatching.num,
             *call,
             budgets,
             options,
-            self.alike,
+            self.stage_cache,
             devices,
         )
 
     def _step_s(self, stages: Sequence[Planned]) -> float:
         return step_of(
-            self.asked.wish.schedule,
+            self.request.pipelined.schedule,
             [planned.plan for planned in stages],
-            self.asked.how.num,
-            self.asked.wish.chunks,
+            self.request.microbatching.num,
+            self.request.pipelined.chunks,
         )
 
 
 def make_staged_plan(
     whole: Trace,
     part: Trace,
-    how: Microbatching,
+    microbatching: Microbatching,
     mesh: Mesh,
     hardware: Hardware,
     options: PlanOptions,
-    wish: Pipelined,
+    pipelined: Pipelined,
     *,
     model_name: str = "",
     progress: Progress = lambda _: None,
@@ -506,12 +515,12 @@ def make_staged_plan(
 
     Args:
         whole, part: the traces of the batch and of one microbatch.
-        how: how the batch is divided into microbatches.
+        microbatching: how the batch is divided into microbatches.
         mesh: the whole mesh.
         hardware: the hardware. If devices along the pipeline axis are unequal, each stage is
             planned for its devices.
         options: the options of planning.
-        wish: the requested pipeline; its axis is ``""`` for one stage on the whole mesh.
+        pipelined: the requested pipeline; its axis is ``""`` for one stage on the whole mesh.
         model_name: the model's name, for the plan's fingerprint.
         progress: called with the name of each phase.
         limit_s: exclusive upper limit of the step, in seconds.
@@ -521,62 +530,64 @@ def make_staged_plan(
         TooSlow: if the bound shows that no plan beats the limit.
     """
     try:
-        asked = pipeline_request(
-            whole, part, how, mesh, hardware, options, wish, model_name=model_name
+        request = pipeline_request(
+            whole, part, microbatching, mesh, hardware, options, pipelined, model_name=model_name
         )
-        return StagedSearch(asked, Clock(progress), limit_s).run()
+        return StagedSearch(request, Clock(progress), limit_s).run()
     except ConstraintError as error:
-        here = replace(wish, microbatches=how.num)
+        here = replace(pipelined, microbatches=microbatching.num)
         raise with_conflict_of_stages(
             error, whole, part, mesh, here, options.constraints
         ) from error
 
 
-def check_order(whole: Trace, mesh: Mesh, num: int, wish: Pipelined) -> None:
+def check_order(whole: Trace, mesh: Mesh, num: int, pipelined: Pipelined) -> None:
     """Check that a schedule can run a number of microbatches, given only the trace of the batch.
 
     Args:
         whole: the trace of the batch.
         mesh: the mesh of the plan.
         num: microbatches per step.
-        wish: the requested pipeline.
+        pipelined: the requested pipeline.
 
     Raises:
         ConstraintError: if the schedule cannot run them.
     """
     waits = not any(o.is_loss for o in whole.differentiable)
-    in_order(wish, mesh, num, waits=waits, trained=bool(whole.differentiable))
+    in_order(pipelined, mesh, num, waits=waits, trained=bool(whole.differentiable))
 
 
 def pipeline_request(
     whole: Trace,
     part: Trace,
-    how: Microbatching,
+    microbatching: Microbatching,
     mesh: Mesh,
     hardware: Hardware,
     options: PlanOptions,
-    wish: Pipelined,
+    pipelined: Pipelined,
     *,
     model_name: str = "",
 ) -> PipelineRequest:
     """Check the request for a pipeline and fill in the defaults.
 
     Args:
-        whole, part, how, mesh, hardware, options, wish: as in `make_staged_plan`.
+        whole, part, microbatching, mesh, hardware, options, pipelined: as in `make_staged_plan`.
         model_name: the model's name, for the plan's fingerprint.
 
     Raises:
         ConstraintError: if a constraint does not fit this mesh, or the schedule cannot run.
     """
     options = options.of_a_trace()
-    if wish.axis:
-        check(wish, mesh)
-    left = mesh.without(wish.axis or "")
+    if pipelined.axis:
+        check(pipelined, mesh)
+    left = mesh.without(pipelined.axis or "")
     for constraint in options.constraints:  # all but the pipeline apply to the mesh of a stage
         if not isinstance(constraint, Pipelined):
             check(constraint, left)
-    returned = returned_of(part, how, options.outputs)
-    wish = in_order(wish, mesh, how.num, waits=returned.waits, trained=bool(whole.differentiable))
+    returned = returned_of(part, microbatching, options.outputs)
+    pipelined = in_order(
+        pipelined, mesh, microbatching.num, waits=returned.waits, trained=bool(whole.differentiable)
+    )
     if whole.loss is None and options.outputs != "full":
         what = (
             f"outputs={options.outputs!r}, but the model returns no loss in stages: each stage"
@@ -587,5 +598,14 @@ def pipeline_request(
         )
     batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
     return PipelineRequest(
-        part, how, batch_bytes, returned, mesh, hardware, options, wish, model_name, whole
+        part,
+        microbatching,
+        batch_bytes,
+        returned,
+        mesh,
+        hardware,
+        options,
+        pipelined,
+        model_name,
+        whole,
     )

@@ -42,12 +42,12 @@ class StageSizes:
     """Bounds the memory of the stages of one pipeline.
 
     Args:
-        asked: the request.
+        request: the request.
         forced: per stage, the resolved constraints on its devices.
         points: the cut points.
     """
 
-    asked: PipelineRequest
+    request: PipelineRequest
     forced: Sequence[Forced]
     points: Sequence[CutPoint]
     _known: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class StageSizes:
         Returns:
             The bound, and the cuts that attain it; None if cuts were not compared.
         """
-        num, num_stages = len(self.points) + 1, self.asked.num_stages
+        num, num_stages = len(self.points) + 1, self.request.num_stages
         if cuts is not None or num_stages == 1:
             edges = [0, *(cuts or ()), num]
             return self._neediest(
@@ -104,13 +104,13 @@ class StageSizes:
     def _stage(self, first: int, end: int, number: int) -> Need:
         """Prove a lower bound of the need of a stage of these units, for all layouts of crossing
         values."""
-        asked, budgets = self.asked, self.asked.budgets
+        request, budgets = self.request, self.request.budgets
         flying, profile, forced = (
-            asked.in_flight[number],
-            asked.profile_of(number),
+            request.in_flight[number],
+            request.profile_of(number),
             self.forced[number],
         )
-        key = first, end, flying, number % len(budgets) if len(asked.profiles) > 1 else 0
+        key = first, end, flying, number % len(budgets) if len(request.profiles) > 1 else 0
         if key not in self._known:
             positions = [
                 self.points[border - 1].position
@@ -118,42 +118,42 @@ class StageSizes:
                 if 0 < border <= len(self.points)
             ]
             stage = (
-                cut_trace(asked.part, positions).stages[1 if first else 0]
+                cut_trace(request.part, positions).stages[1 if first else 0]
                 if positions
-                else asked.part
+                else request.part
             )
-            classes = classes_of(stage, asked.stage_mesh.shape, forced)
+            classes = classes_of(stage, request.stage_mesh.shape, forced)
             priced = price(
                 stage,
                 classes,
-                asked.stage_mesh,
+                request.stage_mesh,
                 profile,
                 budget_bytes=UNLIMITED,
-                optimizer=asked.options.optimizer,
+                optimizer=request.options.optimizer,
                 forced=forced,
-                crossing=asked.crossing_of(number),
-                num_microbatches=asked.how.num,
+                crossing=request.crossing_of(number),
+                num_microbatches=request.microbatching.num,
                 num_in_flight=flying,
             )
-            self._known[key] = proven_bytes(stage, priced, asked.options.solve_s)
+            self._known[key] = proven_bytes(stage, priced, request.options.solve_s)
         unequal = len(set(budgets)) > 1
-        where = f"stage {number} of {asked.num_stages} ({profile.name})" if unequal else ""
+        where = f"stage {number} of {request.num_stages} ({profile.name})" if unequal else ""
         return Need(self._known[key], budgets[number % len(budgets)], where)
 
     def _need_at_rest(self) -> Need:
         """Return a lower bound of the need of a rank from its share of the parameters, since all
         ranks together must hold them."""
-        asked, forced, budgets = self.asked, self.forced[0], self.asked.budgets
-        classes = classes_of(asked.part, asked.stage_mesh.shape, forced)
+        request, forced, budgets = self.request, self.forced[0], self.request.budgets
+        classes = classes_of(request.part, request.stage_mesh.shape, forced)
         priced = price(
-            asked.part,
+            request.part,
             classes,
-            asked.stage_mesh,
-            asked.profile_of(0),
+            request.stage_mesh,
+            request.profile_of(0),
             budget_bytes=UNLIMITED,
-            optimizer=asked.options.optimizer,
+            optimizer=request.options.optimizer,
             forced=forced,
-            num_microbatches=asked.how.num,
+            num_microbatches=request.microbatching.num,
         )
         parameters = [
             op
@@ -163,7 +163,9 @@ class StageSizes:
         total = sum(op.count * min(s.static_bytes for s in op.strategies) for op in parameters)
         where = "each stage, on average" if len(set(budgets)) > 1 else ""
         return Need(
-            total * asked.wish.chunks // asked.num_stages, sum(budgets) // len(budgets), where
+            total * request.pipelined.chunks // request.num_stages,
+            sum(budgets) // len(budgets),
+            where,
         )
 
 
@@ -188,23 +190,23 @@ class CutChoice:
     first.
 
     Attributes:
-        asked: the request.
+        request: the request.
         room: per stage, the bytes that the estimates assume.
     """
 
-    asked: PipelineRequest
+    request: PipelineRequest
     room: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        chunks = self.asked.wish.chunks
-        self.room = [budget // chunks for budget in self.asked.budgets] * chunks
+        chunks = self.request.pipelined.chunks
+        self.room = [budget // chunks for budget in self.request.budgets] * chunks
 
     def best(self, units: Units, *, ample: bool = False) -> tuple[int, ...]:
         """Find the cuts of the fastest step. If `ample`, memory is assumed to suffice."""
-        asked, room = self.asked, [UNLIMITED] * len(self.room) if ample else self.room
-        if len(asked.profiles) == 1 or asked.wish.chunks > 1:
-            return balance_cuts(units, asked.in_flight, room)
-        return fastest(units, asked.in_flight, room, asked.how.num)
+        request, room = self.request, [UNLIMITED] * len(self.room) if ample else self.room
+        if len(request.profiles) == 1 or request.pipelined.chunks > 1:
+            return balance_cuts(units, request.in_flight, room)
+        return fastest(units, request.in_flight, room, request.microbatching.num)
 
     def ways(self, units: Units) -> Iterator[tuple[int, ...]]:
         """Generate the best cuts. If devices have unequal memory, also generate the best cuts with
@@ -221,9 +223,9 @@ class CutChoice:
             units: per stage, the costs of units.
             lacking: the bytes needed, by stage that did not fit.
         """
-        if not self._unequal or self.asked.wish.cuts is not None:
+        if not self._unequal or self.request.pipelined.cuts is not None:
             return None
-        budgets = self.asked.budgets
+        budgets = self.request.budgets
         for stage, needed in lacking.items():
             budget = budgets[stage % len(budgets)]
             self.room[stage] = self.room[stage] * budget // max(needed, budget + budget // _LACKS)
@@ -232,7 +234,7 @@ class CutChoice:
     @property
     def _unequal(self) -> bool:
         """Whether devices have unequal memory."""
-        return len(set(self.asked.budgets)) > 1
+        return len(set(self.request.budgets)) > 1
 
 
 def nearest_legal(

@@ -196,13 +196,13 @@ def slowest_rank(stages: Sequence[Plan], num_chunks: int) -> tuple[Prediction, .
 
 
 def in_order(
-    wish: Pipelined, mesh: Mesh, num: int, *, waits: bool = False, trained: bool = True
+    pipelined: Pipelined, mesh: Mesh, num: int, *, waits: bool = False, trained: bool = True
 ) -> Pipelined:
     """Choose the schedule to run. 1F1B of one microbatch runs as GPipe, since torch does not run
     it in several stages otherwise.
 
     Args:
-        wish: the requested pipeline.
+        pipelined: the requested pipeline.
         mesh: the mesh with its axis.
         num: microbatches per step.
         waits: whether all forwards run first, since the loss is computed outside the model from all
@@ -213,37 +213,37 @@ def in_order(
         ConstraintError: if the schedule does not support the number of microbatches, or cannot run
             all forwards first.
     """
-    ranks = mesh.shape[mesh.names.index(wish.axis)] if wish.axis else 1
+    ranks = mesh.shape[mesh.names.index(pipelined.axis)] if pipelined.axis else 1
     if waits:
-        return _all_forwards_first(wish, ranks, num, trained)
-    if wish.schedule == INTERLEAVED:
-        _check_rounds(wish, ranks, num)
-    if wish.schedule != "1f1b" or num >= ranks:
-        return wish
+        return _all_forwards_first(pipelined, ranks, num, trained)
+    if pipelined.schedule == INTERLEAVED:
+        _check_rounds(pipelined, ranks, num)
+    if pipelined.schedule != "1f1b" or num >= ranks:
+        return pipelined
     if num == 1:
-        return replace(wish, schedule="gpipe")
+        return replace(pipelined, schedule="gpipe")
     what = (
-        f"{num} microbatches are fewer than the stages along {wish.axis!r}, which 1F1B does not"
-        " support"
+        f"{num} microbatches are fewer than the stages along {pipelined.axis!r}, which 1F1B does"
+        " not support"
     )
     raise ConstraintError(
         what, remedy='use more microbatches, or schedule="gpipe", which supports any number'
     )
 
 
-def _all_forwards_first(wish: Pipelined, ranks: int, num: int, trained: bool) -> Pipelined:
-    if wish.schedule == INTERLEAVED and not trained:
-        _check_rounds(wish, ranks, num)
-        return wish
-    if wish.schedule == INTERLEAVED:
+def _all_forwards_first(pipelined: Pipelined, ranks: int, num: int, trained: bool) -> Pipelined:
+    if pipelined.schedule == INTERLEAVED and not trained:
+        _check_rounds(pipelined, ranks, num)
+        return pipelined
+    if pipelined.schedule == INTERLEAVED:
         what = (
-            f"{wish}: the model returns no differentiable loss, so no backward can run between"
+            f"{pipelined}: the model returns no differentiable loss, so no backward can run between"
             " forwards"
         )
         raise ConstraintError(
             what, remedy="let forward compute and return the loss, or remove the schedule"
         )
-    if trained and not wish.axis and num > 1:
+    if trained and not pipelined.axis and num > 1:
         what = (
             "the model returns no loss: backward waits for a loss that is computed outside the"
             " model, from the whole batch"
@@ -255,18 +255,18 @@ def _all_forwards_first(wish: Pipelined, ranks: int, num: int, trained: bool) ->
                 " stages"
             ),
         )
-    return replace(wish, schedule="gpipe")
+    return replace(pipelined, schedule="gpipe")
 
 
-def _check_rounds(wish: Pipelined, ranks: int, num: int) -> None:
+def _check_rounds(pipelined: Pipelined, ranks: int, num: int) -> None:
     if ranks < 2:
         raise ConstraintError(
-            f"{wish}: one rank cannot interleave stages",
+            f"{pipelined}: one rank cannot interleave stages",
             remedy="use an axis of two or more devices",
         )
     if not num_rounds(ranks, num):
         what = (
-            f"{num} microbatches is not a multiple of the {ranks} ranks along {wish.axis!r}, which"
-            " interleaved 1F1B requires"
+            f"{num} microbatches is not a multiple of the {ranks} ranks along {pipelined.axis!r},"
+            " which interleaved 1F1B requires"
         )
         raise ConstraintError(what, remedy=f"use a multiple of {ranks} microbatches")

@@ -261,7 +261,7 @@ def test_shapes_that_a_constraint_cannot_hold_on_are_passed_over() -> None:
     found = autopar.plan(
         model, 4, example_inputs=batch, hardware="h100-sxm", constraints=(megatron(tp=2, dp=2),)
     )
-    assert str(found.mesh) == "gpu0=2,gpu1=2" and "gpu=4 (none)" in found.proof.covers[-1]
+    assert str(found.mesh) == "gpu0=2,gpu1=2" and "gpu=4 (no plan)" in found.proof.covers[-1]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_shapes_that_a_constraint_cannot_hold_on_are_passed_over() -> None:
 def test_constraints_that_speak_of_three_axes_are_planned_for_on_one_node(asked: Any) -> None:
     model, batch = of_eight_samples()
     found = autopar.plan(model, 8, example_inputs=batch, hardware="h100-sxm", constraints=(asked,))
-    assert str(found.mesh) == "gpu0=2,gpu1=2,gpu2=2" and "gpu=8 (none)" in found.proof.covers[-1]
+    assert str(found.mesh) == "gpu0=2,gpu1=2,gpu2=2" and "gpu=8 (no plan)" in found.proof.covers[-1]
     assert autopar.verify(found, model, batch).ok
 
 

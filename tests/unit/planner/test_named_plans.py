@@ -22,7 +22,7 @@ from autopar.core.mesh import Mesh
 from autopar.cost.price import price
 from autopar.planner import PlanOptions, make_plan, named_plans
 from autopar.planner.named_plans import NamedPlans, excluded_by
-from autopar.planner.pipeline.stage_cache import Alike
+from autopar.planner.pipeline.stage_cache import StageCache
 from autopar.planner.solving import Solving
 from autopar.sharding import classes_of, resolve, resolve_named
 from autopar.solve import SmallerProblem
@@ -91,7 +91,7 @@ def test_the_answer_without_the_excluded_strategies_is_that_of_the_constrained_c
     options = PlanOptions(gap=0.0).of_a_trace().begun()
     free = price(trace, classes_of(trace, MESH.shape), MESH, GLOO, budget_bytes=2**40)
     excluded = excluded_by(free, resolve_named(trace, plans, MESH))
-    solving = Solving(options, Alike())
+    solving = Solving(options, StageCache())
     found = solving.without(SmallerProblem.of(free.problem, excluded), math.inf)
     asked = make_plan(trace, MESH, GLOO, PlanOptions(gap=0.0, constraints=plans)).plan
     assert found is not None
@@ -106,7 +106,7 @@ def test_the_answer_without_the_excluded_strategies_is_that_of_the_constrained_c
 def test_multipliers_bound_the_choices_without_some_strategies() -> None:
     trace = traced(32, 64, 64, num_layers=3, dtype=torch.float32)
     free = price(trace, classes_of(trace, MESH.shape), MESH, GLOO, budget_bytes=2**40)
-    solving = Solving(PlanOptions(gap=0.0).of_a_trace().begun(), Alike())
+    solving = Solving(PlanOptions(gap=0.0).of_a_trace().begun(), StageCache())
     best = solving.without(SmallerProblem.of(free.problem, {}), math.inf)
     assert best is not None and best.multipliers is not None
     num_higher = 0

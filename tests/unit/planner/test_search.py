@@ -25,7 +25,7 @@ from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.planner import Planned, PlanOptions, make_plan, solving
 from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Ordering, Peaks
-from autopar.planner.pipeline.stage_cache import Alike, Effort
+from autopar.planner.pipeline.stage_cache import Effort, StageCache
 from autopar.planner.rounds import PlannerLoop, SearchPhase, SearchState
 from autopar.planner.search import prepare_search
 from autopar.planner.sensitivity import runner_ups
@@ -376,7 +376,7 @@ def test_a_search_for_the_bound_does_a_part_of_what_was_done_before_and_others_w
         "choices_or_least",
         lambda *_, common, **how: (asked.append(common.work.most), Least(1))[1],
     )
-    asks = solving.Solving(PlanOptions(), Alike())
+    asks = solving.Solving(PlanOptions(), StageCache())
     asks.common.work.spent = spent
     for effort in (Effort.END, Effort.WHOLE, Effort.MIXED):
         asks.answer(priced(MESH).problem, effort, learnt=False, regions=None)

@@ -40,7 +40,7 @@ def test_inductor_takes_gradients_that_are_written_where_they_lie() -> None:
         torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), parameter.grad)
 
 
-class Alike(nn.Module):
+class StageCache(nn.Module):
     """Two parameters have one gradient."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Alike(nn.Module):
     ids=["one tensor", "a view of it", "one number", "the batch"],
 )
 def test_gradients_have_memory_of_their_own(loss: Callable[..., torch.Tensor]) -> None:
-    plain, x = Alike(loss), torch.randn(6, 8)
+    plain, x = StageCache(loss), torch.randn(6, 8)
     module = autopar.compile(copy.deepcopy(plain), 1, example_inputs=(x,), hardware="cpu-gloo")
     for each in (plain, module):
         for _ in range(2):
