@@ -361,6 +361,7 @@ def test_the_predicted_peak_is_measured_to_the_byte(case: tuple[str, str, str, i
     )
 
 
+@pytest.mark.slow
 def test_a_bucket_starts_when_its_last_member_is_there_and_ends_behind_it() -> None:
     """Three buckets, so that compute is left beside the first, in whatever room there is."""
     _, _, trace, made = planned("llama", "fsdp", "h100-sxm")
@@ -436,6 +437,7 @@ def test_buckets_stay_within_the_budget() -> None:
     assert len(tight.buckets) > len(made.plan.buckets), "smaller ones"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1])
 def test_gathers_at_the_begin_and_reductions_at_the_end_of_a_step_share_buckets(zero: int) -> None:
     model, batch = zoo_small.gpt2()

@@ -213,6 +213,7 @@ def test_at_every_balance_the_relaxations_multipliers_prove_what_it_does(
         )
 
 
+@pytest.mark.slow
 def test_of_two_vertices_the_one_that_proves_more_is_kept_and_proves_what_its_relaxation_does() -> (
     None
 ):

@@ -56,6 +56,7 @@ def made() -> Made:
     return Made(planned.plan, whole, staged_trace(planned.plan, model, whole, (), batch))
 
 
+@pytest.mark.slow
 def test_a_plan_with_stages_is_certified(made: Made) -> None:
     found = made.certificate(made.plan)
     assert found.ok, str(found)

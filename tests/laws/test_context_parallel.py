@@ -122,6 +122,7 @@ def test_every_activation_is_split_along_the_sequence(kind: str) -> None:
     assert dots and all(str(s.outputs[0]) == "S(1)" and str(s.inputs[0]) == "S(1)" for s in dots)
 
 
+@pytest.mark.slow
 def test_beside_data_and_tensor_parallelism_with_sharded_parameters() -> None:
     mesh = Mesh({"data": 2, "context": 2, "tensor": 2})
     made, model, batch = planned("llama", mesh, megatron(tp=2, cp=2, dp=2, zero=3))

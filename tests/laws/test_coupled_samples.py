@@ -115,6 +115,7 @@ def test_stages_take_one_microbatch_and_compute_what_the_model_does(
     )
 
 
+@pytest.mark.slow
 def test_so_they_do_where_a_microbatch_would_be_one_sample_which_has_no_statistics() -> None:
     plan, model, batch = planned(Normed, {"stage": 4}, pipeline("stage", schedule="auto"))
     check_one(plan, model, batch, "at layers.0.1/")

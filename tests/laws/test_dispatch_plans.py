@@ -165,6 +165,7 @@ def free(mesh: Mesh, times: float) -> tuple[Any, Any, Any]:
     return plan_model(model, mesh, example_inputs=batch, hardware=quick(times))[1], model, batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FREE)
 def test_unasked_the_planner_takes_the_way_that_is_quicker(name: str) -> None:
     mesh, times, expected = FREE[name]
@@ -265,6 +266,7 @@ def test_what_is_priced_is_what_is_emitted_and_run_and_counts_again_where_it_run
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
 
 
+@pytest.mark.slow
 def test_repriced_it_takes_what_was_predicted_and_other_links_change_it() -> None:
     made, model, batch = planned(LINE, expert_parallel("expert", tokens="dispatched"))
     options = PlanOptions(constraints=(expert_parallel("expert", tokens="dispatched"),))
@@ -450,6 +452,7 @@ def test_no_program_is_made_of_it(name: str) -> None:
         emit_stage(capture(model, (), batch), MUTANTS[name][0](made.plan))
 
 
+@pytest.mark.slow
 def test_the_bound_holds_for_whatever_way_is_taken() -> None:
     proofs = {
         tokens: planned(SQUARE, expert_parallel("expert", tokens=tokens))[0].plan.proof

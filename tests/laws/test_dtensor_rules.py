@@ -71,6 +71,7 @@ def test_each_has_a_reason() -> None:
     assert [row for row in listed() if not row["why"]] == []
 
 
+@pytest.mark.slow
 def test_autopar_is_never_the_wrong_one(found: list[Row]) -> None:
     assert [row for row in found if row["verdict"] == "autopar is wrong"] == []
 

@@ -139,6 +139,7 @@ def test_a_potential_that_is_too_high_proves_less(case: Case) -> None:
     assert worse == len(kept.potentials_s) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_from_potentials_are_legal_and_the_same_every_time(name: str) -> None:
     p = modelled(name)
@@ -170,6 +171,7 @@ def test_a_huge_problem_whose_launches_decide_is_answered_without_a_relaxation(
     )
 
 
+@pytest.mark.slow
 def test_so_is_one_whose_communication_decides_where_the_ascent_comes_upon_a_good_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -149,6 +149,7 @@ class Sparse(nn.Module):
         return made.loss + kept.pow(2).mean()
 
 
+@pytest.mark.slow
 def test_beside_experts_and_data_what_is_made_of_nothing_is_read_in_parts() -> None:
     model, batch = zoo_small.mixtral(num_layers=1, dtype=torch.float64)
     forced = (expert_parallel("expert", tokens="dispatched"), fsdp("data"))
@@ -238,6 +239,7 @@ def test_tensor_parallelism_splits_what_lies_between_an_experts_linears() -> Non
     assert is_right(made, model, batch)
 
 
+@pytest.mark.slow
 def test_without_stage_3_experts_are_not_gathered_whatever_the_stage() -> None:
     """Held through a step are all parameters but the experts, which are read as they rest."""
     made, model, _ = planned(LINE, megatron(ep=2, zero=2, microbatches=2))
@@ -328,6 +330,7 @@ def _call(built: tuple[nn.Module, dict[str, Any]]) -> tuple[nn.Module, tuple[()]
     return built[0], (), built[1]
 
 
+@pytest.mark.slow
 def test_experts_with_biases_stay_as_they_are() -> None:
     """They are another op's, so expert parallelism says that there are none it could split."""
     model, batch = of_type("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
@@ -347,6 +350,7 @@ def test_samples_stand_alone_so_that_microbatches_need_no_promise() -> None:
     assert autopar.verify(made.plan, model, batch).ok
 
 
+@pytest.mark.slow
 def test_the_planner_splits_experts_unasked_where_that_is_faster() -> None:
     """Eight devices, eight large experts: to gather tokens moves less than to gather weights,
     and a part of each makes smaller products."""

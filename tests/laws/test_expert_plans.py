@@ -95,6 +95,7 @@ BACKWARD = {
 }
 
 
+@pytest.mark.slow
 def test_megatron_on_llama_emits_exactly_the_hand_written_collectives() -> None:
     gradients = {
         ("backward", "all_reduce", DATA): (
@@ -105,6 +106,7 @@ def test_megatron_on_llama_emits_exactly_the_hand_written_collectives() -> None:
     assert total(forced("llama", fsdp=False)) == Counter({**FORWARD, **BACKWARD, **gradients})
 
 
+@pytest.mark.slow
 def test_megatron_on_gpt2_shards_the_fused_projection_by_heads_and_emits_the_hand_written_collectives() -> (  # noqa: E501
     None
 ):

@@ -51,6 +51,7 @@ def priced_for(plan: Plan, trace: Trace, profile: HardwareProfile) -> Priced:
 MESH = autopar.Mesh({"node": 2, "gpu": 2})
 
 
+@pytest.mark.slow
 def test_at_its_factor_a_runner_up_costs_what_the_chosen_one_does() -> None:
     batch = {"x": torch.randn(4096, 128)}
     trace, planned = plan_model(Net(), MESH, example_inputs=batch, hardware=PROFILE)

@@ -181,6 +181,7 @@ def test_what_stages_decide_together_is_no_choice_of_one() -> None:
                 assert not [f for f in found if (f.stage, f.key) == (number, entry.key)]
 
 
+@pytest.mark.slow
 def test_the_public_call_asks_for_the_plan_s_own_hardware_and_says_the_stage() -> None:
     plan, *_ = built("one stage")
     batch = {"x": torch.zeros(4096, 128)}

@@ -269,6 +269,7 @@ class Branching(Layer):
         return super().forward(x) if self.scale.sum().item() > 0 else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("different", [False, True])
 def test_values_of_buffers_that_forward_reads_decide_whether_layers_are_equal(
     different: bool,
@@ -296,6 +297,7 @@ def test_nodes_and_parameters_have_the_names_of_the_registered_modules(kind: typ
         ]
 
 
+@pytest.mark.slow
 def test_no_more_nodes_are_traced_of_a_dict_than_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[int] = []
     plain = shortened.raw_joint

@@ -36,6 +36,7 @@ class Noisy(nn.Module):
         return self.down(drawn).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["2", "a=2,b=2"])
 def test_draws_loss_and_gradients_are_the_plain_models_under_random_layouts(mesh: str) -> None:
     torch.manual_seed(0)

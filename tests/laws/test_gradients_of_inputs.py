@@ -81,6 +81,7 @@ def test_plans_of_samples_give_the_plain_models(kind: str, plan: str) -> None:
     holds(kind, planned(kind, SQUARE, plan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp and heads", "sequence"])
 def test_plans_of_heads_and_of_the_sequence_give_the_plain_models(plan: str) -> None:
     holds("llama", planned("llama", SQUARE, plan))
@@ -130,6 +131,7 @@ def test_a_plan_that_leaves_a_gradient_in_parts_is_refused(layout: str) -> None:
         autopar.verify(changed, model, batch)
 
 
+@pytest.mark.slow
 def test_a_model_of_which_nothing_is_trained_gives_those_of_its_inputs_alone() -> None:
     model, batch = given_back.frozen("llama")
     plan = autopar.plan(
@@ -182,6 +184,7 @@ def test_the_peak_is_that_of_real_tensors(kind: str, plan: str) -> None:
     assert [tuple(x.shape) for x in gradients[-len(asking) :]] == [t.shape for t in asking]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_gathered_is_priced() -> None:
     model, batch = built("llama")
     plain = {name: x.detach() for name, x in batch.items()}

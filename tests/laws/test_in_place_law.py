@@ -84,6 +84,7 @@ def test_nothing_else_lies_where_a_result_is_written(
     assert written
 
 
+@pytest.mark.slow
 def test_a_program_that_writes_wherever_the_trace_lets_it_is_caught(
     written: list[fx.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

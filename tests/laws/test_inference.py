@@ -133,6 +133,7 @@ def test_what_fits_no_step_fits_inference() -> None:
         autopar.plan(model, Mesh(1), num_microbatches=1, **options)
 
 
+@pytest.mark.slow
 def test_a_model_in_which_nothing_is_trained_is_planned_for_inference() -> None:
     model, batch = built("gpt2")
     frozen = copy.deepcopy(model).requires_grad_(False)
@@ -151,6 +152,7 @@ def test_a_loss_alone_needs_no_logits_outside_of_the_program() -> None:
     assert autopar.verify(plan.plan, *built("llama"), tolerance=TOLERANCE).loss is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"num_microbatches": 2}, {"constraints": (asked.pipeline("a"),)}],

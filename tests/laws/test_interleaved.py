@@ -98,6 +98,7 @@ def t5() -> Made:
     return planned("t5", {"stage": 2}, pipeline("stage", **INTER), hardware="cpu-gloo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_interleaved_stages_equal_the_plain_model(
     name: str, request: pytest.FixtureRequest

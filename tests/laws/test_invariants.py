@@ -31,6 +31,7 @@ def planned(request: pytest.FixtureRequest) -> tuple[Trace, Planned]:
     return trace, make_plan(trace, MESH, H100, PlanOptions(constraints=constraints))
 
 
+@pytest.mark.slow
 def test_communication_is_priced_as_it_is_emitted_byte_for_byte(
     planned: tuple[Trace, Planned],
 ) -> None:

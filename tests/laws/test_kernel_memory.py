@@ -109,6 +109,7 @@ class Sharing:
         )
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("name", PLANS)
 def test_what_kernels_share_is_predicted_to_the_byte_and_gradients_are_the_decompositions(
@@ -325,6 +326,7 @@ def test_under_a_budget_the_plan_fits_its_kernels_included_and_is_certified(budg
     assert found.ok, str(found)
 
 
+@pytest.mark.slow
 def test_what_no_kernel_had_memory_for_is_said() -> None:
     near = PlanOptions(
         memory_bytes=SCARCE, gap=0.05

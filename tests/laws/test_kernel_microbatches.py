@@ -59,6 +59,7 @@ def test_every_rank_computes_what_the_model_does_and_both_kernels_are_there() ->
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_what_a_microbatch_does_counts_as_often_as_there_are_microbatches() -> None:
     plan, stage = made().plan, stage_of(made().plan)
     saved_s = sum(len(c.instances) * c.kernel.saved_s for c in kernels(stage) if c.kernel)

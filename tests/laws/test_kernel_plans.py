@@ -271,6 +271,7 @@ def test_a_profile_without_figures_has_no_kernels_and_plans_say_so() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_a_kernel_reaches_scales_what_it_saves() -> None:
     half = overlapping(kernels=dict.fromkeys(SLOW.kernels, 0.45))
     whole, less = (what_if_saved(profile) for profile in (SLOW, half))

@@ -173,6 +173,7 @@ def peak(p: Problem, found: Solution) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "in_flight"),
     [(0, 0), (0, 1), *(pytest.param(*case, marks=SLOW) for case in ((1, 0), (2, 2)))],
@@ -205,6 +206,7 @@ def by_sets(p: Problem) -> float:
     return best
 
 
+@pytest.mark.slow
 def test_of_all_sets_of_regions_the_best_is_there() -> None:
     one_of_two = 0
     for seed in MANY[:6]:

@@ -174,6 +174,7 @@ def test_it_computes_the_model_in_the_predicted_memory() -> None:
     assert peak == made.plan.prediction.peak_bytes <= budget()
 
 
+@pytest.mark.slow
 def test_it_is_certified_and_not_without_its_groups() -> None:
     plan, (_, model, batch) = grouped().plan, traced()
     assert autopar.check(plan, model, batch).ok
@@ -239,6 +240,7 @@ def test_a_search_that_ends_early_says_which_ops_it_would_have_apart() -> None:
     assert early.gap > 1e-5
 
 
+@pytest.mark.slow
 def test_a_search_that_meets_no_plan_says_which_ops_it_would_have_apart_without_looking_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -71,6 +71,7 @@ def test_it_is_chosen_where_logits_do_not_fit(
     assert autopar.check(plan, model, batch).ok
 
 
+@pytest.mark.slow
 def test_its_peak_and_its_gradients_are_as_promised(
     squeezed: tuple[nn.Module, dict[str, torch.Tensor], autopar.Plan],
 ) -> None:

@@ -126,6 +126,7 @@ def test_the_trace_is_the_model_with_its_parameters_cast(kind: str) -> None:
         assert relative_error(gradients[name], gradient, floor) < 5e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_compute_what_the_model_computes_and_are_certified(kind: str, way: str) -> None:
@@ -256,6 +257,7 @@ def gradients_of(trace: Trace) -> tuple[set[str], set[str]]:
     return wide, narrow
 
 
+@pytest.mark.slow
 def test_fully_sharded_data_parallelism_moves_as_many_elements_in_half_the_bytes() -> None:
     def sent(kind: str, **options: Any) -> tuple[int, int]:
         """Elements and bytes, of weights."""
@@ -309,6 +311,7 @@ class Tower(nn.Module):
         return self.layers(x).pow(2).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bounds_and_the_least_memory_that_would_do_hold_for_plans_that_were_made(
     autocast: bool,
@@ -506,6 +509,7 @@ def test_where_the_plain_model_cannot_be_run_in_the_precision_verify_says_so() -
         autopar.verify(plan, model, batch, dtype=None)
 
 
+@pytest.mark.slow
 def test_a_model_that_rests_in_the_precision_is_left_as_it_is() -> None:
     model, batch = zoo_small.llama(dtype=BF16)
     asked, plain = (capture(model, (), batch, precision=precision) for precision in (BF16, None))

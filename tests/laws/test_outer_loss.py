@@ -90,6 +90,7 @@ def test_a_batch_that_does_not_divide_is_the_plain_model(plan: str) -> None:
     holds("several", planned("several", THREE, plan, "dtensor"))
 
 
+@pytest.mark.slow
 def test_what_is_wanted_whole_is_gathered_by_the_program_and_priced() -> None:
     whole, parts = planned("bert", SQUARE, "ddp"), planned("bert", SQUARE, "ddp", "dtensor")
     assert whole.plan.options["outputs"] == "full"

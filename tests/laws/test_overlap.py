@@ -143,6 +143,7 @@ def test_slack_is_what_the_emitted_graph_shows() -> None:
     assert seen["prefetchable"] and seen["deferrable"] and seen["critical"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "seed"), CASES)
 def test_what_counts_as_beside_compute_has_slack_and_no_emitted_order_is_faster_than_all_that_has_it(  # noqa: E501
     model: str, mesh: str, seed: int

@@ -62,6 +62,7 @@ def test_a_plan_for_a_tight_budget_equals_the_plain_model_and_keeps_to_the_budge
     assert tight.plan.prediction.step_s > ample.plan.prediction.step_s
 
 
+@pytest.mark.slow
 def test_a_model_with_one_device_needs_no_communication() -> None:
     made, found = planned("tiny-bert", "1", load_profile("cpu-gloo-frictionless"))
     assert found.num_collectives == 0  # type: ignore[attr-defined]

@@ -95,6 +95,7 @@ def test_most_of_the_parts_can_be_chosen() -> None:
     assert sum(optimum(seed, SQUARE) < math.inf for seed in SEEDS) >= len(SEEDS) // 2
 
 
+@pytest.mark.slow
 def test_a_search_that_is_cut_short_still_says_no_more_than_is_true() -> None:
     for seed in SEEDS:
         part, best = part_of(seed, SQUARE), optimum(seed, SQUARE)

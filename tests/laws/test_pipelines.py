@@ -44,6 +44,7 @@ def planned(
 
 # Llama: one stream. GPT-2: tied weights, fused projections, dropout. T5: a decoder that reads the
 # encoder's end, one table thrice.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings", "microbatches"),
     [
@@ -168,6 +169,7 @@ def test_neighbours_agree_on_what_crosses(llama: tuple[Planned, Any, Any]) -> No
     assert len(leaving) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_whose_stages_disagree_is_refused(llama: tuple[Planned, Any, Any]) -> None:
     made, model, batch = llama
     text = made.plan.dumps()
@@ -265,6 +267,7 @@ def test_a_free_pipeline_is_never_slower_than_none() -> None:
     )  # so small a model only waits
 
 
+@pytest.mark.slow
 def test_megatron_names_the_whole_plan() -> None:
     force = autopar.constraints.megatron(
         pp=2, tp="tensor", dp="data", zero=3, recompute="full", microbatches=4

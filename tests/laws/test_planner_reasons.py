@@ -284,6 +284,7 @@ def test_a_weight_forced_onto_two_axes_computes_the_model(weight: str) -> None:
 # The sequence
 
 
+@pytest.mark.slow
 def test_with_one_sample_norms_are_split_over_the_sequence_and_attention_over_heads() -> None:
     p = plan(llama(1, 4096, 2, 1024, 4096, 16), Mesh(4), ALONE)
     ops = forward_ops(p)

@@ -117,6 +117,7 @@ class Mean(nn.Module):
         return x.mean()
 
 
+@pytest.mark.slow
 def test_equal_layers_draw_different_numbers_and_take_one_decision() -> None:
     model, batch = build("gpt2", dropout=0.1)
     trace = capture(model, (), batch)

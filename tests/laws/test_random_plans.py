@@ -97,6 +97,7 @@ def test_a_random_legal_plan_holds_every_law(model: str, mesh: str, seed: int) -
     )
 
 
+@pytest.mark.slow
 def test_random_plans_recompute_and_differ() -> None:
     ready, _, _ = prepared("tiny-gpt2", "a=2,b=4")
     plans = [
@@ -109,6 +110,7 @@ def test_random_plans_recompute_and_differ() -> None:
     assert random_plan(ready, 21, recompute_share=0.0)[0] == plans[1]
 
 
+@pytest.mark.slow
 def test_what_backward_runs_again_may_be_laid_out_otherwise_than_in_forward() -> None:
     ready, plain, batch = prepared("tiny-vit", "4")
     plan, program = random_plan(ready, 30, recompute_share=1.0, recompute_otherwise=True)

@@ -264,6 +264,7 @@ def test_a_plan_whose_routes_are_changed_is_not_certified(change: Change) -> Non
 STAGES: dict[int, dict[str, Any]] = {1: {}, 2: {"schedule": "interleaved_1f1b", "chunks": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", STAGES)
 def test_in_stages_ranks_share_once_what_their_stages_routes_share(chunks: int) -> None:
     model, batch = zoo_small.mixtral(num_layers=2 * chunks)

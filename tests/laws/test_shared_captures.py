@@ -42,6 +42,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_shared_capture_is_what_a_fresh_one_is_and_has_a_graph_of_its_own(
     traced: list[str],
 ) -> None:

@@ -618,6 +618,7 @@ def test_under_every_budget_the_plan_fits_and_is_as_close_to_the_best_of_all_pla
             assert found.gap <= gap + 1e-6
 
 
+@pytest.mark.slow
 def test_what_backward_does_not_read_where_it_runs_an_op_again_costs_nothing_there() -> None:
     cheaper = 0
     for case in (Case(1, moments=True, unasked=True), Case(4, unasked=True)):
@@ -715,6 +716,7 @@ def test_with_hosts_the_step_and_the_bound_enclose_the_best_of_all_plans_within_
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sifted_from", [0, 50_000])
 @pytest.mark.parametrize("likely", [(0.3, 0.7), (0.0, 0.0)])
 def test_wherever_a_search_begins_it_finds_and_proves_the_same(

@@ -132,6 +132,7 @@ def test_what_crosses_is_the_stream_and_its_gradient() -> None:
     )  # none is held twice
 
 
+@pytest.mark.slow
 def test_tied_weights_are_held_where_they_are_read_and_each_has_a_part_of_the_gradient() -> None:
     s = subject("gpt2")
     points = cut_points(s.trace)
@@ -144,6 +145,7 @@ def test_tied_weights_are_held_where_they_are_read_and_each_has_a_part_of_the_gr
         )
 
 
+@pytest.mark.slow
 def test_a_skip_connection_rides_through_the_stages_between() -> None:
     s = subject("unet2d")
     points = cut_points(s.trace)
@@ -186,6 +188,7 @@ def test_a_value_that_is_read_far_behind_crosses_every_cut() -> None:
     assert [len(b.values) for b in made.boundaries] == [1, 2]
 
 
+@pytest.mark.slow
 def test_every_forward_node_runs_in_one_stage_or_is_copied() -> None:
     for name in ("t5", "unet2d"):
         trace = subject(name).trace

@@ -162,6 +162,7 @@ def test_handing_outputs_to_more_stages_takes_a_latency_more_for_each() -> None:
     assert handing_s("", mesh, profile, 4096) == handing_s("stage", mesh, profile, 0) == 0.0
 
 
+@pytest.mark.slow
 def test_faster_links_between_stages_are_worth_what_planning_again_says() -> None:
     model, batch = built("layers")
     plan = planned("layers", MESH, (asked.pipeline("stage", microbatches=2),)).plan

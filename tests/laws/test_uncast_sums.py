@@ -134,6 +134,7 @@ def test_addition_casts_to_the_same_bits(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_gradients_are_those_of_the_program_that_casts_first_bit_by_bit(
     kind: str, way: str
@@ -446,6 +447,7 @@ def test_an_addition_that_overwrites_is_found(monkeypatch: pytest.MonkeyPatch) -
         autopar.verify(made.plan, model, batch)
 
 
+@pytest.mark.slow
 def test_stages_that_share_a_weight_cast_their_terms_of_its_gradient() -> None:
     """As the model without stages does, for which the bound over all cuts speaks."""
     model, batch = zoo_small.gpt2()

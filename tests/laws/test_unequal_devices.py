@@ -382,6 +382,7 @@ def test_a_stage_whose_devices_have_little_memory_gets_fewer_layers(
     assert Plan.loads(plan.dumps()) == plan
 
 
+@pytest.mark.slow
 def test_where_no_cut_fits_it_is_said_which_devices_are_short(net: Built) -> None:
     tiny = device("h100-sxm", "tiny", device_memory_bytes=10_000)
     with pytest.raises(InfeasibleError) as refused:

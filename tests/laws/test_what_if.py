@@ -277,6 +277,7 @@ def test_decisions_that_are_forced_take_elsewhere_what_a_plan_made_there_takes(
         assert carry(name, axes | dict.fromkeys(gone, 1))[1:] == (found.step_s, found.peak_bytes)
 
 
+@pytest.mark.slow
 def test_what_zero_holds_gathered_rests_as_it_is_used_where_its_axis_is_gone() -> None:
     plan, step_s, peak_bytes = carry("interleaved", {"stage": 2})
     assert plan.pipeline is not None and any(
@@ -349,6 +350,7 @@ def test_a_plan_of_another_model_or_of_decisions_that_cannot_be_taken_is_refused
         autopar.what_if(wrong, model, batch, hardware="cpu-gloo")
 
 
+@pytest.mark.slow
 def test_the_plan_made_under_other_constraints_is_the_one_that_plan_makes_under_them() -> None:
     plan, model, batch = built("stages")
     found = autopar.what_if(

@@ -71,6 +71,7 @@ def moved(made: Planned, phase: str, kind: str) -> Counter[int]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_stage_moves_what_the_paper_says(stage: int) -> None:
     made, model, batch = planned(
@@ -162,6 +163,7 @@ def test_beside_tensor_parallelism_a_fused_projection_s_bias_too_is_held_and_sum
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [1, 4])
 def test_stage_1_with_stages_of_a_pipeline_and_tensor_parallelism(num_layers: int) -> None:
     mesh = Mesh({"stage": 2, "data": 2, "tensor": 2})
@@ -177,6 +179,7 @@ def test_stage_1_with_stages_of_a_pipeline_and_tensor_parallelism(num_layers: in
     assert autopar.verify(made.plan, model, batch).ok and autopar.check(made.plan, model, batch).ok
 
 
+@pytest.mark.slow
 def test_with_stages_and_tensor_parallelism() -> None:
     mesh = Mesh({"stage": 2, "data": 2, "tensor": 2})
     made, model, batch = planned(
@@ -434,6 +437,7 @@ def test_a_sum_that_is_not_added_to_is_found(monkeypatch: pytest.MonkeyPatch) ->
         autopar.verify(made.plan, model, batch)
 
 
+@pytest.mark.slow
 def test_the_certificate_refuses_changes_of_what_is_done_once_a_step() -> None:
     made, model, batch = planned("llama", LINE, megatron(dp=2, zero=1, microbatches=MICROBATCHES))
     text = made.plan.dumps()

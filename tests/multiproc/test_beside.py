@@ -60,6 +60,7 @@ def test_going_back_on_the_same_processes_is_exact(saved: tuple[Path, dict[str, 
     assert kinds[".values.array"] == "ndarray" and kinds[".values.best"] == "Tensor"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_other_numbers_of_processes_go_on_as_if_nothing_had_happened(
     num_processes: int, saved: tuple[Path, dict[str, Any]]

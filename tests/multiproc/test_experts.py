@@ -43,6 +43,7 @@ def test_dispatched_experts_are_the_unsplit_ones_and_hold_what_is_predicted() ->
             )
 
 
+@pytest.mark.slow
 def test_steps_follow_the_plain_model() -> None:
     model, batch = zoo_small.mixtral(num_layers=1, dtype=torch.float64)
     plans = {

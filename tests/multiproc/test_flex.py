@@ -17,6 +17,7 @@ def facts() -> list[dict[str, Any]]:
     return run_processes(2, str(Path(__file__).parent / "worker_flex.py"), "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "llama"])
 def test_loss_and_gradients_are_the_plain_models(facts: list[dict[str, Any]], kind: str) -> None:
     tolerance = 1e-6 if kind == "llama" else 1e-12  # transformers computes norms in float32

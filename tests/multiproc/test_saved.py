@@ -28,6 +28,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train(1, tmp_path_factory.mktemp("alone"), ALL_STEPS)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_fewer_and_on_more_processes_as_if_nothing_had_happened(
     tmp_path: Path, alone: dict[str, Any]
 ) -> None:

@@ -28,6 +28,7 @@ def facts(request: pytest.FixtureRequest) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
+@pytest.mark.slow
 def test_training_with_a_loss_outside_follows_the_plain_model(
     facts: list[tuple[str, dict[str, Any]]],
 ) -> None:

@@ -40,6 +40,7 @@ def test_a_batch_that_the_constraints_cannot_hold_for_is_computed_without_them()
     assert found == pytest.approx([model_of()(**batch_of(1, 16)).loss.item()] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_every_rank_captures_a_call_once(num_microbatches: int) -> None:
     parts = [(8 // num_microbatches, True)] if num_microbatches > 1 else []

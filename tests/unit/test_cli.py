@@ -210,6 +210,7 @@ def test_a_pipeline_is_planned_explained_compared_and_drawn(here: Path, command:
     )
 
 
+@pytest.mark.slow
 def test_a_pipeline_over_unequal_devices_is_planned_certified_explained_and_drawn(
     here: Path, command: Command
 ) -> None:

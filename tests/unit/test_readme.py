@@ -96,6 +96,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) 
         run([sys.executable, "-W", "ignore", "page.py"], tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_the_training_loop_resumes_on_two_processes(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")

@@ -169,6 +169,7 @@ def test_the_memory_of_a_stage_is_as_long_as_its_peak() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_page_of_stages_shows_equal_stages_once(tmp_path: Path) -> None:
     page = report(made_staged_plan(), tmp_path / "plan.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 2 + 2 * 3

@@ -136,6 +136,7 @@ def test_without_example_inputs_it_plans_at_the_first_call_and_says_so_before() 
     loss.backward()
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_used_and_a_plan_for_another_model_says_what_differs(
     tmp_path: Path,
 ) -> None:

@@ -302,6 +302,7 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(self.body(x), y)
 
 
+@pytest.mark.slow
 def test_a_module_in_microbatches_is_evaluated_in_microbatches_where_forward_alone_fits_no_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -264,6 +264,7 @@ def test_shapes_that_a_constraint_cannot_hold_on_are_passed_over() -> None:
     assert str(found.mesh) == "gpu0=2,gpu1=2" and "gpu=4 (no plan)" in found.proof.covers[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [

@@ -343,6 +343,7 @@ def refuse_to_plan(*args: Any, **kwargs: Any) -> Any:
     raise PlannedAnewError
 
 
+@pytest.mark.slow
 def test_functions_of_a_library_that_the_user_replaces_are_not_those_of_an_entry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

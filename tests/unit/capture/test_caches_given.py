@@ -84,6 +84,7 @@ def test_without_the_cache_and_with_its_tokens_the_results_are_those_with_it(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [llama, gpt2])
 def test_use_cache_is_taken_and_the_plan_computes_what_the_model_does(
     build: Callable[[], nn.Module],

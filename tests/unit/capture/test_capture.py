@@ -345,6 +345,7 @@ def test_operands_of_two_dtypes_that_torch_lets_pass_in_a_capture_are_named() ->
         capture(Net().double(), (torch.randn(4, 4).double(), torch.randint(0, 3, (4,))))
 
 
+@pytest.mark.slow
 def test_dropout_that_torch_leaves_out_between_recurrent_layers_is_refused_where_it_would_act() -> (
     None
 ):

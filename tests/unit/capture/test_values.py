@@ -185,6 +185,7 @@ def test_a_model_that_computes_with_sizes_of_images_by_numpy_and_binds_signature
     assert capture(model, (), batch).loss is not None
 
 
+@pytest.mark.slow
 def test_a_part_of_a_model_that_was_called_on_its_own_records_its_outputs_once() -> None:
     model, batch = _small("llava")
     model.model.vision_tower(

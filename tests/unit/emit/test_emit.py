@@ -268,6 +268,7 @@ def test_a_parameter_that_cannot_rest_so_is_refused(planned: tuple[Trace, Planne
             )
 
 
+@pytest.mark.slow
 def test_collectives_of_equal_layers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, numbers, ask = list[object](), list[int](), program_builder.neighbours
     monkeypatch.setattr(

@@ -38,6 +38,7 @@ def stepped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     return module, plain, folder
 
 
+@pytest.mark.slow
 def test_what_peft_reads_through_its_model_is_read_through_the_compiled_one(
     stepped: tuple[Any, Any, Path],
 ) -> None:

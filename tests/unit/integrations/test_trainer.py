@@ -78,6 +78,7 @@ def test_lora_is_trained_as_by_transformers_trainer(runs: dict[str, Any]) -> Non
     assert all(p.grad is None for p in ours.compiled().parameters() if not p.requires_grad)
 
 
+@pytest.mark.slow
 def test_the_adapter_that_is_saved_is_read_by_peft(runs: dict[str, Any]) -> None:
     (_, folder, _), (_, other, _) = runs["ours"], runs["theirs"]
     mine, wanted = (
@@ -92,6 +93,7 @@ def test_the_adapter_that_is_saved_is_read_by_peft(runs: dict[str, Any]) -> None
         )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_amid_an_epoch(
     runs: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def test_early_steps_get_the_room_that_the_step_leaves_where_they_are(
     )
 
 
+@pytest.mark.slow
 def test_room_gets_less_by_what_its_own_phase_is_over_the_budget_though_a_step_holds_more_as_it_begins(  # noqa: E501
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -176,6 +176,7 @@ def test_keys_of_one_head_stay_whole_where_queries_of_several_are_split() -> Non
     assert verify_program(trace, planned(trace, TENSOR, Mesh(2)).program, model, (), batch).ok
 
 
+@pytest.mark.slow
 def test_a_bias_of_attention_is_split_by_heads_though_a_mask_is_added_to_it() -> None:
     spec = (
         't5:{"num_layers": 1, "num_decoder_layers": 1, "d_model": 32, "d_kv": 8, "d_ff": 48,'

@@ -81,6 +81,7 @@ def test_a_smaller_problem_takes_over_moments_and_shares_the_rest() -> None:
     assert shared.of(SmallerProblem.of(other, excluded).problem) is None
 
 
+@pytest.mark.slow
 def test_once_a_plan_is_known_all_rows_at_once_are_solved_only_if_no_plan_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
