@@ -19,7 +19,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.schedules import AUTO
 from autopar.planner import Planned, make_plan, make_staged_plan
 from autopar.planner.clock import Progress
-from autopar.planner.pipeline.stage_construction import check_order
+from autopar.planner.pipeline.pipeline_request import check_order
 from autopar.planner.pipeline.stage_units import check_parts
 from autopar.request import PlanOptions
 from autopar.stages.placing import cut_points

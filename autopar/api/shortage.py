@@ -22,8 +22,8 @@ from autopar.errors import ConstraintError, InfeasibleError, size_text
 from autopar.planner import Planned
 from autopar.planner.clock import Clock
 from autopar.planner.min_memory import Need, prefer_fastest, proven_bytes
-from autopar.planner.pipeline.pipeline_request import PipelineRequest
-from autopar.planner.pipeline.stage_construction import StagedSearch, pipeline_request
+from autopar.planner.pipeline.pipeline_request import PipelineRequest, pipeline_request
+from autopar.planner.pipeline.stage_construction import StagedSearch
 from autopar.planner.report_infeasible import find_conflict
 from autopar.planner.search import finish_search, need_of, needs, prepare_search
 from autopar.request import PlanOptions

@@ -255,7 +255,8 @@ def test_a_schedule_that_does_not_wait_is_refused(monkeypatch: pytest.MonkeyPatc
     model, batch = built("layers")
     with monkeypatch.context() as patched:
         patched.setattr(
-            "autopar.planner.pipeline.stage_construction.in_order", lambda wish, *_, **__: wish
+            "autopar.planner.pipeline.pipeline_request.in_order",
+            lambda pipelined, *_, **__: pipelined,
         )
         options: dict[str, Any] = {
             "constraints": (asked.pipeline("stage", microbatches=2),),

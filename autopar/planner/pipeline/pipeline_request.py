@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
-from autopar.constraints import Pipelined
+from autopar.constraints import Pipelined, check
 from autopar.core.hardware import Hardware, HardwareProfile, profile_of
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.core.solution import Multipliers, Solution
 from autopar.cost.priced import Crossing, Priced, handing_s
+from autopar.emit import returned_of
 from autopar.errors import ConstraintError
 from autopar.planner.pipeline.cuts import LeastStep
 from autopar.planner.pipeline.stage_units import Unit
+from autopar.planner.pipeline.step_schedule import in_order
 from autopar.planner.plan_assembly import fingerprint
 from autopar.plans import Fingerprint
 from autopar.program.executor import Returned
@@ -210,3 +213,73 @@ def crossing_layouts(whole: UncutSolution, part: Trace, made: Cut) -> Mapping[st
             if plain:
                 found[keys[name]] = graph.layouts[min(plain, key=lambda n: graph.bytes[n])]
     return found
+
+
+def check_order(whole: Trace, mesh: Mesh, num: int, pipelined: Pipelined) -> None:
+    """Check that a schedule can run a number of microbatches, given only the trace of the batch.
+
+    Args:
+        whole: the trace of the batch.
+        mesh: the mesh of the plan.
+        num: microbatches per step.
+        pipelined: the requested pipeline.
+
+    Raises:
+        ConstraintError: if the schedule cannot run them.
+    """
+    waits = not any(o.is_loss for o in whole.differentiable)
+    in_order(pipelined, mesh, num, waits=waits, trained=bool(whole.differentiable))
+
+
+def pipeline_request(
+    whole: Trace,
+    part: Trace,
+    microbatching: Microbatching,
+    mesh: Mesh,
+    hardware: Hardware,
+    options: PlanOptions,
+    pipelined: Pipelined,
+    *,
+    model_name: str = "",
+) -> PipelineRequest:
+    """Check the request for a pipeline and fill in the defaults.
+
+    Args:
+        whole, part, microbatching, mesh, hardware, options, pipelined: as in `make_staged_plan`.
+        model_name: the model's name, for the plan's fingerprint.
+
+    Raises:
+        ConstraintError: if a constraint does not fit this mesh, or the schedule cannot run.
+    """
+    options = options.of_a_trace()
+    if pipelined.axis:
+        check(pipelined, mesh)
+    left = mesh.without(pipelined.axis or "")
+    for constraint in options.constraints:  # all but the pipeline apply to the mesh of a stage
+        if not isinstance(constraint, Pipelined):
+            check(constraint, left)
+    returned = returned_of(part, microbatching, options.outputs)
+    pipelined = in_order(
+        pipelined, mesh, microbatching.num, waits=returned.waits, trained=bool(whole.differentiable)
+    )
+    if whole.loss is None and options.outputs != "full":
+        what = (
+            f"outputs={options.outputs!r}, but the model returns no loss in stages: each stage"
+            " would return its own outputs"
+        )
+        raise ConstraintError(
+            what, remedy='pass outputs="full": every rank then returns the full outputs'
+        )
+    batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
+    return PipelineRequest(
+        part,
+        microbatching,
+        batch_bytes,
+        returned,
+        mesh,
+        hardware,
+        options,
+        pipelined,
+        model_name,
+        whole,
+    )

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.analysis.microbatches import Microbatching
 from autopar.capture.trace import Trace
-from autopar.constraints import Pipelined, check
+from autopar.constraints import Pipelined
 from autopar.core.hardware import Hardware
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
@@ -27,7 +27,6 @@ from autopar.core.schedules import INTERLEAVED
 from autopar.cost.offload import shared_by
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced
-from autopar.emit import returned_of
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.planner.candidates import TooSlow
 from autopar.planner.clock import Clock, Progress
@@ -47,6 +46,7 @@ from autopar.planner.pipeline.pipeline_request import (
     PipelineRequest,
     UncutSolution,
     crossing_layouts,
+    pipeline_request,
 )
 from autopar.planner.pipeline.stage_cache import StageCache
 from autopar.planner.pipeline.stage_memory_bound import (
@@ -56,7 +56,7 @@ from autopar.planner.pipeline.stage_memory_bound import (
     nearest_legal,
 )
 from autopar.planner.pipeline.stage_units import one_stage, reweigh_units, units_of
-from autopar.planner.pipeline.step_schedule import in_order, least_time, step_of
+from autopar.planner.pipeline.step_schedule import least_time, step_of
 from autopar.planner.report_infeasible import with_conflict_of_stages
 from autopar.planner.rounds import PlannerLoop
 from autopar.planner.search import Planned, finish_search, needs
@@ -539,73 +539,3 @@ def make_staged_plan(
         raise with_conflict_of_stages(
             error, whole, part, mesh, here, options.constraints
         ) from error
-
-
-def check_order(whole: Trace, mesh: Mesh, num: int, pipelined: Pipelined) -> None:
-    """Check that a schedule can run a number of microbatches, given only the trace of the batch.
-
-    Args:
-        whole: the trace of the batch.
-        mesh: the mesh of the plan.
-        num: microbatches per step.
-        pipelined: the requested pipeline.
-
-    Raises:
-        ConstraintError: if the schedule cannot run them.
-    """
-    waits = not any(o.is_loss for o in whole.differentiable)
-    in_order(pipelined, mesh, num, waits=waits, trained=bool(whole.differentiable))
-
-
-def pipeline_request(
-    whole: Trace,
-    part: Trace,
-    microbatching: Microbatching,
-    mesh: Mesh,
-    hardware: Hardware,
-    options: PlanOptions,
-    pipelined: Pipelined,
-    *,
-    model_name: str = "",
-) -> PipelineRequest:
-    """Check the request for a pipeline and fill in the defaults.
-
-    Args:
-        whole, part, microbatching, mesh, hardware, options, pipelined: as in `make_staged_plan`.
-        model_name: the model's name, for the plan's fingerprint.
-
-    Raises:
-        ConstraintError: if a constraint does not fit this mesh, or the schedule cannot run.
-    """
-    options = options.of_a_trace()
-    if pipelined.axis:
-        check(pipelined, mesh)
-    left = mesh.without(pipelined.axis or "")
-    for constraint in options.constraints:  # all but the pipeline apply to the mesh of a stage
-        if not isinstance(constraint, Pipelined):
-            check(constraint, left)
-    returned = returned_of(part, microbatching, options.outputs)
-    pipelined = in_order(
-        pipelined, mesh, microbatching.num, waits=returned.waits, trained=bool(whole.differentiable)
-    )
-    if whole.loss is None and options.outputs != "full":
-        what = (
-            f"outputs={options.outputs!r}, but the model returns no loss in stages: each stage"
-            " would return its own outputs"
-        )
-        raise ConstraintError(
-            what, remedy='pass outputs="full": every rank then returns the full outputs'
-        )
-    batch_bytes = sum(math.prod(i.shape) * i.dtype.itemsize for i in whole.inputs)
-    return PipelineRequest(
-        part,
-        microbatching,
-        batch_bytes,
-        returned,
-        mesh,
-        hardware,
-        options,
-        pipelined,
-        model_name,
-        whole,
-    )
