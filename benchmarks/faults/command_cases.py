@@ -204,8 +204,8 @@ def check_on(case: Case) -> None:
     case.notes.entries["note"] = "refused" if refused else "the profile is unchanged"
 
 
-PLAN_DEEDS = (show, show, check, ask_what_if, run_plan)
-PROFILE_DEEDS = (plan_on, plan_on, check_on)
+PLAN_ACTIONS = (show, show, check, ask_what_if, run_plan)
+PROFILE_ACTIONS = (plan_on, plan_on, check_on)
 
 
 @cache
@@ -297,19 +297,19 @@ def run_file(kind: str, rng: random.Random, notes: Notes, folder: Path) -> None:
     """Run a command on a damaged plan or profile."""
     way = rng.choice(tuple(FURTHER_WAYS))
     if kind == "plan":
-        deed = rng.choice(PLAN_DEEDS)
+        action = rng.choice(PLAN_ACTIONS)
         alone = ("one device", "microbatches")
-        name = rng.choice(alone if deed is run_plan else tuple(file_cases.PLANS))
+        name = rng.choice(alone if action is run_plan else tuple(file_cases.PLANS))
         notes.phase = "whole plan"
         whole = file_cases.plan_text(name)
     else:
-        deed, name = rng.choice(PROFILE_DEEDS), rng.choice(file_cases.PROFILES)
-        name = "h100-sxm" if deed is check_on else name
+        action, name = rng.choice(PROFILE_ACTIONS), rng.choice(file_cases.PROFILES)
+        name = "h100-sxm" if action is check_on else name
         whole = (ROOT / "cost_models" / f"{name}.json").read_text(encoding="utf-8")
     damaged = FURTHER_WAYS[way](whole, rng)
     path = folder / f"{kind}.json"
     path.write_bytes(damaged.data)
-    notes.entries |= {"plan": f"{deed.__name__} {kind} {name}", "damage": damaged.how}
+    notes.entries |= {"plan": f"{action.__name__} {kind} {name}", "damage": damaged.how}
     notes.entries["field"] = pattern_of(damaged.path)
-    notes.phase = deed.__name__
-    deed(Case(folder, path, whole, damaged, notes))
+    notes.phase = action.__name__
+    action(Case(folder, path, whole, damaged, notes))

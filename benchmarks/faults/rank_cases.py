@@ -35,7 +35,7 @@ PLANS = {
     "stages": 'constraints=[autopar.constraints.pipeline("gpu", microbatches=2)], outputs="loss"',
 }
 # Name → statement that the misbehaving rank runs at one step.
-DEEDS = {
+FAULTS = {
     "additional evaluation": "with torch.no_grad(): pm(**data)",
     "additional call": "pm(**data)",
     "additional training step": "pm(**data).backward()",
@@ -52,7 +52,7 @@ DEEDS = {
     "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(600)",
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     "exit": "sys.exit(3)",
-    "exit without a word": "os._exit(0)",
+    "silent exit": "os._exit(0)",
     "saves alone": "autopar.Checkpoints(folder).save(step, pm, optimizer)",
     "saves weights alone": "autopar.save_weights(pm, folder)",
     "clips alone": "pm.clip_grad_norm_(1.0)",
@@ -67,9 +67,9 @@ DEEDS = {
 PLANS_WITH_COPIES = {"weights changed": ("ddp",)}
 OTHER_SEED = 5
 HARMLESS = ("sleeps",)
-ENDED = ("exception", "interrupt", "SIGTERM", "SIGKILL", "exit", "exit without a word")
+ENDED = ("exception", "interrupt", "SIGTERM", "SIGKILL", "exit", "silent exit")
 
-SCRIPT = '''"""{title}: rank {odd}, {deed}, at step {step}, {plan}"""
+SCRIPT = '''"""{title}: rank {odd}, {fault}, at step {step}, {plan}"""
 
 import os
 import signal
@@ -126,35 +126,35 @@ def run(seed: int, notes: Notes) -> None:
         WrongResult: if no rank detects it, or if another rank is blamed.
     """
     rng = random.Random(seed)
-    deeds = tuple(DEEDS)
-    deed = deeds[seed % len(deeds)]  # in turn, so that few seeds cover all of them
-    plan = rng.choice(PLANS_WITH_COPIES.get(deed, tuple(PLANS)))
+    faults = tuple(FAULTS)
+    fault = faults[seed % len(faults)]  # in turn, so that few seeds cover all of them
+    plan = rng.choice(PLANS_WITH_COPIES.get(fault, tuple(PLANS)))
     odd, step = rng.randrange(NUM_RANKS), rng.randrange(1, 4)
-    dropout = 0.1 if deed == "other random numbers" else rng.choice((0.0, 0.1))
-    notes.entries |= {"mesh": "gpu=2", "plan": f"{plan}: rank {odd}, {deed}"}
-    text = script_of(f"ranks:{seed}", plan, odd, deed, step, dropout)
+    dropout = 0.1 if fault == "other random numbers" else rng.choice((0.0, 0.1))
+    notes.entries |= {"mesh": "gpu=2", "plan": f"{plan}: rank {odd}, {fault}"}
+    text = script_of(f"ranks:{seed}", plan, odd, fault, step, dropout)
     notes.entries["program"] = text
     notes.phase = "undisturbed"
-    usual = undisturbed(plan, dropout, OTHER_SEED if (deed, odd) == ("other seed", 0) else 0)
+    usual = undisturbed(plan, dropout, OTHER_SEED if (fault, odd) == ("other seed", 0) else 0)
     notes.phase = "run"
-    judge_ranks(launch(text), usual, odd, deed)
+    judge_ranks(launch(text), usual, odd, fault)
 
 
 def script_of(
-    title: str, plan: str, odd: int, deed: str, step: int, dropout: float, seed: int = 0
+    title: str, plan: str, odd: int, fault: str, step: int, dropout: float, seed: int = 0
 ) -> str:
     """Return the script of both ranks. If `odd` is -1, no rank misbehaves."""
     return SCRIPT.format(
         title=title,
         odd=odd,
-        deed=deed,
+        fault=fault,
         step=step,
         plan=plan,
         dropout=dropout,
-        seed=f"{OTHER_SEED} if rank == {odd} else {seed}" if deed == "other seed" else seed,
+        seed=f"{OTHER_SEED} if rank == {odd} else {seed}" if fault == "other seed" else seed,
         options=PLANS[plan],
         num_steps=NUM_STEPS,
-        statement=DEEDS[deed] or "pass",
+        statement=FAULTS[fault] or "pass",
     )
 
 
@@ -244,9 +244,9 @@ def wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
         time.sleep(0.2)
 
 
-def judge_ranks(ranks: list[Ended], usual: tuple[str, ...], odd: int, deed: str) -> None:
+def judge_ranks(ranks: list[Ended], usual: tuple[str, ...], odd: int, fault: str) -> None:
     """Raise an error if a rank did not end as it must."""
-    gone = deed in ENDED or (ranks[odd].status == 0 and ranks[odd].finished)
+    gone = fault in ENDED or (ranks[odd].status == 0 and ranks[odd].finished)
     left = [rank for rank in range(NUM_RANKS) if not (rank == odd and gone)]
     waiting = [rank for rank in left if ranks[rank].status is None]
     if waiting:
@@ -256,7 +256,7 @@ def judge_ranks(ranks: list[Ended], usual: tuple[str, ...], odd: int, deed: str)
     passed = all(rank.finished for rank in ranks)
     if passed and all(tuple(rank.losses) == usual for rank in ranks):
         return
-    if deed in HARMLESS:
+    if fault in HARMLESS:
         raise WrongResult(f"harmless behaviour changes the result\n{said(ranks)}")
     if passed:
         raise WrongResult(f"nobody notices\n{said(ranks)}")
