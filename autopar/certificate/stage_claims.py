@@ -376,8 +376,7 @@ def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> It
         if derived.get(kind) != claimed.get(kind):
             yield Finding(
                 "memory",
-                f"host memory for {kind} is {derived.get(kind, 0)} bytes, not"
-                f" {claimed.get(kind, 0)}",
+                f"host memory for {kind}: {derived.get(kind, 0)} bytes, not {claimed.get(kind, 0)}",
             )
     if sum(derived.values()) > budget_bytes:
         yield Finding(
