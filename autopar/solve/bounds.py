@@ -1,5 +1,5 @@
-"""The bound and the best plan of a search: what is proven so far and by which duals, and which
-values of the columns give better plans."""
+"""The bound and the best plan of a search: the proven bound with its duals, and the values of the
+columns that give better plans."""
 
 from __future__ import annotations
 
@@ -78,10 +78,11 @@ class Proven:
     """Bounds, in the program's unit.
 
     Attributes:
+        extra: the rows that may be added to the program.
         bound: lower bound of all plans.
         free: lower bound if all reserves were 0.
         relaxed: the largest part of `bound` that a relaxation alone proves.
-        first: what was known before the search.
+        first: the multipliers that were known before the search.
         vertex: duals of the relaxation without further rows.
     """
 

@@ -81,7 +81,7 @@ _GO_ON, _END = Outcome(), Outcome(is_final=True)
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """The problem of a search, its limits, and what is known before it.
+    """The problem of a search, its limits, and the results that are known before it.
 
     Attributes:
         whole, likely, only_plan, waits, common, met: as in `autopar.solve.choices_or_least`.
@@ -228,8 +228,8 @@ class SearchRelaxation:
 
     @property
     def _is_enough_when_close(self) -> bool:
-        """Whether better balances are of no use once the plan is close: if each takes long, or the
-        bound is that of one of several cases."""
+        """Return whether better balances are useless once the plan is close: if each takes long, or
+        if the bound is that of one of several cases."""
         return len(self.extra.engine.names) >= _HUGE or bool(self.request.problem.conditions)
 
     def _learn_mixture(self, values: Floats) -> None:
@@ -534,5 +534,6 @@ class BranchAndCut:
 
     @property
     def _forms_groups(self) -> bool:
-        """Whether equal ops decide separately, and the result only tells how to group them."""
+        """Return whether equal ops decide separately, and the result only states how to group
+        them."""
         return bool(self.proven.relaxed.mixed) and not self.request.whole

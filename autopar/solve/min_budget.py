@@ -24,7 +24,7 @@ from autopar.solve.highs import Engine, Relaxation
 from autopar.solve.lp import Columns, Rows
 from autopar.solve.memory_rows import BudgetRow, budget_rows
 
-# of the bound: columns whose reduced costs are no larger form the first restricted program
+# share of the bound: columns with smaller reduced costs form the first restricted program
 _FIRST_SHARE = 1e-6
 _GROWTH = 1.25  # columns of each further restricted program, as a multiple of those before
 _ROUNDS, _NODES = 6, 50
