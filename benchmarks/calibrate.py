@@ -118,9 +118,11 @@ class Fit:
     def improves(self) -> bool:
         """Whether the efficiency improves the held-out half."""
         before, after = (ratios(self.held_out, at) for at in (self.chip.before, self.efficiency))
-        closer = abs(math.log(statistics.median(after))) < abs(math.log(statistics.median(before)))
+        is_better = abs(math.log(statistics.median(after))) < abs(
+            math.log(statistics.median(before))
+        )
         return (
-            closer
+            is_better
             and near(after, 0.1) > near(before, 0.1)
             and near(after, 0.25) >= near(before, 0.25)
         )

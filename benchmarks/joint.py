@@ -108,7 +108,7 @@ class _Case:
 def without_activations(problem: Problem) -> Problem:
     """Return the problem in which the results of ops take no memory."""
 
-    def light(value: Value) -> Value:
+    def without_bytes(value: Value) -> Value:
         made = problem.ops[value.op].kind == "compute"
         return (
             replace(value, graph=replace(value.graph, bytes=(0,) * len(value.graph.bytes)))
@@ -116,7 +116,7 @@ def without_activations(problem: Problem) -> Problem:
             else value
         )
 
-    return replace(problem, values=tuple(map(light, problem.values)))
+    return replace(problem, values=tuple(map(without_bytes, problem.values)))
 
 
 def half_the_memory(problem: Problem) -> Problem:

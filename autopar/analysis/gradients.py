@@ -198,11 +198,11 @@ def asked_again(trace: Trace) -> frozenset[str]:
         if node.op == "call_function" and node.meta["phase"] == "forward":
             found |= (
                 {node.name}
-                if node.name in read or any(_asks(user, found) for user in node.users)
+                if node.name in read or any(_is_needed_by(user, found) for user in node.users)
                 else set()
             )
     return frozenset(found)
 
 
-def _asks(user: fx.Node, found: set[str]) -> bool:
+def _is_needed_by(user: fx.Node, found: set[str]) -> bool:
     return user.name in found or (user.op == "call_function" and user.meta["phase"] == "backward")

@@ -270,7 +270,7 @@ def _find(keyed: KeyedCall, of_part: KeyedCall, reads: Labels, num: int) -> Way 
     if alike and all(read == WHOLE for read in reads) and whole.outputs == part.outputs:
         return Way(tuple(WHOLE for _ in whole.outputs))
     if any(read.kind == "place" for read in reads):
-        return _of_places(whole, part, reads, num)
+        return _label_positions(whole, part, reads, num)
     made = _label_created(whole, part, reads, num)
     if made is not None:
         return made
@@ -353,11 +353,11 @@ def _label_shaped(whole: Call, part: Call, num: int) -> Way | None:
 # Positions.
 
 
-def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
+def _label_positions(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
     """Label results that are computed from positions. Positions may be reshaped, and may index
     along the dim along which the batch is cut."""
     if whole.target in _MOVES:
-        return _moved_places(whole, part, reads, num)
+        return _label_moved_positions(whole, part, reads, num)
     if whole.target not in _LOOKUPS or reads[0].kind != "split" or any(r.power for r in reads):
         return None
     at = {index.index: place for place, index in enumerate(whole.args[1]) if index is not None}
@@ -365,20 +365,20 @@ def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
     from_right = len(whole.inputs[place].shape) - reads[place].dim
     others = (n for n in at if n != place)
     if at.get(place) == reads[0].dim and all(
-        _goes_along(whole.inputs[n], reads[n], from_right) for n in others
+        _matches_positions(whole.inputs[n], reads[n], from_right) for n in others
     ):
         return _label_shaped(whole, part, num)
     return None
 
 
-def _moved_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
+def _label_moved_positions(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
     """Label reshaped positions. They move like a tensor that is cut."""
     cut = [replace(r, kind="split") if r.kind == "place" else r for r in reads]
     way = next((w for w in _by_rule(whole, part, tuple(cut), num) if w.is_free), None)
     return way and Way(tuple(replace(r, kind="place") for r in way.results), way.raises)
 
 
-def _goes_along(info: TensorInfo, read: Label, from_right: int) -> bool:
+def _matches_positions(info: TensorInfo, read: Label, from_right: int) -> bool:
     """Return whether an index is the same in all microbatches, or is cut where the positions are.
 
     Args:
@@ -393,7 +393,7 @@ def _goes_along(info: TensorInfo, read: Label, from_right: int) -> bool:
 # Rules.
 
 
-def _power_due(whole: Any, part: Any, num: int) -> int | None:
+def _power_of_term(whole: Any, part: Any, num: int) -> int | None:
     """Return the power of a number as a term: 1 if batch and microbatch have the same number, 0 if
     that of the batch is `num` times as large, else None."""
     if whole == part:
@@ -415,7 +415,7 @@ def _with_numbers(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[
         return
     if not (_is_number(a) and _is_number(b)):
         return
-    due = _power_due(a, b, num)
+    due = _power_of_term(a, b, num)
     power = reads[0].as_term
     if due is not None and power is not None and power <= due:
         yield Way((Label("term", power=due),), (due - power,))
@@ -428,7 +428,7 @@ def _by_rule(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[Way]:
     by_number = _power_of_number(whole, part, num)
     if by_number:
         part = replace(part, args=whole.args)
-    options = tuple(dict.fromkeys((*axis_options(whole), *_of_other_dtypes(whole))))
+    options = tuple(dict.fromkeys((*axis_options(whole), *_further_options(whole))))
     linear = _linear_sets(whole, options)
     for option in options:
         powers = _powers(reads, option)
@@ -476,7 +476,7 @@ def _linear_sets(call: Call, options: Sequence[AxisOption]) -> LinearSets:
     return tuple(group for group in found if group)
 
 
-def _of_other_dtypes(call: Call) -> Iterator[AxisOption]:
+def _further_options(call: Call) -> Iterator[AxisOption]:
     """Yield further options of casts, quotients and products with a floating result.
 
     Rules leave out partial sums that are rounded, since ranks would add rounded values.

@@ -79,7 +79,7 @@ class BucketWalk:
             return
         yield from self._check_members(bucket, found)
         c = bucket.collective
-        num_bytes = _put_in(
+        num_bytes = _bytes_before(
             c, found, [self._shape(m.node, m.result) for m in bucket.members], self.plan.mesh
         )
         whole = Collective(
@@ -170,7 +170,7 @@ class BucketWalk:
         for a, step in zip(bucket.members, steps, strict=True):
             for b, other in zip(bucket.members, steps, strict=True):
                 same = (a.node, a.result) == (b.node, b.result) and step is not other
-                if same and other.source in self._led_to(
+                if same and other.source in self._reached_layouts(
                     bucket.phase, a.node, a.result, step.target
                 ):
                     yield (
@@ -178,7 +178,7 @@ class BucketWalk:
                         " bucket"
                     )
 
-    def _led_to(self, phase: str, node: str, result: int, start: Layout) -> set[Layout]:
+    def _reached_layouts(self, phase: str, node: str, result: int, start: Layout) -> set[Layout]:
         """Return the layouts that the plan's collectives produce from one layout of a tensor."""
         found, steps = {start}, self.claims.steps.get(((node, result), phase), ())
         while further := {step.target for step in steps if step.source in found} - found:
@@ -186,7 +186,7 @@ class BucketWalk:
         return found
 
 
-def _put_in(
+def _bytes_before(
     c: Collective, steps: Sequence[Communication], shapes: Sequence[Sequence[int]], mesh: Mesh
 ) -> int:
     """Return the bytes of a bucket before its collective: the smaller part of every tensor, padded,

@@ -125,7 +125,7 @@ class Decisions:
         for entry in self.plan.entries:
             op = self.owner[entry.nodes[0].node.format(*entry.instances[0])]
             together = {tuple(c.node.format(*i) for c in entry.nodes) for i in entry.instances}
-            if together not in self._said_of(op):
+            if together not in self._listed_nodes(op):
                 yield Finding(
                     "layouts",
                     "the nodes of this entry do not form one decision of the problem",
@@ -153,7 +153,7 @@ class Decisions:
                 )
             yield from self._check_times(entry)
 
-    def _said_of(self, op: int) -> tuple[set[tuple[str, ...]], ...]:
+    def _listed_nodes(self, op: int) -> tuple[set[tuple[str, ...]], ...]:
         """Return the nodes of an op for which the plan has an entry. A parameter is returned
         together with its storage."""
         own = set(keys_of(self.priced, op))

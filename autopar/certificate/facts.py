@@ -121,7 +121,7 @@ class Facts:
                 )
         leaving = {names[o.node] for o in trace.outputs if o.crosses and o.node in names}
         keys = frozenset(names.values()) | {r.key for _, r in _results(trace)}
-        return Facts(tensors, nodes, names, keys, _find_asked(tensors.values(), leaving))
+        return Facts(tensors, nodes, names, keys, _find_needed(tensors.values(), leaving))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def _choose_sum_dtype(
     )
 
 
-def _find_asked(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str]:
+def _find_needed(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str]:
     """Return the forward nodes whose results backward or another stage reads (see `Facts`).
 
     Args:

@@ -130,8 +130,8 @@ def certify(
             for n, stage in enumerate(stages)
             for f in stage.findings
         ),
-        *_runs(plan, pipeline, part, returned),
-        *_check_handing(pipeline, handed, handed_s),
+        *_check_schedule(plan, pipeline, part, returned),
+        *_check_sent_outputs(pipeline, handed, handed_s),
         *cuts(part, made, pipeline),
         *budgets(plan, pipeline),
         *_check_joins(plan, pipeline, made, handed_s),
@@ -304,7 +304,7 @@ class _Stages:
             found.append(self._certificate(number, trace, staged, here))
             chosen = staged.node_choices()
             storage |= {
-                p.name: _rests(chosen, p.name)
+                p.name: _storage_layout(chosen, p.name)
                 for p in trace.parameters
                 if p.name in self.made.shared
             }
@@ -363,7 +363,9 @@ class _Stages:
         )
 
 
-def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> Iterator[Finding]:
+def _check_schedule(
+    plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned
+) -> Iterator[Finding]:
     """Yield a finding if the schedule does not wait for a value that it needs, or if outputs cannot
     be returned as the plan states."""
     alone = pipeline.schedule == INTERLEAVED and not part.differentiable
@@ -392,7 +394,7 @@ def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> It
         )
 
 
-def _check_handing(pipeline: Pipeline, num_bytes: int, time_s: float) -> Iterator[Finding]:
+def _check_sent_outputs(pipeline: Pipeline, num_bytes: int, time_s: float) -> Iterator[Finding]:
     """Yield a finding if the claimed bytes or seconds of sending outputs to all stages are
     wrong."""
     if pipeline.handed_bytes != num_bytes or not near(time_s, pipeline.handed_s):
@@ -418,7 +420,7 @@ def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> 
         )
         yield Finding("memory", what)
     for name, held_by in made.shared.items():
-        rests = {str(_rests(pipeline.stages[s].node_choices(), name)) for s in held_by}
+        rests = {str(_storage_layout(pipeline.stages[s].node_choices(), name)) for s in held_by}
         if len(rests) > 1:
             yield Finding(
                 "layouts",
@@ -428,7 +430,7 @@ def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> 
     yield from _figures(plan, pipeline, handed_s)
 
 
-def _rests(chosen: Mapping[str, Strategy], parameter: str) -> Layout:
+def _storage_layout(chosen: Mapping[str, Strategy], parameter: str) -> Layout:
     return chosen.get(storage_key(parameter), chosen[parameter_key(parameter)]).outputs[0]
 
 

@@ -95,7 +95,7 @@ class MoveWalk:
             if r.phase == tensor.phase and self.owner[r.key] != self.owner[tensor.key]
         ]
         only_gradient = all(r.key.endswith("/parameter") for r in others)
-        yield from self._check_beside(tensor, steps, tensor.given or only_gradient)
+        yield from self._check_overlap(tensor, steps, tensor.given or only_gradient)
         if missing := wanted - at_hand:
             yield self._report_missing(tensor, tensor.phase, missing, at_hand)
         if tensor.phase == "forward":
@@ -122,7 +122,10 @@ class MoveWalk:
             at_hand: all layouts that it has in forward.
             kept: layouts that are kept for backward.
         """
-        rests, read_again = made if tensor.resident else set[Layout](), self._read_again(tensor)
+        rests, read_again = (
+            made if tensor.resident else set[Layout](),
+            self._read_by_recomputation(tensor),
+        )
         again = self.claims.again.get(tensor.key)
         sources = {*kept, *rests, *(() if again is None else (again.outputs[tensor.result],))}
         wanted = self._read_in(tensor, "backward") | read_again
@@ -134,7 +137,7 @@ class MoveWalk:
             self._read_in(tensor, "backward", by_ops=True) | read_again,
         )
         only_kept = tensor.key in self.facts.nodes and self.owner[tensor.key] not in self.again
-        yield from self._check_beside(tensor, steps, tensor.given or only_kept)
+        yield from self._check_overlap(tensor, steps, tensor.given or only_kept)
         yield from self._check_steps(tensor, steps, sources, wanted)
         if missing := wanted - _reach(sources, steps):
             yield self._report_missing(tensor, "backward", missing, _reach(sources, steps))
@@ -152,7 +155,7 @@ class MoveWalk:
         ]
         return {self.claims.chosen[r.key].inputs[r.operand] for r in readers}
 
-    def _read_again(self, tensor: Tensor) -> set[Layout]:
+    def _read_by_recomputation(self, tensor: Tensor) -> set[Layout]:
         """Return the layouts in which forward ops read a tensor when backward recomputes them."""
         again = self.claims.again
         readers = [
@@ -162,7 +165,7 @@ class MoveWalk:
         ]
         return {again[r.key].inputs[r.operand] for r in readers}
 
-    def _check_beside(
+    def _check_overlap(
         self, tensor: Tensor, steps: Sequence[Communication], always: bool
     ) -> Iterator[Finding]:
         """Yield a finding if steps do not count as overlapping with compute exactly if they have

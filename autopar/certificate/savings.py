@@ -72,10 +72,10 @@ class SavingProduct:
         length, product_s = self._result_chunk(1).shape[self.dim], self._product_s(1)
         for chunks in _CHUNKS:
             if length % (self.num * chunks) == 0:
-                both_s = product_s + moved_s - self._together_s(moved_s, chunks)
+                both_s = product_s + moved_s - self._overlapped_s(moved_s, chunks)
                 yield min(both_s, product_s, moved_s), chunks
 
-    def _together_s(self, moved_s: float, chunks: int) -> float:
+    def _overlapped_s(self, moved_s: float, chunks: int) -> float:
         others = (self.num - 1) * chunks
         one_s, own_s = self._product_s(self.num * chunks), self._product_s(self.num)
         sent_s = moved_s / others + self.rates.profile.launch_overhead_s

@@ -91,7 +91,7 @@ def _derived_bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -
     phases = dict(zip(_GRAPHS, simulate_program(program, plan), strict=True))
     now_s = 0.0
     for phase in (*_GRAPHS, "step"):
-        for label, kind, time_s in _around(plan, phase, crossing):
+        for label, kind, time_s in _outside_of_graph(plan, phase, crossing):
             if time_s > 0.0:
                 yield label, phase, kind, now_s, time_s
                 now_s += time_s
@@ -108,7 +108,9 @@ def _derived_bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -
             now_s += phases[phase].missing_s
 
 
-def _around(plan: Plan, phase: str, crossing: frozenset[str]) -> Iterator[tuple[str, str, float]]:
+def _outside_of_graph(
+    plan: Plan, phase: str, crossing: frozenset[str]
+) -> Iterator[tuple[str, str, float]]:
     """Yield (label, kind, seconds) of the parts of a phase that its graph does not run."""
     if phase == "forward":
         yield "inputs", "compute", _sum(plan, "input", crossing, crosses=False)
@@ -176,7 +178,11 @@ def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
     """
     for tensor in facts.tensors.values():
         wrong = sorted(
-            {str(at) for at in _said_of(tensor, claims) if not _is_of(at, tensor.shape, num_axes)}
+            {
+                str(at)
+                for at in _said_of(tensor, claims)
+                if not _fits_shape(at, tensor.shape, num_axes)
+            }
         )
         if wrong:
             named = f"{', '.join(wrong)} cannot be {'layouts' if wrong[1:] else 'a layout'}"
@@ -202,7 +208,7 @@ def _said_of(tensor: Tensor, claims: Claims) -> Iterator[Layout]:
             yield from (step.source, step.target)
 
 
-def _is_of(layout: Layout, shape: Sequence[int], num_axes: int) -> bool:
+def _fits_shape(layout: Layout, shape: Sequence[int], num_axes: int) -> bool:
     dims = [placement.dim for placement in layout.placements if isinstance(placement, Shard | Halo)]
     return len(layout.placements) == num_axes and all(0 <= dim < len(shape) for dim in dims)
 

@@ -295,7 +295,7 @@ class Propagation:
         phase = "forward"
         for node in self.graph.nodes.values():
             if node.meta["phase"] != phase:
-                phase = self._turn_back()
+                phase = self._begin_backward()
             if node.name not in self.graph.on_batch or self._is_weight(node.name):
                 continue
             if self._is_free(node):
@@ -337,7 +337,7 @@ class Propagation:
             if ref[0] in self.graph.on_batch and self.found.rows.pop(ref[0], None) is not None:
                 self._release(ref[0])
 
-    def _turn_back(self) -> str:
+    def _begin_backward(self) -> str:
         """Label the tangents, and return the phase that begins. A tangent has the label of its
         output. It is whole for a partial sum or the loss."""
         for o in self.graph.trace.differentiable:

@@ -13,7 +13,8 @@ cases need more than one comparison in the requested dtype:
   dtype, which the result states (`_compare_magnified`).
 - The plain model cannot run in the requested dtype, since an op has no kernel for it or a constant
   overflows. The comparison is in the model's own dtype, which the result states. If only the
-  program's sums round too much in this dtype, the program runs in the requested dtype (`_exactly`).
+  program's sums round too much in this dtype, the program runs in the requested dtype
+  (`_compare_across_dtypes`).
 - No dtype is requested. The result is only as precise as the smallest dtype that the model computes
   in, such as a 16-bit dtype under autocast.
 """
@@ -116,7 +117,9 @@ def diagnose(case: Case, summary: str) -> None:
             error, told = float("inf"), str(failure)
         if error > limit:
             raise VerificationError(
-                _story(phase, node, layout, told, summary), where=where_of(node), remedy=_REMEDY
+                _describe_difference(phase, node, layout, told, summary),
+                where=where_of(node),
+                remedy=_REMEDY,
             )
 
     case.run_program(check)
@@ -159,7 +162,7 @@ def _floors(
     }
 
 
-def _story(phase: str, node: fx.Node, layout: Layout, told: str, summary: str) -> str:
+def _describe_difference(phase: str, node: fx.Node, layout: Layout, told: str, summary: str) -> str:
     operands = [n for n in node.all_input_nodes if "holds" in n.meta or n.target is from_bucket]
     reads = ", ".join(
         f"{node_name(n)} as {n.meta['holds'][1]}" if "holds" in n.meta else node_name(n)
@@ -246,14 +249,16 @@ def _check_case(case: Case, dtype: torch.dtype | None, tolerance: float | None) 
         if dtype is None or dtype == case.own:
             raise
         try:
-            return _in_its_own(case, error.what, tolerance)
+            return _compare_in_own_dtype(case, error.what, tolerance)
         except VerificationError:
-            if (exact := _exactly(case, error.what, tolerance)) is None:
+            if (exact := _compare_across_dtypes(case, error.what, tolerance)) is None:
                 raise
             return exact
 
 
-def _exactly(case: Case, why_not: str, tolerance: float | None) -> Verification | None:
+def _compare_across_dtypes(
+    case: Case, why_not: str, tolerance: float | None
+) -> Verification | None:
     """Compare the program in the requested dtype with the model in its own dtype, and strictly with
     the traced graph. Return None if they differ.
 
@@ -284,7 +289,7 @@ def _exactly(case: Case, why_not: str, tolerance: float | None) -> Verification 
     )
 
 
-def _in_its_own(case: Case, why_not: str, tolerance: float | None) -> Verification:
+def _compare_in_own_dtype(case: Case, why_not: str, tolerance: float | None) -> Verification:
     """Return the comparison in the model's own dtype, with the reason why it is not in the
     requested dtype."""
     own = replace(case, dtype=None, computed=case.own)
@@ -390,7 +395,7 @@ def _compare_magnified(
         f" {result.max_error:.0e}"
     )
     try:
-        own = _in_its_own(
+        own = _compare_in_own_dtype(
             case,
             f"{apart}; the program is within {result.traced:.0e} of the traced graph",
             tolerance,
@@ -438,7 +443,7 @@ def _judge(
     if errors.worst > limit:
         errors = compare(ours, plain, wide, scale, summed)
     others = _worst_value(errors)
-    # In a smaller dtype noise may hide an error. `_exactly` compares in a larger one.
+    # In a smaller dtype noise may hide an error. `_compare_across_dtypes` compares in a larger one.
     if case.computed == torch.float64 and others <= limit < errors.worst < math.inf:
         noise = _noise(case, plain, limit)
         errors = compare(ours, plain, wide, scale, summed, noise)
