@@ -243,7 +243,7 @@ class _Pass:
         self.outputs.clear()
         for index, o in enumerate(self.whole.outputs):
             node, label = self._results[index], self._result(index)
-            what = f"output {o.path!r}" if o.path else "what the model returns"
+            what = f"output {o.path!r}" if o.path else "the model's output"
             if label.kind == "place":
                 self._check_places(o, node, what)
                 continue  # such an output is not returned with several microbatches

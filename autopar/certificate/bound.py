@@ -176,7 +176,7 @@ def lower_bound(
         ruled_out: by op, the strategies that it does not run with; the bound is then of the other
             choices only, and infinite if there are none. Backward may run an op again with any.
     """
-    assert all(0.0 <= share <= 1.0 for share in balance), "any other proves nothing"
+    assert all(0.0 <= share <= 1.0 for share in balance), "balances outside of [0, 1] prove nothing"
     dual, kept = _Dual(problem, balance, versions or {}), np.zeros(len(problem.variants))
     for row in rows:
         _memory(dual, row, kept)

@@ -73,8 +73,8 @@ def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
     if pipeline.rank_budgets and max(pipeline.rank_budgets) != most:
         yield Finding(
             "memory",
-            f"its ranks have {max(pipeline.rank_budgets)} bytes at most, not {most} as its"
-            " options say",
+            f"its ranks have budgets of at most {max(pipeline.rank_budgets)} bytes, but its"
+            f" options state {most}",
         )
 
 

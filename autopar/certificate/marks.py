@@ -112,7 +112,7 @@ def _check_options(plan: Plan) -> Iterator[Finding]:
         if name not in options:
             yield Finding("model", f"the plan does not record its option {name}")
     if options.get("optimizer") not in OPTIMIZERS:
-        what = f"the plan is for unknown optimizer {options.get('optimizer')!r}"
+        what = f"the plan is for an unknown optimizer {options.get('optimizer')!r}"
         yield Finding("model", what)
     without = [entry.key for stage in plan.stages for entry in stage.entries if entry.replicated]
     if options.get("strict") and without:

@@ -226,7 +226,7 @@ def _check_kept(kept: Kept, plan: Plan, facts: Facts) -> Iterator[Finding]:
     tensor = facts.tensors[kept.node.format(*kept.instances[0]), kept.result]
     if kept.is_copy != (tensor.given and not tensor.resident):
         what = "is not" if kept.is_copy else "is"
-        what = f"it {what} a parameter's copy in another dtype, unlike the plan states"
+        what = f"it {what} a parameter's copy in another dtype, contrary to the plan"
         yield Finding("kept values", what, kept.node)
     held = sum(
         held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape)

@@ -415,7 +415,7 @@ def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> 
     )
     if pipeline.num_in_flight != expected:
         what = (
-            f"{pipeline.schedule} holds {expected} microbatches, stage by stage, not"
+            f"{pipeline.schedule} has {expected} microbatches in flight by stage, not"
             f" {pipeline.num_in_flight}"
         )
         yield Finding("memory", what)
@@ -503,11 +503,11 @@ def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Findin
     ):
         yield Finding(
             "memory",
-            f"the fullest stage's peak is {fullest.peak_bytes} bytes, not {claimed.peak_bytes}, or"
-            " has different parts",
+            f"the peak of the fullest stage is {fullest.peak_bytes} bytes, not"
+            f" {claimed.peak_bytes}, or its parts differ",
         )
     if dict(claimed.host_bytes) != dict(pipeline.host_bytes):
-        yield Finding("memory", "the host memory of the device that uses most has different parts")
+        yield Finding("memory", "the parts of the largest host memory differ from the plan")
 
 
 def _sum_stages(

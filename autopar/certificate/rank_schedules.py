@@ -95,7 +95,7 @@ def shared_memory(
     ):
         yield Finding(
             "memory",
-            f"the fullest rank's peak is not {claimed.peak_bytes} bytes, or has different parts",
+            f"the peak of the fullest rank is not {claimed.peak_bytes} bytes, or its parts differ",
         )
 
 

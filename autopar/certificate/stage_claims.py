@@ -315,9 +315,7 @@ def _bars(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
         if label not in known or kind not in _LANES or phase not in _PHASES:
             yield Finding("words", f"the plan has no {bar}")
         elif duration_s < 0.0 or start_s < ends[kind] * (1.0 - NEAR):
-            yield Finding(
-                "words", f"{bar} starts at {start_s:.6g} s, before the one before it ends"
-            )
+            yield Finding("words", f"{bar} starts at {start_s:.6g} s, before the previous bar ends")
         else:
             ends[kind] = start_s + duration_s
 

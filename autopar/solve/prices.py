@@ -143,7 +143,7 @@ def tree_costs(
             else known[key]
         )
         assert left_s >= 0.0, (
-            "a kernel saves no more than the collective takes, and does none that is early"
+            "a kernel saves at most the time of its collective, and runs no early collective"
         )
         return left_s + _TIE * time_s
 

@@ -272,7 +272,7 @@ def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
     why = (
         f"with at most {length} per shard, {without} of the devices would have none"
         if len(sizes) == 1
-        else "over several axes shards must be equal"
+        else "shards over several axes must be equal"
     )
     what = f"{plan} cannot hold: a batch of {batch} cannot be split over {num} devices: {why}"
     raise ConstraintError(
