@@ -165,7 +165,7 @@ def fit(chip: Chip, rows: Sequence[Row]) -> Fit:
     held_out = tuple(row for row in mine if not is_fitted(row))
     if len(fitted) < 2 or not held_out:
         what = f"{len(fitted)} runs on {chip.name} can be fitted and {len(held_out)} are held out"
-        raise AutoparError(what, remedy="run `python -m benchmarks.published` over more of them")
+        raise AutoparError(what, remedy="run `python -m benchmarks.published` for more of them")
     others = [best_efficiency([*fitted[:at], *fitted[at + 1 :]]) for at in range(len(fitted))]
     return Fit(chip, best_efficiency(fitted), (min(others), max(others)), fitted, held_out)
 
@@ -246,7 +246,7 @@ def write(found: Fit, date: str, folder: Path = PROFILES) -> None:
             }
             if text.count(_block(dtype, old)) != 1:
                 raise AutoparError(
-                    f"{path.name} does not hold {dtype}'s efficiency of matmuls once",
+                    f"{path.name} does not contain the matmul efficiency of {dtype} exactly once",
                     remedy="indent it by two spaces",
                 )
             text = text.replace(_block(dtype, old), _block(dtype, new))

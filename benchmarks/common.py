@@ -40,7 +40,7 @@ def parser(
 ) -> argparse.ArgumentParser:
     """Return a parser with the flags of all benchmarks."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    made.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    made.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     made.add_argument("--model", action="append", default=[], help="a known size; may be repeated")
     made.add_argument(
         "--hf",
@@ -60,19 +60,19 @@ def parser(
         "--zoo",
         nargs="*",
         metavar="NAME",
-        help="models of benchmarks.zoo; all of them where none is named",
+        help="models of benchmarks.zoo; by default all",
     )
     made.add_argument(
         "--unseen",
         nargs="*",
         metavar="NAME",
-        help="architectures outside the zoo; all of the list where none is named",
+        help="architectures outside the zoo; by default the whole list",
     )
     made.add_argument(
         "--libraries",
         nargs="*",
         metavar="NAME",
-        help="models of torchvision, timm, diffusers; all where none is named",
+        help="models of torchvision, timm and diffusers; by default all",
     )
     made.add_argument(
         "--mesh",

@@ -195,7 +195,7 @@ def tell(console: Console, plan: autopar.Plan, single: Run, ranks: list[Run]) ->
     )
     console.print(
         f"difference  {apart:.1e} at most, relative, at any step on any rank (float32 rounding,"
-        " which AdamW lets grow)"
+        " which AdamW amplifies)"
     )
     console.print(
         f"memory      one process {size(single.peak_bytes)}; budget per rank {size(BUDGET_BYTES)}:"

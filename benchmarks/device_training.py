@@ -336,8 +336,8 @@ def main(arguments: list[str]) -> int:
         action="append",
         help=f"share of the memory of the plan without a budget; by default {SHARES}",
     )
-    flags.add_argument("--dtype", default="bfloat16", help="of the model's parameters")
-    flags.add_argument("--precision", choices=("bf16",), help="as of autopar.compile")
+    flags.add_argument("--dtype", default="bfloat16", help="dtype of the model's parameters")
+    flags.add_argument("--precision", choices=("bf16",), help="precision of autopar.compile")
     flags.add_argument(
         "--offload",
         action="store_true",

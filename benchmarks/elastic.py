@@ -235,7 +235,7 @@ def _await(folder: Path, agents: Sequence[subprocess.Popen[bytes]], ends: Any) -
 
 def main() -> int:
     flags = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__)
-    flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    flags.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     flags.add_argument(
         "--steps",
         type=int,

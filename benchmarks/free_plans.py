@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    flags.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     flags.add_argument("--cases", type=int, nargs="*", help="numbers of the cases, from 0")
     options = flags.parse_args(arguments)
     chosen = CASES if not options.cases else [CASES[number] for number in options.cases]

@@ -128,7 +128,7 @@ def _timed_row(case: Case, name: str) -> Row:
     if library.cuda() is None:
         return {**base, "skipped": library.why_not("cuda")}
     if case.timed is None:
-        return {**base, "skipped": "nothing is timed on one device"}
+        return {**base, "skipped": "it cannot be timed on one device"}
     timed = case.timed(DTYPES[name])
     held = torch.empty(
         timed.num_bytes // 2, dtype=torch.uint8, device="cuda"
@@ -377,7 +377,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    parser.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     parser.add_argument(
         "--kernel",
         action="append",

@@ -273,7 +273,7 @@ def main(arguments: list[str]) -> int:
         prog="python -m benchmarks.kernels_overlap", description=__doc__
     )
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
-    flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    flags.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     flags.add_argument(
         "--mesh", action="append", default=[], help="gpu=N: one rank of N; by default gpu=4"
     )

@@ -73,7 +73,7 @@ class ModelSpec:
         if name not in LISTS[listed].NAMES:
             raise AutoparError(
                 f"--{listed} has no {name!r}",
-                remedy=f"name one of {', '.join(LISTS[listed].NAMES)}",
+                remedy=f"use one of {', '.join(LISTS[listed].NAMES)}",
             )
         return ModelSpec(name, listed=listed)
 

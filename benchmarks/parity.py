@@ -263,7 +263,7 @@ def main(arguments: list[str]) -> int:
     )
     mode = options.mode or ("lockstep" if zoo or unseen or options.use != "step" else "both")
     if options.use != "step" and mode != "lockstep":
-        flags.error(f"--use {options.use} is compared in lockstep alone")
+        flags.error(f"--use {options.use} is supported in lockstep only")
     default_meshes, default_random = (
         (ZOO_MESHES, ZOO_RANDOM)
         if zoo

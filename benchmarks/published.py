@@ -153,7 +153,7 @@ def with_kernels(profile: HardwareProfile) -> HardwareProfile:
 
 def main(arguments: list[str]) -> int:
     flags = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
-    flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    flags.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     flags.add_argument(
         "--rows", nargs="*", metavar="ID", help="only these runs, by their row_id in the data"
     )

@@ -113,9 +113,9 @@ def write(path: str, rows: list[Row]) -> None:
 
 def main(arguments: list[str]) -> int:
     flags = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    flags.add_argument("--json", metavar="FILE", help="write {env, summary, rows} here")
+    flags.add_argument("--json", metavar="FILE", help="write {env, summary, rows} to this file")
     flags.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
-    flags.add_argument("--only", action="append", metavar="KIND:SEED", help="these cases alone")
+    flags.add_argument("--only", action="append", metavar="KIND:SEED", help="only these cases")
     flags.add_argument("--first", type=int, default=0, help="first seed of each kind")
     flags.add_argument("--count", type=int, default=1_000_000, help="number of seeds of each kind")
     flags.add_argument(

@@ -116,7 +116,7 @@ def swap_steps(folder: Path, mark: Path, rng: random.Random) -> str:
     other = old / path.relative_to(new)
     if other.is_file():
         shutil.copy(other, path)
-    return f"{path.name}: of the other step"
+    return f"{path.name}: replaced by that of the other step"
 
 
 def swap_files(folder: Path, mark: Path, rng: random.Random) -> str:
@@ -164,7 +164,7 @@ def plant_beside(folder: Path, mark: Path, rng: random.Random) -> str:
     (place / name).write_bytes(pickle.dumps(Planted(mark)))
     if place != folder:
         forge(place)
-    return f"{name}: a pickle beside the files"
+    return f"{name}: a pickle next to the files"
 
 
 def forged_json(folder: Path, mark: Path, rng: random.Random) -> str:

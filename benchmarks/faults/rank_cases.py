@@ -259,7 +259,7 @@ def judge_ranks(ranks: list[Ended], usual: tuple[str, ...], odd: int, fault: str
     if fault in HARMLESS:
         raise WrongResult(f"harmless behaviour changes the result\n{said(ranks)}")
     if passed:
-        raise WrongResult(f"nobody notices\n{said(ranks)}")
+        raise WrongResult(f"no rank detects it\n{said(ranks)}")
     for rank in left:
         if not ranks[rank].refusal:
             raise Misbehaviour(RAW, f"rank {rank} ends without an AutoparError\n{said(ranks)}")

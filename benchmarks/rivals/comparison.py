@@ -167,7 +167,7 @@ def _rivals(told: _Comparison, inductor: bool) -> None:
         told.rival(
             f"aot b={share}", "graph", partial(_compiled, told, "aot_eager_decomp_partition", share)
         )
-    why_not = compiled.why_not_inductor() if inductor else "not asked for"
+    why_not = compiled.why_not_inductor() if inductor else "not requested"
     for share in compiled.INDUCTOR_BUDGETS:
         if why_not:
             told.rows.append(

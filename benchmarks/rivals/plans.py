@@ -167,7 +167,7 @@ class Planner:
             if not any(e.recompute for e in best.plan.entries):
                 break
         if best is None:
-            assert refusal is not None, "something was tried"
+            assert refusal is not None, "at least one plan was tried"
             raise refusal
         return best
 

@@ -81,7 +81,7 @@ def build(
             seed=seed,
         )
     if name not in NAMES:
-        raise AutoparError(f"the zoo has no {name!r}", remedy=f"name one of {', '.join(NAMES)}")
+        raise AutoparError(f"the zoo has no {name!r}", remedy=f"use one of {', '.join(NAMES)}")
     with torch.random.fork_rng([]), torch.device(device):
         torch.manual_seed(seed)
         try:

@@ -53,7 +53,7 @@ def build(
     if name not in NAMES:
         raise AutoparError(
             f"the list of libraries' models has no {name!r}",
-            remedy=f"name one of {', '.join(NAMES)}",
+            remedy=f"use one of {', '.join(NAMES)}",
         )
     entry = LIST["models"][name]
     with torch.random.fork_rng([]), torch.device(device):

@@ -28,7 +28,7 @@ def build(name: str, **how: Any) -> tuple[nn.Module, dict[str, Any]]:
     if name not in NAMES:
         raise AutoparError(
             f"the list of unseen architectures has no {name!r}",
-            remedy=f"name one of {', '.join(NAMES)}",
+            remedy=f"use one of {', '.join(NAMES)}",
         )
     model, batch = hf.build(
         LIST["models"][name], seq=LIST["seq"].get(name, LIST["length"]), image=LIST["image"], **how
