@@ -292,4 +292,4 @@ def _tangent(output: Label, *, is_loss: bool) -> Label:
         return WHOLE if output == TERM else WHOLE.raise_by(-1)
     return {TERM: WHOLE, MEAN: WHOLE.raise_by(-1)}.get(
         output, TERM
-    )  # a copy comes from the last microbatch
+    )  # a copy is that of the last microbatch

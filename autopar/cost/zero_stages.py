@@ -166,7 +166,7 @@ class StepMoves:
 
     Args:
         mesh_shape: devices per mesh axis.
-        price: seconds of a collective, by itself and as a share of a bucket.
+        price: seconds of a collective, alone and as a share of a bucket.
         num_microbatches: microbatches of a step, among which its time is divided.
     """
 

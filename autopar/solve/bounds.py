@@ -146,9 +146,9 @@ class Proven:
             self.free = max(self.free, bound)
 
     def multipliers(self) -> Multipliers | None:
-        """The multipliers that prove the largest bound by arithmetic alone: those known before the
-        search, of the first relaxation, or of the best relaxation. None if the bound depends on
-        reserves."""
+        """Return the multipliers that prove the largest bound by arithmetic alone: those known
+        before the search, of the first relaxation, or of the best relaxation. None if the bound
+        depends on reserves."""
         if self.extra.reserves:
             return None
         found = [self.first] if self.first is not None else []
@@ -199,19 +199,19 @@ class Incumbent:
         return np.inf if self.best is None else self.best.objective_s
 
     def is_close(self) -> bool:
-        """Whether the gap of the best plan is at most the requested gap."""
+        """Return whether the gap of the best plan is at most the requested gap."""
         return self.best is not None and self.best_s * SCALE * (1 - self.gap) <= self.proven.bound
 
     def is_far(self) -> bool:
-        """Whether separate decisions of equal ops could give a much better plan: the search has not
-        closed the gap, or closed it only by not mixing their decisions."""
+        """Return whether separate decisions of equal ops could give a much better plan: the search
+        has not closed the gap, or closed it only by not mixing their decisions."""
         return (
             not self.is_close()
             or self.best_s * SCALE * (1 - max(self.gap, _FAR)) > self.proven.relaxed.bound
         )
 
     def may_end(self) -> bool:
-        """Whether there is a plan, and the work limit is reached."""
+        """Return whether there is a plan, and the work limit is reached."""
         return self.best is not None and self.extra.engine.work.is_over
 
     def offer(self, values: Floats) -> list[int]:

@@ -435,8 +435,8 @@ class BranchAndCut:
         return Tree(variables, live, offer, best, self.request.gap, most)
 
     def _nothing_fits(self, broken: Sequence[int]) -> bool:
-        """Whether no plan fits, before the first budget rows are added. All rows at once show this
-        sooner than one after another. It is rare if an earlier search found a plan."""
+        """Return whether no plan fits, before the first budget rows are added. All rows at once
+        show this sooner than one after another. It is rare if an earlier search found a plan."""
         budget = [r for r in broken if r < len(self.extra.rows)]
         is_first = self.plans.best is None and budget and not self.extra.budget
         return bool(is_first) and not self.request.common.has_plan and self._needs_more()
@@ -447,7 +447,7 @@ class BranchAndCut:
         return self.apart is None and self.request.common.has_plan and bool(self.extra.budget)
 
     def _needs_more(self) -> bool:
-        """Whether all budget rows at once show that no plan fits; `least` then has the bytes
+        """Return whether all budget rows at once show that no plan fits; `least` then has the bytes
         needed."""
         if SMALL < len(self.engine.names) < LARGE:
             problem = self.request.problem
@@ -506,8 +506,9 @@ class BranchAndCut:
         return self.climb.up(point, self.relaxation.free, rungs)
 
     def _needs_only_a_plan(self) -> bool:
-        """Whether only a plan is needed. In a large program, or one with budget rows, a long tree
-        mostly raises the bound: the plans come from dives, restricted programs and a short tree."""
+        """Return whether only a plan is needed. In a large program, or one with budget rows, a long
+        tree mostly raises the bound: the plans come from dives, restricted programs and a short
+        tree."""
         return (
             self.request.only_plan
             and len(self.engine.names) > SMALL
@@ -515,16 +516,16 @@ class BranchAndCut:
         )
 
     def _is_sufficient(self) -> bool:
-        """Whether there is a plan, and nothing more is needed."""
+        """Return whether there is a plan, and nothing more is needed."""
         return self._needs_only_a_plan() and self.plans.best is not None
 
     def _prefers_groups(self) -> bool:
-        """Whether to try separate decisions of equal ops rather than a tree."""
+        """Return whether to try separate decisions of equal ops rather than a tree."""
         return self._forms_groups and self.plans.best is not None and len(self.engine.names) > SMALL
 
     def _needs_no_plan(self) -> bool:
-        """Whether it is enough to know which equal ops decide separately. If no plan is near the
-        relaxation, one takes long to find, and plans with groups of layers are better."""
+        """Return whether it is enough to know which equal ops decide separately. If no plan is near
+        the relaxation, one takes long to find, and plans with groups of layers are better."""
         return (
             self._forms_groups
             and self.plans.best is None

@@ -243,14 +243,14 @@ class Tree:
         return best * (1 - self.wanted) if np.isfinite(best) else np.inf
 
     def _is_done(self, least: float) -> bool:
-        """Whether no open box is worth branching, given the least of their bounds."""
+        """Return whether no open box is worth branching, given the least of their bounds."""
         return min(least, self._closed) >= self._enough() or self._is_proven(least)
 
     def _is_proven(self, least: float) -> bool:
-        """Whether there is a plan and no open box can raise the bound, given the least of their
-        bounds, since a closed box proves no more. This happens if the relaxation's prices assume
-        early communication to be hidden (`autopar.solve.lazy_rows`), and fixed decisions cost more
-        than at these prices."""
+        """Return whether there is a plan and no open box can raise the bound, given the least of
+        their bounds, since a closed box proves no more. This happens if the relaxation's prices
+        assume early communication to be hidden (`autopar.solve.lazy_rows`), and fixed decisions
+        cost more than at these prices."""
         return bool(np.isfinite(self.best())) and least >= self._closed
 
     def _spent(self) -> bool:

@@ -168,7 +168,7 @@ class Evaluation:
 
 
 def fits(problem: Problem, evaluation: Evaluation) -> bool:
-    """Whether all budget rows hold, including that of the hosts."""
+    """Return whether all budget rows hold, including that of the hosts."""
     return (
         max(evaluation.resting_bytes) <= problem.budget_bytes
         and evaluation.host_bytes <= problem.host_budget_bytes

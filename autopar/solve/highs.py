@@ -190,7 +190,7 @@ class TimeLimit:
         self.timed_out = self.waits = False
 
     def left_s(self) -> float:
-        """Seconds that the next run may take."""
+        """Return the seconds that the next run may take."""
         return math.inf if self.waits else max(self._end - time.monotonic(), 0.1)
 
     def note(self, status: highspy.HighsModelStatus) -> None:

@@ -201,7 +201,7 @@ def _plan(
     *,
     quick: bool = False,
 ) -> tuple[Solution | None, tuple[int, ...]]:
-    """A plan with a small peak and its budget rows, or nothing."""
+    """Return a plan with a small peak, and its budget rows; None and no rows if there is none."""
     for columns in _grow_columns(relaxation):
         columns[engine.column["peak"]] = True
         found = engine.solve_restricted(

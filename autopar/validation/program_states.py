@@ -478,7 +478,7 @@ class _Program:
 
     def _reusable_saved(self, saved: Sequence[fx.Node], memory: Memory) -> list[fx.Node]:
         """Return the saved values into whose memory backward may write. Forward must have allocated
-        this memory, and must not return another value that lies in it."""
+        this memory, and must not return another value in it."""
         results = next(iter(reversed(self.program.forward.graph.nodes))).args[0]
         owners = [memory.owners.get(node) for node in results]
         of_saved = owners[len(owners) - self.program.num_saved :]

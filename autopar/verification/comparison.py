@@ -135,7 +135,7 @@ def relative_error(ours: Tensor | None, reference: Tensor, floor: float = 0.0) -
     infinite if shapes or kinds of dtypes differ, or if only one side has a NaN or an infinity.
 
     Args:
-        ours: a; None stands for zeros.
+        ours: a; None for zeros.
         reference: b.
         floor: the smallest magnitude by which a difference is divided.
     """
