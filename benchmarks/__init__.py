@@ -1,2 +1,1 @@
-"""What autopar promises, measured: each module runs as ``python -m benchmarks.NAME`` and writes
-JSON."""
+"""Benchmarks of autopar. Each module runs as ``python -m benchmarks.NAME`` and writes JSON."""

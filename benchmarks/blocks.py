@@ -1,11 +1,11 @@
-"""How long the relaxation of one layer takes: the program that all else of the search rests on.
+"""Time to solve the relaxation of one layer, on which the rest of the search depends.
 
-By default one layer of Llama-3 8B and one of Mixtral 8×7B (`benchmarks/zoo/blocks.py`: true sizes,
-batch 64, length 4096), in bfloat16 on meta, on meshes of two and of three axes. Ops that only
-follow their input are merged and dominated strategies dropped, as in planning; then the relaxation
-without budget rows is solved alone: by the simplex method, and by dual ascent
-(`autopar.solve.dual_ascent`), with which planning begins where the program has some hundred
-thousand columns, and which needs no program.
+The default cases are one layer of Llama-3 8B and one of Mixtral 8×7B (`benchmarks/zoo/blocks.py`:
+true sizes, batch 64, length 4096), in bfloat16 on meta, on meshes with two and with three axes. Ops
+that only follow their input are merged and dominated strategies are dropped, as in planning. Then
+only the relaxation without budget rows is solved, in two ways: by the simplex method, and by dual
+ascent (`autopar.solve.dual_ascent`). Planning begins with dual ascent if the program has some
+hundred thousand columns, since dual ascent does not need the program.
 """
 
 from __future__ import annotations
@@ -55,12 +55,15 @@ COLUMNS = (*SIZES, *TIMES, "bound_s", "share_mixed")
 _TIMES = 3
 _LIMIT_S = 600.0
 _SWEEPS = 200
-_LEAST = 1e-6  # share of an op: less is none
+_LEAST = 1e-6  # smaller shares of an op count as zero
 
 
 def row(spec: dict[str, Any], mesh: str, dtype: str, batch: int, seq: int, hardware: str) -> Row:
-    """`write_s` makes the program's columns and rows; for what is said of the relaxation see
-    `relaxed`."""
+    """Measure one layer on one mesh.
+
+    `write_s` is the time to create the program's columns and rows. For the figures of the
+    relaxation see `relaxed`.
+    """
     model, data = ModelSpec(**spec).build(
         batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True
     )
@@ -100,11 +103,11 @@ def row(spec: dict[str, Any], mesh: str, dtype: str, batch: int, seq: int, hardw
 
 
 def relaxed(program: Formulation) -> Row:
-    """The relaxation without budget rows, solved some times anew.
+    """Solve the relaxation without budget rows several times from scratch.
 
-    `relax_s` is the least processor time of its one thread, which on a shared machine says more
-    than the clock, `relax_wall_s` the least by the clock. `share_mixed` is of ops that the
-    relaxation has decide in several ways: 0 where it is integral.
+    `relax_s` is the least CPU time of the solver's thread, which is more precise than wall time on
+    a shared machine. `relax_wall_s` is the least wall time. `share_mixed` is the share of ops with
+    several fractional strategies; it is 0 if the relaxation is integral.
     """
     times: list[tuple[float, float]] = []
     for _ in range(_TIMES):
@@ -125,8 +128,8 @@ def relaxed(program: Formulation) -> Row:
 
 
 def ascended(problem: Problem, optimum_s: float) -> Row:
-    """Dual ascent: processor time to set it up, and of the sweeps until its bound is within a
-    hundredth and a thousandth of the optimum."""
+    """Measure dual ascent: the CPU time of its setup, and of the sweeps until its bound is within 1
+    % and within 0.1 % of the optimum."""
     cpu = time.process_time()
     ascent = Ascent(problem)
     found: Row = {
@@ -148,7 +151,7 @@ def ascended(problem: Problem, optimum_s: float) -> Row:
 
 
 def blocks_table(rows: Sequence[Row]) -> str:
-    """A line per layer and mesh."""
+    """Return a table with a line per layer and mesh."""
     lines = [
         (
             "| layer | mesh | ops of the graph | merged | strategies | variables | constraints |"

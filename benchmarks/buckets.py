@@ -1,7 +1,8 @@
-"""What buckets are worth on gloo processes: one plan with its small communications in buckets and
-without, in turns in the same processes.
+"""The benefit of buckets on gloo processes: one plan with and without buckets for its small
+collectives, alternating in the same processes.
 
-Of one training step, forward and backward; the median over the rounds, on the slowest rank.
+The figures are for forward and backward of one training step: the median over the rounds, on the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ COLUMNS = (
 def row(
     spec: dict[str, Any], mesh: str, way: str, hardware: str, batch: int, seq: int, rounds: int
 ) -> Row:
-    """One model, replicated or fully sharded."""
+    """Compare both variants of one model, replicated or fully sharded."""
     model, example = ModelSpec(**spec).build(batch=batch, seq=seq)
     options = PlanOptions(constraints=(getattr(constraints, way)(),), outputs="dtensor")
     plan = make_plan(
@@ -79,8 +80,8 @@ def _timed(
     text: str,
     rounds: int,
 ) -> dict[str, Any]:
-    """Medians of both, and whether gradients are the same: bit for bit, or but for the order in
-    which ranks' parts are added."""
+    """Return the medians of both variants, and whether their gradients are the same: bit for bit,
+    or up to the order in which the parts of ranks are added."""
     model, example = ModelSpec(**spec).build(batch=batch, seq=seq)
     plan, trace = Plan.loads(text), capture(model, (), example)
     mesh = device_mesh(plan.mesh)
@@ -90,7 +91,7 @@ def _timed(
         for name, p in plans.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in modules}
-    for _ in range(rounds + 1):  # the first warms up
+    for _ in range(rounds + 1):  # the first round is a warm-up
         for name, module in modules.items():
             module.zero_grad(set_to_none=True)
             dist.barrier()
@@ -108,7 +109,7 @@ def _timed(
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """By name, this rank's parts."""
+    """Return this rank's parts of the gradients by name."""
     return {name: p.grad.to_local() for name, p in module.named_parameters() if p.grad is not None}
 
 

@@ -1,24 +1,24 @@
-"""How fast are matmuls in whole training steps? Fitted to half of the runs that
-`benchmarks.published` planned, shown on the other half.
+"""The efficiency of matmuls in whole training steps, fitted to half of the runs that
+`benchmarks.published` planned and checked on the other half.
 
-It reads that benchmark's results and plans nothing. A run was predicted to take T seconds, M of
-them in matmuls at efficiency e of the data sheet's peak. At efficiency x it takes T + M (e/x − 1),
-and with the measured step R its residual is r(x) = log of that over R. Per chip
+It reads the results of that benchmark and plans nothing. Let a run be predicted to take T seconds,
+M of them in matmuls at efficiency e of the data sheet's peak. At efficiency x it takes T + M (e/x −
+1). With the measured step R, its residual r(x) is the log of this time over R. For each chip
 
     x = argmin Σ (√(1 + (r(x)/S)²) − 1),   S = 0.1: squares of small residuals, absolute values of
                                            large ones; in steps of 0.01
 
-over the fitted half. Halves are of groups (source, GPU, model): one is fitted where the first byte
-of the SHA-256 of their names is even, which was written down before anything was fitted; so no
-model is in both for the same GPU and source. Of the fitted half count those runs that compute for
-90 % of their predicted step or more: others tell of networks, and of what frameworks hide where
-autopar's programs do not.
+over the fitted half. Halves consist of groups (source, GPU, model). A group is fitted if the first
+byte of the SHA-256 of its names is even. This was fixed before any fit, so no model is in both
+halves for the same GPU and source. In the fitted half, only runs count whose compute takes at least
+90 % of their predicted step. Others depend on networks, and on overlap in other frameworks that
+autopar's programs do not have.
 
-One figure per chip is all that these runs can tell. A second one, for what memory bounds, was
-tried: the fitted half came closer and the held-out half went further off. ``--write`` puts the
-figure into the chip's profiles where the held-out half, all of it, comes closer by it: its median
-nearer to 1, more runs within 10 %, and no fewer within 25 %. (The last was added when the first two
-would have been met by a hair and the last by far not.)
+These runs support only one figure per chip. A second figure for memory-bound ops was tried: it
+improved the fitted half and worsened the held-out half. ``--write`` writes the figure to the chip's
+profiles if it improves the whole held-out half: the median must be nearer to 1, more runs must be
+within 10 %, and no fewer runs within 25 %. (The last condition was added when the first two would
+have been met only narrowly, and the last one clearly not.)
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from benchmarks.common import ROOT, Row, console_of
 from benchmarks.runs.comparison import near, order_of
 
 PROFILES = ROOT / "cost_models"
-SCALE = 0.1  # S
-LEAST_COMPUTE = 0.9  # share of a step
-STEP = 0.01  # of the efficiency
+SCALE = 0.1  # S of the module docstring
+LEAST_COMPUTE = 0.9  # least share of compute in a step
+STEP = 0.01  # grid of efficiencies
 COLUMNS = (
     "chip",
     "half",
@@ -59,11 +59,14 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Profiles of one kind of matmul units.
+    """Profiles with the same kind of matmul units.
 
     Attributes:
-        gpus: as the runs name them start so. before: efficiency that was assumed before any fit.
-            why: from what.
+        name: name of the chip.
+        gpus: beginning of the names of its GPUs in the runs.
+        profiles: names of its profiles.
+        before: efficiency that was assumed before any fit.
+        why: source of that assumption.
     """
 
     name: str
@@ -95,11 +98,14 @@ CHIPS = (
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What was found for a chip.
+    """The result for a chip.
 
     Attributes:
-        fitted: the runs that count. held_out: the other half, all of it. spread: what leaving out
-            any one run makes of the efficiency.
+        chip: the chip.
+        efficiency: the fitted efficiency.
+        spread: range of the efficiency if any one run is left out.
+        fitted: the fitted runs that count.
+        held_out: the whole other half.
     """
 
     chip: Chip
@@ -110,35 +116,37 @@ class Fit:
 
     @property
     def improves(self) -> bool:
-        """Whether the held-out half comes closer by it."""
+        """Whether the efficiency improves the held-out half."""
         before, after = (ratios(self.held_out, at) for at in (self.chip.before, self.efficiency))
-        closer = abs(math.log(statistics.median(after))) < abs(math.log(statistics.median(before)))
+        is_better = abs(math.log(statistics.median(after))) < abs(
+            math.log(statistics.median(before))
+        )
         return (
-            closer
+            is_better
             and near(after, 0.1) > near(before, 0.1)
             and near(after, 0.25) >= near(before, 0.25)
         )
 
 
 def is_fitted(row: Row) -> bool:
-    """Which half a run belongs to."""
+    """Return whether a run belongs to the fitted half."""
     return (
         hashlib.sha256(f"{row['source']}|{row['gpu']}|{row['model']}".encode()).digest()[0] % 2 == 0
     )
 
 
 def at_efficiency(row: Row, efficiency: float) -> float:
-    """The predicted step, in seconds, where matmuls reach that share of the peak."""
+    """Return the predicted step in seconds if matmuls reach this share of the peak."""
     return float(row["predicted_s"] + row["matmul_s"] * (row["matmul_efficiency"] / efficiency - 1))
 
 
 def ratios(rows: Sequence[Row], efficiency: float) -> list[float]:
-    """Predicted over measured."""
+    """Return predicted over measured steps."""
     return [at_efficiency(row, efficiency) / row["measured_s"] for row in rows]
 
 
 def best_efficiency(rows: Sequence[Row]) -> float:
-    """The efficiency that the module docstring defines."""
+    """Return the efficiency that the module docstring defines."""
     tried = [round(STEP * num, 2) for num in range(30, 101)]
     return min(
         tried,
@@ -147,23 +155,24 @@ def best_efficiency(rows: Sequence[Row]) -> float:
 
 
 def fit(chip: Chip, rows: Sequence[Row]) -> Fit:
-    """The fit of a chip.
+    """Return the fit of a chip.
 
     Raises:
-        AutoparError: where fewer than two runs of it can be fitted, or none is held out.
+        AutoparError: if fewer than two of its runs can be fitted, or if none is held out.
     """
     mine = [row for row in rows if row["gpu"].startswith(chip.gpus) and row.get("ratio")]
     fitted = tuple(row for row in mine if is_fitted(row) and row["compute_share"] >= LEAST_COMPUTE)
     held_out = tuple(row for row in mine if not is_fitted(row))
     if len(fitted) < 2 or not held_out:
         what = f"{len(fitted)} runs on {chip.name} can be fitted and {len(held_out)} are held out"
-        raise AutoparError(what, remedy="run `python -m benchmarks.published` over more of them")
+        raise AutoparError(what, remedy="run `python -m benchmarks.published` for more of them")
     others = [best_efficiency([*fitted[:at], *fitted[at + 1 :]]) for at in range(len(fitted))]
     return Fit(chip, best_efficiency(fitted), (min(others), max(others)), fitted, held_out)
 
 
 def cells(found: Fit) -> list[tuple[str, ...]]:
-    """Both halves before and after; of the held-out one also those that mostly compute."""
+    """Return the lines of both halves before and after the fit, and of the held-out runs that
+    mostly compute."""
     computing = tuple(row for row in found.held_out if row["compute_share"] >= LEAST_COMPUTE)
     halves = (
         ("fitted", found.fitted),
@@ -193,13 +202,13 @@ def cells(found: Fit) -> list[tuple[str, ...]]:
 
 
 def table_of(fits: Sequence[Fit]) -> str:
-    """In Markdown."""
+    """Return a Markdown table."""
     lines = [COLUMNS, ("---",) * len(COLUMNS), *(line for found in fits for line in cells(found))]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def source_of(found: Fit) -> str:
-    """Where the figure is from, as profiles say it."""
+    """Return the source of the figure, as text for profiles."""
     runs = ", ".join(sorted(row["row_id"] for row in found.fitted))
     before, after = (ratios(found.held_out, at) for at in (found.chip.before, found.efficiency))
     held = (
@@ -219,10 +228,10 @@ def source_of(found: Fit) -> str:
 
 
 def write(found: Fit, date: str, folder: Path = PROFILES) -> None:
-    """Put the figure into the profiles of its chip.
+    """Write the figure to the profiles of its chip.
 
     Raises:
-        AutoparError: where a profile's figure does not stand as it should.
+        AutoparError: if a profile does not contain exactly one such figure.
     """
     for name in found.chip.profiles:
         path = folder / f"{name}.json"
@@ -237,7 +246,7 @@ def write(found: Fit, date: str, folder: Path = PROFILES) -> None:
             }
             if text.count(_block(dtype, old)) != 1:
                 raise AutoparError(
-                    f"{path.name} does not hold {dtype}'s efficiency of matmuls once",
+                    f"{path.name} does not contain the matmul efficiency of {dtype} exactly once",
                     remedy="indent it by two spaces",
                 )
             text = text.replace(_block(dtype, old), _block(dtype, new))
@@ -245,7 +254,7 @@ def write(found: Fit, date: str, folder: Path = PROFILES) -> None:
 
 
 def _block(dtype: str, figure: dict[str, Any]) -> str:
-    """A figure as it stands below ``efficiency.matmul``."""
+    """Return a figure as formatted below ``efficiency.matmul``."""
     body = json.dumps(figure, indent=2, ensure_ascii=False).replace("\n", "\n      ")
     return f'      "{dtype}": {body}'
 
@@ -261,7 +270,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument(
         "--write",
         action="store_true",
-        help="put figures into the profiles, and the table into the benchmarks' README",
+        help="write figures to the profiles, and the table to the benchmarks' README",
     )
     options = flags.parse_args(arguments)
     results = json.loads(Path(options.results).read_text(encoding="utf-8"))
@@ -274,7 +283,7 @@ def main(arguments: list[str]) -> int:
     console = console_of()
     console.print(table)
     for found in fits:
-        taken = "taken" if found.improves else "not taken: the held-out half does not come closer"
+        taken = "taken" if found.improves else "rejected: the held-out half does not improve"
         low, high = found.spread
         console.print(
             f"{found.chip.name}: {found.efficiency:.2f} ({low:.2f} to {high:.2f} with any one run"

@@ -1,5 +1,5 @@
-"""What all benchmarks share: their flags, what they know of the machine, and rows that each run
-in a process of their own."""
+"""Shared parts of all benchmarks: flags, facts about the machine, and rows that run in separate
+processes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from benchmarks.zoo import libraries
 
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
-LIMIT_S = 1800.0  # per case
+LIMIT_S = 1800.0  # seconds per case
 FRICTIONLESS = "frictionless"
 
 
 def parser(
     name: str, description: str, *, batch: int = 8, seq: int = 16, meshes: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
-    """The flags that every benchmark takes."""
+    """Return a parser with the flags of all benchmarks."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    made.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    made.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     made.add_argument("--model", action="append", default=[], help="a known size; may be repeated")
     made.add_argument(
         "--hf",
@@ -60,19 +60,19 @@ def parser(
         "--zoo",
         nargs="*",
         metavar="NAME",
-        help="models of benchmarks.zoo; all of them where none is named",
+        help="models of benchmarks.zoo; by default all",
     )
     made.add_argument(
         "--unseen",
         nargs="*",
         metavar="NAME",
-        help="architectures outside the zoo; all of the list where none is named",
+        help="architectures outside the zoo; by default the whole list",
     )
     made.add_argument(
         "--libraries",
         nargs="*",
         metavar="NAME",
-        help="models of torchvision, timm, diffusers; all where none is named",
+        help="models of torchvision, timm and diffusers; by default all",
     )
     made.add_argument(
         "--mesh",
@@ -86,7 +86,7 @@ def parser(
 
 
 def specs_of(options: argparse.Namespace, default: Sequence[str] = tuple(TINY)) -> list[ModelSpec]:
-    """The models that the flags name."""
+    """Return the models that the flags name."""
     found = [ModelSpec.known(name) for name in options.model] + [
         ModelSpec.parse_hf(text) for text in options.hf
     ]
@@ -100,8 +100,8 @@ def specs_of(options: argparse.Namespace, default: Sequence[str] = tuple(TINY)) 
 
 
 def load_profile(name: str) -> HardwareProfile:
-    """A profile by name or path. ``NAME-frictionless`` is the same without launch overheads,
-    latencies and measured points: under it even a tiny model is worth sharding."""
+    """Load a profile by name or path. ``NAME-frictionless`` is the same profile without launch
+    overheads, latencies and measured points. With it, even a tiny model is worth sharding."""
     if not name.endswith(f"-{FRICTIONLESS}"):
         return HardwareProfile.load(name)
     base = HardwareProfile.load(name.removesuffix(f"-{FRICTIONLESS}"))
@@ -122,11 +122,12 @@ def load_profile(name: str) -> HardwareProfile:
 
 
 def with_inter_gbits(profile: HardwareProfile, gbits: float) -> HardwareProfile:
-    """Return the profile with another bandwidth between nodes, and no measured points of it.
+    """Return the profile with another bandwidth between nodes, without measured points of this
+    link.
 
     Args:
-        profile: of the device.
-        gbits: Gb/s per device and direction.
+        profile: profile of the device.
+        gbits: bandwidth in Gb/s per device and direction.
     """
     inter = replace(profile.links["inter"], bandwidth_bytes_per_s=gbits * 1e9 / 8, curves={})
     links = {**profile.links, "inter": inter}
@@ -134,7 +135,7 @@ def with_inter_gbits(profile: HardwareProfile, gbits: float) -> HardwareProfile:
 
 
 def environment() -> dict[str, Any]:
-    """Where and when it was measured."""
+    """Return the date, the machine and the versions of a measurement."""
     return {
         "date": date.today().isoformat(),
         "cpu": _cpu_name(),
@@ -184,14 +185,15 @@ def run_rows(
     limit_s: float = LIMIT_S,
     ready: Sequence[Row] = (),
 ) -> int:
-    """Run ``benchmarks.NAME.row(**case)`` for each case in a process of its own; print a table,
+    """Run ``benchmarks.NAME.row(**case)`` for each case in a separate process. Print a table and
     write JSON.
 
-    What it returns is a row, or a list of rows where a case has several. Rows that are `ready` need
-    no process; they are in the JSON alone.
+    A case returns a row, or a list of rows. Rows in `ready` need no process; they are added to the
+    JSON only.
 
     Returns:
-        The exit status: 1 where a row is not ok. A row that raises is not ok and carries the error.
+        The exit status: 1 if a row is not ok. A case that raises gives a row that is not ok and
+            contains the error.
     """
     console, rows = console_of(), []
     texts = (
@@ -220,12 +222,12 @@ def run_rows(
 
 
 def console_of() -> Console:
-    """Wide enough for tables where the output is no terminal."""
+    """Return a console that is wide enough for tables if the output is not a terminal."""
     return Console() if Console().is_terminal else Console(width=160)
 
 
 def describe(case: Mapping[str, Any]) -> str:
-    """A case in a few words."""
+    """Return a short description of a case."""
     plain = [
         str(v)
         for k, v in case.items()
@@ -235,7 +237,7 @@ def describe(case: Mapping[str, Any]) -> str:
 
 
 def run_case(name: str, case: Mapping[str, Any], limit_s: float) -> list[Row]:
-    """The rows of one case, in a process of its own."""
+    """Return the rows of one case, from a separate process."""
     base: Row = {"model": case["spec"]["name"], "mesh": case["mesh"], "ok": False, "error": None}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
@@ -270,9 +272,10 @@ def _write(path: str, rows: Sequence[Row]) -> None:
 
 
 def _portable(text: str) -> str:
-    """Files as Python's import path names them, without the folders of this machine."""
+    """Replace paths of files by paths relative to Python's import path, so that the text does not
+    depend on the machine."""
     roots = {os.path.join(os.path.abspath(root), "") for root in (*sys.path, str(ROOT))} - {os.sep}
-    for root in sorted(roots, key=len, reverse=True):  # packages lie within others' folders
+    for root in sorted(roots, key=len, reverse=True):  # import paths may be nested
         text = text.replace(root, "")
     return text
 
@@ -294,7 +297,7 @@ def _table(name: str, rows: Sequence[Row], columns: Sequence[str]) -> Table:
 
 
 def show(value: Any) -> str:
-    """A cell."""
+    """Return the text of a cell."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: ""}[value]
     if isinstance(value, float):
@@ -303,11 +306,11 @@ def show(value: Any) -> str:
 
 
 def main(name: str, case: str, out: str) -> None:
-    """Run one case; what it raises becomes its error."""
+    """Run one case. If it raises, its row contains the error."""
     torch.set_num_threads(1)
     try:
         found = importlib.import_module(f"benchmarks.{name}").row(**json.loads(case))
-    except Exception as error:  # whatever it is, it is this case's result
+    except Exception as error:  # every error is a result of the case
         found = failed(error)
     Path(out).write_text(
         json.dumps(found if isinstance(found, list) else [found]), encoding="utf-8"
@@ -315,7 +318,7 @@ def main(name: str, case: str, out: str) -> None:
 
 
 def failed(error: Exception) -> Row:
-    """The row of what was raised."""
+    """Return the row for an error."""
     return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
 

@@ -1,9 +1,9 @@
-"""Which models are captured, and which of their ops have a rule: ``python -m benchmarks.coverage
-[--zoo NAME ...]``.
+"""Models that can be captured, and their ops with rules: ``python -m benchmarks.coverage [--zoo
+NAME ...]``.
 
-The graph is the one that plans are made for: forward and backward in normal form. An op without a
-rule, for which experiments find none either, runs replicated; a node without a choice has a rule
-that offers nothing but that, though an operand of it could be split.
+The graph is that of planning: forward and backward in normal form. An op runs replicated if it has
+no rule and experiments find none. A node without a choice has a rule that only offers replication,
+although one of its operands could be split.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "coverage.json"
 
 
 def row(spec: dict[str, str], mesh: str, batch: int, seq: int) -> dict[str, Any]:
-    """One model's coverage: ok where it is captured and every op has a rule."""
+    """Return the coverage of one model. It is ok if the model is captured and every op has a
+    rule."""
     model, example = ModelSpec(**spec).build(batch=batch, seq=seq)
     start = time.perf_counter()
     try:
@@ -67,7 +68,8 @@ def _has_no_choice(call: Call) -> bool:
 
 
 def _ops(nodes: Iterable[fx.Node], wanted: Callable[[Call], bool]) -> list[dict[str, Any]]:
-    """By op: how often, and the module and source line of the first; most frequent first."""
+    """Return a row per op, the most frequent first: its number of nodes, and the module and source
+    line of the first one."""
     found: dict[str, dict[str, Any]] = {}
     for node in nodes:
         if wanted(call_of(node)):
@@ -83,7 +85,7 @@ def _ops(nodes: Iterable[fx.Node], wanted: Callable[[Call], bool]) -> list[dict[
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     options = parser("coverage", __doc__ or "", meshes=("none",)).parse_args()
     specs = specs_of(options, ()) or [ModelSpec.of("zoo", name) for name in zoo.NAMES]
     cases = [

@@ -1,9 +1,10 @@
-"""``make demo``: train a small GPT-2 on real text, on 4 local processes beside the same run on one.
+"""``make demo``: train a small GPT-2 on real text, on 4 local processes and, for comparison, on
+one.
 
-The text is the source code of Python's standard library, read by bytes: every machine has it. The 4
-processes form a 2×2 mesh that the planner lays out under a memory budget in which the model does
-not fit unsharded. Both runs start from the same weights and see the same batches. Writes
-``out/plan.json`` and ``out/demo.png``.
+The text is the source code of Python's standard library as bytes, which every machine has. The 4
+processes form a 2×2 mesh. The planner chooses the layouts under a memory budget in which the
+unsharded model does not fit. Both runs start from the same weights and read the same batches.
+Writes ``out/plan.json`` and ``out/demo.png``.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ MODEL = """gpt2:{"n_embd": 256, "n_layer": 4, "n_head": 8, "vocab_size": 256, "n
 MESH = {"a": 2, "b": 2}
 BATCH, SEQ, LEARNING_RATE, MEASURED_STEP = 8, 128, 1e-3, 1
 BUDGET_BYTES = 60 * 10**6
-TOLERANCE = 1e-3  # of the losses: roundings of float32 after some dozen steps of AdamW
+TOLERANCE = 1e-3  # relative difference of losses: float32 rounding after some dozen steps of AdamW
 TEXT_BYTES = 4 * 10**6
 Told = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One rank's run: the loss of every step, the peak of live tensor bytes in one step, and the
-    plan's text (if any)."""
+    """One rank's run: the loss of every step, the peak of live tensor bytes in one step, the time,
+    and the text of the plan, if any."""
 
     losses: tuple[float, ...]
     peak_bytes: int
@@ -50,8 +51,8 @@ class Run:
 
 
 def text() -> Tensor:
-    """The standard library's top-level modules, one after another, as bytes; without the few
-    that hold tables of other scripts."""
+    """Return the standard library's top-level modules as bytes, without the few that contain tables
+    of other scripts."""
     sources = (
         path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     )
@@ -60,11 +61,11 @@ def text() -> Tensor:
 
 
 def batches(steps: int) -> list[dict[str, Tensor]]:
-    """Random windows of the text, the same on every process."""
+    """Return random windows of the text, the same on every process."""
     data, generator = text(), torch.Generator().manual_seed(1)
     starts = torch.randint(0, len(data) - SEQ, (steps, BATCH), generator=generator)
     windows = data[starts[..., None] + torch.arange(SEQ)]
-    own = [window.clone() for window in windows]  # a view would hold all the others alive
+    own = [window.clone() for window in windows]  # a view would keep all windows alive
     return [{"input_ids": window, "labels": window} for window in own]
 
 
@@ -73,8 +74,8 @@ def build() -> torch.nn.Module:
 
 
 def train(model: torch.nn.Module, steps: int, told: Told) -> tuple[tuple[float, ...], int, float]:
-    """An ordinary training loop; the peak from the start of forward to the end of backward, of
-    one step."""
+    """Run an ordinary training loop. The peak is that of one step, from the start of forward to the
+    end of backward."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, peak, start = [], 0, time.perf_counter()
     for step, batch in enumerate(batches(steps)):
@@ -108,12 +109,12 @@ def _measured(
 
 
 def alone(steps: int, told: Told) -> Run:
-    """The plain model, in this process."""
+    """Run the plain model in this process."""
     return Run(*train(build(), steps, told))
 
 
 def rank(number: int, tell: Told, steps: int) -> Run:
-    """One of the processes: the same loop around the compiled model."""
+    """Run one of the processes: the same loop with the compiled model."""
     module = autopar.compile(
         build(),
         MESH,
@@ -127,7 +128,7 @@ def rank(number: int, tell: Told, steps: int) -> Run:
 
 
 def both(steps: int) -> tuple[Run, list[Run]]:
-    """The run on one process, then that on four, with a progress bar each."""
+    """Run on one process, then on four, with a progress bar each."""
     count = TextColumn("{task.completed:>3}/{task.total} {task.fields[loss]}")
     with Progress(
         TextColumn("{task.description:<14}"), BarColumn(), count, TimeElapsedColumn()
@@ -145,13 +146,13 @@ def both(steps: int) -> tuple[Run, list[Run]]:
         progress.update(tasks[1], visible=True, loss="planning")
         progress.reset(tasks[1])
         os.environ["OMP_NUM_THREADS"] = (
-            "1"  # inherited by the ranks, which share this machine's cores
+            "1"  # inherited by the ranks, which share the cores of this machine
         )
         return single, run_ranks(4, rank, steps, told=told(tasks[1]))
 
 
 def picture(path: Path, plan: autopar.Plan, single: Run, ranks: list[Run]) -> None:
-    """Loss curves, their difference, and the plan's layouts and memory."""
+    """Draw the loss curves, their difference, and the plan's layouts and memory."""
     from matplotlib.figure import Figure
 
     from autopar import report
@@ -176,7 +177,7 @@ def picture(path: Path, plan: autopar.Plan, single: Run, ranks: list[Run]) -> No
 
 
 def differences(single: Run, ranks: list[Run]) -> list[float]:
-    """Largest relative difference of the losses over the ranks, step by step."""
+    """Return the largest relative difference of the losses over the ranks for each step."""
     steps = zip(single.losses, *(run.losses for run in ranks), strict=True)
     return [
         max(abs(loss - reference) / reference for loss in losses) for reference, *losses in steps
@@ -184,21 +185,21 @@ def differences(single: Run, ranks: list[Run]) -> list[float]:
 
 
 def tell(console: Console, plan: autopar.Plan, single: Run, ranks: list[Run]) -> bool:
-    """Print what came of it; whether the four processes followed the one."""
+    """Print the results. Return whether the losses of the four processes match those of one."""
     apart, predicted = max(differences(single, ranks)), plan.prediction.peak_bytes
     console.print(autopar.explain(plan))
-    console.rule("the same training, on one process and on four")
+    console.rule("the same training on one process and on four")
     console.print(
         f"loss        {single.losses[0]:.4f} at the start, {single.losses[-1]:.4f} at the end,"
         f" after {len(single.losses)} steps"
     )
     console.print(
         f"difference  {apart:.1e} at most, relative, at any step on any rank (float32 rounding,"
-        " which AdamW lets grow)"
+        " which AdamW amplifies)"
     )
     console.print(
         f"memory      one process {size(single.peak_bytes)}; budget per rank {size(BUDGET_BYTES)}:"
-        " unsharded it would not fit"
+        " the unsharded model would not fit"
     )
     for number, run in enumerate(ranks):
         off = run.peak_bytes / predicted - 1
@@ -229,7 +230,7 @@ def main(arguments: list[str]) -> int:
     followed = tell(console, plan, single, ranks)
     console.print(f"wrote {options.out / 'plan.json'} and {options.out / 'demo.png'}")
     if not followed:
-        console.print("[red]the four processes did not follow the one[/red]")
+        console.print("[red]the losses of the four processes differ from those of one[/red]")
     return 0 if followed else 1
 
 

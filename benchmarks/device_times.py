@@ -1,4 +1,4 @@
-"""How long calls take on a CUDA device, and how long the host needs to enqueue them."""
+"""The time of calls on a CUDA device, and the time that the host needs to enqueue them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 
 WARM_UP, ROUNDS = 3, 20
-CYCLES_PER_S = 2.0e9  # at least those of any device's clock
-# A device's queue holds about a thousand launches; a host that fills it waits, however long the
-# device sleeps.
+CYCLES_PER_S = 2.0e9  # no device has a faster clock
+# A device's queue holds about a thousand launches. A host that fills it waits, even if the
+# device sleeps for longer.
 MOST_AHEAD_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one call: on the device when the host is ahead, and on the host until all is
+    """Seconds of one call: on the device if the host is ahead, and on the host until everything is
     enqueued."""
 
     device_s: float
@@ -26,7 +26,7 @@ class Times:
 
 
 def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
-    """One call that makes several, one after another."""
+    """Return a function that makes several calls one after another."""
 
     def run() -> None:
         for call in calls:
@@ -36,12 +36,12 @@ def in_turn(*calls: Callable[[], object]) -> Callable[[], None]:
 
 
 def measure(calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, Times]:
-    """The medians of some rounds, in each of which every call runs once, so that all see the same
-    clocks and the same heat.
+    """Return the medians over several rounds. Each round runs every call once, so that all calls
+    have the same clocks and temperature.
 
-    The device first sleeps for longer than the host needs to enqueue a call: in a training step,
-    too, the host is ahead, and else short calls would show the host's time. What the host needs is
-    measured before, on an idle device.
+    The device first sleeps for longer than the host needs to enqueue a call. The host is also ahead
+    in a training step; otherwise short calls would show the time of the host. The time of the host
+    is measured before, on an idle device.
     """
     for call in calls.values():
         for _ in range(WARM_UP):

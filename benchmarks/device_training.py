@@ -1,15 +1,15 @@
-"""Training steps of a real model on one CUDA device: predicted against measured time and memory,
-and what budgets cost.
+"""Training steps of a real model on one CUDA device: predicted and measured time and memory, and
+the cost of budgets.
 
-Eager, eager with a checkpoint per layer, eager compiled by Inductor, autopar's plans under shares
-of what its plan without a budget needs, and the first of these compiled by Inductor. A step is
-forward, backward and a fused AdamW. Times are the device's with the host ahead
-(`benchmarks.device_times`), and the host's beside them: a step takes the longer one. Peaks are the
-allocator's largest count of live bytes, from the begin of forward to the end of backward, of a
-second step, so the optimizer's state is in it. Gradients are compared with eager's, whose own
-rounding is in the difference. With --offload, state and activations may wait on the host; --alone
-leaves out eager, which a model may be too large for, with what is compared; --no-inductor leaves
-out what it compiles. Without a device there is one row, which says so.
+The methods are eager, eager with a checkpoint per layer, eager compiled by Inductor, autopar's
+plans under shares of the memory of its plan without a budget, and the first of these compiled by
+Inductor. A step is forward, backward and a fused AdamW. Times are those of the device with the host
+ahead (`benchmarks.device_times`), and those of the host; a step takes the longer of the two. Peaks
+are the largest number of live bytes of the allocator, from the start of forward to the end of
+backward of a second step, so they include the state of the optimizer. Gradients are compared with
+those of eager; the difference includes eager's rounding. With --offload, state and activations may
+be stored on the host. --alone omits eager and the comparison with it, for models that are too large
+for it. --no-inductor omits compiled variants. Without a device there is one row, which states this.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from benchmarks.rivals.measuring import local
 ONE = Mesh.parse("d=1")
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.4)
 ROUNDS = 6
-MAX_DIFFERENCE = 0.05  # of all gradients together, in bfloat16
+MAX_DIFFERENCE = 0.05  # relative difference of all gradients together, in bfloat16
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
 COLUMNS = (
     "method",
@@ -73,8 +73,8 @@ MODEL = ModelSpec("llama-1.2b", LLAMA)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a method took: seconds of a step, on the device and on the host; bytes; ‖its
-    gradients − eager's‖ / ‖eager's‖, if known."""
+    """The measurements of a method: seconds of a step on the device and on the host, peak in bytes,
+    and ‖its gradients − eager's‖ / ‖eager's‖, if known."""
 
     device_s: float
     host_s: float
@@ -97,7 +97,7 @@ def row(
     inductor: bool,
     rounds: int,
 ) -> list[Row]:
-    """All methods of one model."""
+    """Return the rows of all methods of one model."""
     if not torch.cuda.is_available() and plans is None:
         return [{"method": "", "ok": True, "error": None, "skipped": "there is no CUDA device"}]
     built, profile = ModelSpec(**spec), load_profile(hardware)
@@ -123,7 +123,7 @@ def row(
         ]
     if not torch.cuda.is_available():
         cases = [
-            {"share": share, "skipped": reason or "made, not run: there is no CUDA device"}
+            {"share": share, "skipped": reason or "planned, but not run: there is no CUDA device"}
             for share, _, reason in made
         ]
         return [
@@ -198,9 +198,9 @@ def _plans(
     kind: str,
     asked: Mapping[str, Any],
 ) -> Iterator[tuple[float, Plan | None, str]]:
-    """Per share the plan, or why there is none: shares of what the plan needs that is made first,
-    within the device's memory alone. Plans of this kind that lie in the folder are taken from it,
-    so they can be made elsewhere."""
+    """Yield for each share its plan, or the reason why there is none. The shares are of the memory
+    that a plan needs within the device's whole memory, which is made first. Plans of this kind in
+    the folder are reused, so they can be made on another machine."""
     ample = None
     folder.mkdir(parents=True, exist_ok=True)
     for share in (1.0, *(each for each in shares if each != 1.0)):
@@ -244,8 +244,8 @@ def _compiled(
 
 
 def _seen(build: Build, theirs: dict[str, Tensor] | None, rounds: int) -> Seen:
-    """Measure what `build` makes, and leave nothing of it on the device; eager's gradients, once
-    known, lie on the host in `theirs`, where there is an eager."""
+    """Measure what `build` returns, and leave nothing of it on the device. `theirs` holds eager's
+    gradients on the host, once they are known."""
     seen = _measured(*build(), theirs, rounds)
     torch.compiler.reset()
     gc.collect()
@@ -312,7 +312,7 @@ def _row(base: Row, method: str, seen: Seen, eager: Seen | None, plan: Plan | No
 
 
 def _difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """‖ours − theirs‖ / ‖theirs‖ of all gradients together."""
+    """Return ‖ours − theirs‖ / ‖theirs‖ of all gradients together."""
     apart, whole = 0.0, 0.0
     for name, grad in theirs.items():
         wide = grad.to(ours[name].device).float()
@@ -328,32 +328,32 @@ def main(arguments: list[str]) -> int:
     flags.add_argument(
         "--plans",
         metavar="FOLDER",
-        help="read plans from here, or make and leave them here; needs no device for that",
+        help="folder of plans: read them from it, or plan (without a device) and write them to it",
     )
     flags.add_argument(
         "--share",
         type=float,
         action="append",
-        help=f"of the plan without a budget; by default {SHARES}",
+        help=f"share of the memory of the plan without a budget; by default {SHARES}",
     )
-    flags.add_argument("--dtype", default="bfloat16", help="of the model's parameters")
-    flags.add_argument("--precision", choices=("bf16",), help="as of autopar.compile")
+    flags.add_argument("--dtype", default="bfloat16", help="dtype of the model's parameters")
+    flags.add_argument("--precision", choices=("bf16",), help="precision of autopar.compile")
     flags.add_argument(
         "--offload",
         action="store_true",
         dest="offloads",
-        help="let state and activations wait on the host",
+        help="allow state and activations on the host",
     )
     flags.add_argument(
-        "--alone", action="store_true", help="without eager, and without what is compared with it"
+        "--alone", action="store_true", help="omit eager, and the comparisons with it"
     )
     flags.add_argument(
         "--no-inductor",
         action="store_false",
         dest="inductor",
-        help="leave out what Inductor compiles",
+        help="omit variants compiled by Inductor",
     )
-    flags.add_argument("--rounds", type=int, default=ROUNDS, help="steps that are timed")
+    flags.add_argument("--rounds", type=int, default=ROUNDS, help="number of timed steps")
     options = flags.parse_args(arguments)
     asked = (
         "batch",

@@ -1,14 +1,15 @@
-"""``python -m benchmarks.elastic``: a machine is lost while a model is trained, and comes back; the
-losses beside those of one process.
+"""``python -m benchmarks.elastic``: a machine fails during training and returns; the losses are
+compared with those of one process.
 
-Two agents (`autopar run`, as on two machines, here both on this one) each start two processes,
-which train `make demo`'s GPT-2. After some steps one agent and its processes are killed; the other
-starts its own again, plans for the two that are left, and goes on from the newest checkpoint. Then
-the first comes back, and all four go on. Each row is one of these three parts of the run.
+Two agents (`autopar run`, as on two machines, here both on this one) start two processes each,
+which train the GPT-2 of `make demo`. After some steps one agent and its processes are killed. The
+other agent restarts its processes, plans for the remaining two, and continues from the newest
+checkpoint. Then the first agent returns, and all four processes continue. Each row is one of these
+three parts of the run.
 
-All is computed in float64, the loss too: AdamW lets roundings of float32 grow to thousandths of the
-loss within so many steps, whatever the machines do, and what a restart loses would not be seen
-beside them.
+Everything is computed in float64, including the loss. With AdamW, float32 rounding grows to
+thousandths of the loss within so many steps. An error of a restart would not be visible in
+comparison.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from autopar.errors import AutoparError
 from benchmarks.common import ROOT, Row, run_rows
 from benchmarks.demo import LEARNING_RATE, batches, build
 
-PROCESSES = 2  # of each agent
+PROCESSES = 2  # per agent
 PARTS = ("both machines", "one was killed", "it is back")
 BUDGET_BYTES = 240 * 10**6  # per process
-TOLERANCE = 1e-9  # of the losses: roundings of float64, which AdamW lets grow
+TOLERANCE = 1e-9  # relative difference of losses: float64 rounding, which grows with AdamW
 LIMIT_S = 900.0
 NAMES = ("first", "second")
 WORD, MACHINE = "told", "AUTOPAR_ELASTIC_MACHINE"
 
 
 class Exact(nn.Module):
-    """The demo's model, with a loss in the dtype of its logits: its own is in float32."""
+    """The demo's model, with a loss in the dtype of its logits. Its original loss is in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,12 +59,12 @@ class Exact(nn.Module):
 
 
 def windows(steps: int) -> list[Tensor]:
-    """The demo's batches."""
+    """Return the demo's batches."""
     return [batch["input_ids"] for batch in batches(steps)]
 
 
 def train(folder: Path, steps: int) -> None:
-    """What each process runs: an ordinary loop that goes on where the newest checkpoint ends."""
+    """Run an ordinary training loop on each process. It continues from the newest checkpoint."""
     (folder / f"{os.environ[MACHINE]}.{os.getpid()}").touch()
     data = windows(steps)
     model = autopar.compile(
@@ -91,7 +92,7 @@ def train(folder: Path, steps: int) -> None:
 
 
 def row(spec: dict[str, Any], mesh: str, steps: int) -> list[Row]:
-    """One row per part."""
+    """Return one row per part of the run."""
     with tempfile.TemporaryDirectory() as folder:
         told = follow(Path(folder), steps)
     wanted = alone(steps)
@@ -124,7 +125,7 @@ def row(spec: dict[str, Any], mesh: str, steps: int) -> list[Row]:
 
 
 def alone(steps: int) -> list[float]:
-    """The losses of the plain model in one process, without a break."""
+    """Return the losses of the plain model in one process, without interruption."""
     model, losses = Exact(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for batch in windows(steps):
@@ -137,10 +138,10 @@ def alone(steps: int) -> list[float]:
 
 
 def follow(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Run all parts; what the first rank said of each step, in order.
+    """Run all parts, and return the reports of the first rank for each step, in order.
 
     Raises:
-        AutoparError: where agents end too early, or on the time limit.
+        AutoparError: if agents end too early, or at the time limit.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -148,7 +149,7 @@ def follow(folder: Path, steps: int) -> list[dict[str, Any]]:
     meet, agents = f"localhost:{port}", list[subprocess.Popen[bytes]]()
     try:
         agents.append(_agent(folder, meet, steps, "first"))
-        _listens(port)  # the machine where others meet is the one that stays
+        _listens(port)  # the rendezvous is on the machine that does not fail
         agents.append(_agent(folder, meet, steps, "second"))
         _await(folder, agents, lambda told: len(told) >= steps // 3)
         _lose(folder, agents[1], "second")
@@ -195,7 +196,7 @@ def _agent(folder: Path, meet: str, steps: int, name: str) -> subprocess.Popen[b
 
 
 def _lose(folder: Path, agent: subprocess.Popen[bytes], name: str) -> None:
-    """An agent and its processes, which are no children of its session."""
+    """Kill an agent and its processes, which are in other sessions."""
     agent.kill()
     agent.wait()
     for mark in folder.glob(f"{name}.[0-9]*"):
@@ -227,19 +228,19 @@ def _await(folder: Path, agents: Sequence[subprocess.Popen[bytes]], ends: Any) -
                 path.read_text(errors="replace")[-1500:] for path in sorted(folder.glob("*.log"))
             )
             raise AutoparError(
-                f"{'an agent ended too early' if ended else 'nothing went on'}: {logs}"
+                f"{'an agent ended too early' if ended else 'no further step ran'}: {logs}"
             )
         time.sleep(0.2)
 
 
 def main() -> int:
     flags = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__)
-    flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    flags.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     flags.add_argument(
         "--steps",
         type=int,
         default=150,
-        help="of all parts together; enough for a machine to start",
+        help="steps of all parts together; must suffice for an agent to start",
     )
     options = flags.parse_args()
     case = {"spec": {"name": "the demo's gpt2"}, "mesh": "2x2", "steps": options.steps}

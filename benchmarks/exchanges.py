@@ -1,8 +1,9 @@
-"""Numerics of the kernels that exchange data between ranks, for `benchmarks.kernels`: virtual ranks
-in one process, on the CPU.
+"""Numerics of the kernels that exchange data between ranks, for `benchmarks.kernels`. Virtual ranks
+run in one process on the CPU.
 
-Products have the reference's bits for small whole numbers, which every dtype holds exactly; for
-others the order of a product's own sums is the vendor's, so these are held to float64.
+For small integers, which every dtype represents exactly, products must equal the reference bit for
+bit. For other numbers the order of sums within a product depends on the vendor's library, so these
+are compared with float64.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from autopar.kernels.peers import VirtualRanks
 from autopar.kernels.routed import moe_combine_reference, moe_dispatch_reference
 
 EQUATION = "mk,kn->mn"
-ROWS, INNER, COLUMNS = 131, 40, 24  # rows are uneven under every world but 1
+ROWS, INNER, COLUMNS = 131, 40, 24  # rows are uneven for all numbers of ranks except 1
 NUM_CHUNKS = 2
 EPS = 1e-5
 TOKENS, WIDTH, CHOICES, PER_RANK = 29, 33, 2, 3
@@ -37,8 +38,8 @@ Draw = Callable[[Sequence[int], torch.dtype, int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What a call computed, the same formula in float64, and what is to be the same bits:
-    compiled code's and the reference's."""
+    """The results of a call, the same formula in float64, and pairs of results of compiled code and
+    the reference that must be equal bit for bit."""
 
     made: Sequence[Tensor]
     exact: Sequence[Tensor]
@@ -48,7 +49,7 @@ class Numerics:
     def of(
         made: Sequence[Tensor], reference: Sequence[Tensor], exact: Sequence[Tensor]
     ) -> Numerics:
-        """Where the reference gives the same bits for any operands."""
+        """Return the numerics of a call whose reference has the same bits for any operands."""
         return Numerics(made, exact, list(zip(made, reference, strict=True)))
 
 
@@ -57,14 +58,14 @@ def drawn(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def _units(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """-1, 0 and 1."""
+    """Return a tensor of the values -1, 0 and 1."""
     return torch.randint(-1, 2, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(
         dtype
     )
 
 
 def gathered(world: int, dtype: torch.dtype) -> Numerics:
-    """all_gather_matmul."""
+    """Return the numerics of all_gather_matmul."""
 
     def run(draw: Draw) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         x, others = (
@@ -86,7 +87,7 @@ def gathered(world: int, dtype: torch.dtype) -> Numerics:
 
 
 def scattered(world: int, dtype: torch.dtype) -> Numerics:
-    """matmul_reduce_scatter."""
+    """Return the numerics of matmul_reduce_scatter."""
 
     def run(draw: Draw) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         pairs = [
@@ -103,7 +104,7 @@ def scattered(world: int, dtype: torch.dtype) -> Numerics:
 
 
 def scattered_and_normed(world: int, dtype: torch.dtype) -> Numerics:
-    """matmul_reduce_add_rmsnorm, rounded before the weight."""
+    """Return the numerics of matmul_reduce_add_rmsnorm, rounded before the weight."""
 
     def run(draw: Draw) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         pairs = [
@@ -139,7 +140,7 @@ def scattered_and_normed(world: int, dtype: torch.dtype) -> Numerics:
 
 
 def dispatched(world: int, dtype: torch.dtype) -> Numerics:
-    """moe_dispatch: tokens are moved, not computed with."""
+    """Return the numerics of moe_dispatch. Tokens are only moved."""
     xs, experts, _ = _routes(world, dtype)
     most, num_experts = TOKENS * CHOICES, world * PER_RANK
     found = dispatch_all(VirtualRanks(world), xs, experts, num_experts, most)
@@ -151,7 +152,7 @@ def dispatched(world: int, dtype: torch.dtype) -> Numerics:
 
 
 def combined(world: int, dtype: torch.dtype) -> Numerics:
-    """moe_combine of rows as they were dispatched."""
+    """Return the numerics of moe_combine for dispatched rows."""
     xs, experts, weights = _routes(world, dtype)
     parts = moe_dispatch_reference(xs, experts, world * PER_RANK, TOKENS * CHOICES)
     rows, table, positions = [part[0] for part in parts], parts[0][1], [part[2] for part in parts]
@@ -167,7 +168,8 @@ def combined(world: int, dtype: torch.dtype) -> Numerics:
 
 
 def _routes(world: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Of every rank tokens, the experts that each picks, and their weights in fp32."""
+    """Return the tokens of every rank, the experts that each token picks, and their weights in
+    fp32."""
     generator = torch.Generator().manual_seed(world)
     xs = [drawn((TOKENS, WIDTH), dtype, rank) for rank in range(world)]
     experts = [
@@ -182,7 +184,7 @@ def _flat(results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _judged(run: Callable[[Draw], tuple[list[Tensor], list[Tensor], list[Tensor]]]) -> Numerics:
-    """Random operands against float64, whole numbers against the reference."""
+    """Compare random operands with float64, and integers with the reference."""
     made, _, exact = run(drawn)
     whole, reference, _ = run(_units)
     return Numerics(made, exact, list(zip(whole, reference, strict=True)))

@@ -1,9 +1,9 @@
-"""How much CPU time passes until the first training step is done, and the first call of each
-further kind: an evaluation, and a training step with another batch size.
+"""CPU time until the first training step has finished, and of the first call of each further kind:
+an evaluation, and a training step with another batch size.
 
-Each row is one rank of one model, in a new process without anything imported. Times are the CPU
-time of the process (`time.process_time`), so that other work on the machine counts little. Modules
-that are imported during a phase count as imports, not as a part of the phase.
+Each row is one rank of one model, in a new process without any imports. Times are the CPU time of
+the process (`time.process_time`), so that other load on the machine matters little. Modules that
+are imported during a phase count as imports, not as a part of the phase.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def rank(imported_s: float) -> None:
 
 
 def _measured(case: dict[str, Any]) -> Row:
-    """Compile a model and make the calls; return the row without what was imported before."""
+    """Compile a model and make the calls. Return the row without earlier imports."""
     spec = ModelSpec(**case["spec"])
     model, batch = spec.build(batch=case["batch"], seq=case["seq"])
     _, larger = spec.build(batch=2 * case["batch"], seq=case["seq"])
@@ -163,7 +163,7 @@ def _measured(case: dict[str, Any]) -> Row:
 def row(
     spec: dict[str, Any], mesh: str, way: str, hardware: str, batch: int, seq: int, at_once: bool
 ) -> list[Row]:
-    """The rows of all ranks of one model."""
+    """Return the rows of all ranks of one model."""
     num_ranks = autopar.Mesh.parse(mesh).num_devices
     with tempfile.TemporaryDirectory() as folder:
         case: dict[str, Any] = {

@@ -1,10 +1,10 @@
-"""Is a plan that nobody forced as fast as named ones? Simulated steps on one mesh.
+"""Comparison of free plans with named plans: simulated steps on one mesh.
 
 Each case plans a model freely, as `autopar.plan` does by default, and with `ddp`, `fsdp`, tensor,
 context and pipeline parallelism: one of them on each axis of the mesh, data parallelism with ZeRO
-stages 0 and 3. `ratio` is the step of the free plan divided by that of the fastest named one, at
-most 1 where the free plan is not slower. Named plans that do not fit, or that the model refuses,
-are counted. Times are predictions.
+stages 0 and 3. `ratio` is the step of the free plan divided by that of the fastest named one. It is
+at most 1 if the free plan is not slower. Named plans that do not fit, or that the model does not
+support, are counted. Times are predictions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ROLES = ("ddp", "fsdp", "tensor", "sequence", "context", "pipeline")
 
 
 def named_plans(mesh: Mesh) -> Iterator[tuple[str, list[Constraint]]]:
-    """The named plans on a mesh: their roles by axis, and the constraints."""
+    """Yield the named plans on a mesh: their roles by axis, and the constraints."""
     axes = [name for name, size in zip(mesh.names, mesh.shape, strict=True) if size > 1]
     for roles in itertools.product(_ROLES, repeat=len(axes)):
         if all(roles.count(role) <= 1 for role in _ROLES[2:]):
@@ -65,7 +65,7 @@ def _constraint(axis: str, role: str) -> Constraint:
 
 
 def row(spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str) -> Row:
-    """The free plan of a case, and the fastest named one."""
+    """Return the free plan of a case, and the fastest named one."""
     built, data = ModelSpec(**spec).build(batch=batch, seq=seq, dtype=torch.float32, meta=True)
     grid, profile = Mesh.parse(mesh), load_profile(hardware)
 
@@ -88,7 +88,7 @@ def row(spec: dict[str, Any], mesh: str, batch: int, seq: int, hardware: str) ->
     for name, constraints in named_plans(grid):
         try:
             found[name] = plan(constraints=constraints)[0].prediction.simulated_s
-        except AutoparError:  # it does not fit, or does not hold for this model
+        except AutoparError:  # it does not fit, or the model does not support it
             refused += 1
     best = min(found, key=found.__getitem__)
     free_s = free.prediction.simulated_s
@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    flags.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     flags.add_argument("--cases", type=int, nargs="*", help="numbers of the cases, from 0")
     options = flags.parse_args(arguments)
     chosen = CASES if not options.cases else [CASES[number] for number in options.cases]

@@ -1,16 +1,16 @@
-"""What choosing layouts and recomputation together is worth, against choosing layouts first.
+"""The benefit of choosing layouts and recomputation together, compared with choosing layouts first.
 
-Three ways to plan in stages, as others do, beside the joint one, under budgets from ample to the
-least that will do:
+Three ways to plan in stages, as in other systems, are compared with the joint one, under budgets
+from ample to the smallest feasible one:
 
-    no_activations   layouts under the whole budget, of which only parameters, gradients and
-                     optimizer state take anything
+    no_activations   layouts under the whole budget, counting only parameters, gradients and
+                     optimizer state
     half_memory      the same under half of the budget; activations have the other half
     keep_all         layouts with every activation that backward reads kept, under the whole budget
 
-Then, in each, what is kept and what is run again is chosen under the whole budget, with the layouts
-as they are. All of it is solved by the same solver to the same gap, equal layers deciding alike,
-emitted, and its peak re-derived on the emitted order; times are predictions.
+Then each of them chooses kept and recomputed values under the whole budget, with fixed layouts. The
+same solver solves all problems to the same gap, with one decision for equal layers. All plans are
+emitted, and their peaks are derived from the emitted order. Times are predictions.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ COLUMNS = (
     "keep_all",
     "best_staged",
 )
-SHARES = (1.0, 0.8, 0.65, 0.55, 0.45, 0.35, 0.27, 0.2, 0.15, 0.1)  # of the ample plan's peak
-BISECTIONS = 1  # between the smallest share that will do and the first that will not
+SHARES = (1.0, 0.8, 0.65, 0.55, 0.45, 0.35, 0.27, 0.2, 0.15, 0.1)  # shares of the ample plan's peak
+BISECTIONS = 1  # between the smallest feasible share and the first infeasible one
 GIB = 2**30
 # (model, mesh, batch, length)
 DEFAULTS = (
@@ -76,20 +76,20 @@ class _Case:
         return replace(self.priced, problem=replace(self.priced.problem, budget_bytes=budget))
 
     def planned(self, priced: Priced) -> Row:
-        """The plan of a problem: its predicted step, peak and gap.
+        """Return the plan of a problem: its predicted step, peak and gap.
 
         Raises:
-            InfeasibleError: where none was found.
+            InfeasibleError: if there is none.
         """
         options = PlanOptions(memory_bytes=priced.problem.budget_bytes, gap=self.gap)
         tried = searched(self.trace, self.mesh, self.profile, lambda _: priced, options, whole=True)
         return {"step_s": tried.time_s, "peak_bytes": tried.peak_bytes, "gap": tried.gap}
 
     def staged(self, budget: int, first: Callable[[Problem], Problem]) -> Row:
-        """The plan whose layouts solve `first` of the problem.
+        """Return the plan with the layouts that solve `first` of the problem.
 
         Raises:
-            InfeasibleError: where one of the stages has no answer.
+            InfeasibleError: if one of the stages has no solution.
         """
         priced = self.within(budget)
         options = PlanOptions(gap=self.gap)
@@ -106,9 +106,9 @@ class _Case:
 
 
 def without_activations(problem: Problem) -> Problem:
-    """The problem in which nothing that an op makes takes memory."""
+    """Return the problem in which the results of ops take no memory."""
 
-    def light(value: Value) -> Value:
+    def without_bytes(value: Value) -> Value:
         made = problem.ops[value.op].kind == "compute"
         return (
             replace(value, graph=replace(value.graph, bytes=(0,) * len(value.graph.bytes)))
@@ -116,16 +116,16 @@ def without_activations(problem: Problem) -> Problem:
             else value
         )
 
-    return replace(problem, values=tuple(map(light, problem.values)))
+    return replace(problem, values=tuple(map(without_bytes, problem.values)))
 
 
 def half_the_memory(problem: Problem) -> Problem:
-    """The same with half of the budget."""
+    """Return the problem with half of the budget."""
     return replace(without_activations(problem), budget_bytes=problem.budget_bytes // 2)
 
 
 def keeping_all(problem: Problem) -> Problem:
-    """The problem in which nothing is run again."""
+    """Return the problem without recomputation."""
     return replace(problem, ops=tuple(replace(op, recomputable=False) for op in problem.ops))
 
 
@@ -137,8 +137,8 @@ STAGED: dict[str, Callable[[Problem], Problem]] = {
 
 
 def with_layouts(priced: Priced, strategies: Sequence[int]) -> Priced:
-    """The problem in which every op has one strategy; what is kept and what is run again is
-    still open."""
+    """Return the problem in which every op has one strategy. Kept and recomputed values are still
+    free."""
 
     def only(source: Source, s: int) -> Source:
         cluster = source.cluster
@@ -159,7 +159,7 @@ def with_layouts(priced: Priced, strategies: Sequence[int]) -> Priced:
 def row(
     spec: dict[str, Any], mesh: str, dtype: str, batch: int, seq: int, hardware: str, gap: float
 ) -> list[Row]:
-    """One row per budget; the last is one that the joint plan does not fit."""
+    """Return one row per budget. The last budget is too small for the joint plan."""
     model, data = ModelSpec(**spec).build(
         batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True
     )
@@ -199,8 +199,8 @@ def _compared(case: _Case, budget: int) -> Row:
 
 
 def compared(budget: int, plans: Mapping[str, Row | None]) -> Row:
-    """The row of a budget: how much longer the staged plans' steps are than the joint one's, as a
-    share of it; None where one of the two was not found."""
+    """Return the row of a budget: the additional time of the staged plans' steps as a share of the
+    joint plan's step; None if one of the two was not found."""
     joint = plans["joint"]
 
     def over(plan: Row | None) -> float | None:
@@ -226,8 +226,8 @@ def _or_none(plan: Callable[..., Row], *args: Any) -> Row | None:
 
 
 def joint_table(rows: Sequence[Row]) -> str:
-    """One line per model, mesh and budget, from the largest: the joint step, and how much longer
-    the staged ones are."""
+    """Return one line per model, mesh and budget, from the largest budget: the joint step, and the
+    additional time of the staged ones."""
     lines = [
         (
             "| model | mesh | budget, GiB | joint step, ms | gap | layouts first | in half the"

@@ -1,12 +1,12 @@
-"""What the native kernels compute, and on a device how fast: ``python -m benchmarks.kernels
+"""Numerics of the native kernels and, on a device, their speed: ``python -m benchmarks.kernels
 [--kernel NAME ...] --json FILE``.
 
-On the CPU, for each kernel, world and dtype: the largest error against the same formula in float64,
-over the largest value, and whether compiled code and the reference in torch agree to the last bit.
-Peers are virtual ranks in one process. On a CUDA device: seconds of a call
-(`benchmarks.device_times`), and the share that its reads and writes have of the bandwidth of a
-plain copy of as many bytes, measured beside it. Where there is no device, or no compiler, a row
-says so under `skipped`, and nothing is claimed.
+On the CPU, for each kernel, number of ranks and dtype: the largest error against the same formula
+in float64, relative to the largest value, and whether compiled code and the reference in torch
+agree bit for bit. Peers are virtual ranks in one process. On a CUDA device: seconds of a call
+(`benchmarks.device_times`), and the share that its reads and writes reach of the bandwidth of a
+plain copy of as many bytes, measured at the same time. Without a device or a compiler, `skipped` in
+a row states this, and the row has no figures.
 """
 
 from __future__ import annotations
@@ -41,20 +41,26 @@ COLUMNS = (
     "skipped",
 )
 RESULTS = ROOT / "benchmarks" / "results" / "kernels.json"
-TOLERANCE = 4  # steps of the dtype at the largest value
+TOLERANCE = 4  # roundings of the dtype at the largest value
 ROUNDS = 10
 EPS = 1e-5
-SIZES = ((129, 65), (64, 3, 33), (7,), (4096,), (5, 2100))  # uneven under every world but 1
+SIZES = (
+    (129, 65),
+    (64, 3, 33),
+    (7,),
+    (4096,),
+    (5, 2100),
+)  # uneven for all numbers of ranks except 1
 DIMS = (0, 2, 0, 0, 1)
 DEVICE_SIZES = ((4096, 4096),) * 12 + (
     (4096,),
-) * 24  # the parameters of three layers, without their embeddings
+) * 24  # parameters of three layers, without embeddings
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A call on the device, the bytes that it has to read and write, and where there is no CPU
-    path the same of float64 tensors."""
+    """A call on the device, the number of bytes that it must read and write, and, if there is no
+    CPU path, the same call on float64 tensors."""
 
     call: Callable[[], object]
     num_bytes: int
@@ -63,15 +69,15 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kernel: its numerics on the CPU by world and dtype, None where it runs on devices alone;
-    its call on a device by dtype, or None where it has none."""
+    """A kernel: its numerics on the CPU by number of ranks and dtype, None if it runs on devices
+    only; and its call on a device by dtype, None if it has none."""
 
     numerics: Callable[[int, torch.dtype], Numerics] | None
     timed: Callable[[torch.dtype], Timed] | None
 
 
 def row(spec: dict[str, str], mesh: str) -> list[Row]:
-    """All rows of one kernel."""
+    """Return all rows of one kernel."""
     case = CASES[spec["name"]]
     found = (
         [_numerics_row(case.numerics, world, name) for world in WORLDS for name in DTYPES]
@@ -108,7 +114,7 @@ def _numerics_row(numerics: Callable[[int, torch.dtype], Numerics], world: int, 
 
 
 def _error(made: Tensor, exact: Tensor) -> float:
-    """The largest difference over the largest value; 0 for nothing."""
+    """Return the largest difference divided by the largest value; 0 for empty tensors."""
     if not made.numel():
         return 0.0
     largest = exact.double().abs().max().item()
@@ -122,11 +128,11 @@ def _timed_row(case: Case, name: str) -> Row:
     if library.cuda() is None:
         return {**base, "skipped": library.why_not("cuda")}
     if case.timed is None:
-        return {**base, "skipped": "nothing is timed on one device"}
+        return {**base, "skipped": "it cannot be timed on one device"}
     timed = case.timed(DTYPES[name])
     held = torch.empty(
         timed.num_bytes // 2, dtype=torch.uint8, device="cuda"
-    )  # a copy reads and writes each byte
+    )  # a copy reads and writes each byte once
     other = torch.empty_like(held)
     found = measure({"call": timed.call, "copy": lambda: other.copy_(held)}, ROUNDS)
     call, copy = found["call"], found["copy"]
@@ -154,7 +160,8 @@ def _random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _pack_numerics(world: int, dtype: torch.dtype) -> Numerics:
-    """fp32 gradients, scaled, into a bucket of `dtype`; the sums of squares with it."""
+    """Return the numerics of packing scaled fp32 gradients into a bucket of `dtype`, with the sums
+    of squares."""
     layout = BucketLayout(SIZES, DIMS, world)
     tensors = [drawn(size, torch.float32, seed) for seed, size in enumerate(SIZES)]
     made = packing.pack(tensors, layout, dtype, scale=0.3, squares=True)
@@ -228,7 +235,8 @@ def _norm_inputs(world: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, 
 
 
 def _norm_timed(dtype: torch.dtype, world: int = 4, shape: tuple[int, int] = (8192, 4096)) -> Timed:
-    """Virtual ranks on one device: their memory is near, which says nothing about links."""
+    """Return a timed call with virtual ranks on one device. Their memory is local, so this does not
+    measure links."""
     parts = [_random(shape, dtype) for _ in range(world)]
     residual, weight = _random(shape, dtype), _random(shape[1:], dtype)
     return Timed(
@@ -360,18 +368,21 @@ CASES: dict[str, Case] = {
     "sum_exp": Case(None, _sum_exp_timed),
     "cross_entropy_backward": Case(None, _cross_entropy_backward_timed),
 }
-"""By name of the kernel; a further one needs an entry here and nothing else. Overlapped products
-are timed by `kernels_overlap`."""
+"""Name of a kernel → its case. A new kernel needs only an entry here. `kernels_overlap` times
+overlapped products."""
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    parser.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     parser.add_argument(
-        "--kernel", action="append", choices=tuple(CASES), help="may be repeated; by default all"
+        "--kernel",
+        action="append",
+        choices=tuple(CASES),
+        help="name of a kernel; may be repeated; by default all",
     )
     options = parser.parse_args()
     cases: list[dict[str, Any]] = [

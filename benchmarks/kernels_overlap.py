@@ -1,28 +1,29 @@
-"""How much of its communication does an overlapped product hide? One rank of several, on one GPU.
+"""The share of communication that an overlapped product hides, for one rank of several on one GPU.
 
-The rank does all of its own work; its peers are done already: their shards lie ready, and their
-signals have come. So one GPU times what one rank of a group does, without the others' products
-beside it. Peers' memory is pinned memory of the host (each copy crosses the bus, as it would cross
-a link between GPUs) or other memory of the same GPU. No engine copies within a device, so there a
-kernel of few blocks does (`autopar.kernels.peers.Blocks`), at most at a link's rate, and torch
-keeps the vendor's products off the multiprocessors that the blocks have. Without a limit their rate
-falls with the device's clock, which a product beside them lowers; a link's does not.
+The rank does all of its own work. Its peers have already finished: their shards are ready, and
+their signals are set. So one GPU measures the time of one rank of a group, without the products of
+the others at the same time. The memory of peers is pinned memory of the host (each copy crosses the
+bus, as it would cross a link between GPUs) or other memory of the same GPU. There is no copy engine
+within a device. There a kernel of few blocks copies (`autopar.kernels.peers.Blocks`), at most at
+the rate of a link, and torch keeps the vendor's products off the multiprocessors of these blocks.
+Without a limit their rate falls with the clock of the device, which a concurrent product lowers;
+the rate of a link does not.
 
-    t_mm       the whole product, in one piece               t_comm     the copies alone, by the
-                                                             same protocol
-    t_seq      the copies, then the product (or the other way round)     t_overlap   both, chunk by
-               chunk
+    t_mm       the whole product, in one piece
+    t_comm     the copies alone, by the same protocol
+    t_seq      the copies, then the product (or in reverse order)
+    t_overlap  both, chunk by chunk
     efficiency = (t_seq − t_overlap) / min(t_mm, t_comm)     1: the shorter one is hidden; 0:
-                                                             nothing is
-    share = (t_seq − t_overlap) / what so many chunks could hide were they free
+                                                             nothing is hidden
+    share = (t_seq − t_overlap) / the time that so many chunks could hide at no cost
     (`autopar.cost.kernel_times`)
 
-Products beside blocks are cublasLt's, in one piece or in chunks: its kernels keep their
-multiprocessors to the end, and it alone can be told to leave some. The number of columns of the
-product is chosen so that t_comm / t_mm is near `ratio`; what was reached stands in the row. Times
-are medians in milliseconds, by the device's events, with the host far ahead
-(`benchmarks.device_times`); `host_ms` is what the host needs to enqueue the overlapped call.
-Without a GPU there is one row per kernel and link, which says why it is skipped.
+Products next to blocks use cublasLt, in one piece or in chunks. Its kernels keep their
+multiprocessors to the end, and only cublasLt can leave some free. The number of columns of the
+product is chosen so that t_comm / t_mm is near `ratio`; the row contains the actual ratio. Times
+are medians in milliseconds, by events of the device, with the host far ahead
+(`benchmarks.device_times`). `host_ms` is the time that the host needs to enqueue the overlapped
+call. Without a GPU there is one row per kernel and link, which states why it is skipped.
 """
 
 from __future__ import annotations
@@ -67,24 +68,24 @@ COLUMNS = (
     "host_ms",
     "skipped",
 )
-PAST = 1 << 62  # an epoch that no measurement reaches: its signal has come
+PAST = 1 << 62  # an epoch that no measurement reaches, so that its signal is set
 COLUMNS_OF = {
     "all_gather_matmul": 1024,
     "matmul_reduce_scatter": 4096,
     "matmul_reduce_add_rmsnorm": 4096,
 }
-ROWS = {"pinned": 8192, "device": 65536}  # so that a chunk's product, too, fills the device
+ROWS = {"pinned": 8192, "device": 65536}  # so that the product of a chunk also fills the device
 EQUATION = "mk,kn->mn"
 NUM_BLOCKS, GB_PER_S = (
     2,
     70.0,
-)  # less than two blocks copy alone on an H200 (`--rate 0`), whose clock a product lowers
+)  # less than two blocks reach alone on an H200 (`--rate 0`); a product lowers the clock
 EPS = 1e-5
 
 
 class FirstRank(SymmetricMemory):
-    """Rank 0, whose peers are done: their memory is in pinned memory of the host, or on the same
-    device."""
+    """Rank 0 of a group whose peers have finished. Their memory is pinned memory of the host, or
+    memory of the same device."""
 
     def __init__(
         self, size: int, link: str, device: torch.device, blocks: Blocks | None = None
@@ -102,8 +103,8 @@ class FirstRank(SymmetricMemory):
             torch.zeros(num_words, dtype=torch.int64, device=self.device) for _ in range(self.size)
         ]
         for peer in range(1, self.size):
-            flags[peer][0] = PAST  # its shard is ready
-            flags[0][(1 + peer) * 16] = PAST  # its part has come
+            flags[peer][0] = PAST  # the peer's shard is ready
+            flags[0][(1 + peer) * 16] = PAST  # the peer's part has arrived
         torch.cuda.synchronize(self.device)
         return Regions(
             tuple(bytes_of(rank) for rank in range(self.size)), tuple(flags), [0] * self.size
@@ -112,7 +113,7 @@ class FirstRank(SymmetricMemory):
 
 @contextmanager
 def beside(blocks: Blocks | None) -> Iterator[None]:
-    """Products that are enqueued inside leave multiprocessors to the blocks."""
+    """Keep products that are enqueued inside off the multiprocessors of the blocks."""
     if blocks is None:
         yield
         return
@@ -127,7 +128,8 @@ def beside(blocks: Blocks | None) -> Iterator[None]:
 def pieces(
     kernel: str, peers: FirstRank, rows: int, inner: int, columns: int, num_chunks: int
 ) -> dict[str, Callable[[], object]]:
-    """What is timed: the product alone, the copies alone, one after the other, and both at once."""
+    """Return the timed calls: the product alone, the copies alone, one after the other, and both at
+    once."""
     device = peers.device
     a = torch.randn(rows, inner, dtype=torch.bfloat16, device=device)
     b = torch.randn(inner, columns, dtype=torch.bfloat16, device=device)
@@ -182,7 +184,8 @@ def row(
     num_blocks: int,
     gb_per_s: float,
 ) -> list[Row]:
-    """The measurements of one kernel over one link; `mesh` is ``gpu=N`` for a group of N ranks."""
+    """Return the measurements of one kernel over one link. `mesh` is ``gpu=N`` for a group of N
+    ranks."""
     blocks = Blocks(num_blocks, 1e9 * gb_per_s) if link == "device" else None
     shown: Row = {"link": link, "error": None, "ok": True, "skipped": None}
     if blocks is not None:
@@ -217,7 +220,7 @@ def row(
     found, first = [], timed(1, inner, columns, ("mm", "comm"))
     for ratio in ratios:
         factor = first["comm"].device_s / (ratio * first["mm"].device_s)
-        # more columns, or a longer inner dim: more to multiply, nothing more to move
+        # more columns or a longer inner dim add compute, but no communication
         sizes = (
             (inner, _rounded(columns * factor))
             if kernel == "all_gather_matmul"
@@ -261,7 +264,7 @@ def _figures(kernel: str, size: int, num_chunks: int, times: dict[str, Times]) -
 
 
 def _rounded(count: float) -> int:
-    """To whole tiles of the vendor's matmul."""
+    """Round to whole tiles of the vendor's matmul."""
     return max(64, round(count / 64) * 64)
 
 
@@ -270,18 +273,20 @@ def main(arguments: list[str]) -> int:
         prog="python -m benchmarks.kernels_overlap", description=__doc__
     )
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
-    flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
+    flags.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     flags.add_argument(
-        "--mesh", action="append", default=[], help="gpu=N: a rank of N; by default gpu=4"
+        "--mesh", action="append", default=[], help="gpu=N: one rank of N; by default gpu=4"
     )
     flags.add_argument(
         "--chunks",
         type=int,
         action="append",
         default=[],
-        help="per shard; by default 1, 2, 4 and 8",
+        help="chunks per shard; by default 1, 2, 4 and 8",
     )
-    flags.add_argument("--rows", type=int, help=f"by default, by link: {ROWS}")
+    flags.add_argument(
+        "--rows", type=int, help=f"rows of the product; by default, for each link: {ROWS}"
+    )
     flags.add_argument("--inner", type=int, default=4096)
     flags.add_argument(
         "--links", choices=LINKS, action="append", default=[], help="by default both"
@@ -289,13 +294,15 @@ def main(arguments: list[str]) -> int:
     flags.add_argument(
         "--kernels", choices=KERNELS, action="append", default=[], help="by default all"
     )
-    flags.add_argument("--blocks", type=int, default=NUM_BLOCKS, help="that copy within the device")
+    flags.add_argument(
+        "--blocks", type=int, default=NUM_BLOCKS, help="blocks that copy within the device"
+    )
     flags.add_argument(
         "--rate",
         type=float,
         action="append",
         default=[],
-        help=f"their GB/s at most; 0: no limit; by default {GB_PER_S:g}",
+        help=f"largest rate of the blocks in GB/s; 0: no limit; by default {GB_PER_S:g}",
     )
     options = flags.parse_args(arguments)
     shared = {

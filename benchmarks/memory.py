@@ -1,12 +1,12 @@
-"""Predicted against measured peak of live tensor bytes, from the start of forward to the end of
+"""Predicted and measured peak of live tensor bytes, from the start of forward to the end of
 backward.
 
-With an ample budget, and with one squeezed to a share of that plan's peak, so that values are
-recomputed and parameters rest sharded. The peak includes the optimizer's state; kernels' own
-scratch memory is in neither number.
+One plan has an ample budget. Another has a share of that plan's peak as its budget, so that values
+are recomputed and parameters are stored sharded. The peak includes the state of the optimizer.
+Neither figure includes scratch memory of kernels.
 
-With --rivals: one process, against what a user would pick instead (`benchmarks.rivals`), and what
-that comparison is to show.
+With --rivals: one process, compared with the alternatives of a user (`benchmarks.rivals`), with the
+expected results of that comparison.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COLUMNS = (
     "num_collectives",
 )
 SHARES = (0.7, 0.9)
-LIMIT_S = 15.0  # of a solve: a feasible plan is enough here
+LIMIT_S = 15.0  # seconds per solve; a feasible plan is sufficient here
 RIVALS_COLUMNS = (
     "method",
     "counts",
@@ -64,13 +64,13 @@ RIVALS_MODELS = (ModelSpec("llama-12x512", LLAMA), ModelSpec("gpt2-12x512", GPT2
 
 
 def row(spec: dict[str, Any], mesh: str, plan: str, batch: int, seq: int, hardware: str) -> Row:
-    """One plan on real processes."""
+    """Run one plan on real processes."""
     built, grid = ModelSpec(**spec), Mesh.parse(mesh)
     model, data = built.build(batch=batch, seq=seq)
     made, share = _plan(prepare(model, data, grid, load_profile(hardware)), plan)
     measured = run_ranks(grid.num_devices, run, built, made.dumps(), batch, seq)
     predicted = made.prediction.peak_bytes
-    error = abs(predicted - max(measured)) / max(measured)  # ranks with shorter parts need less
+    error = abs(predicted - max(measured)) / max(measured)  # ranks with shorter parts use less
     return {
         "ok": error <= TOLERANCE,
         "error": None,
@@ -88,11 +88,11 @@ def row(spec: dict[str, Any], mesh: str, plan: str, batch: int, seq: int, hardwa
 
 
 def _plan(ready: Prepared, name: str) -> tuple[Plan, float | None]:
-    """``ample``; ``tight``, under the first of some shares of the ample plan's peak that is
-    feasible; or ``recompute``, a random legal plan that recomputes what it can.
+    """Return the plan of a name: ``ample``; ``tight``, under the first feasible share of the ample
+    plan's peak; or ``recompute``, a random legal plan with as much recomputation as possible.
 
     Raises:
-        InfeasibleError: where no share is feasible.
+        InfeasibleError: if no share is feasible.
     """
     if name == "recompute":
         return random_plan(ready, 0, recompute_share=1.0)[0], None
@@ -117,7 +117,7 @@ def _plan(ready: Prepared, name: str) -> tuple[Plan, float | None]:
 
 
 def run(rank: int, tell: Any, spec: ModelSpec, text: str, batch: int, seq: int) -> int:
-    """The measured peak on this rank."""
+    """Return the measured peak on this rank."""
     model, data = spec.build(batch=batch, seq=seq)
     plan = Plan.loads(text)
     module = ParallelModule(
@@ -137,22 +137,22 @@ def main(arguments: list[str]) -> int:
         "--plan", action="append", choices=("ample", "tight", "recompute"), help="by default all"
     )
     flags.add_argument(
-        "--rivals", action="store_true", help="compare with other methods on one process"
+        "--rivals", action="store_true", help="compare with other methods in one process"
     )
     flags.add_argument(
         "--rounds",
         type=int,
         default=3,
-        help="with --rivals: timed steps of each variant; 0 for none",
+        help="with --rivals: number of timed steps of each variant; 0 for none",
     )
     flags.add_argument(
         "--no-inductor",
         action="store_false",
         dest="inductor",
-        help="with --rivals: leave Inductor out",
+        help="with --rivals: omit Inductor",
     )
     flags.add_argument(
-        "--figure", metavar="FILE.png", help="with --rivals: draw peak against flops"
+        "--figure", metavar="FILE.png", help="with --rivals: plot peak against flops"
     )
     options = flags.parse_args(arguments)
     if options.rivals:

@@ -1,8 +1,7 @@
-"""The models that benchmarks run on, as plain data, so that every row builds its model in a process
-of its own.
+"""The models of benchmarks as plain data, so that every row builds its model in a separate process.
 
-`autopar.hf` knows published sizes, `benchmarks.zoo` many architectures; here are four tiny ones of
-the zoo whose 8 heads and batch of 8 suit every mesh.
+`autopar.hf` has published sizes, and `benchmarks.zoo` many architectures. Here are four tiny models
+of the zoo whose 8 heads and batch of 8 suit every mesh.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TINY: Mapping[str, str] = {
     "tiny-vit": zoo.spec_of("vit", num_attention_heads=8, num_labels=16),
 }
 LISTS: Mapping[str, ModuleType] = {"zoo": zoo, "unseen": unseen, "libraries": libraries}
-"""By the flag that names them: modules with `NAMES` and `build`."""
+"""Name of the flag → module with `NAMES` and `build`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,9 @@ class ModelSpec:
     """How to build a model and a batch.
 
     Attributes:
-        name: for tables. text: a spec of `autopar.hf`. module: ``FILE.py:FUNCTION`` instead, which
-            returns (model, batch).
+        name: name in tables.
+        text: a spec of `autopar.hf`.
+        module: ``FILE.py:FUNCTION`` instead, which returns (model, batch).
         listed: the list of `LISTS` that has the name, instead.
     """
 
@@ -49,10 +49,10 @@ class ModelSpec:
 
     @staticmethod
     def known(name: str) -> ModelSpec:
-        """A tiny model, or a published size.
+        """Return a tiny model or a published size.
 
         Raises:
-            AutoparError: where there is none of that name.
+            AutoparError: if there is none of that name.
         """
         text = TINY.get(name, name)
         hf.parse(text)
@@ -65,15 +65,15 @@ class ModelSpec:
 
     @staticmethod
     def of(listed: str, name: str) -> ModelSpec:
-        """A model of a list.
+        """Return a model of a list.
 
         Raises:
-            AutoparError: where it has none of that name.
+            AutoparError: if the list has none of that name.
         """
         if name not in LISTS[listed].NAMES:
             raise AutoparError(
                 f"--{listed} has no {name!r}",
-                remedy=f"name one of {', '.join(LISTS[listed].NAMES)}",
+                remedy=f"use one of {', '.join(LISTS[listed].NAMES)}",
             )
         return ModelSpec(name, listed=listed)
 
@@ -90,11 +90,11 @@ class ModelSpec:
         seed: int = 0,
         device: str = "cpu",
     ) -> tuple[nn.Module, Batch]:
-        """The model in training mode without dropout, and a batch of `batch` samples of length
-        `seq`; on meta without values.
+        """Build the model in training mode without dropout, and a batch of `batch` samples of
+        length `seq`. On meta they have no values.
 
-        A model of the zoo has its own length, and a module's function decides for itself about all
-        of this but the dtype.
+        A model of the zoo has its own length. The function of a module decides on everything except
+        the dtype.
         """
         how: dict[str, Any] = {
             "dtype": dtype,
@@ -114,11 +114,11 @@ class ModelSpec:
 
 
 def by_name(model: nn.Module, batch: Any) -> Batch:
-    """A batch as keyword arguments: a mapping stays, a tuple or list has the arguments in order, a
-    tensor is the only one.
+    """Return a batch as keyword arguments. A mapping is returned unchanged, a tuple or list has the
+    arguments in order, and a tensor is the only argument.
 
     Raises:
-        AutoparError: forward does not take the arguments, or not by name.
+        AutoparError: if forward does not take the arguments, or not by name.
     """
     if isinstance(batch, Mapping):
         return dict(batch)

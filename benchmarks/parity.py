@@ -1,21 +1,21 @@
-"""Does a plan compute what the model computes?
+"""Check that plans compute the same as the model.
 
-Mode ``lockstep``: all ranks in one process; largest relative error of loss, outputs and every
-gradient against the plain model. Mode ``gloo``: one process per device; the loss over 20 AdamW
-steps against the same steps on one process.
+Mode ``lockstep``: all ranks run in one process. The figure is the largest relative error of the
+loss, outputs and every gradient against the plain model. Mode ``gloo``: one process per device. The
+figure is the loss over 20 AdamW steps against the same steps on one process.
 
-``--zoo`` checks the whole zoo in lockstep on meshes of 2, 3 and 4 devices (of 3, splits are uneven)
-and writes its table of results. ``--unseen`` checks a list of architectures of transformers outside
-the zoo, on one mesh, under the planner's plan and a random one; ``--libraries`` does so with models
-of torchvision, timm and diffusers, where these are installed.
+``--zoo`` checks the whole zoo in lockstep on meshes of 2, 3 and 4 devices (with 3, splits are
+uneven) and writes its table of results. ``--unseen`` checks a list of architectures of transformers
+outside the zoo, on one mesh, under the planner's plan and a random one. ``--libraries`` does the
+same with models of torchvision, timm and diffusers, if these are installed.
 
-``--use outputs`` calls models without labels, and backward goes through all that they return;
-models that need labels are left out. ``--use inference`` plans forward alone, in eval mode. Both in
+``--use outputs`` calls models without labels, and backward starts from all their outputs. Models
+that need labels are left out. ``--use inference`` plans forward alone, in eval mode. Both run in
 lockstep.
 
-``--random N`` adds N random legal plans per model and mesh: the planner's own would avoid most
-layouts. Every second is one of `cpu-gloo`, with buckets. Profiles named ``...-frictionless`` make
-communication cheap, so that even a tiny model's own plan is sharded.
+``--random N`` adds N random legal plans per model and mesh, since the planner's own plans avoid
+most layouts. Every second one is for `cpu-gloo`, with buckets. Profiles named ``...-frictionless``
+make communication cheap, so that the planner shards even a tiny model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MESHES = ("4", "a=2,b=2", "a=2,b=4", "8")
 ZOO_MESHES = ("2", "4", "a=2,b=2", "3")
 ZOO_RANDOM = 5
 UNSEEN_MESHES, UNSEEN_RANDOM = ("a=2,b=2",), 1
-UNSEEN_LIMIT_S = 300.0  # per model; what takes longer has failed
+UNSEEN_LIMIT_S = 300.0  # per model; a longer run counts as a failure
 COLUMNS = (
     "plan",
     "mode",
@@ -71,10 +71,10 @@ LOSS_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 
 
 def make(prepared: Prepared, plan: str, name: str) -> tuple[Plan, Program]:
-    """The plan of that name: ``planner`` or ``random-SEED``."""
+    """Return the plan of a name: ``planner`` or ``random-SEED``."""
     if plan.startswith("random-"):
         seed = int(plan.removeprefix("random-"))
-        if seed % 2:  # where collectives have latencies, so that there are buckets
+        if seed % 2:  # a profile with latencies, so that there are buckets
             return random_plan(
                 prepared_trace(prepared.trace, prepared.mesh, load_profile("cpu-gloo")),
                 seed,
@@ -98,12 +98,12 @@ def row(
     hardware: str,
     use: str = "step",
 ) -> list[Row]:
-    """The rows of one model on one mesh: every plan in every dtype."""
+    """Return the rows of one model on one mesh: every plan in every dtype."""
     built, grid, profile = ModelSpec(**spec), Mesh.parse(mesh), load_profile(hardware)
     measure = _lockstep if mode == "lockstep" else _gloo
     rows = []
     for dtype in dtypes:
-        # lockstep promotes a model in float32, so that the plan is the one that would run
+        # lockstep promotes a float32 model, so that the plan is the one that users run
         kind: torch.dtype = torch.float32 if mode == "lockstep" else getattr(torch, dtype)
         model, data = built.build(batch=batch, seq=seq, dtype=kind)
         data = used(model, data, use)
@@ -113,7 +113,7 @@ def row(
                 found = measure(
                     built, prepared, *make(prepared, plan, built.name), dtype, batch, seq, use
                 )
-            except Exception as error:  # whatever it is, it is this plan's result
+            except Exception as error:  # every error is a result of the plan
                 found = failed(error)
             rows.append(
                 {
@@ -130,14 +130,14 @@ def row(
 
 
 def used(model: nn.Module, data: dict[str, Any], use: str) -> dict[str, Any]:
-    """The batch of a call for that use; the model in the mode for it."""
+    """Return the batch for a use of the model, and set the mode of the model."""
     if use == "inference":
         model.eval()
     return unlabelled(model, data) if use == "outputs" else data
 
 
 def may_lack_labels(model: nn.Module) -> bool:
-    """Whether its call may leave them out."""
+    """Return whether a model can be called without labels."""
     entry = inspect.signature(model.forward).parameters.get(LABELS)
     return entry is not None and entry.default is None
 
@@ -206,7 +206,7 @@ def _gloo(
 
 
 def train(model: Any, data: dict[str, torch.Tensor]) -> list[float]:
-    """The losses of `STEPS` steps of AdamW on one batch."""
+    """Return the losses of `STEPS` steps of AdamW on one batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for _ in range(STEPS):
@@ -246,7 +246,7 @@ def main(arguments: list[str]) -> int:
     flags.add_argument(
         "--mode",
         choices=("lockstep", "gloo", "both"),
-        help="default both; lockstep for --zoo, --unseen and --libraries",
+        help="by default both; only lockstep for --zoo, --unseen and --libraries",
     )
     flags.add_argument(
         "--dtype",
@@ -263,7 +263,7 @@ def main(arguments: list[str]) -> int:
     )
     mode = options.mode or ("lockstep" if zoo or unseen or options.use != "step" else "both")
     if options.use != "step" and mode != "lockstep":
-        flags.error(f"--use {options.use} is compared in lockstep alone")
+        flags.error(f"--use {options.use} is supported in lockstep only")
     default_meshes, default_random = (
         (ZOO_MESHES, ZOO_RANDOM)
         if zoo
@@ -299,7 +299,7 @@ def main(arguments: list[str]) -> int:
                     }
                 )
             if mode != "lockstep" and Mesh.parse(mesh).num_devices == 4:
-                # a random plan too, once: it has layouts that the planner avoids
+                # one random plan as well, since it has layouts that the planner avoids
                 cases.append(
                     {
                         **base,

@@ -1,13 +1,12 @@
-"""Pipelines over the zoo: each model cut into stages, every rank in lockstep against the plain
-model in float64.
+"""Pipelines over the zoo: each model is cut into stages, and every rank in lockstep is compared
+with the plain model in float64.
 
-Where samples depend on each other (batch statistics, contrastive losses, tokens sorted by expert)
-there is one microbatch, and the row says which op refused more. Stages are cut where the planner
-likes; data parallelism is forced on the other axis where the model admits it.
+If samples depend on each other (batch statistics, contrastive losses, tokens sorted by expert),
+there is one microbatch, and the row names the op that prevents more. The planner chooses the cuts.
+Data parallelism is forced on the other axis if the model supports it.
 
-``--use outputs`` calls models without labels: all forwards run first, and backward goes through all
-that they return; models that need labels are left out. ``--use inference`` runs forward alone, in
-eval mode.
+``--use outputs`` calls models without labels: all forwards run first, and backward starts from all
+outputs. Models that need labels are left out. ``--use inference`` runs forward alone, in eval mode.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ COLUMNS = (
 def row(
     spec: dict[str, Any], mesh: str, hardware: str, batch: int, seq: int, use: str = "step"
 ) -> Row:
-    """One model on one mesh; its first axis has the stages."""
+    """Run one model on one mesh. The first axis is that of the stages."""
     model, example = ModelSpec(**spec).build(batch=batch, seq=seq)
     example = used(model, example, use)
     made, note = _planned(model, example, autopar.Mesh.parse(mesh), hardware, use == "inference")
     pipe, program = made.plan.pipeline, made.program
-    assert pipe is not None, "a pipeline was asked for"
+    assert pipe is not None, "a pipeline was requested"
     report = autopar.verify(made.plan, model, example)
     return {
         "ok": report.ok,
@@ -71,7 +70,8 @@ def row(
 def _planned(
     model: nn.Module, batch: Any, mesh: autopar.Mesh, hardware: str, inference: bool
 ) -> tuple[Planned, str]:
-    """The plan with the most that the model admits, and what it does not admit."""
+    """Return the plan with the most microbatches and parallelism that the model supports, and a
+    description of the rest."""
     stage, data = mesh.names
     refused: list[str] = []
     for num in (MICROBATCHES, 1):

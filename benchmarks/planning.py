@@ -1,8 +1,8 @@
-"""How long planning takes, phase by phase, and how close the plan is to the proven bound.
+"""Planning time by phase, and the gap between the plan and the proven bound.
 
-By default the cases of the table below, in bfloat16 on meta, on H100. ``--inter-gbits`` sets the
-bandwidth between nodes, in Gb/s per device; ``--slow-links`` runs Llama-3 8B and 70B on 4x8 to 32x8
-devices at 10 and 25 Gb/s, with float32 weights that compute in bfloat16, and without pipelines.
+The default cases are those of the table below, in bfloat16 on meta, on H100. ``--inter-gbits`` sets
+the bandwidth between nodes, in Gb/s per device. ``--slow-links`` plans Llama-3 8B and 70B on 4x8 to
+32x8 devices at 10 and 25 Gb/s, with float32 weights, bfloat16 compute, and without pipelines.
 ``--requests`` measures `autopar.plan` as a user calls it, for large models and clusters.
 """
 
@@ -43,7 +43,7 @@ from benchmarks.common import (
 )
 from benchmarks.models import ModelSpec
 
-FREE = "free"  # every axis is tried for a pipeline, and none
+FREE = "free"  # tries a pipeline along each axis, and no pipeline
 _UNET = ModelSpec("ddpm-256", module=str(ROOT / "benchmarks/zoo/vision.py") + ":ddpm256")
 # (model, mesh, batch, length, pipeline axis, microbatches, gap)
 DEFAULTS: tuple[tuple[ModelSpec, str, int, int, str, int | None, float], ...] = (
@@ -68,18 +68,19 @@ SLOW_LINKS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A call of `autopar.plan` with a user's defaults: bfloat16 precision, the loss alone.
+    """A call of `autopar.plan` with a user's defaults: bfloat16 precision, and the loss as the only
+    output.
 
     Attributes:
-        model: its weights are float32, on meta.
-        mesh: as text.
-        batch: samples.
-        seq: tokens of a sample, if it has a length.
+        model: the model, with float32 weights on meta.
+        mesh: the mesh as text.
+        batch: number of samples.
+        seq: number of tokens per sample, if the model has a length.
         limit_s: CPU seconds that planning may take.
         limit_gap: gap that the plan may have.
         hardware: name of the profile.
         inter_gbits: Gb/s between nodes, per device; by default the profile's.
-        constraint: "offload", "pipeline" (free: along any axis, or none), or none.
+        constraint: "offload", "pipeline" (free: along any axis, or none), or "" for none.
     """
 
     model: ModelSpec
@@ -159,15 +160,18 @@ SIZES = (
 
 
 def row(spec: dict[str, Any], mesh: str, **case: Any) -> Row:
-    """Plan once, in one of two ways: see `phases_row` and `request_row`."""
+    """Plan once, in one of two ways (see `phases_row` and `request_row`)."""
     if (request := case.pop("request", None)) is not None:
         return request_row(Request(ModelSpec(**spec), mesh, **request))
     return phases_row(spec, mesh, **case)
 
 
 def request_row(request: Request) -> Row:
-    """Call `autopar.plan` once, without its caches. `cpu_s` is the processor time of the call, from
-    the capture to the plan, with its emission; `peak_rss_bytes` is of the process."""
+    """Call `autopar.plan` once, without its caches.
+
+    `cpu_s` is the CPU time of the call, from capture to the emitted plan. `peak_rss_bytes` is that
+    of the process.
+    """
     os.environ["AUTOPAR_CACHE"] = "0"
     model, data = request.model.build(batch=request.batch, seq=request.seq, meta=True)
     profile = load_profile(request.hardware)
@@ -216,12 +220,15 @@ def phases_row(
     inter_gbits: float | None = None,
     precision: Precision | None = None,
 ) -> Row:
-    """Plan once. `total_s` runs from the trace to the plan without the plan's emission; the memory
-    check of the program counts as emission. `cpu_s` is the processor time of everything, emission
-    included: on a shared machine it says more than the clock. Where pipelines or shapes of the mesh
-    are tried (which a count or 4x8 leaves to the planner), the phases are those of the plan that
-    was chosen, and `total_s` and `cpu_s` of all that were tried. With a `precision` a user's call
-    is planned: its loss is the only output, in one microbatch."""
+    """Plan once, and return the time of each phase.
+
+    `total_s` is the time from the trace to the plan, without its emission. The memory check of the
+    program counts as emission. `cpu_s` is the CPU time of everything, including emission, which is
+    more precise than wall time on a shared machine. If pipelines or shapes of the mesh are tried (a
+    count or 4x8 leaves the shape to the planner), the phases are those of the chosen plan, and
+    `total_s` and `cpu_s` include all tried plans. With a `precision`, a user's call is planned: its
+    loss is the only output, in one microbatch.
+    """
     model, data = ModelSpec(**spec).build(
         batch=batch, seq=seq, dtype=getattr(torch, dtype), meta=True
     )
@@ -283,7 +290,7 @@ def phases_row(
 
 
 def _chosen(plan: Plan) -> Row:
-    """What a row says of the plan."""
+    """Return the figures of the plan for a row."""
     proof, prediction = plan.proof, plan.prediction
     return {
         "shape": str(plan.mesh),
@@ -311,27 +318,31 @@ def main(arguments: list[str]) -> int:
     flags.add_argument(
         "--memory-gib",
         type=float,
-        help="budget per device; by default the profile's memory less 10 %%",
+        help="budget per device; by default 90 %% of the profile's memory",
     )
     flags.add_argument("--gap", type=float, default=0.01)
     flags.add_argument(
         "--time-limit",
         type=float,
         dest="time_limit_s",
-        help="seconds of each row's planning; by default none",
+        help="time limit for planning each row, in seconds; by default none",
     )
     flags.add_argument(
         "--pipeline",
         default="",
         dest="axis",
-        help="a mesh axis whose devices are stages, or free: any, or none",
+        help="the mesh axis of pipeline stages; free: any axis, or none",
     )
     flags.add_argument(
-        "--microbatches", type=int, help="of the pipeline; by default the planner's choice"
+        "--microbatches",
+        type=int,
+        help="number of microbatches of the pipeline; by default the planner's choice",
     )
     flags.add_argument("--inter-gbits", type=float, help="Gb/s between nodes, per device")
-    flags.add_argument("--slow-links", action="store_true", help="the cases with slow links")
-    flags.add_argument("--requests", action="store_true", help="large requests, as users make them")
+    flags.add_argument("--slow-links", action="store_true", help="plan the cases with slow links")
+    flags.add_argument(
+        "--requests", action="store_true", help="plan large requests as users make them"
+    )
     options = flags.parse_args(arguments)
     if options.requests:
         zoo = [

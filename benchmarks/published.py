@@ -1,13 +1,13 @@
-"""Are steps of runs that others published as long as predicted? Their plans, forced, on their
-clusters' profiles, without a GPU.
+"""Comparison of predicted steps with steps of published runs. Their plans are forced, on profiles
+of their clusters, without a GPU.
 
-The data, and what is assumed where sources are silent, are in `benchmarks.runs`. Nothing is fitted
-to these runs, but that `h100-sxm` puts its matmul efficiency between the best shape and the best of
-DGX Cloud's steps; `benchmarks.calibrate` says what a fit would do. `predicted_s` is of the emitted
-program, as plans tell it, `matmul_s` what of it matmuls take. With ``--free`` also the time of the
-plan that the planner would choose for the same model, batch and cluster. With ``--kernels`` H100s
-have the collective-overlap kernels that one of them was measured with (`h100-sxm-measured`), whose
-profile has none.
+The data, and the assumptions for facts that sources omit, are in `benchmarks.runs`. Nothing is
+fitted to these runs, except that the matmul efficiency of `h100-sxm` is between the best shape and
+the best of DGX Cloud's steps. `benchmarks.calibrate` shows the effect of a fit. `predicted_s` is
+the step of the emitted program as stated in plans, and `matmul_s` the time of its matmuls.
+``--free`` adds the time of the plan that the planner would choose for the same model, batch and
+cluster. With ``--kernels``, H100s have the overlap kernels that were measured on one of them
+(`h100-sxm-measured`). Their own profile has none.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ SAMPLE: Mapping[str, int] = {
     "tr11": 7,
     "nanotron": 3,
 }
-"""Of a source every so many-th run is planned by default: its runs are much alike, and those in
-many stages take minutes."""
+"""Source → n: by default every n-th of its runs is planned, as runs of a source are similar, and
+those with many stages take minutes."""
 FIGURE = ROOT / "benchmarks" / "results" / "published.png"
-SLOWER = 0.8  # of the matmuls' efficiency: what `matmul_s` is told from
+SLOWER = 0.8  # factor of the efficiency of matmuls, from which `matmul_s` is derived
 COLUMNS = (
     "row_id",
     "framework",
@@ -66,7 +66,7 @@ COLUMNS = (
 
 
 def row(spec: dict[str, str], mesh: str, free: bool, kernels: bool = False) -> Row:
-    """One run; `kernels` as of ``--kernels``."""
+    """Plan one run. `kernels` is that of ``--kernels``."""
     run = next(run for run in RUNS if run.row_id == spec["row_id"])
     setup = setup_of(run)
     if kernels and setup.profile.name == "h100-sxm":
@@ -110,7 +110,7 @@ def row(spec: dict[str, str], mesh: str, free: bool, kernels: bool = False) -> R
 def _planned(
     setup: Setup, constraints: Sequence[Constraint], memory_bytes: int | None
 ) -> tuple[Plan, float]:
-    """The plan, and how many seconds of its step are those of matmuls."""
+    """Return the plan, and the seconds of its step that matmuls take."""
     model, batch = hf.build(
         setup.spec, batch=setup.batch, seq=setup.seq, dtype=torch.float32, device="meta"
     )
@@ -133,7 +133,7 @@ def _planned(
 
 
 def with_matmuls(profile: HardwareProfile, factor: float) -> HardwareProfile:
-    """The profile with so much of its efficiency of matmuls."""
+    """Return the profile with its efficiency of matmuls multiplied by `factor`."""
     slower = {dtype: share * factor for dtype, share in profile.efficiency["matmul"].items()}
     return replace(
         profile,
@@ -143,7 +143,7 @@ def with_matmuls(profile: HardwareProfile, factor: float) -> HardwareProfile:
 
 
 def with_kernels(profile: HardwareProfile) -> HardwareProfile:
-    """The profile with what kernels were measured to reach on one H100."""
+    """Return the profile with the figures of kernels that were measured on one H100."""
     return replace(
         profile,
         kernels=HardwareProfile.load("h100-sxm-measured").kernels,
@@ -153,29 +153,29 @@ def with_kernels(profile: HardwareProfile) -> HardwareProfile:
 
 def main(arguments: list[str]) -> int:
     flags = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
-    flags.add_argument("--json", metavar="FILE", help="write {env, rows} here")
-    flags.add_argument("--rows", nargs="*", metavar="ID", help="those alone, by the data's row_id")
+    flags.add_argument("--json", metavar="FILE", help="write {env, rows} to this file")
     flags.add_argument(
-        "--source", default="", help="those alone whose source or framework has this in it"
+        "--rows", nargs="*", metavar="ID", help="only these runs, by their row_id in the data"
+    )
+    flags.add_argument(
+        "--source", default="", help="only runs whose source or framework contains this text"
     )
     flags.add_argument(
         "--every",
         type=int,
         metavar="N",
-        help="every N-th of a source's; by default a sample of each source",
+        help="every N-th run of each source; by default a sample of each source",
     )
-    flags.add_argument(
-        "--free", action="store_true", help="also what the planner would choose by itself"
-    )
+    flags.add_argument("--free", action="store_true", help="also plan without forced layouts")
     flags.add_argument(
         "--kernels",
         action="store_true",
-        help="collective-overlap kernels on H100s, as far as measured on one",
+        help="use overlap kernels on H100s, with the figures measured on one",
     )
+    flags.add_argument("--summary", metavar="FILE", help="only summarize the rows in this file")
     flags.add_argument(
-        "--summary", metavar="FILE", help="only the summary of the rows in this file"
+        "--figure", metavar="FILE.png", help="plot predicted over measured steps to this file"
     )
-    flags.add_argument("--figure", metavar="FILE.png", help="predicted over measured, as a picture")
     options = flags.parse_args(arguments)
     if options.summary:
         _show(options.summary, options.figure)
@@ -207,7 +207,7 @@ def main(arguments: list[str]) -> int:
     for reason, count in Counter(row["skipped"] for row in ready).most_common():
         console_of().print(f"left out: {count:4d}  {reason}", markup=False)
     if not cases:
-        flags.error("none of the runs that were asked for can be planned")
+        flags.error("none of the requested runs can be planned")
     everything = (
         options.rows is None
         and not options.source
@@ -229,7 +229,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _sample(runs: Sequence[Run], every: int | None) -> Iterator[Run]:
-    """Every so many-th of each source's."""
+    """Yield every n-th run of each source."""
     seen: Counter[str] = Counter()
     for run in runs:
         step = every or next((step for name, step in SAMPLE.items() if name in run.source), 1)
@@ -239,7 +239,7 @@ def _sample(runs: Sequence[Run], every: int | None) -> Iterator[Run]:
 
 
 def put() -> None:
-    """Write the table of the results into the benchmarks' README."""
+    """Write the table of the results to the benchmarks' README."""
     rows = json.loads(tables.PUBLISHED_RESULTS.read_text(encoding="utf-8"))["rows"]
     tables.put("benchmarks.published", published_table(rows))
 

@@ -1,10 +1,10 @@
-"""Random legal plans: the planner's own solution under random prices, priced as it really is.
+"""Random legal plans: the planner's solution under random prices, with its true price.
 
-Every op's strategies get a random price beside their true one; what is then cheapest is a legal
-plan, coherent as real plans are, but not a good one. Part of the forward ops may also be run again
-in backward. The plan's prediction comes from the true prices, and its peak from the emitted
-program. Asked to, its communications are put in order and into buckets as the planner's are; prices
-of small ones count on that.
+Each strategy gets a random price in addition to its true one. The cheapest solution is then a legal
+plan. It is as coherent as other plans, but not a good one. A part of the forward ops may also be
+recomputed in backward. The plan's prediction follows from the true prices, and its peak from the
+emitted program. On request, its communication is ordered and put into buckets as for the planner's
+plans, which the prices of small collectives assume.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ AMPLE_BYTES = 2**50
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything that the plans of one model on one mesh share."""
+    """The data that all plans of one model on one mesh share."""
 
     trace: Trace
     mesh: Mesh
@@ -59,12 +59,12 @@ def prepare(
     *,
     inference: bool = False,
 ) -> Prepared:
-    """Capture, enumerate and price, once for many plans."""
+    """Capture a model, list its strategies and price them, once for many plans."""
     return prepared_trace(capture(model, (), batch, inference=inference), mesh, profile)
 
 
 def prepared_trace(trace: Trace, mesh: Mesh, profile: HardwareProfile) -> Prepared:
-    """The same of what was captured."""
+    """Prepare a captured model."""
     return Prepared(
         trace,
         mesh,
@@ -82,16 +82,18 @@ def random_plan(
     recompute_otherwise: bool = False,
     in_order: bool = False,
 ) -> tuple[Plan, Program]:
-    """The plan and program of one seed.
+    """Return the plan and the program of a seed.
 
     Args:
-        loudness: range of the noise: powers of ten, times the time of a typical collective. Below 0
-            plans are close to the best.
-        recompute_share: probability with which a forward op is run again in backward; by default
-            random, often 0.
-        recompute_otherwise: run it again with a strategy of its own, by chance, not that of
-            forward.
-        in_order: whether buckets and early communication are chosen, too; else there are none.
+        prepared: the prepared model.
+        seed: seed of the random prices.
+        loudness: range of the noise as powers of ten, relative to the time of a typical collective.
+            Below 0, plans are close to the best.
+        recompute_share: probability that backward recomputes a forward op; by default random, often
+            0.
+        recompute_otherwise: whether a recomputation has a random strategy instead of the strategy
+            of forward.
+        in_order: whether to choose buckets and early communication. Otherwise there are none.
     """
     choices, evaluation = random_choices(
         prepared, seed, loudness, recompute_share, recompute_otherwise
@@ -106,7 +108,7 @@ def random_choices(
     recompute_share: float | None = None,
     recompute_otherwise: bool = False,
 ) -> tuple[Solution, Evaluation]:
-    """The choices of `random_plan`, and what they cost."""
+    """Return the choices of `random_plan`, and their cost."""
     rng = random.Random(seed)
     problem = prepared.priced.problem
     choices = solve(_noisy(problem, rng, _scale_s(problem, rng.uniform(*loudness))), gap=0.05)
@@ -120,7 +122,7 @@ def random_choices(
         }
     try:
         evaluation = evaluate(problem, choices.strategies, recomputed, kept)
-    except LayoutError:  # backward reads partial sums that only forward's strategy makes
+    except LayoutError:  # backward reads partial sums that only the strategy of forward produces
         recomputed = as_forward
         evaluation = evaluate(problem, choices.strategies, recomputed, kept)
     return replace(
@@ -148,8 +150,8 @@ def _noisy(problem: Problem, rng: random.Random, scale_s: float) -> Problem:
 def _recomputation(
     problem: Problem, choices: Solution, rng: random.Random, share: float
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]] | None]:
-    """Ops that backward runs again, each with its own strategy, and which versions may be kept:
-    none of their results."""
+    """Return the ops that backward recomputes with their strategies, and the versions that may be
+    kept: none of their results."""
     wanted = {
         index for index, op in enumerate(problem.ops) if op.recomputable and rng.random() < share
     }
@@ -157,7 +159,9 @@ def _recomputation(
     for variant in problem.variants:
         read = {(use.op, use.phase) for use in variant.uses if use.again or use.phase == "backward"}
         readers.setdefault(problem.values[variant.value].op, set()).update(read)
-    while True:  # what neither backward nor another recomputed op reads is not run again
+    while (
+        True
+    ):  # an op is not recomputed if neither backward nor another recomputed op reads its results
         useful = {
             op
             for op in wanted
@@ -180,8 +184,8 @@ def _recomputation(
 
 
 def _without_partial(op: Op) -> list[int]:
-    """The strategies that can be had whatever the others are: nothing redistributes to partial
-    sums."""
+    """Return the strategies that are possible regardless of the others. No collective leads to
+    partial sums."""
     layouts = [(*s.layouts.inputs, *s.layouts.outputs) for s in op.strategies]
     return [i for i, each in enumerate(layouts) if not any(layout.has_partial for layout in each)]
 
@@ -194,7 +198,7 @@ def finish(
     *,
     in_order: bool = False,
 ) -> tuple[Plan, Program]:
-    """The plan and program of choices; `in_order` as in `random_plan`."""
+    """Return the plan and the program of choices. `in_order` is that of `random_plan`."""
     trace, profile = prepared.trace, prepared.profile
     mark = fingerprint(trace, name, profile, VERSION)
     options = PlanOptions(

@@ -1,4 +1,5 @@
-"""Gloo processes on this machine: one function on every rank, its results, or the first error."""
+"""Gloo processes on this machine: run a function on every rank, and return its results or the first
+error."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from typing import Any
 
 from autopar.errors import AutoparError
 
-# Ranks are forked from a process that has these, which takes seconds to import, and nothing else.
+# Ranks are forked from a process that has imported only these modules, since that takes seconds.
 _PRELOADED = [
-    # the modules themselves: autopar imports them with the first name that needs them
+    # the modules themselves, since autopar imports lazily
     "autopar.api.compiling",
     "autopar.api.planning",
     "autopar.constraints",
     "autopar.checkpoint.manager",
     "autopar.checkpoint.weights",
-    "torch.distributed.tensor.experimental",  # Dynamo imports it at a model's first attention
+    "torch.distributed.tensor.experimental",  # Dynamo imports it for a model's first attention
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 ]
@@ -36,15 +37,21 @@ def run_ranks(
     limit_s: float = 1500.0,
     told: Callable[[Any], None] = lambda _: None,
 ) -> list[Any]:
-    """``function(rank, tell, *args)`` in `num_ranks` new processes, one thread each, joined in a
-    gloo group.
+    """Run ``function(rank, tell, *args)`` in `num_ranks` new processes with one thread each, joined
+    in a gloo group.
 
     Args:
-        function: importable, as are its arguments and results. What it gives to `tell` comes to
-            `told` here.
+        num_ranks: number of processes.
+        function: an importable function with picklable arguments and results. Values that it passes
+            to `tell` arrive at `told` in this process.
+        limit_s: time limit in seconds.
+        told: receives the values of `tell`.
+
+    Returns:
+        The results of all ranks, in order.
 
     Raises:
-        AutoparError: with the traceback of the first rank that failed, or on the time limit. No
+        AutoparError: with the traceback of the first rank that failed, or at the time limit. No
             process is left behind.
     """
     context = multiprocessing.get_context("forkserver")
@@ -75,7 +82,7 @@ def _collect(
     while len(results) < len(processes):
         if time.monotonic() > deadline:
             raise AutoparError(
-                f"ranks {sorted(set(range(len(processes))) - set(results))} did not end in time"
+                f"ranks {sorted(set(range(len(processes))) - set(results))} did not finish in time"
             )
         try:
             kind, rank, value = answers.get(timeout=0.5)
@@ -86,10 +93,10 @@ def _collect(
                 if rank not in results and process.exitcode not in (None, 0)
             ]
             if dead:
-                raise AutoparError(f"ranks {dead} died without a word") from None
+                raise AutoparError(f"ranks {dead} terminated without an error message") from None
             continue
         if kind == "error":
-            for process in processes:  # the others wait in a collective
+            for process in processes:  # the other ranks wait in a collective
                 process.kill()
             raise AutoparError(f"rank {rank} failed:\n{value}")
         if kind == "told":
@@ -108,12 +115,12 @@ def _main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # else each collection walks all that the process before had imported, and copies its pages
+    # otherwise each collection visits all objects of the forked process, and copies their pages
     gc.freeze()
     try:
         os.environ.update(
             environment
-        )  # as it is now; the process that it is forked from may be older
+        )  # the current environment, as the process that is forked may be older
         import torch
         import torch.distributed as dist
 

@@ -1,10 +1,10 @@
-"""Is the chosen plan good, and is the predicted order the measured one?
+"""Quality of the chosen plan, and agreement of the predicted and the measured order of plans.
 
-The planner's plan and many random legal plans of one model run on gloo processes of this machine;
-all plans in one set of processes, step by step in turn, so that whatever else the machine does hits
-them alike. A step is forward, backward and AdamW, from barrier to barrier; its time is the median
-over the rounds. Random plans are emitted as the planner's are, in buckets: `predicted` is what is
-optimised, which counts on them, `simulated` the step of the emitted program.
+The planner's plan and many random legal plans of one model run on gloo processes of this machine.
+All plans run in the same processes and take turns step by step, so that other load on the machine
+affects all of them equally. A step is forward, backward and AdamW, between barriers. Its time is
+the median over the rounds. Random plans are emitted with buckets, as the planner's are. `predicted`
+is the objective, which assumes buckets; `simulated` is the step of the emitted program.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ from benchmarks.models import ModelSpec
 from benchmarks.random_plans import prepare, random_plan
 from benchmarks.ranks import run_ranks
 
-# A shape whose step takes some hundredths of a second: long against barriers, short enough for some
-# thousand steps.
+# A shape whose step takes some hundredths of a second: long compared with barriers, and short
+# enough for some thousand steps.
 SHAPE = """gpt2:{"n_embd": 192, "n_layer": 4, "n_head": 4, "vocab_size": 256, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}"""  # noqa: E501
-LOUDNESS = (-1.0, 1.0)  # from plans close to the best to wild ones
-LEAST_RANK, MOST_OVER_BEST, MOST_PEAK_ERROR = 0.9, 1.05, 0.01  # what is promised of 30 random plans
+LOUDNESS = (-1.0, 1.0)  # from plans close to the best to arbitrary ones
+LEAST_RANK, MOST_OVER_BEST, MOST_PEAK_ERROR = (
+    0.9,
+    1.05,
+    0.01,
+)  # limits that must hold for 30 random plans
 COLUMNS = (
     "num_plans",
     "spearman",
@@ -64,7 +68,7 @@ def row(
     num_random: int,
     rounds: int,
 ) -> Row:
-    """The whole comparison; `plans` in it holds one entry per plan, the planner's first."""
+    """Return the whole comparison. `plans` in it has one entry per plan, the planner's first."""
     built, grid, profile = (
         ModelSpec(**spec),
         Mesh.parse(mesh),
@@ -111,7 +115,8 @@ def row(
 
 
 def _profile(hardware: str, num_devices: int) -> HardwareProfile:
-    """``measure`` measures this machine now, for as many processes as will run."""
+    """Return a profile. ``measure`` measures this machine now, for as many processes as will
+    run."""
     if hardware != "measure":
         return load_profile(hardware)
     with tempfile.TemporaryDirectory() as folder:
@@ -141,7 +146,7 @@ def _entry(name: str, plan: Plan, by_rank: Sequence[Mapping[str, Any]]) -> dict[
 def run(
     rank: int, tell: Any, spec: ModelSpec, plans: list[str], batch: int, seq: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """On every rank: times and peak of every plan."""
+    """Return the times and the peak of every plan on this rank."""
     model, data = spec.build(batch=batch, seq=seq)
     trace, loaded = capture(model, (), data), [Plan.loads(text) for text in plans]
     devices = device_mesh(loaded[0].mesh)
@@ -150,7 +155,7 @@ def run(
         for plan in loaded
     ]
     for made in steps:
-        step(made, data)  # the optimizer's state is there from now on
+        step(made, data)  # creates the state of the optimizer
     peaks = [peak_of(made, data) for made in steps]
     times: list[list[float]] = [[] for _ in steps]
     order = random.Random(0)
@@ -176,18 +181,18 @@ def step(made: Step, data: Mapping[str, torch.Tensor]) -> None:
 
 
 def peak_of(made: Step, data: Mapping[str, torch.Tensor]) -> int:
-    """Peak of live tensor bytes from the start of forward to the end of backward, the optimizer's
-    state included.
+    """Return the peak of live tensor bytes from the start of forward to the end of backward,
+    including the state of the optimizer.
 
-    gloo's thread may hold an operand for a moment after the wait, so the least of some steps
-    counts; their number is fixed, since the ranks run together.
+    The thread of gloo may hold an operand for a moment after the wait, so the least of several
+    steps counts. Their number is fixed, since the ranks run together.
     """
     return min(_peak_of_step(made, data) for _ in range(5))
 
 
 def _peak_of_step(made: Step, data: Mapping[str, torch.Tensor]) -> int:
     module, optimizer = made
-    # Each parameter also has a scalar step count, which is no part of the model's memory.
+    # Each parameter also has a scalar step count, which is not a part of the model's memory.
     state = [
         x
         for values in optimizer.state.values()
@@ -205,7 +210,7 @@ def _peak_of_step(made: Step, data: Mapping[str, torch.Tensor]) -> int:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; equal values share their mean rank."""
+    """Return the rank correlation. Equal values share their mean rank."""
     return statistics.correlation(_ranks(a), _ranks(b))
 
 
@@ -218,13 +223,19 @@ def main(arguments: list[str]) -> int:
     flags = parser("regret", __doc__ or "", seq=128, meshes=("a=2,b=2",))
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
     flags.add_argument(
-        "--random", type=int, default=30, dest="num_random", help="random legal plans (default 30)"
+        "--random",
+        type=int,
+        default=30,
+        dest="num_random",
+        help="number of random legal plans (default 30)",
     )
-    flags.add_argument("--rounds", type=int, default=15, help="steps of each plan (default 15)")
+    flags.add_argument(
+        "--rounds", type=int, default=15, help="number of steps of each plan (default 15)"
+    )
     flags.add_argument(
         "--hardware",
         default="measure",
-        help="a profile, or measure: this machine, now (the default)",
+        help="a profile; measure (the default) measures this machine now",
     )
     options = flags.parse_args(arguments)
     shared = {

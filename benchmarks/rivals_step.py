@@ -1,13 +1,13 @@
-"""A training step of autopar's programs against torch's own counterparts, on gloo processes: data
-parallel against DistributedDataParallel, fully sharded against FSDP2, a 1F1B pipeline against
-torch.distributed.pipelining, and the planner's own choice against DistributedDataParallel.
+"""Comparison of a training step of autopar's programs with torch's counterparts, on gloo processes:
+data parallelism with DistributedDataParallel, full sharding with FSDP2, a 1F1B pipeline with
+torch.distributed.pipelining, and the planner's choice with DistributedDataParallel.
 
-All methods take turns in one set of processes. A round runs each method once, in an order of its
-own. A step is forward, backward, AdamW and zero_grad. Times are medians over the rounds: of the
-slowest rank's wall time, and of the CPU time of all ranks, which says more on a busy machine.
-Ratios are medians of the rounds' own ratios. Memory is that of the rank that needs most: the
-storages of tensors that the method has made and holds between steps, and the most from the start of
-forward to the end of backward. The caller does not keep the model that it gives to a method.
+All methods take turns in the same processes. A round runs each method once, in a random order. A
+step is forward, backward, AdamW and zero_grad. Times are medians over the rounds: the wall time of
+the slowest rank, and the CPU time of all ranks, which is more reliable on a busy machine. Ratios
+are medians of the ratios of each round. Memory is that of the rank that needs most: the storages of
+tensors that the method has created and holds between steps, and the peak from the start of forward
+to the end of backward. The caller does not keep the model that it passes to a method.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COLUMNS = (
     "loss",
 )
 MIB = 1 << 20
-TOLERANCE = 1e-4  # of the last losses, after equally many steps; relative
+TOLERANCE = 1e-4  # relative difference of the last losses after equally many steps
 
 
 def row(
@@ -55,7 +55,7 @@ def row(
     rounds: int,
     methods: Sequence[str],
 ) -> list[Row]:
-    """All methods on one number of processes."""
+    """Return the rows of all methods on one number of processes."""
     size = int(mesh)
     microbatches = min(batch, 2 * size)
     by_rank = run_ranks(size, _measure, spec, batch, seq, rounds, methods, microbatches)
@@ -134,7 +134,9 @@ def _measure(
 
 def main(arguments: list[str]) -> int:
     flags = parser("rivals_step", __doc__ or "", batch=8, seq=128, meshes=MESHES)
-    flags.add_argument("--rounds", type=int, default=20, help="steps of each method (default 20)")
+    flags.add_argument(
+        "--rounds", type=int, default=20, help="number of steps of each method (default 20)"
+    )
     flags.add_argument("--method", action="append", choices=METHODS, help="by default all")
     options = flags.parse_args(arguments)
     specs = specs_of(options, ()) or [ModelSpec("llama-6x256", MODEL)]

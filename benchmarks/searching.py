@@ -1,4 +1,4 @@
-"""The planner's search on a problem that a benchmark has changed."""
+"""The planner's search on a problem that a benchmark has modified."""
 
 from __future__ import annotations
 
@@ -29,16 +29,21 @@ def searched(
     peaks: Peaks | None = None,
     whole: bool = False,
 ) -> Candidate:
-    """The best plan, emitted, with its peak re-derived, as `make_plan` would find it for this
-    problem; runner-ups are not sought.
+    """Return the best plan, emitted and with its derived peak, as `make_plan` would find it for
+    this problem. Other good plans are not searched for.
 
     Args:
-        pricing: gives the problem under the budget of the options, where layers decide in these
-            groups. whole: equal layers decide alike.
-        peaks: measures the programs, by default as the planner does.
+        trace: the trace.
+        mesh: its mesh.
+        profile: the hardware.
+        pricing: groups of layers with separate decisions → the problem, under the budget of the
+            options.
+        options: the options of planning.
+        peaks: measures the programs; by default as the planner does.
+        whole: whether equal layers share decisions.
 
     Raises:
-        InfeasibleError: where none was found.
+        InfeasibleError: if there is no plan.
     """
     budget = options.budget(profile)
     mark = fingerprint(trace, "", profile, VERSION)

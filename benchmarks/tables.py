@@ -1,5 +1,5 @@
-"""Tables of results in the benchmarks' README, written by the benchmark that measured them,
-between two comments that name the table."""
+"""Tables of results in the benchmarks' README. The benchmark that measured them writes them between
+two comments with the name of the table."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _RESULTS = ROOT / "benchmarks" / "results"
 
 
 def parity_table(rows: Sequence[Row]) -> str:
-    """One line per model, one column per mesh: plans that equal the model of those tried, and their
-    largest relative error.
+    """Return a table with one line per model and one column per mesh: the number of plans that
+    equal the model, the number of plans tried, and their largest relative error.
 
-    The error is that against the model itself; where the model computes parts in float32 (marked
-    ``*``), that against its traced graph in float64 throughout.
+    The error is that against the model. If the model computes parts in float32 (marked ``*``), it
+    is that against the traced graph in float64 throughout.
     """
     meshes = list(dict.fromkeys(row["mesh"] for row in rows))
     lines = [
@@ -72,17 +72,17 @@ def put_zoo() -> None:
 
 
 def put(name: str, table: str, readme: Path = README) -> None:
-    """Replace the table of that name.
+    """Replace the table of a name.
 
     Raises:
-        AutoparError: where the file has no place for it.
+        AutoparError: if the file has no place for it.
     """
     text = readme.read_text(encoding="utf-8")
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     if begin not in text or end not in text:
         raise AutoparError(
             f"{readme.name} has no table {name!r}",
-            remedy=f"write {begin.strip()} and {end} where it belongs",
+            remedy=f"add the lines {begin.strip()} and {end} at its place",
         )
     head, rest = text.split(begin, 1)
     readme.write_text(f"{head}{begin}{table}\n{end}{rest.split(end, 1)[1]}", encoding="utf-8")

@@ -1,1 +1,2 @@
-"""What ops do, whatever the machine: flops and bytes."""
+"""Properties of ops and graphs that do not depend on the machine: work, memory, gradients and
+microbatches."""

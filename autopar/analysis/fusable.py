@@ -1,6 +1,6 @@
 """Ops that kernels can fuse: passes of norms, sums and norms after products, rows of experts.
 
-The first section counts what the pieces of a root-mean-square norm (`autopar.ops.norms`,
+The first section counts the bytes that the pieces of a root-mean-square norm (`autopar.ops.norms`,
 `autopar.kernels.row_kernels`) read and write, pass by pass.
 """
 
@@ -24,7 +24,7 @@ from autopar.ops.blocks import wide_dtype
 from autopar.rules import Call, own_moves
 
 Kind = Literal["elementwise", "reduction"]
-Pass = tuple[int, Kind]  # bytes read and written, and the kind of work
+Pass = tuple[int, Kind]  # (bytes read and written, kind of work)
 
 
 def passes(
@@ -56,7 +56,7 @@ def passes(
         }
         long |= {out} if target is ops.rms_norm else set()
         taken = len(long) == 1 and wide_dtype(given["dtype"]) == wide_dtype(*long)
-        pieces = kernel.pieces if taken else pieces  # the ops compute all others
+        pieces = kernel.pieces if taken else pieces  # ops compute all other cases
     for each_bytes, kind in pieces(args, dtypes, out):
         yield num * each_bytes, kind
 
@@ -88,7 +88,7 @@ def _product(
         yield a + wide, "elementwise"
         a = wide
     yield a + b + wide, "elementwise"
-    if len(inputs) > 2:  # times a weight, or times the scale of rows
+    if len(inputs) > 2:  # a factor: a weight, or the scale of rows
         yield 2 * wide, "elementwise"
     yield wide, "reduction"
 
@@ -115,36 +115,36 @@ PIECES: Mapping[
     ops.rms_norm_backward: _backward,
     ops.rms_weight_gradient: _product,
 }
-"""The passes of each piece, with bytes per element of x."""
+"""Piece of a norm → its passes, with bytes per element of x."""
 
 
 def _norm_passes(
     args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype
 ) -> Iterator[Pass]:
-    """The single pass of the norm's kernel."""
+    """Yield the single pass of the norm's kernel."""
     yield inputs[0].itemsize + out.itemsize, "elementwise"
 
 
 def _sum_passes(
     args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype
 ) -> Iterator[Pass]:
-    """The single pass of a kernel that multiplies and sums."""
+    """Yield the single pass of a kernel that multiplies and sums."""
     yield 2 * inputs[0].itemsize, "reduction"
 
 
 def _gradient_passes(
     args: Sequence[Any], inputs: Sequence[torch.dtype], out: torch.dtype
 ) -> Iterator[Pass]:
-    """The single pass of the kernel of the norm's gradient."""
+    """Yield the single pass of the kernel of the norm's gradient."""
     yield 2 * inputs[0].itemsize + out.itemsize, "elementwise"
 
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """A kernel that does all in one pass.
+    """A kernel that computes a piece in one pass.
 
-    It requires that the operands named in `alike` have one dtype, as wide as the dtype in which
-    they are squared.
+    It requires that the operands named in `alike` have the same dtype, as wide as the dtype in
+    which they are squared.
     """
 
     pieces: Callable[[Sequence[Any], Sequence[torch.dtype], torch.dtype], Iterator[Pass]]
@@ -161,7 +161,7 @@ _KERNELS: Mapping[Callable[..., Any], _Kernel] = {
 
 @cache
 def _parameters(target: Callable[..., Any]) -> Mapping[str, bool]:
-    """An op's parameters by name, and whether each is an operand."""
+    """Return the parameters of an op: name → whether it is an operand."""
     return {
         name: "Tensor" in parameter.annotation
         for name, parameter in signature(target).parameters.items()
@@ -169,18 +169,18 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, bool]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Products whose result is added to a tensor, followed by a norm of the sum: a kernel can do both
-# while it scatters the product.
+# Products whose result is added to a tensor, followed by a norm of the sum. A kernel can compute
+# the sum and the norm while it scatters the product.
 
 NORMED = "matmul_reduce_add_rmsnorm"
-"""The kernel that scatters the result of a product, and normalizes its sum with a residual."""
+"""The kernel that scatters the result of a product and normalizes its sum with a residual."""
 _ADD = torch.ops.aten.add.Tensor
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Normed(NamedTuple):
-    """The ops after a product: its sum with a tensor of its shape, the squares of the sum's rows,
-    and the norm."""
+    """The ops after a product: its sum with a tensor of its shape, the squared sums of rows, and
+    the norm."""
 
     total: fx.Node
     squares: fx.Node
@@ -188,7 +188,7 @@ class Normed(NamedTuple):
 
 
 def normed_after(product: fx.Node) -> Normed | None:
-    """Find the sum and the norm after a product of forward.
+    """Return the sum and the norm after a forward product.
 
     The product has no bias, and only the sum reads it. The norm is the first one of the sum that
     `autopar.kernels.normed` can compute: it has a weight, computes in float32 or wider, and rounds
@@ -214,7 +214,7 @@ def normed_after(product: fx.Node) -> Normed | None:
 
 
 def _is_square_of(squares: object, total: fx.Node) -> bool:
-    """Whether a node makes the sums of squares of `total`'s rows."""
+    """Return whether a node computes the sums of squares of `total`'s rows."""
     if not isinstance(squares, fx.Node) or squares.target is not ops.square_sum:
         return False
     return squares.args[0] is total
@@ -259,7 +259,7 @@ def _is_plain(norm: fx.Node, total: fx.Node) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Sums of two tensors one of which is a product, such as the gradient of a tensor with several
+# Sums of two tensors of which one is a product, such as the gradient of a tensor with several
 # readers.
 
 _ADDS = torch.ops.aten.add.Tensor
@@ -268,8 +268,8 @@ _ADDS = torch.ops.aten.add.Tensor
 def product_added(node: fx.Node) -> int | None:
     """Return the index of the argument of a sum that is the product to fuse with the addition.
 
-    If a kernel scatters the sum, it computes this product and adds the other argument. Of
-    `products_added` it is the last one; None if there is none.
+    If a kernel scatters the sum, it computes this product and adds the other argument. It is the
+    last one of `products_added`; None if there is none.
     """
     places = products_added(node)
     if len(places) == 2:
@@ -278,11 +278,11 @@ def product_added(node: fx.Node) -> int | None:
 
 
 def products_added(node: fx.Node) -> list[int]:
-    """Return the indices of the arguments of a sum that are products only this sum reads.
+    """Return the indices of the arguments of a sum that are products which only this sum reads.
 
-    The products have the phase, shape and dtype of the sum. Only sums of backward have any: a sum
-    of forward may be recomputed from a kept product, and a product that is fused with the sum is
-    never stored by itself.
+    The products have the phase, shape and dtype of the sum. Only backward sums have any: a forward
+    sum may be recomputed from a kept product, and a product that is fused with the sum is never
+    stored separately.
     """
     if (
         node.target is not _ADDS
@@ -313,14 +313,14 @@ def _like(x: fx.Node, other: fx.Node) -> bool:
 # Memory that ranks share for the rows of dispatched experts (`autopar.kernels.routed`).
 
 _OPERANDS = (
-    5  # tokens, picks, gates, up and down weights: the last operands of experts and of the gradient
+    5  # last operands of experts and of their gradient: tokens, picks, gates, up and down weights
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
     """A region of memory that ranks share along a mesh axis, with its bytes on one rank. Nodes with
-    equal regions share one."""
+    equal regions share one region."""
 
     axis: int
     name: str

@@ -1,9 +1,9 @@
-"""Facts about gradients: casts, writes in place, and ops of forward that backward may recompute.
+"""Properties of gradients: casts, in-place writes, and forward ops that backward may recompute.
 
 If ops read a parameter in a narrower dtype than its own, backward computes a narrow gradient and
-casts it. Gradients are summed over devices in the dtype of the parameter, fp32 at least, so partial
-sums are cast before they are reduced. A gradient that is only added to a sum in the same layout,
-over several microbatches, needs no cast: the addition casts as it reads, to the same bits.
+casts it. Gradients are summed over devices in the dtype of the parameter, but at least in fp32, so
+partial sums are cast before they are reduced. With several microbatches, a gradient that is only
+added to a sum in the same layout needs no cast: the addition casts as it reads, with the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _ADD, _CAST = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
 
 
 def widening_casts(trace: Trace) -> frozenset[str]:
-    """Find the casts to a wider floating dtype that make gradients of parameters, or terms of them.
+    """Return the casts to a wider floating dtype that produce gradients of parameters, or terms of
+    them.
 
     Returns:
         Names of nodes.
@@ -30,7 +31,7 @@ def widening_casts(trace: Trace) -> frozenset[str]:
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     left = [results[p.gradient] for p in trace.parameters if p.gradient is not None]
     seen, found = set[fx.Node](), set[str]()
-    for node in left:  # grows while it is walked
+    for node in left:  # grows during the loop
         if node in seen or not isinstance(node, fx.Node) or node.op != "call_function":
             continue
         seen.add(node)
@@ -42,10 +43,10 @@ def widening_casts(trace: Trace) -> frozenset[str]:
 
 
 def addable_uncast(trace: Trace) -> dict[str, str]:
-    """Map each cast that makes a gradient, and that nothing else reads, to its parameter.
+    """Return cast → parameter, for each cast that produces a gradient which nothing else reads.
 
-    Casts of gradients that several stages add up are left out: in the model without stages, the
-    terms are added after the cast.
+    Casts of gradients to which several stages contribute are left out: in the model without stages,
+    the terms are added after the cast.
     """
     output = next(iter(reversed(trace.graph.nodes)))
     casts, results = widening_casts(trace), list(output.args[0])
@@ -61,8 +62,8 @@ def addable_uncast(trace: Trace) -> dict[str, str]:
 
 
 def cast_alone(trace: Trace) -> dict[str, torch.dtype]:
-    """Map each node whose result only widening casts read, directly or through views, to the dtype
-    of these casts."""
+    """Return node → dtype, for each node whose result is only read by widening casts to this dtype,
+    directly or through views."""
     casts, found = widening_casts(trace), dict[str, torch.dtype]()
     for node in reversed(trace.graph.nodes):
         into = [
@@ -101,18 +102,18 @@ _expand = torch.ops.aten.expand.default
 
 
 def has_own_memory(node: fx.Node) -> bool:
-    """Whether the result of a call has memory of its own. Views have none; a getitem has, if the op
-    whose result it picks has."""
+    """Return whether the result of a call has its own memory. A view does not. A getitem does if
+    the op whose result it selects does."""
     while node.target is operator.getitem:
         node = node.args[0]
     return node.op == "call_function" and not is_view(node.target)
 
 
 def owner_of(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Find the node that made the memory of a node's result.
+    """Return the node that allocated the memory of a node's result.
 
     Returns:
-        The node, and whether elements of the result share memory, as those of an expanded tensor.
+        The node, and whether elements of the result share memory, as in an expanded tensor.
     """
     expanded = False
     while node.op == "call_function" and not has_own_memory(node):
@@ -124,11 +125,11 @@ def owner_of(node: fx.Node) -> tuple[fx.Node, bool]:
 def operand_written(node: fx.Node) -> int | None:
     """Return the index of the argument that a node may overwrite with its result, or None.
 
-    For an elementwise op this is a tensor that backward made, with the shape, strides and dtype of
-    the result. For a node that capture has marked it is the first argument, which forward may have
-    made. The tensor has memory of its own and no views, is no result of the model, and no other op
-    of the node's phase or of a later one reads it. Of several arguments, the one that is made
-    first.
+    For an elementwise op, this is a backward tensor with the shape, strides and dtype of the
+    result. For a node that capture has marked, it is the first argument, which may be a forward
+    tensor. The tensor has its own memory and no views, and is not a result of the model. No other
+    op of the node's phase or of a later phase reads it. If several arguments qualify, the one that
+    is computed first is used.
 
     A program may still be unable to overwrite it, for example if the tensor is redistributed for
     another reader, or if an op that reads it is recomputed.
@@ -143,16 +144,17 @@ def operand_written(node: fx.Node) -> int | None:
     found = [place for place in places if _may_be_written(node.args[place], node)]
     return min(
         found, key=node.args.__getitem__, default=None
-    )  # nodes of a graph compare by their place in it
+    )  # nodes compare by their position in the graph
 
 
 def _is_alike(node: fx.Node, operand: object) -> bool:
-    """Whether an argument is a tensor of backward with shape, strides and dtype of the result."""
+    """Return whether an argument is a backward tensor with the shape, strides and dtype of the
+    result."""
     if node.meta["phase"] != "backward" or not is_tensor(operand) or not is_tensor(node):
         return False
-    assert isinstance(operand, fx.Node), "a tensor is made by a node"
+    assert isinstance(operand, fx.Node), "a tensor is the result of a node"
     alike = shape_of(operand) == shape_of(node) and dtype_of(operand) == dtype_of(node)
-    # with other strides than the op would give it, readers of the result might copy it
+    # strides that the op would not return might make readers copy the result
     return (
         alike
         and operand.meta["val"].stride() == node.meta["val"].stride()
@@ -161,7 +163,7 @@ def _is_alike(node: fx.Node, operand: object) -> bool:
 
 
 def _may_be_written(operand: object, node: fx.Node) -> bool:
-    assert isinstance(operand, fx.Node), "what is marked reads a tensor first"
+    assert isinstance(operand, fx.Node), "the first argument of a marked node is a tensor"
     others = [user for user in operand.users if user is not node]
     return has_own_memory(operand) and all(
         has_own_memory(user) and _is_before(user, node) for user in others
@@ -169,16 +171,16 @@ def _may_be_written(operand: object, node: fx.Node) -> bool:
 
 
 def _is_before(reader: fx.Node, node: fx.Node) -> bool:
-    """Whether a reader's phase is over when the node's begins."""
+    """Return whether a reader's phase ends before the node's phase begins."""
     return reader.meta["phase"] == "forward" and node.meta["phase"] == "backward"
 
 
 # --------------------------------------------------------------------------------------------------
-# Nodes of forward that backward may have to recompute.
+# Forward nodes that backward may have to recompute.
 
 
 def asked_again(trace: Trace) -> frozenset[str]:
-    """Find the nodes of forward whose results backward needs, directly or to recompute others.
+    """Return the forward nodes whose results backward needs, directly or to recompute others.
 
     A tensor that leaves for another stage counts as read, so that the set of the whole model
     contains no node that is missing in the set of its stage. A node whose result is only returned,
@@ -196,11 +198,11 @@ def asked_again(trace: Trace) -> frozenset[str]:
         if node.op == "call_function" and node.meta["phase"] == "forward":
             found |= (
                 {node.name}
-                if node.name in read or any(_asks(user, found) for user in node.users)
+                if node.name in read or any(_is_needed_by(user, found) for user in node.users)
                 else set()
             )
     return frozenset(found)
 
 
-def _asks(user: fx.Node, found: set[str]) -> bool:
+def _is_needed_by(user: fx.Node, found: set[str]) -> bool:
     return user.name in found or (user.op == "call_function" and user.meta["phase"] == "backward")

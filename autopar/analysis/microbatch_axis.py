@@ -4,13 +4,13 @@ Nodes are labelled in the order of the graph (`autopar.analysis.microbatch_calls
 The label of the loss determines the tangent, and backward is labelled by the same rules. There are
 two repairs for a call without a label:
 
-- A value of the batch is *given*: it follows from inputs and buffers only, so it is known before
-the
-  first microbatch runs. Each microbatch reads it instead of a value of its own.
-- An operand is *raised*: multiplied by a power of the number of microbatches M, if its power is too
-  low for a sum, or for a function that is not linear in it (`autopar.analysis.microbatch_sites`).
+- A value of the batch is *given*. It follows from inputs and buffers only, so it is known before
+  the first microbatch runs. Each microbatch reads it instead of its own value.
+- An operand is *raised*: multiplied by a power of the number of microbatches M. This helps if its
+  power is too low for a sum, or for a function that is not linear in it
+  (`autopar.analysis.microbatch_sites`).
 
-Gradients are added up over microbatches, so each has to be a term. If no repair helps, the batch is
+Gradients are summed over microbatches, so each must be a term. If no repair helps, the batch is
 refused with an error that names the node. If the user promises that samples do not depend on each
 other, a node without a label is labelled by its shape.
 """
@@ -57,7 +57,7 @@ class Labelled:
     Attributes:
         inputs: path of each input that is cut → its label.
         outputs: path → its label.
-        given: node whose value in the batch is given → label of the microbatch's own value.
+        given: node whose value is given by the batch → label of the microbatch's own value.
         raised: edge → power of M by which the operand is raised.
         promised: keys of nodes that are labelled only because of the user's promise.
     """
@@ -87,17 +87,17 @@ def label_joint_graph(whole: Trace, part: Trace, num: int, *, independent: bool)
     except CoupledError as refusal:
         if not first.raises.elsewhere:
             raise
-        try:  # raising a node raises all its readers, which may be too much
+        try:  # raising a node raises all its readers, some of them perhaps too far
             return _Pass(whole, part, num, independent, near=True).run()
         except CoupledError as second:
             raise refusal from second
 
 
 class _Pass:
-    """One pass of labelling over the joint graph; arguments as in `label_joint_graph`.
+    """One pass of labelling over the joint graph. Other arguments are those of `label_joint_graph`.
 
     Args:
-        near: as in `Raises`.
+        near: see `Raises`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class _Pass:
 
     @property
     def _results(self) -> tuple[fx.Node, ...]:
-        """The nodes of the graph's results."""
+        """The nodes that the graph returns."""
         return tuple(self._output.args[0])
 
     def run(self) -> Labelled:
@@ -158,7 +158,7 @@ class _Pass:
                 why = f"buffer {name!r} would be updated {self.num} times per step"
                 raise refusal(self._results[position], self.num, why)
 
-    # One node.
+    # Nodes.
 
     def _label(self, site: CallPair) -> list[str]:
         """Label a node, or repair its operands and return the nodes to label again."""
@@ -193,8 +193,8 @@ class _Pass:
         ]
 
     def _repair(self, site: CallPair, way: Way | None, reads: list[Label]) -> list[str]:
-        """Give or raise operands of a node, and return the nodes to label again; empty if only the
-        user's promise can help."""
+        """Give or raise operands of a node, and return the nodes to label again. The result is
+        empty if only the user's promise can help."""
         raises = way.raises if way is not None else (1,) * len(reads)
         due = [
             (n, o) for n, (o, power) in enumerate(zip(site.operands, raises, strict=True)) if power
@@ -202,7 +202,7 @@ class _Pass:
         known = [operand.name for _, operand in due if self._can_be_given(operand)]
         if known:
             self.given |= {name: self.labels[name, 0] for name in known}
-            self.raises.edges.clear()  # they are computed again
+            self.raises.edges.clear()  # they are determined again
             return known
         if way is not None and all(is_floating(operand) for _, operand in due):
             return self.raises.add({(site.node.name, n): raises[n] for n, _ in due})
@@ -213,13 +213,14 @@ class _Pass:
         return self.raises.add(low) if low else []
 
     def _can_be_given(self, node: fx.Node) -> bool:
-        """Whether the batch's value can be counted before the first microbatch runs."""
+        """Return whether the batch's value can be computed before the first microbatch runs."""
         if node.op != "call_function" or node.name in self._unknown or not is_tensor(node):
             return False
         return node.name not in self.given and self._label_of(node).is_count
 
     def _label_by_promise(self, site: CallPair, call: Call, part: Call) -> Way:
-        """Label by shapes. In backward, a result of the batch's shape may be a term or a copy."""
+        """Return labels by shapes. In backward, a result of the batch's shape may be a term or a
+        copy."""
         reads, found = self._reads(site), []
         for x, y in zip(call.outputs, part.outputs, strict=True):
             label = label_by_shape(x.shape, y.shape, self.num)
@@ -242,7 +243,7 @@ class _Pass:
         self.outputs.clear()
         for index, o in enumerate(self.whole.outputs):
             node, label = self._results[index], self._result(index)
-            what = f"output {o.path!r}" if o.path else "what the model returns"
+            what = f"output {o.path!r}" if o.path else "the model's output"
             if label.kind == "place":
                 self._check_places(o, node, what)
                 continue  # such an output is not returned with several microbatches
@@ -284,11 +285,11 @@ def _normalize_label(label: Label) -> Label:
 
 
 def _tangent(output: Label, *, is_loss: bool) -> Label:
-    """The label of the tangent that the runtime passes to backward of a microbatch."""
+    """Return the label of the tangent that the runtime passes to the backward of a microbatch."""
     if output.kind == "split":
         return output
     if is_loss:
         return WHOLE if output == TERM else WHOLE.raise_by(-1)
     return {TERM: WHOLE, MEAN: WHOLE.raise_by(-1)}.get(
         output, TERM
-    )  # a copy comes from the last microbatch
+    )  # a copy is that of the last microbatch

@@ -4,11 +4,11 @@ of microbatches.
 A call has a label if its rule (`autopar.rules`) has an option with the placements of the operands,
 and if the local call of that option is the call in the graph of a microbatch. Powers of the number
 of microbatches M pass through *linear sets* of operands: sets that may be partial together while
-the other operands are whole. If all operands of a set have power c, so has the result. A mean over
-the samples of a microbatch, and a division by their number, add 1 to the power.
+the other operands are whole. If all operands of a set have power c, the result has power c. A mean
+over the samples of a microbatch, or a division by their number, adds 1 to the power.
 
-If powers do not fit, an operand may be *raised*: multiplied by a power of M before it is read. A
-`Way` lists the operands that have to be raised.
+If powers do not match, an operand may be *raised*: multiplied by a power of M before it is read. A
+`Way` lists the operands that must be raised.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ Shape = Sequence[int]
 class Label:
     """The relation between a microbatch's tensor and the batch's tensor (see above).
 
-    Nothing is known of kind ``open``. It occurs only if the user promises that samples do not
-    depend on each other.
+    Kind ``open`` states nothing. It occurs only if the user promises that samples do not depend on
+    each other.
 
     Attributes:
         kind: one of the kinds above, or ``open``.
@@ -82,8 +82,8 @@ class Label:
 
     @property
     def combination(self) -> str:
-        """How outputs with this label are combined into the batch's output: ``split``, ``whole``,
-        ``sum`` or ``mean``."""
+        """The way in which outputs with this label are combined into the batch's output: ``split``,
+        ``whole``, ``sum`` or ``mean``."""
         return {"term": "mean" if self.power else "sum"}.get(self.kind, self.kind)
 
     def raise_by(self, power: int) -> Label:
@@ -174,14 +174,14 @@ _SCALED = {
     aten.div.Scalar: -1,
     aten.mul.Tensor: 1,
     aten.mul.Scalar: 1,
-}  # the power with which the second argument counts
+}  # power of the second argument in the result
 _ROUNDED = {
     aten._to_copy.default: (0,),
     aten.div.Tensor: (0,),
     aten.div.Scalar: (0,),
     aten.mul.Tensor: (0, 1),
     aten.mul.Scalar: (0,),
-}  # operands that they are linear in, whatever the dtypes
+}  # operands in which they are linear, for all dtypes
 _MOVES = frozenset(
     (
         aten.unsqueeze.default,
@@ -221,7 +221,7 @@ _ZEROS = frozenset(
         aten.new_empty.default,
         aten.empty_like.default,
     )
-)  # uninitialised memory is not read
+)  # no values: uninitialised memory is not read
 _ONES = frozenset((aten.ones.default, aten.new_ones.default, aten.ones_like.default))
 Labels = tuple[Label, ...]
 LinearSets = tuple[tuple[int, ...], ...]
@@ -232,8 +232,8 @@ class Way:
     """One way to label a call.
 
     Attributes:
-        results: the labels of its results.
-        raises: per operand, the power of M by which it has to be raised.
+        results: labels of its results.
+        raises: for each operand, the power of M by which it must be raised.
         linear: sets of indices of operands. If all operands of a set are raised further, all
             results are raised too.
     """
@@ -244,17 +244,17 @@ class Way:
 
     @property
     def is_free(self) -> bool:
-        """Whether no operand has to be raised."""
+        """Whether no operand must be raised."""
         return not any(self.raises)
 
 
 def find_way(whole: Call, part: Call, reads: Sequence[Label], num: int) -> Way | None:
-    """Find the way to label a call that raises the fewest elements; None if there is no way.
+    """Return the way to label a call that raises the fewest elements; None if there is no way.
 
     Args:
         whole: the call in the graph of the batch.
         part: the call in the graph of one microbatch.
-        reads: the labels of the operands.
+        reads: labels of the operands.
         num: number of microbatches.
     """
     return _find(whole.keyed, part.keyed, tuple(reads), num)
@@ -270,7 +270,7 @@ def _find(keyed: KeyedCall, of_part: KeyedCall, reads: Labels, num: int) -> Way 
     if alike and all(read == WHOLE for read in reads) and whole.outputs == part.outputs:
         return Way(tuple(WHOLE for _ in whole.outputs))
     if any(read.kind == "place" for read in reads):
-        return _of_places(whole, part, reads, num)
+        return _label_positions(whole, part, reads, num)
     made = _label_created(whole, part, reads, num)
     if made is not None:
         return made
@@ -280,14 +280,15 @@ def _find(keyed: KeyedCall, of_part: KeyedCall, reads: Labels, num: int) -> Way 
     sizes = [math.prod(info.shape) for info in part.inputs]
 
     def cost(way: Way) -> int:
-        """Elements that are multiplied."""
+        """Return the number of elements that are multiplied."""
         return sum(size for size, power in zip(sizes, way.raises, strict=True) if power)
 
     return min(ways, key=cost, default=None)
 
 
 def is_alike(whole: Call, part: Call) -> bool:
-    """Whether two calls have the same op and the same arguments, up to their operands' shapes."""
+    """Return whether two calls have the same op and the same arguments, up to the shapes of their
+    operands."""
     return whole.target is part.target and _arguments(whole) == _arguments(part)
 
 
@@ -296,17 +297,17 @@ def _arguments(call: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Lists as tuples, so that arguments compare."""
+    """Convert lists to tuples, so that arguments can be compared."""
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-# Tensors that are created, not computed.
+# Created tensors.
 
 
 def _label_created(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
-    """Constants, random draws, positions and copies."""
+    """Label constants, random draws, positions and copies."""
     target = whole.target
     if target in DRAWS or target is aten.repeat.default:
         return _label_shaped(whole, part, num) if all(read == WHOLE for read in reads) else None
@@ -314,13 +315,13 @@ def _label_created(whole: Call, part: Call, reads: Labels, num: int) -> Way | No
         counts = whole.args == (part.args[0] * num,) and dict(whole.kwargs) == dict(part.kwargs)
         return Way((Label("place", 0),)) if counts else None
     value = _value(whole)
-    if value is None or value != _value(part):  # it follows from the number of samples
+    if value is None or value != _value(part):  # the value depends on the number of samples
         return None
     return _label_shaped(whole, part, num)
 
 
 def _zeros(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
-    """Zeros, and what is linear in zeros."""
+    """Label zeros, and results that are linear in zeros."""
     made = _value(whole) == 0 and _value(part) == 0
     zero = {n for n, read in enumerate(reads) if read.kind == "zero"}
     if not made and (not zero or whole.target is not part.target):
@@ -337,7 +338,8 @@ def _zeros(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
 
 
 def _value(call: Call) -> Any:
-    """The number that a tensor is filled with; None if it is not filled with one number."""
+    """Return the number with which a tensor is filled; None if it is not filled with a single
+    number."""
     if call.target in _FILLED:
         return call.args[_FILLED[call.target]]
     return 0 if call.target in _ZEROS else 1 if call.target in _ONES else None
@@ -351,10 +353,11 @@ def _label_shaped(whole: Call, part: Call, num: int) -> Way | None:
 # Positions.
 
 
-def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
-    """Positions may be reshaped, and may index along the dim along which the batch is cut."""
+def _label_positions(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
+    """Label results that are computed from positions. Positions may be reshaped, and may index
+    along the dim along which the batch is cut."""
     if whole.target in _MOVES:
-        return _moved_places(whole, part, reads, num)
+        return _label_moved_positions(whole, part, reads, num)
     if whole.target not in _LOOKUPS or reads[0].kind != "split" or any(r.power for r in reads):
         return None
     at = {index.index: place for place, index in enumerate(whole.args[1]) if index is not None}
@@ -362,26 +365,26 @@ def _of_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
     from_right = len(whole.inputs[place].shape) - reads[place].dim
     others = (n for n in at if n != place)
     if at.get(place) == reads[0].dim and all(
-        _goes_along(whole.inputs[n], reads[n], from_right) for n in others
+        _matches_positions(whole.inputs[n], reads[n], from_right) for n in others
     ):
         return _label_shaped(whole, part, num)
     return None
 
 
-def _moved_places(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
-    """Positions that are reshaped lie as a tensor that is cut."""
+def _label_moved_positions(whole: Call, part: Call, reads: Labels, num: int) -> Way | None:
+    """Label reshaped positions. They move like a tensor that is cut."""
     cut = [replace(r, kind="split") if r.kind == "place" else r for r in reads]
     way = next((w for w in _by_rule(whole, part, tuple(cut), num) if w.is_free), None)
     return way and Way(tuple(replace(r, kind="place") for r in way.results), way.raises)
 
 
-def _goes_along(info: TensorInfo, read: Label, from_right: int) -> bool:
-    """Whether an index is the same in all microbatches, or is cut where the positions are.
+def _matches_positions(info: TensorInfo, read: Label, from_right: int) -> bool:
+    """Return whether an index is the same in all microbatches, or is cut where the positions are.
 
     Args:
         info: the index.
         read: its label.
-        from_right: the dim of the positions, counted from the end, since indices broadcast.
+        from_right: dim of the positions, counted from the end, since indices broadcast.
     """
     is_cut = read.kind in ("split", "place") and len(info.shape) - read.dim == from_right
     return read == WHOLE or is_cut
@@ -390,19 +393,20 @@ def _goes_along(info: TensorInfo, read: Label, from_right: int) -> bool:
 # Rules.
 
 
-def _power_due(whole: Any, part: Any, num: int) -> int | None:
-    """The power of a number as a term: 1 if batch and microbatch have the same number, 0 if that of
-    the batch is `num` times as large; else None."""
+def _power_of_term(whole: Any, part: Any, num: int) -> int | None:
+    """Return the power of a number as a term: 1 if batch and microbatch have the same number, 0 if
+    that of the batch is `num` times as large, else None."""
     if whole == part:
         return 1
     return 0 if whole == part * num else None
 
 
 def _with_numbers(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[Way]:
-    """Sums with a plain number.
+    """Label sums with a plain number.
 
-    A number that is the same in batch and microbatch is a term with power 1: its average is the
-    number. A number that is `num` times as large in the batch is a term with power 0.
+    A number that is the same in batch and microbatch is a term with power 1: the average over
+    microbatches is the number. A number that is `num` times as large in the batch is a term with
+    power 0.
     """
     if whole.target not in ADDITIONS or len(reads) != 1 or whole.outputs != part.outputs:
         return
@@ -411,20 +415,20 @@ def _with_numbers(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[
         return
     if not (_is_number(a) and _is_number(b)):
         return
-    due = _power_due(a, b, num)
+    due = _power_of_term(a, b, num)
     power = reads[0].as_term
     if due is not None and power is not None and power <= due:
         yield Way((Label("term", power=due),), (due - power,))
 
 
 def _by_rule(whole: Call, part: Call, reads: Labels, num: int) -> Iterator[Way]:
-    """The ways that the rule of the op gives for one axis."""
+    """Yield the ways that follow from the op's rule for one axis."""
     if whole.target is not part.target or len(whole.outputs) != len(part.outputs):
         return
     by_number = _power_of_number(whole, part, num)
     if by_number:
         part = replace(part, args=whole.args)
-    options = tuple(dict.fromkeys((*axis_options(whole), *_of_other_dtypes(whole))))
+    options = tuple(dict.fromkeys((*axis_options(whole), *_further_options(whole))))
     linear = _linear_sets(whole, options)
     for option in options:
         powers = _powers(reads, option)
@@ -445,7 +449,8 @@ def _label(placement: Placement, power: int) -> Label:
 
 
 def _power_of_number(whole: Call, part: Call, num: int) -> int:
-    """The power of a product or quotient with a number that follows from the number of samples."""
+    """Return the power of a product or quotient with a number that depends on the number of
+    samples."""
     if whole.target not in _SCALED or len(whole.inputs) != 1 or len(whole.args) != 2:
         return 0
     a, b = whole.args[1], part.args[1] if len(part.args) == 2 else None
@@ -460,7 +465,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _linear_sets(call: Call, options: Sequence[AxisOption]) -> LinearSets:
-    """The sets of operands in which a call is linear."""
+    """Return the sets of operands in which a call is linear."""
     results = [n for n, info in enumerate(call.outputs) if info != NO_TENSOR]
     found = dict.fromkeys(
         tuple(n for n, p in enumerate(option.inputs) if p == PARTIAL)
@@ -471,10 +476,10 @@ def _linear_sets(call: Call, options: Sequence[AxisOption]) -> LinearSets:
     return tuple(group for group in found if group)
 
 
-def _of_other_dtypes(call: Call) -> Iterator[AxisOption]:
-    """Further options of casts, quotients and products with a floating result.
+def _further_options(call: Call) -> Iterator[AxisOption]:
+    """Yield further options of casts, quotients and products with a floating result.
 
-    Rules leave out partial sums that are rounded, since ranks would add up rounded values.
+    Rules leave out partial sums that are rounded, since ranks would add rounded values.
     Microbatches round theirs in any case.
     """
     if call.outputs[0].dtype.is_floating_point:
@@ -485,9 +490,9 @@ def _of_other_dtypes(call: Call) -> Iterator[AxisOption]:
 
 
 def _powers(reads: Labels, option: AxisOption) -> tuple[int | None, ...] | None:
-    """Per operand its power, or None for zeros, which have any power.
+    """Return the power of each operand; None for zeros, which have every power.
 
-    Returns None if an operand does not have the placement of the option.
+    Return None if an operand does not have the placement of the option.
     """
     found: list[int | None] = []
     for read, placement in zip(reads, option.inputs, strict=True):
@@ -509,9 +514,9 @@ def _powers(reads: Labels, option: AxisOption) -> tuple[int | None, ...] | None:
 def _covers(
     powers: tuple[int | None, ...], linear: LinearSets
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the powers by which operands have to be raised, and the power of the results.
+    """Yield the powers by which operands must be raised, and the power of the results.
 
-    There is one pair for each choice of disjoint linear sets. Operands of a chosen set have one
+    There is one pair for each choice of disjoint linear sets. The operands of a chosen set have one
     common power, and all other operands have power 0.
     """
     for count in range(len(linear) + 1):
@@ -532,15 +537,16 @@ def _covers(
                 yield raises, total
 
 
-# Ops of a rank that stand for an op of a microbatch → the power that this adds.
+# Op of a rank that replaces an op → the power that the op adds in a microbatch.
 _POWERS = {mean_part: 1, mean_loss_part: 1, reduced_loss: 0}
 
 
 def _power_of_call(whole: Call, part: Call, option: AxisOption, num: int) -> int | None:
-    """The power that the call itself adds.
+    """Return the power that the call itself adds.
 
-    0 if a microbatch calls what a rank calls; 1 if it takes a mean over its own samples and a rank
-    divides by the number of samples in the batch; None if it calls something else.
+    This is 0 if a microbatch makes the call of a rank, and 1 if it takes a mean over its own
+    samples where a rank divides by the number of samples in the batch. It is None for any other
+    call.
     """
     if any(isinstance(p, Partial) and p.reduce_op != "sum" for p in option.outputs):
         return None

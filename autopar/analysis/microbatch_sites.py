@@ -1,5 +1,5 @@
-"""Sites of microbatch analysis: calls of the batch with those of a microbatch, refusals, and raised
-operands.
+"""Sites of microbatch analysis: pairs of calls in the graphs of batch and microbatch, refusals, and
+raised operands.
 
 A site pairs a call of the joint graph of the batch with the same call of a microbatch's graph.
 Sites are visited in the order of labelling (`autopar.analysis.microbatch_axis`).
@@ -29,7 +29,7 @@ REMEDY = (
 
 
 def refusal(node: fx.Node, num: int, why: str, remedy: str = REMEDY) -> CoupledError:
-    """Make the error of a batch that cannot be split into microbatches.
+    """Return the error for a batch that cannot be split into microbatches.
 
     Args:
         node: the node that prevents it.
@@ -44,13 +44,13 @@ def refusal(node: fx.Node, num: int, why: str, remedy: str = REMEDY) -> CoupledE
 
 
 def why_not(node: fx.Node, reads: Sequence[Label], unknown: Mapping[str, str]) -> tuple[str, str]:
-    """Say why a node has no label, and what to do.
+    """Return the reason why a node has no label, and the remedy.
 
     Args:
         node: the node.
-        reads: the labels of its operands.
-        unknown: nodes whose values are not known before the first microbatch runs → what they
-            follow from.
+        reads: labels of its operands.
+        unknown: nodes whose values are not known before the first microbatch runs → the value on
+            which they depend.
 
     Returns:
         The reason and the remedy, for `refusal`.
@@ -76,7 +76,8 @@ def why_not(node: fx.Node, reads: Sequence[Label], unknown: Mapping[str, str]) -
 
 
 def _where(node: fx.Node) -> Where:
-    """The place of a node, with the source line of the nearest earlier node if it has none."""
+    """Return the place of a node, with the source line of the nearest earlier node if it has
+    none."""
     near = node
     while not near.meta.get("source") and near.all_input_nodes:
         near = near.all_input_nodes[0]
@@ -145,7 +146,7 @@ def find_sites(whole: Trace, part: Trace, num: int) -> list[CallPair]:
 
 
 def _calls_needed(trace: Trace) -> list[fx.Node]:
-    """The calls that outputs and gradients depend on, in the order of the graph."""
+    """Return the calls that outputs and gradients depend on, in the order of the graph."""
     results = output_of(trace).args[0]
     stack: list[fx.Node] = list(results[: len(trace.outputs)])
     gradients = [p.gradient for p in trace.parameters if p.gradient is not None]
@@ -160,7 +161,7 @@ def _calls_needed(trace: Trace) -> list[fx.Node]:
 
 
 def _words(trace: Trace) -> dict[str, str]:
-    """Node → description that is the same in the graphs of batch and microbatch."""
+    """Return node → description that is the same in the graphs of batch and microbatch."""
     found = {p.node: f"tensor {p.name}" for p in (*trace.parameters, *trace.buffers)}
     found |= {i.node: f"input {i.path}" for i in trace.inputs}
     found |= {o.tangent: f"tangent {o.path}" for o in trace.differentiable}
@@ -169,10 +170,10 @@ def _words(trace: Trace) -> dict[str, str]:
 
 
 def find_unknown(trace: Trace) -> dict[str, str]:
-    """Find the nodes whose values are not known before the first microbatch runs.
+    """Return the nodes whose values are not known before the first microbatch runs.
 
     Returns:
-        Node name → what the value follows from, for error messages.
+        Node name → the value on which it depends, for error messages.
     """
     found = {p.node: f"parameter {p.name!r}" for p in trace.parameters}
     found |= {o.tangent: "the loss" for o in trace.differentiable}
@@ -184,35 +185,36 @@ def find_unknown(trace: Trace) -> dict[str, str]:
 
 
 def output_of(trace: Trace) -> fx.Node:
-    """The node that returns the graph's results."""
+    """Return the node with the graph's results."""
     return next(iter(reversed(trace.graph.nodes)))
 
 
 def size_of(node: fx.Node) -> float:
-    """Number of elements of a node's result; infinite if it cannot be raised: several tensors."""
+    """Return the number of elements of a node's result. It is infinite for several tensors, which
+    cannot be raised."""
     return float(node.meta["val"].numel()) if is_tensor(node) else math.inf
 
 
 def is_floating(node: fx.Node) -> bool:
-    """Whether a node has a single result of a floating dtype."""
+    """Return whether a node has a single result of a floating dtype."""
     return is_tensor(node) and bool(node.meta["val"].dtype.is_floating_point)
 
 
 # --------------------------------------------------------------------------------------------------
 # Raised operands: operands that are multiplied by powers of the number of microbatches.
 #
-# The result of an op is raised by raising operands in which the op is linear. So instead of a large
-# tensor it is often enough to raise a scalar that it follows from, such as the tangent of one term
-# of a loss. Each operand is raised at the place where the fewest elements are multiplied, and at
-# the nearest of equal places.
+# The result of an op is raised by raising operands in which the op is linear. So it is often enough
+# to raise a scalar from which a large tensor follows, such as the tangent of one term of a loss.
+# Each operand is raised where the fewest elements are multiplied, and at the nearest of equal
+# places.
 
 _Cost = tuple[float, tuple[int, ...]]
-"""The operands of a node that are raised, with the number of elements that are multiplied."""
+"""The operands of a node that are raised, and the number of elements that are multiplied."""
 _NONE: _Cost = (math.inf, ())
 
 
 class Raises:
-    """The operands that are raised, with their powers.
+    """The raised operands, with their powers.
 
     Args:
         whole: the trace of the batch.
@@ -222,8 +224,8 @@ class Raises:
         edges: edge → power.
         elsewhere: whether an operand was raised at an earlier node, which raises it for other
             readers too.
-        conflict: whether an operand had to be raised a second time. Then its readers need different
-            powers, and only raising operands at the reader helps.
+        conflict: whether an operand had to be raised a second time. If so, its readers need
+            different powers, and operands must be raised at the reader.
     """
 
     def __init__(self, whole: Trace, *, near: bool) -> None:
@@ -254,7 +256,8 @@ class Raises:
         """
 
         def cost(index: int) -> float:
-            """Elements that are multiplied to raise an operand; infinite if it cannot be raised."""
+            """Return the number of elements that are multiplied to raise an operand. It is infinite
+            if the operand cannot be raised."""
             operand = site.operands[index]
             if label_of(operand).kind == "zero":
                 return 0.0

@@ -2,14 +2,14 @@
 combined.
 
 A model may run on parts of its batch one after another if each output is a concatenation, a copy, a
-sum or an average of the outputs of microbatches, and each gradient is a sum. That is inferred from
-the joint graph, on an axis in time (`autopar.analysis.microbatch_axis`). Let w = 1 if the loss is a
-sum, and w = 1/M if it is an average. Then loss = Σ w·loss_m, and the tangent of microbatch m is w
-times the tangent of the loss. Without a loss, the tangents of the outputs are cut or shared as the
-outputs are combined.
+sum or an average of the outputs of microbatches, and if each gradient is a sum. This is inferred
+from the joint graph, on an axis in time (`autopar.analysis.microbatch_axis`). Let w = 1 if the loss
+is a sum, and w = 1/M if it is an average. Then loss = Σ w·loss_m, and the tangent of microbatch m
+is w times the tangent of the loss. Without a loss, the tangents of the outputs are cut or shared as
+the outputs are combined.
 
 If the rules cannot show that samples do not depend on each other (tokens sorted by expert), the
-user may promise it. Then shapes decide which tensors are parts, and every op that needed the
+user may promise it. Shapes then decide which tensors are parts, and every op that needed the
 promise is named.
 """
 
@@ -35,10 +35,10 @@ from autopar.rules import operands_of
 # --------------------------------------------------------------------------------------------------
 # Correspondence between the graph of one sample and the graph of two samples.
 #
-# The graph of one sample lacks ops that have no effect on it: an ``expand`` to all samples, a sum
-# over them, a division by their number, a copy of a contiguous tensor. The keys of later nodes are
-# numbered without them. So nodes correspond if they have the same op, module and phase, and their
-# operands correspond, up to missing ops.
+# The graph of one sample does not have ops without an effect on it: an ``expand`` to all samples, a
+# sum over them, a division by their number, a copy of a contiguous tensor. The keys of later nodes
+# are numbered without them. So nodes correspond if they have the same op, module and phase, and if
+# their operands correspond, up to missing ops.
 
 aten = torch.ops.aten
 _MISSING = frozenset(
@@ -62,16 +62,18 @@ _MISSING = frozenset(
         aten.slice.Tensor,
     )
 )
-_MOST_MISSING = 8  # in a row
+_MOST_MISSING = 8  # consecutive ops
 Path = tuple[Edge, ...]
-"""Edges of the graph of two samples, from a reader back to a node that the graph of one has too."""
+"""Edges of the graph of two samples, from a reader back to a node that the graph of one sample also
+has."""
 
 
 class Counterparts:
-    """Maps nodes and edges of a graph of two samples to those of a graph of one sample.
+    """A map from the nodes and edges of a graph of two samples to those of a graph of one sample.
 
     Args:
-        two, one: the traces.
+        two: the trace of two samples.
+        one: the trace of one sample.
     """
 
     def __init__(self, two: Trace, one: Trace) -> None:
@@ -121,7 +123,7 @@ class Counterparts:
                 return
 
     def _candidates(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield nodes of the same op, module and phase, beginning with the one of the same key.
+        """Yield nodes of the same op, module and phase, starting with the node of the same key.
 
         A product with a bias may also correspond to an addition: torch adds the bias within the
         product only if the operand is contiguous.
@@ -134,7 +136,8 @@ class Counterparts:
             yield from self._alike[_kind(node).replace("/dot/", "/add.Tensor/")]
 
     def _add(self, node: fx.Node, other: fx.Node) -> bool:
-        """Record the edges of a node if it corresponds to another one; returns whether it does."""
+        """Record the edges of a node if it corresponds to another one, and return whether it
+        does."""
         reads = list(self._reads(other))
         if node.target is ops.dot and other.target is aten.add.Tensor:
             product = operands_of(other)[0]
@@ -161,7 +164,7 @@ class Counterparts:
             yield (node.name, index), operand
 
     def _path(self, edge: Edge, found: fx.Node, due: str | None) -> Path | None:
-        """The edges from a node back to the node `due`; None if another path leads there."""
+        """Return the edges from a node back to the node `due`; None if another path leads there."""
         path = [edge]
         while found.name != due:
             operands: Sequence[fx.Node] = operands_of(found) if found.op == "call_function" else ()
@@ -173,7 +176,7 @@ class Counterparts:
 
 
 def _kind(node: fx.Node) -> str:
-    """The key of a node without the ordinal among nodes of the same module, op and phase."""
+    """Return the key of a node without the ordinal among nodes of the same module, op and phase."""
     return str(node.meta["key"]).rpartition("/")[0]
 
 
@@ -193,9 +196,9 @@ def _otherwise() -> ConstraintError:
 #
 # A loss ``Σa / Σf`` is not a sum over microbatches of ``Σa_m / Σf_m``. It is the sum of ``Σa_m /
 # F`` with F = Σf of the batch, such as the number of labels that are not ignored, the weights of
-# classes or the ones of a mask. F depends on no parameter. So the f_m of all microbatches are
-# computed first, and F is an input of every microbatch, in place of the value that its graph would
-# compute.
+# classes or the ones of a mask. F does not depend on parameters. So the f_m of all microbatches are
+# computed first, and F is an input of every microbatch. It replaces the value that the graph of the
+# microbatch would compute.
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +221,7 @@ class Counting:
     """The graph with which each microbatch computes its terms of given values.
 
     Attributes:
-        graph: takes the buffers, then the inputs of a microbatch, all replicated, and returns the
+        graph: takes the buffers and the inputs of a microbatch, all replicated, and returns the
             terms of `given` as a tuple.
         buffers: names of the buffers.
         inputs: paths of the inputs. Values that were counted before may be among them.
@@ -232,7 +235,8 @@ class Counting:
 
 
 def count_in_parts(part: Trace, given: Sequence[Given]) -> tuple[Counting, ...]:
-    """Make the graphs that compute the terms of given values, in order: some follow from others.
+    """Return the graphs that compute the terms of given values, in order, since some values depend
+    on others.
 
     Args:
         part: the trace of one microbatch, which computes its own values.
@@ -248,7 +252,8 @@ def count_in_parts(part: Trace, given: Sequence[Given]) -> tuple[Counting, ...]:
 
 
 def _count_together(part: Trace, given: tuple[Given, ...], paths: Mapping[str, str]) -> Counting:
-    """Make the graph of values that do not follow from each other; `paths` are those of all."""
+    """Return the graph of values that do not depend on each other. `paths` are those of all
+    values."""
     own = {g.node for g in given}
     wanted, before = set(own), {name: path for name, path in paths.items() if name not in own}
     for node in reversed(part.graph.nodes):
@@ -315,7 +320,7 @@ def _power(
     products: dict[tuple[fx.Node, str, int], fx.Node],
     reader: fx.Node,
 ) -> fx.Node:
-    """The node of the operand times `num`^`power`, in a phase."""
+    """Return the node of the operand times `num`^`power`, in a phase."""
     if power == 0:
         return operand
     found = products.get((operand, phase, power))
@@ -339,7 +344,7 @@ def _replace_operand(reader: fx.Node, index: int, product: fx.Node) -> None:
     counted = iter(range(len(operands_of(reader))))
 
     def replace_counted(operand: fx.Node) -> fx.Node:
-        """The new operand if this is the one with the index."""
+        """Return the new operand if this is the operand with the index."""
         return product if next(counted) == index else operand
 
     arguments: Any = fx.map_arg((reader.args, reader.kwargs), replace_counted)
@@ -366,7 +371,7 @@ def take_given(part: Trace, given: Sequence[Given]) -> Trace:
 
 
 def _with_graph(part: Trace, graph: fx.Graph) -> Trace:
-    """The trace with another graph and the names of its results."""
+    """Return the trace with another graph and the names of its results."""
     results = next(iter(reversed(graph.nodes))).args[0]
     pairs = zip(part.outputs, results, strict=False)
     return replace(
@@ -400,7 +405,7 @@ class Microbatching:
 def find_microbatching(
     whole: Trace, part: Trace, num: int, *, independent: bool = False
 ) -> Microbatching:
-    """Find out how the results of microbatches are combined into those of the batch.
+    """Return how the results of microbatches are combined into those of the batch.
 
     Args:
         whole: the trace of the batch.
@@ -447,11 +452,11 @@ def ready(part: Trace, how: Microbatching) -> tuple[Trace, Microbatching]:
 def for_single_samples(
     like: Microbatching, made_from: Trace, part: Trace, num: int
 ) -> Microbatching:
-    """Find out how microbatches of one sample are combined.
+    """Return how microbatches of one sample are combined.
 
-    A graph of one sample lacks ops that have no effect on it, so it cannot be compared with the
-    graph of the batch. Labels do not depend on the number of samples. They are those of
-    microbatches of two samples; only the nodes have to be mapped.
+    A graph of one sample does not have ops without an effect on it, so it cannot be compared with
+    the graph of the batch. But labels do not depend on the number of samples. They are those of
+    microbatches of two samples, and only the nodes must be mapped.
 
     Args:
         like: the analysis of microbatches of two samples.

@@ -1,12 +1,12 @@
 """Flops and bytes of an op, from its local shapes.
 
-`flops` counts a multiply-add as two and is exact for matmul, attention and convolution. For a
-registered op it is what its `flops` function returns (`autopar.rules.register`). For all other ops
-it is 0, since memory bounds them. `bytes` counts every tensor that the op must read or write, once.
-Kinds: ``matmul`` (convolution included), ``attention``, ``attention_backward``,
-``view`` (no work), and the memory-bound kinds ``transcendental`` (exp, tanh, softmax …),
-``reduction`` (sums, norms), ``indexing`` (gather, scatter, embedding), ``elementwise`` (all else,
-copies included).
+`flops` counts a multiply-add as two, and is exact for matmul, attention and convolution. For a
+registered op it is the result of its `flops` function (`autopar.rules.register`). For all other ops
+it is 0, since they are bound by memory. `bytes` counts every tensor that the op must read or write,
+once. Kinds: ``matmul`` (including convolution), ``attention``, ``attention_backward``, ``view`` (no
+work), and the memory-bound kinds ``transcendental`` (exp, tanh, softmax …), ``reduction`` (sums,
+norms), ``indexing`` (gather, scatter, embedding), and ``elementwise`` (all others, including
+copies).
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from autopar.rules.table import registered_rule
 # 128 by 128 is visible. With any other mask every pair counts.
 
 _BLOCK = 128
-_MOST = 1 << 26  # pairs evaluated at most; beyond that, evenly spaced blocks of rows
+_MOST = 1 << 26  # largest number of evaluated pairs; above it, blocks of rows are sampled evenly
 
 
 def is_known(mask: str) -> bool:
-    """Whether a mask function depends on the positions of query and key only."""
+    """Return whether a mask function depends on the positions of query and key only."""
     return not captures(mask) and not find_reading((mask,), ()).free & {"b", "h"}
 
 
 @lru_cache(maxsize=1024)
 def share_seen(mask: str, num_queries: int, num_keys: int) -> float:
-    """Compute the share of pairs of query and key that an attention computes.
+    """Return the share of pairs of query and key that an attention computes.
 
     Args:
         mask: the mask function, as graphs store it.
         num_queries: local number of queries. If it divides `num_keys`, the queries are one of
-            several parts, and the share is that of the part with the most pairs, for which the
-            others wait.
+            several parts. The share is then that of the part with the most pairs, since the others
+            wait for it.
         num_keys: number of keys.
 
     Returns:
@@ -66,7 +66,7 @@ def share_seen(mask: str, num_queries: int, num_keys: int) -> float:
 
 
 def _share(mask: str, start: int, num_queries: int, num_keys: int) -> float:
-    """The share of pairs of `num_queries` queries, beginning with the query `start`."""
+    """Return the share of pairs of `num_queries` queries, beginning with the query `start`."""
     starts = range(start, start + num_queries, _BLOCK)
     step = -(-num_queries * num_keys // _MOST)
     seen = looked_at = 0
@@ -95,7 +95,7 @@ def _pairs(mask: str, first: int, rows: int, num_keys: int) -> int:
 
 
 class Info(Protocol):
-    """Local shape and dtype of a tensor."""
+    """The local shape and dtype of a tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Info(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Flops, bytes moved, and kind: see the module docstring."""
+    """Flops, bytes moved, and kind (see the module docstring)."""
 
     flops: int
     bytes: int
@@ -131,7 +131,7 @@ def work(
     *,
     mirrored: bool = False,
 ) -> Work:
-    """Compute the work of one call on one device.
+    """Return the work of one call on one device.
 
     Args:
         target: an aten OpOverload, a function of `autopar.ops`, or `operator.getitem`.
@@ -139,7 +139,7 @@ def work(
         kwargs: keyword arguments as in the graph; only literals are used.
         input_infos: local operands, in the order in which they appear in args and kwargs.
         output_infos: local results; a result that is None has shape ``(0,)``.
-        mirrored: whether queries of causal attention lie mirrored (`autopar.core.placements`).
+        mirrored: whether the queries of causal attention are mirrored (`autopar.core.placements`).
     """
     name, is_view = _describe(target)
     if is_view:
@@ -182,7 +182,7 @@ def works(
     mirrored: bool = False,
     by_kernels: bool = False,
 ) -> tuple[tuple[Work, int], ...]:
-    """List the kinds of work of one call, each with the number of times that it is done.
+    """Return the kinds of work of one call, each with its number of repetitions.
 
     Args:
         target: as in `work`.
@@ -225,15 +225,15 @@ def computes_in(inputs: Infos) -> torch.dtype:
 
 
 def is_view(target: Callable[..., Any]) -> bool:
-    """Whether the op only makes a view of its first operand."""
+    """Return whether the op only returns a view of its first operand."""
     return _describe(target)[1]
 
 
 def _by_rows(
     num_rows: int, rows: int, weight: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[tuple[Work, int], ...]:
-    """Work of `linear_cross_entropy`: per part of the rows three products, and passes over the
-    logits and the gradient of the weight."""
+    """Return the work of `linear_cross_entropy`: for each part of the rows three products, and
+    passes over the logits and the gradient of the weight."""
     num_classes, num_features = weight
     item, wide = dtype.itemsize, max(dtype.itemsize, 4)
     found: list[tuple[Work, int]] = []
@@ -253,11 +253,11 @@ def _by_rows(
 
 
 def _experts(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
-    """Work of `experts`, if all of `size` experts are picked equally often.
+    """Return the work of `experts`, if all of `size` experts are picked equally often.
 
-    Per local expert: its products, the ops between them, and the passes that gather and add up its
-    rows. Once: the sort of picks, and the result. Dispatched rows are packed once more before they
-    are sent, and the results of experts are put in order.
+    Each local expert has its products, the ops between them, and the passes that gather and add its
+    rows. The sort of picks and the result count once. Dispatched rows are packed once more before
+    they are sent, and the results of experts are put in order.
     """
     x, ids, _, up, down = infos
     (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
@@ -278,11 +278,11 @@ def _work_of_sending(ids: Info, row_bytes: int, num_senders: int) -> tuple[tuple
 
 
 def _experts_backward(infos: Infos, size: int, num_senders: int) -> tuple[tuple[Work, int], ...]:
-    """Work of `experts_backward`, with assumptions as in `_experts`.
+    """Return the work of `experts_backward`, with assumptions as in `_experts`.
 
-    Per local expert: its up product again and two products per gradient, passes over the tensors
-    between them, the rows of two tensors that are gathered and of one that are added up. Gradients
-    of weights are written once more into the result.
+    Each local expert has its up product again, two products per gradient, passes over the tensors
+    between them, the rows of two tensors that are gathered and those of one that are added.
+    Gradients of weights are written once more into the result.
     """
     x, ids, gates, up, down = infos
     (num, parts, inner, features), made, item = up.shape, down.shape[1], x.dtype.itemsize
@@ -306,7 +306,7 @@ def _experts_backward(infos: Infos, size: int, num_senders: int) -> tuple[tuple[
 
 
 def _product(m: int, k: int, n: int, item: int) -> Work:
-    """Work of a product [m, k] × [k, n], or of the gradient of one of its factors."""
+    """Return the work of a product [m, k] × [k, n], or of the gradient of one of its factors."""
     return Work(2 * m * k * n, (m * k + m * n + k * n) * item, "matmul")
 
 
@@ -320,7 +320,7 @@ def _bytes(info: Info) -> int:
 
 @lru_cache(maxsize=4096)
 def _describe(target: Callable[..., Any]) -> tuple[str, bool]:
-    """The op's name without its overload, and whether it only makes a view."""
+    """Return the op's name without its overload, and whether it only returns a view."""
     if target is operator.getitem:
         return "getitem", True
     target = torchs_own(target)
@@ -329,7 +329,7 @@ def _describe(target: Callable[..., Any]) -> tuple[str, bool]:
         return name, target.is_view or name in ("aten._unsafe_view", "aten.reshape")
     unit = ".".join(
         target.__module__.split(".")[:2]
-    )  # as users know it: `autopar.ops`, not the file
+    )  # the name that users know: `autopar.ops`, not its file
     return f"{unit}.{target.__name__}", False
 
 
@@ -344,8 +344,8 @@ def _is_causal(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def _dot_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:
-    """``dot(equation, a, b, bias)``: one multiply-add per point of the space that all letters
-    span; a bias begins the sum."""
+    """Return the flops of ``dot(equation, a, b, bias)``: one multiply-add for each point of the
+    space of all letters. A bias only initializes the sum."""
     terms = args[0].split("->")[0].replace(" ", "").split(",")
     sizes = {
         letter: size
@@ -356,30 +356,32 @@ def _dot_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:
 
 
 def _attention_flops(query: Info, key: Info, value: Info) -> int:
-    """Scores and their product with the values: [.., s, e] × [.., t, e], then [.., s, t] × [..,
-    t, v]."""
+    """Return the flops of the scores and of their product with the values: [.., s, e] × [.., t, e],
+    then [.., s, t] × [.., t, v]."""
     return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _flops_masked(flops: int, query: Info, key: Info, mirrored: bool) -> int:
-    """Flops that a causal mask removes.
+    """Return the flops that a causal mask removes.
 
-    For unsplit queries it is half of the square. Of split queries the last part counts, for which
-    the others wait: it sees all keys except half of its own square. With mirrored parts, each part
-    sees half of the pairs of its queries with all keys.
+    For unsplit queries it is half of the square. Of split queries the last part counts, since the
+    others wait for it: it sees all keys except half of its own square. With mirrored parts, each
+    part sees half of the pairs of its queries with all keys.
     """
     return flops // 2 if mirrored else flops * query.shape[-2] // (2 * key.shape[-2])
 
 
 def _convolution_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:
-    """``convolution(input, weight, bias, stride, padding, dilation, transposed, …)``."""
+    """Return the flops of ``convolution(input, weight, bias, stride, padding, dilation, transposed,
+    …)``."""
     points = inputs[0] if len(args) > 6 and args[6] else outputs[0]
     return 2 * _numel(points) * math.prod(inputs[1].shape[1:])
 
 
 def _convolution_backward_flops(args: Sequence[Any], inputs: Infos, outputs: Infos) -> int:
-    """``convolution_backward(grad_output, input, weight, bias_sizes, stride, padding, dilation,
-    transposed, …)``: as much as forward for the input's gradient, and as much for the weight's."""
+    """Return the flops of ``convolution_backward(grad_output, input, weight, bias_sizes, stride,
+    padding, dilation, transposed, …)``: those of forward for the gradient of the input, and again
+    for that of the weight."""
     points = inputs[1] if len(args) > 7 and args[7] else inputs[0]
     made = sum(1 for info in outputs[:2] if _numel(info) > 0)
     return 2 * made * _numel(points) * math.prod(inputs[2].shape[1:])

@@ -1,4 +1,4 @@
-"""An independent certificate of a plan: derives every claim again from the model, the mesh and the
+"""An independent certificate of a plan. It derives every claim from the model, the mesh and the
 profile, without a solver."""
 
 from autopar.certificate.marks import named_so

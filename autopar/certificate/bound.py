@@ -4,16 +4,18 @@ The problem is relaxed to a linear program. Names are those of the plan: op n, s
 (all instances with the same readers, `count` of them), reader c, layout l, collective a from
 tail(a) to head(a). All variables are in [0, 1].
 
-A step takes max(C + s·P, P) + K seconds in forward, and likewise in backward. C is compute with
-slices. P is communication that may overlap with compute; each of its seconds delays compute by s. K
-is all else, with the collectives inside ops. For every λ in [0, 1], one per phase, λ(C + s·P) +
-(1 − λ)P + K is at most that. So a second of C has the weight λ, a second of P λ·s + 1 − λ, and a
-second of K 1; `time` includes its weight. P is the communication of
+A step takes max(C + s·P, P) + K seconds in forward, and likewise in backward. C is compute,
+including slices. P is communication that may overlap with compute; each of its seconds delays
+compute by s. K is all other time, including the collectives inside ops. For every λ in [0, 1], one
+per phase, λ(C + s·P) + (1 − λ)P + K is at most this time. So a second of C has the weight λ, a
+second of P λ·s + 1 − λ, and a second of K 1. `time` includes its weight. P is the communication of
 
-    a tensor at rest, in the phase that makes it and in backward
-    a result of forward in backward, if backward may not recompute its op
-    a tensor whose only readers in the phase that makes it are parameters: their gradients
+    a stored tensor, in the phase that computes it and in backward
+    a forward result in backward, if backward may not recompute its op
+    a tensor whose only readers in its phase are parameters: their gradients
     copies between devices and their hosts
+
+The linear program:
 
     minimise Σ count·time·x[n,s] + Σ count·time·rc[n,s] + Σ count·time(a)·r[a] + Σ count·(a store
     and a fetch)·h[v,l]
@@ -21,42 +23,44 @@ second of K 1; `time` includes its weight. P is the communication of
     (2) r[a] ≥ f[c,a], r[a] ≤ Σ_c f[c,a]
     (3) supply(l) + Σ_{head(a)=l} f[c,a] − Σ_{tail(a)=l} f[c,a] ≥ demand(c,l)
         per reader c, phase and layout l
-        supply: strategies that make l; in backward of what forward made k[v,l] + h[v,l], strategies
-        with which it is made again, and, of what rests anyway, those that make l. demand:
-        strategies of c that read l; of what forward reads, in backward those with which c runs
-        again, if it then reads that operand
-    (4) k[v,l] + h[v,l] ≤ strategies that make l + strategies of forward readers that read l; only
-    in layouts in which v may be kept,
-        and h[v,l] only where it may be stored on the hosts
-    (9) k[v,l] + h[v,l] ≤ strategies that make l, but of what rests anyway, + Σ_{head(a)=l} r[a] of
-    v's own phase
-        and of what rests in l anyway, k[v,l] ≤ strategies of forward readers that read l
+        supply: strategies that produce l. In backward of a forward value: k[v,l] + h[v,l],
+        strategies of its recomputation, and strategies that produce l if the value is stored.
+        demand: strategies of c that read l. In backward of a forward reader: strategies of its
+        recomputation, if that reads the operand
+    (4) k[v,l] + h[v,l] ≤ strategies that produce l + strategies of forward readers that read l,
+        in layouts in which v may be kept; h[v,l] only if it may be stored on the hosts
+    (9) k[v,l] + h[v,l] ≤ strategies that produce l, except of stored values, + Σ_{head(a)=l} r[a]
+        in v's own phase; if v is stored in l, k[v,l] ≤ strategies of forward readers that read l
     (k) k[v,l] ≤ 1
-    (10) Σ_g h[g,a] ≤ r[a]      (11) Σ_a h[g,a] ≤ strategies of g     kernel g does collective a
-                                beside its product: −count·saved·h[g,a]
-    (6) Σ bytes of everything that certainly lives at a point of the step ≤ budget
+    (10) Σ_g h[g,a] ≤ r[a]      (11) Σ_a h[g,a] ≤ strategies of g     kernel g computes collective a
+                                together with its product: −count·saved·h[g,a]
+    (6) Σ bytes of everything that is certainly live at a point of the step ≤ budget
         (`autopar.certificate.multiplier_proof`)
 
-Every multiplier of the right sign proves a bound: the right sides, times their multipliers, and
-each variable's reduced cost where that is negative. Stored are π[c,l] ≥ 0 of (3), μ[l] and ν[l] ≥ 0
-of the two kinds of (9), ω[l] ≥ 0 of (k), and λ ≥ 0 of (6). With Δ[c,a] = π[c,head(a)] −
-π[c,tail(a)] the best of the others given these are, for (4), κ[l] = max(0, Σ_c π[c,l] − μ[l] − the
-lesser of what λ asks for keeping l with ν[l] + ω[l], and of what storing and fetching it takes),
-for (2) ρ[a] = max(0, −max_c Δ[c,a]) and max(0, Δ[c,a] + ρ[a]), and for (1) and (5) the least
-reduced cost of the strategies, so that
+All multipliers with the right signs prove a bound: the sum of the right sides times their
+multipliers, and of each variable's reduced cost if that is negative. The plan stores π[c,l] ≥ 0 of
+(3), μ[l] and ν[l] ≥ 0 of the two kinds of (9), ω[l] ≥ 0 of (k), and λ ≥ 0 of (6). Let Δ[c,a] =
+π[c,head(a)] − π[c,tail(a)]. The best values of the others, given these, are:
+
+- for (4), κ[l] = max(0, Σ_c π[c,l] − μ[l] − m), where m is the lesser of two costs: λ's price for
+  keeping l plus ν[l] + ω[l], and the cost of storing and fetching it;
+- for (2), ρ[a] = max(0, −max_c Δ[c,a]) and max(0, Δ[c,a] + ρ[a]);
+- for (1) and (5), the least reduced cost of the strategies.
+
+So the bound is
 
     bound = Σ_n min_s d[x] + Σ_n min(0, min_s d[rc]) + Σ_a min(0, left[a]) − Σ ω − Σ λ
 
     left[a] = count·time(a) − Σ_c max(0, Δ[c,a]) + ρ[a] − μ[head(a)], but μ only in v's own phase
-    d[x] = count·time + Σ π of what it reads − Σ π of what it supplies − Σ κ of what it makes or
-    reads − Σ μ of what it makes
-           − Σ ν of what it reads + λ's share of its bytes − Σ_g max_a max(0, count·saved(g,a) −
-           max(0, left[a]))
+    d[x] = count·time + Σ π of its operands − Σ π of its supply − Σ κ of its results and operands
+           − Σ μ of its results − Σ ν of its operands + λ's share of its bytes
+           − Σ_g max_a max(0, count·saved(g,a) − max(0, left[a]))
 
-and d[rc] likewise without κ, μ and ν; the last term is of kernels that the strategy can run in,
-whose savings, like compute, weigh λ: what a collective costs beyond its worth is the multiplier of
-(10), what a kernel saves beyond that the one of (11). Collectives whose tail nothing leads to, or
-whose head leads to no reader, carry nothing and are left out.
+and d[rc] likewise without κ, μ and ν. The last term covers the kernels in which the strategy can
+run; like compute, their savings have the weight λ. The multiplier of (10) is the cost of a
+collective beyond its worth, and the multiplier of (11) the saving of a kernel beyond that.
+Collectives whose tail cannot be reached, or whose head leads to no reader, carry no flow and are
+left out.
 """
 
 from __future__ import annotations
@@ -73,8 +77,8 @@ from autopar.core.problem import Problem
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Prices = Mapping[tuple[int, int, bool], Mapping[int, float]]
-"""By (tensor, position of the reader in `uses`, whether in backward of values from forward):
-layout → π."""
+"""(tensor, position of the reader in `uses`, whether backward reads a forward value) → layout →
+π."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,8 @@ class Versions:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Row (6) at one point, with its λ: instances kept per variant, bytes per strategy of some ops
-    in addition to those at rest."""
+    """Row (6) at one point, with its λ: number of kept instances per variant, and bytes per
+    strategy of some ops in addition to the stored ones."""
 
     held: Mapping[int, int]
     live: Mapping[int, Sequence[int]]
@@ -119,8 +123,8 @@ class _Dual:
                 self.again[n] = time_s - beside * (1.0 - in_backward)
 
     def costs(self, v: int, *, later: bool) -> Floats:
-        """Return the weighted seconds of each collective of a tensor; `later`: in backward, of a
-        value from forward."""
+        """Return the weighted seconds of each collective of a tensor. `later` selects backward of a
+        forward value."""
         variant, ops = self.problem.variants[v], self.problem.ops
         value = self.problem.values[variant.value]
         maker = ops[value.op]
@@ -172,7 +176,7 @@ def lower_bound(
         ruled_out: by op, the strategies that it does not run with; the bound is then of the other
             choices only, and infinite if there are none. Backward may run an op again with any.
     """
-    assert all(0.0 <= share <= 1.0 for share in balance), "any other proves nothing"
+    assert all(0.0 <= share <= 1.0 for share in balance), "balances outside of [0, 1] prove nothing"
     dual, kept = _Dual(problem, balance, versions or {}), np.zeros(len(problem.variants))
     for row in rows:
         _memory(dual, row, kept)
@@ -318,8 +322,8 @@ def _versions(
 ) -> tuple[Ints, tuple[Floats, Floats, Floats]]:
     """Return the layouts in which a tensor may be kept, and μ, ν and ω in these layouts.
 
-    The layouts follow from how the tensor is made and read in its own phase. There are none if
-    `reads` is None.
+    The layouts follow from the strategies that compute and read the tensor in its own phase. There
+    are none if `reads` is None.
     """
     value = dual.problem.values[dual.problem.variants[v].value]
     found = np.unique(np.concatenate([made, *reads])) if reads is not None else made[:0]

@@ -1,11 +1,11 @@
-"""Checks of buckets: whether their members may share a bucket, and its bytes and savings.
+"""Check buckets: whether their members may share a bucket, and its bytes and savings.
 
 Members are collectives of the plan that no op waits for, gathers of tensors that exist when their
-phase begins, or collectives at the begin or the end of a step. They have the same kind, axis,
+phase begins, or collectives at the beginning or the end of a step. They have the same kind, axis,
 dtype, reduction and slack, and all devices have equal parts of their tensors. No member starts from
 the result of another member. Since no op waits for members, or they start from existing tensors,
-only two collectives of the same tensor can do so. Each segment of a bucket is padded to a multiple
-of 8 elements. A reduce-scatter puts in a row for each device.
+only two collectives of the same tensor could. Each segment of a bucket is padded to a multiple of 8
+elements. The operand of a reduce-scatter has a row for each device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BucketWalk:
     """All buckets of a plan.
 
     Attributes:
-        num_microbatches: among which the time of what is done once per step is shared.
+        num_microbatches: number of microbatches that share the time of collectives once per step.
     """
 
     trace: Trace
@@ -46,7 +46,7 @@ class BucketWalk:
     num_microbatches: int
 
     def findings(self) -> Iterator[Finding]:
-        """Yield every claim about buckets that does not hold."""
+        """Yield a finding for each claim about buckets that does not hold."""
         taken = [
             (b.phase, m.node, m.result, m.target) for b in self.plan.buckets for m in b.members
         ]
@@ -70,7 +70,7 @@ class BucketWalk:
             yield Finding("time", f"buckets save {saved_s:.9g} s, not {claimed_s:.9g} s")
 
     def _find_faults(self, bucket: Bucket) -> Iterator[str]:
-        """Yield what is wrong with one bucket: its members, the bytes of its collective, and its
+        """Yield the faults of one bucket: its members, the bytes of its collective, and its
         time."""
         steps = [self._step(bucket.phase, m.node, m.result, m.target) for m in bucket.members]
         found = [step for step in steps if step is not None]
@@ -79,7 +79,7 @@ class BucketWalk:
             return
         yield from self._check_members(bucket, found)
         c = bucket.collective
-        num_bytes = _put_in(
+        num_bytes = _bytes_before(
             c, found, [self._shape(m.node, m.result) for m in bucket.members], self.plan.mesh
         )
         whole = Collective(
@@ -94,7 +94,8 @@ class BucketWalk:
         yield from self._check_time(bucket, found)
 
     def _check_members(self, bucket: Bucket, found: Sequence[Communication]) -> Iterator[str]:
-        """Whether the members may share a collective, and none waits for another of its bucket."""
+        """Yield a fault if the members may not share a collective, or if one waits for another of
+        its bucket."""
         c = bucket.collective
         for member, step in zip(bucket.members, found, strict=True):
             yield from (
@@ -110,10 +111,10 @@ class BucketWalk:
         yield from self._in_order(bucket, found)
 
     def _check_time(self, bucket: Bucket, found: Sequence[Communication]) -> Iterator[str]:
-        """Whether a bucket is no larger than it may be, takes the time that the profile says, and
-        saves the rest.
+        """Yield a fault if a bucket exceeds the largest size, or if its claimed time or saving is
+        wrong.
 
-        What is done once per step counts 1/M in each of M microbatches.
+        Collectives once per step count 1/M in each of M microbatches.
         """
         shared = self.num_microbatches if bucket.phase == "step" else 1
         sizes, rates = (
@@ -139,7 +140,7 @@ class BucketWalk:
         return next(tuple(p.view) for p in self.trace.parameters if storage_key(p.name) == node)
 
     def _member(self, c: Collective, step: Communication, shape: Sequence[int]) -> Iterator[str]:
-        """Explain why a collective cannot be in a bucket."""
+        """Yield the reasons why a collective cannot be in a bucket."""
         own, sizes = step.collective, self.plan.mesh.shape
         if own.kind not in SHARING:
             yield f"uses {own.kind}, which is not bucketed"
@@ -158,18 +159,18 @@ class BucketWalk:
 
     @staticmethod
     def _may_wait(step: Communication) -> bool:
-        """Return whether no op waits for a collective, or it is a gather that waits for no op.
-        Slacks themselves are checked elsewhere."""
+        """Return whether no op waits for a collective, or whether it is a gather that does not wait
+        for an op. Slacks are checked elsewhere."""
         return step.slack == "deferrable" or (
             step.slack == "prefetchable" and step.collective.kind == "all_gather"
         )
 
     def _in_order(self, bucket: Bucket, steps: Sequence[Communication]) -> Iterator[str]:
-        """Check that no member starts from the result of another."""
+        """Yield a fault if a member starts from the result of another."""
         for a, step in zip(bucket.members, steps, strict=True):
             for b, other in zip(bucket.members, steps, strict=True):
                 same = (a.node, a.result) == (b.node, b.result) and step is not other
-                if same and other.source in self._led_to(
+                if same and other.source in self._reached_layouts(
                     bucket.phase, a.node, a.result, step.target
                 ):
                     yield (
@@ -177,20 +178,19 @@ class BucketWalk:
                         " bucket"
                     )
 
-    def _led_to(self, phase: str, node: str, result: int, start: Layout) -> set[Layout]:
-        """Return the layouts that the plan's collectives make of a tensor, starting from one
-        layout."""
+    def _reached_layouts(self, phase: str, node: str, result: int, start: Layout) -> set[Layout]:
+        """Return the layouts that the plan's collectives produce from one layout of a tensor."""
         found, steps = {start}, self.claims.steps.get(((node, result), phase), ())
         while further := {step.target for step in steps if step.source in found} - found:
             found |= further
         return found
 
 
-def _put_in(
+def _bytes_before(
     c: Collective, steps: Sequence[Communication], shapes: Sequence[Sequence[int]], mesh: Mesh
 ) -> int:
-    """Bytes of a bucket before its collective: the smaller part of every tensor, filled up, once
-    per device that gets one."""
+    """Return the bytes of a bucket before its collective: the smaller part of every tensor, padded,
+    once per device that receives one."""
     elements = 0
     for step, shape in zip(steps, shapes, strict=True):
         part = 1

@@ -1,4 +1,4 @@
-"""The cases of a proof: whether they cover all solutions, and which strategies each rules out.
+"""The cases of a proof: whether they cover all solutions, and the strategies that each rules out.
 
 A condition states whether an op runs whole along a mesh axis: no operand and no result of its
 strategy is split, partial or shifted there. Each solution satisfies the condition or its opposite.
@@ -23,7 +23,7 @@ Conditions = Mapping[tuple[str, int], bool]
 
 
 class UnprovenCases(Exception):
-    """Cases that prove nothing; the argument says why."""
+    """Raised if cases prove nothing. The argument is the reason."""
 
 
 def ruled_out_by_case(
@@ -34,11 +34,11 @@ def ruled_out_by_case(
     Args:
         priced: the problem that the cases divide.
         cases: the cases of the proof.
-        num_axes: the number of mesh axes.
+        num_axes: number of mesh axes.
 
     Raises:
-        UnprovenCases: a condition is of no op of the problem or of no mesh axis, a case has two
-            conditions of one op and axis, or the cases do not cover all choices.
+        UnprovenCases: if a condition does not refer to an op of the problem or to a mesh axis, if a
+            case has two conditions on one op and axis, or if the cases do not cover all choices.
     """
     ops = {keys_of(priced, n)[0][0]: n for n in range(len(priced.problem.ops))}
     read = [_read(case, ops, num_axes) for case in cases]

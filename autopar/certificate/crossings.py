@@ -1,8 +1,8 @@
 """Claims of a plan about its cuts: the first layers of later stages, the values that cross, and the
-memory within which stages are planned.
+memory budgets of stages.
 
 All of them follow from the microbatch's trace, its cut, and the decisions of the stages' plans. A
-value crosses in the layout in which its stage sends it, each device sends its largest part, and a
+value crosses in the layout in which its stage sends it, and each device sends its largest part. A
 gradient returns if backward needs one.
 """
 
@@ -21,8 +21,8 @@ from autopar.validation.shards import held_bytes
 
 
 def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
-    """Yield the claims about cuts that do not hold: where later stages begin, and which values
-    cross, in which layouts and bytes.
+    """Yield a finding for each claim about cuts that does not hold: where later stages begin, and
+    which values cross, in which layouts and bytes.
 
     Args:
         part: the trace of one microbatch.
@@ -52,8 +52,8 @@ def cuts(part: Trace, made: Cut, pipeline: Pipeline) -> Iterator[Finding]:
 
 
 def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
-    """Yield the stages that were planned with other options than the plan, or with more memory than
-    their share."""
+    """Yield a finding for each stage that was planned with other options than the plan, or with
+    more memory than its share."""
     for number, stage in enumerate(pipeline.stages):
         for name, value in stage.options.items():
             if value != plan.options.get(name):
@@ -73,13 +73,13 @@ def budgets(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
     if pipeline.rank_budgets and max(pipeline.rank_budgets) != most:
         yield Finding(
             "memory",
-            f"its ranks have {max(pipeline.rank_budgets)} bytes at most, not {most} as its"
-            " options say",
+            f"its ranks have budgets of at most {max(pipeline.rank_budgets)} bytes, but its"
+            f" options state {most}",
         )
 
 
 def _crossed_values(part: Trace, made: Cut, pipeline: Pipeline, number: int) -> dict[str, Crossed]:
-    """Return the values that go from a stage to the next, by node key."""
+    """Return the values that cross from a stage to the next, by node key."""
     stage, boundary = pipeline.stages[number], made.boundaries[number]
     chosen, found = stage.node_choices(), dict[str, Crossed]()
     for name, gradient in zip(boundary.values, boundary.gradients, strict=True):

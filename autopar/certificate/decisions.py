@@ -1,4 +1,4 @@
-"""Checks every entry of a plan against the problem: its nodes, its strategy and its time.
+"""Check every entry of a plan against the problem: its nodes, its strategy and its time.
 
 A strategy is legal if the rule of each node offers it. The bound covers a strategy if the problem
 offers it: under the plan's constraints, and without collectives inside a decision.
@@ -41,7 +41,7 @@ def keys_of(priced: Priced, op: int) -> tuple[tuple[str, ...], ...]:
 
 
 def crossing_keys(trace: Trace) -> frozenset[str]:
-    """Return the keys of the values that come from, or go to, other stages."""
+    """Return the keys of the values that arrive from, or leave for, other stages."""
     arriving = {input_key(i.path) for i in trace.inputs if i.crosses}
     return frozenset(arriving | {output_key(o.path) for o in trace.outputs if o.crosses})
 
@@ -95,8 +95,8 @@ class Decisions:
         yield from (f for e in self.plan.entries for f in self._check_arity(e))
 
     def _check_arity(self, entry: Entry) -> Iterator[Finding]:
-        """Check that each strategy has as many layouts as its node has tensors, so that they can be
-        looked up."""
+        """Yield a finding for each strategy that does not have one layout per tensor of its node,
+        so that layouts cannot be looked up."""
         if not entry.instances:
             yield Finding("layouts", "it has no nodes", entry.key)
             return
@@ -116,14 +116,16 @@ class Decisions:
             else:
                 continue
             if (len(choice.strategy.inputs), len(choice.strategy.outputs)) != expected:
-                yield Finding("layouts", f"{choice.strategy} has not one layout per tensor", key)
+                yield Finding(
+                    "layouts", f"{choice.strategy} does not have one layout per tensor", key
+                )
 
     def findings(self) -> Iterator[Finding]:
-        """Yield every claim of an entry that does not hold."""
+        """Yield a finding for each claim of an entry that does not hold."""
         for entry in self.plan.entries:
             op = self.owner[entry.nodes[0].node.format(*entry.instances[0])]
             together = {tuple(c.node.format(*i) for c in entry.nodes) for i in entry.instances}
-            if together not in self._said_of(op):
+            if together not in self._listed_nodes(op):
                 yield Finding(
                     "layouts",
                     "the nodes of this entry do not form one decision of the problem",
@@ -151,9 +153,9 @@ class Decisions:
                 )
             yield from self._check_times(entry)
 
-    def _said_of(self, op: int) -> tuple[set[tuple[str, ...]], ...]:
-        """Return the nodes that the plan has an entry for among the nodes of an op. A parameter is
-        returned together with its storage."""
+    def _listed_nodes(self, op: int) -> tuple[set[tuple[str, ...]], ...]:
+        """Return the nodes of an op for which the plan has an entry. A parameter is returned
+        together with its storage."""
         own = set(keys_of(self.priced, op))
         source = self.priced.sources[op]
         return (
@@ -180,8 +182,8 @@ class Decisions:
     def _check_strategies(
         self, entry: Entry, op: int, choices: Sequence[NodeChoice], when: str
     ) -> Iterator[Finding]:
-        """Whether the rules allow an entry's strategies, and the problem offers them, so that
-        the bound covers them."""
+        """Yield a finding if the rules do not allow an entry's strategies, or if the problem does
+        not offer them, so that the bound does not cover them."""
         illegal = [*self._find_illegal(entry, choices, when)]
         yield from illegal
         strategies = tuple(c.strategy for c in choices)
@@ -221,7 +223,7 @@ class Decisions:
                     yield Finding("layouts", what, key)
 
     def _is_offered(self, op: int, strategies: tuple[Strategy, ...]) -> bool:
-        """Whether the problem offers these strategies of the nodes of an op together."""
+        """Return whether the problem offers these strategies of the nodes of an op together."""
         cluster = self.priced.sources[op].cluster
         if cluster is not None:
             return any(s.members == strategies for s in cluster.strategies)
@@ -305,7 +307,7 @@ class Decisions:
         return self.rates.op_s("elementwise", 0, moved, p.compute_dtype)
 
     def _bandwidth(self, rests: Layout) -> float:
-        """Return the bandwidth (bytes/s) of the memory in which a parameter rests."""
+        """Return the bandwidth (bytes/s) of the memory in which a parameter is stored."""
         if not rests.host:
             return self.profile.memory_bandwidth_bytes_per_s
         if self.profile.host is None:
@@ -318,8 +320,8 @@ class Decisions:
     def _added_s(self, p: Parameter, sums: Layout) -> float:
         """Return the seconds of adding a gradient to its sum.
 
-        The gradient, or what it is cast from, is read; the sum is written, and also read except the
-        first time.
+        The gradient, or the operand of its cast, is read. The sum is written and, except for the
+        first microbatch, also read.
         """
         dtype = p.dtype
         if sums.uncast:
@@ -339,7 +341,7 @@ class Decisions:
         return added_s - (added_s - written_s) / self.context.num_microbatches
 
     def crosses(self, entry: Entry) -> bool:
-        """Whether an entry is a value that crosses between stages."""
+        """Return whether an entry is a value that crosses between stages."""
         return entry.nodes[0].node.format(*entry.instances[0]) in self._crossing
 
     def _node_time_s(self, key: str, strategy: Strategy) -> float:

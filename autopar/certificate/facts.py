@@ -1,5 +1,5 @@
-"""The facts that claims are checked against: the tensors of the traced model and their readers; and
-the claims of a plan, indexed."""
+"""The facts against which claims are checked: the tensors of the traced model and their readers,
+and the claims of a plan by key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autopar.program.schedule import Action
 from autopar.rules import operands_of
 from autopar.sharding import Forced, classes_of, resolve
 
-TensorKey = tuple[str, int]  # node key, result
+TensorKey = tuple[str, int]  # (node key, index of the result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,14 @@ class Tensor:
     """One tensor of the traced model.
 
     Attributes:
-        key, result: the node that makes it, and the index of its result.
+        key, result: the node that computes it, and the index of its result.
         phase: the phase of that node.
-        resident: whether it is a parameter, a buffer or an input, and no copy of one.
-        given: whether it exists when the step begins: resident tensors and copies of them, without
-            gradients that come from another stage.
+        shape: the global shape.
+        dtype: the dtype.
+        resident: whether it is a parameter, a buffer or an input, and not a copy of one.
+        readers: its readers.
+        given: whether it exists when the step begins: resident tensors and copies of them, but not
+            gradients from another stage.
         sum_dtype: the dtype in which its partial sums are reduced: fp32 for gradients of 16-bit
             parameters, the dtype of the gradient for a tensor that is cast to one, else its own.
     """
@@ -63,10 +66,16 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A traced model: tensors by the node that makes them, compute nodes by key, the key of each
-    node of the graph by its name, every key that a plan must list, and the `asked` nodes of
-    forward. Backward or another stage reads the results of an `asked` node, directly or through
-    other such nodes. If backward recomputes an op, it runs only these of its nodes."""
+    """A traced model.
+
+    Attributes:
+        tensors: (node key, index of the result) → tensor.
+        nodes: key → compute node.
+        names: name of a node of the graph → its key.
+        keys: all keys that a plan must list.
+        asked: forward nodes whose results backward or another stage reads, directly or through
+            other such nodes. If backward recomputes an op, it runs only these of its nodes.
+    """
 
     tensors: Mapping[TensorKey, Tensor]
     nodes: Mapping[str, fx.Node]
@@ -112,21 +121,21 @@ class Facts:
                 )
         leaving = {names[o.node] for o in trace.outputs if o.crosses and o.node in names}
         keys = frozenset(names.values()) | {r.key for _, r in _results(trace)}
-        return Facts(tensors, nodes, names, keys, _find_asked(tensors.values(), leaving))
+        return Facts(tensors, nodes, names, keys, _find_needed(tensors.values(), leaving))
 
 
 @dataclass(frozen=True, slots=True)
 class _Origins:
-    """Values that no op of the traced graph makes: parameters, buffers, inputs and gradients of
+    """Values that no op of the traced graph computes: parameters, buffers, inputs and gradients of
     outputs, by the names of their nodes.
 
     Attributes:
         keys: node name → the key under which plans list it.
         tangents: gradients of outputs, which arrive in backward.
-        given: the values that exist when the step begins, without inputs and gradients that come
-            from another stage.
-        resident: the values at rest during the whole step, without copies in a narrower dtype and
-            values from the previous stage.
+        given: the values that exist when the step begins, without inputs and gradients from another
+            stage.
+        resident: the values that exist during the whole step, without copies in a narrower dtype
+            and values from the previous stage.
     """
 
     keys: Mapping[str, str]
@@ -150,7 +159,7 @@ class _Origins:
             for o in trace.differentiable
         }
         keys = {**parameters, **buffers, **inputs, **tangents}
-        crossing = {i.node for i in trace.inputs if i.crosses}  # held like results of forward
+        crossing = {i.node for i in trace.inputs if i.crosses}  # stored like results of forward
         returning = {o.tangent for o in trace.differentiable if o.is_answered}
         copied = {p.node for p in trace.parameters if p.is_narrowed and not accumulates}
         there = frozenset(keys) - crossing
@@ -162,7 +171,7 @@ class _Origins:
 
 
 def _values_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
-    """The traced tensors that a node makes, with the number of each among its results."""
+    """Yield the traced tensors that a node computes, with the index of each among its results."""
     value = node.meta.get("val")
     for result, each in enumerate(value if isinstance(value, tuple | list) else (value,)):
         if isinstance(each, torch.Tensor):
@@ -172,7 +181,7 @@ def _values_of(node: fx.Node) -> Iterator[tuple[int, torch.Tensor]]:
 def _choose_sum_dtype(
     dtype: torch.dtype, readers: Collection[TensorReader], cast_to: torch.dtype
 ) -> torch.dtype:
-    """Return the dtype in which partial sums are reduced; see `Tensor.sum_dtype`.
+    """Return the dtype in which partial sums are reduced (see `Tensor.sum_dtype`).
 
     Args:
         dtype: the dtype of the tensor.
@@ -185,8 +194,8 @@ def _choose_sum_dtype(
     )
 
 
-def _find_asked(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str]:
-    """Return the nodes of forward that backward or another stage asks for; see `Facts`.
+def _find_needed(tensors: Collection[Tensor], leaving: set[str]) -> frozenset[str]:
+    """Return the forward nodes whose results backward or another stage reads (see `Facts`).
 
     Args:
         tensors: the tensors of the traced model.
@@ -251,8 +260,8 @@ class Claims:
 
     @staticmethod
     def of(plan: Plan) -> Claims:
-        """Index the claims of a plan about each node and tensor. Claims about nodes that the model
-        lacks are reported later."""
+        """Collect the claims of a plan by node and tensor. Claims about nodes that the model does
+        not have are reported later."""
         steps: dict[tuple[TensorKey, str], tuple[Communication, ...]] = {}
         own: dict[tuple[str, str], tuple[Communication, ...]] = {}
         for node, step in plan.steps():
@@ -270,22 +279,23 @@ class Claims:
 
 
 # --------------------------------------------------------------------------------------------------
-# The context of a plan: its constraints, and, for a stage of a pipeline, its surroundings.
+# The context of a plan: its constraints and, for a stage, its neighbours and schedule.
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The surroundings of a plan.
+    """The context of a plan.
 
     Attributes:
         forced: the resolved constraints.
         crossing: how tensors cross to a stage's neighbours.
-        num_microbatches, num_in_flight: those of a stage.
-        schedule: the name of the schedule, ``""`` for a plan without stages.
+        num_microbatches: number of microbatches of a step.
+        num_in_flight: largest number of microbatches whose saved values the stage holds.
+        schedule: name of the schedule, ``""`` for a plan without stages.
         batch_bytes: bytes of the whole batch, which is live during a step of several microbatches.
         returned: the values that calls of a pipeline return.
-        stage, actions: the index of the stage, and the actions of its rank, if the rank holds
-            several stages.
+        stage: index of the stage.
+        actions: the actions of its rank, if the rank has several stages.
     """
 
     forced: Forced
@@ -300,8 +310,7 @@ class Context:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients are added to sums, and parameters may be held gathered, through a
-        step."""
+        """Whether gradients are added to sums, and parameters may be gathered for a whole step."""
         return self.num_microbatches > 1 or self.forced.named.holds
 
     @staticmethod

@@ -1,16 +1,16 @@
-"""Check the collectives that nodes issue by themselves: those of experts, whose tokens are
-dispatched. All of them follow from layouts alone.
+"""Check the collectives that nodes issue internally. Only nodes of experts do, to dispatch tokens.
+All of these collectives follow from layouts alone.
 
-If one axis splits both tokens (dim 0 of x) and experts (dim 0 of the weights), rows are exchanged
-by all-to-alls along it: one pair of token and expert per pick of a device. A device puts in, in
-this order, as many elements as
+If one axis splits both tokens (dim 0 of x) and experts (dim 0 of the weights), all-to-alls along
+this axis exchange rows: one pair of token and expert per pick of a device. The operands of these
+all-to-alls on one device are, in this order and in elements:
 
-    forward     an integer for each expert of the axis; pairs · features; pairs · what experts make
-    backward    the integers; pairs · (what experts make + features); pairs; pairs · features; pairs
+    forward     an integer for each expert of the axis; pairs · features; pairs · output features
+                of an expert
+    backward    the integers; pairs · (output features + features); pairs; pairs · features; pairs
 
-The third and the fifth of backward are in the gates' dtype. No compute runs beside these
-collectives, and no other node issues collectives by itself. If the plan says so, all of them go
-directly between peers.
+The third and the fifth of backward have the gates' dtype. No compute overlaps these collectives. If
+the plan has kernels for them, all of them go directly between peers.
 """
 
 from __future__ import annotations
@@ -49,33 +49,34 @@ from autopar.validation.shards import local_lengths
 #
 # An all-to-all of rows (not one of counts or gates) takes one more pass over them, with 2 bytes of
 # memory traffic for each byte moved: before rows are sent, or before the experts' results are sent
-# back. Routes between peers save this pass. If the profile says that they reach a share f of an
-# all-to-all's bandwidth, t·(1/f − 1) seconds are lost of each all-to-all that takes t.
+# back. Routes between peers save this pass. If the profile states that they reach a share f of an
+# all-to-all's bandwidth, each all-to-all of t seconds takes t·(1/f − 1) seconds longer.
 #
 # Ranks share buffers along an axis, one set for all nodes that move rows of equal form. With n
-# ranks, p pairs of a rank and E experts of all: 8·n·E bytes of counts; room for n·p rows that
-# arrive and for p rows that come back, for each of the two tensors that travel. All are in lines of
-# 128 bytes, with n lines of flags each.
+# ranks, p pairs per rank and E experts in total, these are 8·n·E bytes of counts, and, for each of
+# the two tensors that travel, room for n·p rows that arrive and for p rows that come back. All
+# sizes are multiples of lines of 128 bytes. Each buffer also has n lines of flags.
 
 _THERE, _BACK = "moe_dispatch", "moe_combine"
-_FORWARD = ((_THERE, 0), (_THERE, 2), (_BACK, 2))  # kernel, passes saved
+_FORWARD = ((_THERE, 0), (_THERE, 2), (_BACK, 2))  # (kernel, passes saved) per collective
 _BACKWARD = ((_THERE, 0), (_THERE, 2), (_THERE, 0), (_BACK, 2), (_BACK, 0))
 _LINE = 128  # bytes
-_MOST_RANKS = 64  # that the kernels know
+_MOST_RANKS = 64  # limit of the kernels
 Form = tuple[object, ...]
 
 
 def check_routed(
     node: fx.Node, phase: str, said: Sequence[Communication], mesh: Mesh, profile: HardwareProfile
 ) -> Iterator[Finding]:
-    """Yield the claims that do not hold of a node whose collectives go between peers.
+    """Yield a finding for each claim that does not hold about a node whose collectives go directly
+    between peers.
 
     Args:
         node: the node of the ops `experts` or `experts_backward`.
-        phase: in which the node runs; "backward" if it runs again.
+        phase: phase in which the node runs; "backward" if it runs again.
         said: the collectives that the plan lists for the node, in order.
         mesh: the mesh of the plan.
-        profile: the profile of the devices; its kernels say how fast a route is.
+        profile: the profile of the devices; its kernels state the speed of a route.
     """
     key, reached = node.meta["key"], profile.kernels.get("moe_route", 0.0)
     again, total_s = phase != node.meta["phase"], 0.0
@@ -89,8 +90,8 @@ def check_routed(
         ):
             yield Finding(
                 "kernels",
-                f"its internal communication in {phase} is not a {name}: all of it goes between"
-                " peers or none",
+                f"its internal communication in {phase} is not a {name}: either all or none of it"
+                " goes directly between peers",
                 key,
             )
             return
@@ -128,16 +129,17 @@ def check_routed(
 def count_shared(
     node: fx.Node, strategy: Strategy, mesh_shape: Sequence[int], axis: int
 ) -> dict[Form, int]:
-    """Count the memory that a node whose rows go between peers shares along an axis.
+    """Count the memory that ranks share along an axis for a node whose rows go directly between
+    peers.
 
     Args:
         node: the node of the ops `experts` or `experts_backward`.
         strategy: the layouts of its operands and results.
         mesh_shape: the size of each mesh axis.
-        axis: index of the mesh axis along which rows go.
+        axis: index of the mesh axis along which rows move.
 
     Returns:
-        Bytes on a rank by form of the shared buffer. Nodes share the buffers of equal forms.
+        Form of a shared buffer → bytes on a rank. Nodes share buffers of equal form.
     """
     infos, forward, num = call_of(node).inputs[-5:], node.target is ops.experts, mesh_shape[axis]
     x, picks, _, up, down = (
@@ -164,12 +166,12 @@ def count_shared(
     }
 
 
-_OPERANDS = 5  # x, picks, gates, up and down, the last ones of both ops
+_OPERANDS = 5  # x, picks, gates, up and down are the last operands of both ops
 
 
 @dataclass(frozen=True, slots=True)
 class OwnWalk:
-    """The collectives that all nodes of a model issue by themselves under a plan."""
+    """The collectives that the nodes of a model issue internally under a plan."""
 
     facts: Facts
     claims: Claims
@@ -177,15 +179,15 @@ class OwnWalk:
     profile: HardwareProfile
     shared: dict[tuple[object, ...], int] = field(
         default_factory=dict
-    )  # axis and form → bytes, of the routes that were looked at
+    )  # (axis, form) → bytes, for the routes checked so far
 
     @property
     def rates(self) -> Rates:
-        """The times of collectives on the plan's mesh."""
+        """The rates of collectives and ops on the plan's mesh."""
         return Rates(self.mesh, self.profile)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield every claim about these collectives that does not hold."""
+        """Yield a finding for each claim about these collectives that does not hold."""
         left = dict(self.claims.own)
         for key, node in self.facts.nodes.items():
             for phase, choices in (
@@ -274,8 +276,8 @@ class OwnWalk:
 
 
 def dispatched_along(call: Call, strategy: Strategy) -> int | None:
-    """The axis along which a call's tokens are dispatched; None if there is none, or more
-    than one, which no rule offers."""
+    """Return the axis along which a call's tokens are dispatched. Return None if there is none, or
+    more than one, which no rule offers."""
     if call.target not in (ops.experts, ops.experts_backward):
         return None
     x, *_, up, _ = (layout.placements for layout in strategy.inputs[-_OPERANDS:])
@@ -286,13 +288,13 @@ def dispatched_along(call: Call, strategy: Strategy) -> int | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Flops and bytes of one op on one device, counted by the certificate itself.
+# Flops and bytes of one op on one device. The certificate counts them independently.
 #
-# A product sums, for each element of its result, over all letters that the result lacks: two flops
-# each. A convolution sums over its window in each channel of a group. Attention is two products,
-# whose causal half is skipped; its backward is five products of that size. An op reads its operands
-# and writes its results once. A lookup reads as much of its table as it writes. A draw makes each
-# number in several passes.
+# For each element of its result, a product sums over all letters that the result does not have,
+# with two flops per term. A convolution sums over its window in each channel of a group. Attention
+# is two products; half of them is skipped if it is causal. Its backward is five products of that
+# size. An op reads its operands and writes its results once. A lookup reads as much of its table as
+# it writes. A random draw computes each number in several passes.
 
 aten = torch.ops.aten
 Infos = Sequence[TensorInfo]
@@ -302,7 +304,7 @@ _FREE = (aten._unsafe_view, aten.reshape)
 
 
 def product_dtype(reads: Infos) -> torch.dtype:
-    """Return the dtype in which a product computes: the wider one of its factors."""
+    """Return the dtype in which a product computes: that of its wider factor."""
     factors = [i.dtype for i in reads[:2]]
     found = torch.float32 if not factors else factors[0]
     for each in factors[1:]:
@@ -312,7 +314,7 @@ def product_dtype(reads: Infos) -> torch.dtype:
 
 
 def is_free(target: Callable[..., Any]) -> bool:
-    """Return whether an op only changes the view of its operand, and so takes no time."""
+    """Return whether an op only changes the view of its operand. Such an op takes no time."""
     if target is operator.getitem:
         return True
     schema = getattr(target, "_schema", None)
@@ -327,11 +329,11 @@ def count_work(call: Call, reads: Infos, makes: Infos, *, mirrored: bool) -> tup
     """Return the flops and bytes of a call on these local tensors.
 
     Args:
-        call: only its op and arguments are read, not its shapes.
-        reads: local tensors that it reads.
-        makes: local tensors that it makes.
-        mirrored: whether the queries of causal attention lie mirrored; then each rank computes half
-            of all pairs.
+        call: the call; only its op and arguments are read, not its shapes.
+        reads: the local tensors that it reads.
+        makes: the local tensors that it returns.
+        mirrored: whether the queries of causal attention are mirrored. If so, each rank computes
+            half of all pairs.
     """
     target = torchs_own(call.target)
     packet = getattr(target, "overloadpacket", target)
@@ -360,7 +362,8 @@ def _dot(call: Call, reads: Infos, makes: Infos) -> int:
 
 
 def _matrix(factor: int) -> Callable[[Call, Infos, Infos], int]:
-    """Count the flops of products that sum over the last dim of that operand."""
+    """Return a function that counts the flops of products which sum over the last dim of an
+    operand."""
     return lambda call, reads, makes: 2 * math.prod(makes[0].shape) * reads[factor].shape[-1]
 
 
@@ -408,10 +411,10 @@ _FLOPS: Mapping[Any, Callable[[Call, Infos, Infos], int]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Seconds of one call on a device's local tensors, by the certificate's own counts and rates.
+# Seconds of one call on a device's local tensors, from the certificate's own counts and rates.
 
 _IN_PASSES = (*PIECES, ops.linear_cross_entropy, ops.experts, ops.experts_backward)
-"""What is done in several passes, or by rows, which `works` tells apart"""
+"""Ops that run in several passes or by rows. `works` lists their passes."""
 
 
 def local_infos(
@@ -429,13 +432,13 @@ def local_infos(
 
 
 def call_s(call: Call, strategy: Strategy, rates: Rates) -> float:
-    """Return the seconds of a call on one device; 0 if its readers read the operand of a cast
-    instead.
+    """Return the seconds of a call on one device. A cast takes no time if its readers read its
+    operand instead.
 
     Args:
         call: the call, with the shapes of whole tensors.
         strategy: the layouts of its operands and results.
-        rates: of the mesh and profile.
+        rates: rates of the mesh and profile.
     """
     if any(at.uncast for at in strategy.outputs):
         return 0.0
@@ -454,9 +457,8 @@ def call_s(call: Call, strategy: Strategy, rates: Rates) -> float:
 
 
 def mirrored_queries(call: Call, strategy: Strategy) -> bool:
-    """Whether attention reads queries that lie mirrored along some axis: then all ranks see equally
-    many pairs of query and key.
-    """
+    """Return whether attention reads queries that are mirrored along some axis. Then all ranks have
+    equally many pairs of query and key."""
     if call.target not in (ops.attention, ops.attention_backward):
         return False
     queries = strategy.inputs[1 if call.target is ops.attention_backward else 0]

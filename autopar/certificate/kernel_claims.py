@@ -1,20 +1,20 @@
-"""Checks every kernel of a plan: whether its product is at an end of the collective and can run in
+"""Check every kernel of a plan: whether its product is at an end of the collective and can run in
 the kernel, and whether it saves as much as claimed.
 
 Ranks along the collective's axis are in one node, so they can access each other's memory. A product
-runs with one collective of a tensor, and is divided into chunks in one way: for its operand, or for
-its result. A result that is scattered as it is computed never exists as a whole, so nothing else
-starts from it, reads it or keeps it. A collective that has slack in every plan has no kernel. The
-product must be able to run where its operand is first read: its other factor is a parameter, an
-input, or a result of forward. A tensor from another stage counts as made in its phase, and has
-slack in the other phase. If a product is only added to another tensor, in its own phase, its kernel
-can also add that tensor and scatter the sum, unless the layout changes before. A product of forward
-can also compute the norm after the sum (`NormWalk`).
+runs with one collective of a tensor, and is divided into chunks along its operand or along its
+result. A result that is scattered as it is computed never exists as a whole, so nothing else starts
+from it, reads it or keeps it. A collective that has slack in every plan has no kernel. The product
+must be able to run where its operand is first read: its other factor is a parameter, an input, or a
+forward result. A tensor from another stage counts as computed in its phase, and has slack in the
+other phase. If a product is only added to another tensor, in its own phase, its kernel can also add
+that tensor and scatter the sum, unless the layout changes before. A forward product can also
+compute the norm after the sum (`NormWalk`).
 
-The memory that kernels share with their peers along an axis is allocated once for all that move a
-tensor of one form in the same pieces. With n ranks and q chunks, it has two slots for a rank's part
-if the tensor is gathered, 2·n of them if it is scattered, each a multiple of a line of 128 bytes,
-and 1 + n + n·q flags, each in a separate line.
+The memory that kernels share with their peers along an axis is allocated once for all kernels that
+move a tensor of the same form in the same pieces. With n ranks and q chunks, it has two slots for a
+rank's part if the tensor is gathered, and 2·n slots if it is scattered, each a multiple of a line
+of 128 bytes, and 1 + n + n·q flags, each in a separate line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from autopar.validation.shards import local_lengths
 
 # --------------------------------------------------------------------------------------------------
 # Kernels that also compute a norm. Sum and norm follow the product, have whole rows in the layout
-# of its part, and round as the product does.
+# of its part, and round in the same way as the product.
 
 _WIDE = {torch.float64: torch.float64}  # all other dtypes are normalized in float32
 
@@ -76,7 +76,7 @@ class NormWalk:
         if total is None or total.target is not torch.ops.aten.add.Tensor:
             return None
         for reader in facts.tensors[total.meta["key"], 0].readers:
-            norm = facts.nodes.get(reader.key)  # None for outputs
+            norm = facts.nodes.get(reader.key)  # None for an output
             if (
                 norm is None
                 or norm.target is not ops.rms_norm
@@ -97,7 +97,7 @@ class NormWalk:
         return [self.claims.chosen.get(node.meta["key"]) for node in self.nodes]
 
     def wrong(self, layout: Layout) -> Iterator[str]:
-        """Yield what keeps a kernel from computing sum and norm if a part lies in this layout."""
+        """Yield the reasons why a kernel cannot compute sum and norm if a part has this layout."""
         if len(self.facts.nodes[self.product].args) > 3:
             yield "its product has a bias"
         if not self._is_plain_sum():
@@ -119,8 +119,8 @@ class NormWalk:
         )
 
     def _is_plain_norm(self) -> bool:
-        """Whether the norm is of all of the sum's last dim, computed in the wide dtype, with a
-        weight and a result in the product's."""
+        """Return whether the norm is over the whole last dim of the sum, computed in the wide
+        dtype, with a weight and a result in the product's dtype."""
         total, squares, norm = self.nodes
         made = self.facts.nodes[self.product].meta["val"]
         dtype, wide = made.dtype, _WIDE.get(made.dtype, torch.float32)
@@ -148,7 +148,8 @@ class NormWalk:
             yield "the norm has only a shard of its weight"
 
     def calls(self) -> tuple[tuple[Call, Strategy], ...]:
-        """The calls that the kernel computes besides its product, with their strategies."""
+        """Return the calls that the kernel computes in addition to its product, with their
+        strategies."""
         return tuple(
             (call_of(node), how)
             for node, how in zip(self.nodes, self.strategies, strict=True)
@@ -169,16 +170,16 @@ class KernelWalk:
     profile: HardwareProfile
     shared: dict[tuple[object, ...], int] = field(
         default_factory=dict
-    )  # kind, axis and form → bytes, as far as they were looked at
+    )  # (kind, axis, form) → bytes, for the kernels checked so far
     _normed: dict[str, str] = field(
         default_factory=dict
-    )  # sum → the product that is added up and normed with it
+    )  # sum → the product whose kernel adds and norms it
     _doing: dict[tuple[str, bool], tuple[str, set[object]]] = field(
         default_factory=dict
-    )  # product → its way, and the tensors' patterns
+    )  # (product, recomputed) → name of its kernel, and patterns of the tensors
 
     def findings(self) -> Iterator[Finding]:
-        """Yield every claim about kernels that does not hold."""
+        """Yield a finding for each claim about kernels that does not hold."""
         for (key, phase), steps in self.claims.steps.items():
             for step in steps:
                 if step.kernel is not None:
@@ -197,8 +198,8 @@ class KernelWalk:
         kernel: InKernel,
         steps: Sequence[Communication],
     ) -> Iterator[str]:
-        """Yield what is wrong with one kernel. The first fault that prevents further checks is the
-        last one."""
+        """Yield the faults of one kernel. The first fault that prevents further checks is the last
+        one."""
         tensor = self.facts.tensors.get(key)
         if tensor is None or not self._is_offered(tensor, key, phase):
             yield "the problem offers no kernel here"
@@ -231,12 +232,15 @@ class KernelWalk:
         product: TensorReader,
         chosen: Strategy,
     ) -> Iterator[str]:
-        """Yield what keeps a kernel from computing a product, with the sum and the norm after it,
-        or from saving what the plan says.
+        """Yield the reasons why a kernel cannot compute a product with the sum and the norm after
+        it, or does not save what the plan states.
 
         Args:
             key: the tensor that the step moves.
-            product: the product, as a reader or a maker of the tensor.
+            phase: the phase of the step.
+            step: the collective.
+            kernel: the kernel.
+            product: the product, as a reader of the tensor or the node that computes it.
             chosen: the product's strategy.
         """
         tensor = self.facts.tensors[key]
@@ -254,21 +258,22 @@ class KernelWalk:
         yield from self._check_saving(step, kernel, product, chosen, adds=adds, normed=normed)
 
     def _is_offered(self, tensor: Tensor, key: tuple[str, int], phase: str) -> bool:
-        """Whether a collective of a tensor in a phase can run in a kernel. In the phase that does
-        not make the tensor, only if the tensor does not cross between phases."""
+        """Return whether a collective of a tensor in a phase can run in a kernel. Outside of the
+        phase that computes the tensor, it can only if the tensor does not cross between stages."""
         if phase not in ("forward", "backward"):
             return False
         return phase == tensor.phase or not self._crosses(key)
 
     def _strategy_of(self, product: TensorReader | None, kernel: InKernel) -> Strategy | None:
-        """Return the strategy of a kernel's product; None if it is no product, or the plan has
-        none."""
+        """Return the strategy of a kernel's product; None if it is not a product, or if the plan
+        has no strategy for it."""
         if product is None or self.facts.nodes[product.key].target is not ops.dot:
             return None
         return (self.claims.again if kernel.again else self.claims.chosen).get(product.key)
 
     def _check_peers(self, step: Communication) -> Iterator[str]:
-        """Whether compute waits for the collective, and its ranks reach each other's memory."""
+        """Yield a fault if compute does not wait for the collective, or if its ranks cannot access
+        each other's memory."""
         if step.beside:
             yield "it overlaps compute already"
         if self.mesh.link(step.collective.axis) != "intra":
@@ -286,10 +291,15 @@ class KernelWalk:
         product: TensorReader,
         after: NormWalk | None,
     ) -> Iterator[str]:
-        """Whether a sum and a norm of it follow the product in forward, and this product alone is
-        normed with them.
+        """Yield a fault if no sum and norm of the product follow in forward, or if another product
+        is already normed with them.
 
         Args:
+            key: the tensor that the step moves.
+            phase: the phase of the step.
+            step: the collective.
+            kernel: the kernel.
+            product: the product.
             after: the sum and the norm after the product; None if there are none.
         """
         if after is None or kernel.again or phase != "forward":
@@ -316,8 +326,8 @@ class KernelWalk:
         )
 
     def _find_maker(self, tensor: Tensor, kernel: InKernel) -> TensorReader | None:
-        """Return the node that makes a tensor, or one whose result it adds, as a reader without an
-        operand."""
+        """Return the node that computes a tensor, or one whose result it adds, as a reader without
+        an operand."""
         node = self.facts.nodes.get(tensor.key)
         operands = (
             () if node is None else sorted(operands_of(node), reverse=True)
@@ -339,7 +349,7 @@ class KernelWalk:
     def _check_sum(
         self, total: Tensor, step: Communication, product: TensorReader
     ) -> Iterator[str]:
-        """Yield what keeps a product from waiting for its sum: another reader, or a tensor in
+        """Yield the reasons why a product cannot wait for its sum: another reader, or a tensor in
         another layout."""
         node, strategy = self.facts.nodes[total.key], self.claims.chosen.get(total.key)
         summand = self.facts.tensors[product.key, 0]
@@ -370,8 +380,8 @@ class KernelWalk:
         product: TensorReader,
         chosen: Strategy,
     ) -> Iterator[str]:
-        """Yield what is wrong at the product's end of the collective: the product has to read the
-        layout that the collective makes, or make the layout that it starts from."""
+        """Yield the faults at the product's end of the collective. The product must read the layout
+        that the collective produces, or compute the layout from which it starts."""
         node = self.facts.nodes[product.key]
         if product.operand < 0:
             if chosen.outputs[0] != step.source:
@@ -395,11 +405,11 @@ class KernelWalk:
             yield "another operand of the product may not be available at its first use"
 
     def _crosses(self, key: tuple[str, int]) -> bool:
-        """Whether a tensor comes from another stage."""
+        """Return whether a tensor arrives from another stage."""
         return key[0] not in self.facts.nodes and not self.facts.tensors[key].given
 
     def _phase_of(self, node: fx.Node) -> str:
-        """Return the phase of a node; none for values at rest."""
+        """Return the phase of a node; ``""`` for stored values."""
         if node.op != "placeholder":
             return str(node.meta["phase"])
         tensor = self.facts.tensors[self.facts.names[node.name], 0]
@@ -481,7 +491,7 @@ def shared_forms(
     """
     walk = KernelWalk(Facts.of(trace), Claims.of(plan), plan.mesh, profile)
     own = OwnWalk(walk.facts, walk.claims, plan.mesh, profile)
-    for _ in (*walk.findings(), *own.findings()):  # the plan's own certificate has them
+    for _ in (*walk.findings(), *own.findings()):  # the findings are in the plan's certificate
         pass
     return walk.shared | own.shared
 

@@ -1,5 +1,5 @@
-"""Check the fingerprint, the options and the pipeline of a plan: against the model and the
-hardware, and against each other."""
+"""Check the fingerprint, the options and the pipeline of a plan against the model, the hardware and
+each other."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from autopar.version import VERSION
 
 
 def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
-    """Yield the claims by which the plan is for another model or other hardware.
+    """Yield a finding if the plan is for another model or other hardware.
 
     Args:
         trace: the trace of the call that the plan, or the stage, is for.
         plan: the plan, or the plan of a stage.
-        hardware: on which the claims are checked.
+        hardware: the hardware on which the claims are checked.
     """
     mark = plan.fingerprint
     if mark.model != trace.fingerprint:
@@ -46,7 +46,7 @@ def identity(trace: Trace, plan: Plan, hardware: Hardware) -> Iterator[Finding]:
         )
     axis, profiles = (hardware.axis, hardware.profiles) if isinstance(hardware, Mixed) else ("", ())
     if (mark.axis, mark.profiles) != (axis, tuple((each.name, each.hash) for each in profiles)):
-        what = f"the plan has other devices along an axis than profile {hardware.name!r}"
+        what = f"the devices along an axis differ from those of profile {hardware.name!r}"
         yield Finding("model", f"{what}, for which it was planned")
     yield from _check_options(plan)
 
@@ -69,7 +69,7 @@ def named_so(report: Certificate, plan: Plan, name: str) -> Certificate:
 
 
 def check_capture(trace: Trace, plan: Plan) -> Iterator[Finding]:
-    """Whether the model was captured as the plan says."""
+    """Yield a finding if the model was not captured as the plan states."""
     if plan.capture != str(trace.folding):
         yield Finding("words", f"the model was captured {trace.folding}, not {plan.capture}")
 
@@ -86,7 +86,7 @@ def notes(plan: Plan) -> Iterator[str]:
 
 
 def of_stages(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
-    """Yield the stages that name another model or other versions than the plan does."""
+    """Yield a finding for each stage that states another model or other versions than the plan."""
     for number, stage in enumerate(pipeline.stages):
         said, mark = plan.fingerprint, stage.fingerprint
         here = (said.model_name, said.autopar, said.torch)
@@ -105,13 +105,14 @@ def of_stages(plan: Plan, pipeline: Pipeline) -> Iterator[Finding]:
 
 
 def _check_options(plan: Plan) -> Iterator[Finding]:
-    """Whether the plan is one that its options allow; a stage's are compared with the plan's."""
+    """Yield a finding for each option that the plan does not record or does not follow. The options
+    of a stage must equal the plan's."""
     options = plan.options
     for name in OPTIONS:
         if name not in options:
             yield Finding("model", f"the plan does not record its option {name}")
     if options.get("optimizer") not in OPTIMIZERS:
-        what = f"the plan is for unknown optimizer {options.get('optimizer')!r}"
+        what = f"the plan is for an unknown optimizer {options.get('optimizer')!r}"
         yield Finding("model", what)
     without = [entry.key for stage in plan.stages for entry in stage.entries if entry.replicated]
     if options.get("strict") and without:
@@ -120,8 +121,8 @@ def _check_options(plan: Plan) -> Iterator[Finding]:
 
 
 def as_asked(plan: Plan) -> Iterator[Finding]:
-    """Yield the options that the plan does not follow: the rows of the loss, the number of
-    microbatches and the pipeline."""
+    """Yield a finding for each requested property that the plan does not have: the rows of the
+    loss, the number of microbatches, and the pipeline."""
     rows = plan.options.get("loss_rows", AUTO)
     if rows not in (AUTO, plan.loss_rows):
         what = f"the loss uses {plan.loss_rows} rows at a time, but {rows} were requested"
@@ -130,7 +131,8 @@ def as_asked(plan: Plan) -> Iterator[Finding]:
 
 
 def _check_pipeline(plan: Plan) -> Iterator[Finding]:
-    """Whether the plan has the microbatches and the pipeline that its options ask for."""
+    """Yield findings if the plan does not have the microbatches and the pipeline that its options
+    request."""
     pipeline, num = plan.as_pipeline, plan.num_microbatches
     asked_num = plan.options.get("num_microbatches", AUTO)
     if asked_num not in (AUTO, num):
@@ -149,24 +151,24 @@ def _check_pipeline(plan: Plan) -> Iterator[Finding]:
 
 
 def _read_asked_pipeline(plan: Plan) -> Pipelined | None:
-    """The pipeline among the constraints in a plan's options; None if none is requested.
+    """Return the pipeline among the constraints in a plan's options; None if none is requested.
 
     Raises:
-        AutoparError: if a constraint cannot be read, or is not of the plan's mesh.
+        AutoparError: if a constraint cannot be read, or does not fit the plan's mesh.
     """
     constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
     asked = pipeline_in(constraints, plan.mesh)
     of_stage = plan.mesh.without(plan.stage_axis)
-    for constraint in constraints:  # all but the pipeline speak of what a stage runs on
+    for constraint in constraints:  # all others refer to the mesh of a stage
         check(constraint, plan.mesh if isinstance(constraint, Pipelined) else of_stage)
     return asked
 
 
 def _compare_pipelines(pipeline: Pipeline, asked: Pipelined) -> Iterator[Finding]:
-    """Whether a plan's pipeline has each property that is requested."""
-    waits = pipeline.schedule == GPIPE  # also where backward waits for a loss of the whole batch
+    """Yield a finding for each requested property that a plan's pipeline does not have."""
+    waits = pipeline.schedule == GPIPE  # also if backward waits for a loss of the whole batch
     schedule = None if asked.schedule == AUTO or waits else asked.schedule
-    wanted = {  # property → what is requested, None if nothing is, and what the plan has
+    wanted = {  # property → (requested value or None, value in the plan)
         "axis": (asked.axis, pipeline.axis),
         "number of microbatches": (asked.microbatches, pipeline.num_microbatches),
         "schedule": (schedule, pipeline.schedule),

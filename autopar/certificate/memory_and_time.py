@@ -1,4 +1,4 @@
-"""Sum up memory and time from what each entry and collective contributes."""
+"""Memory and time as the sums over entries and collectives."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _CALLS: dict[Any, str] = {
 
 
 def emission(plan: Plan, claims: Claims, program: StageProgram) -> Iterator[Finding]:
-    """Yield the collectives that the emitted graphs and the plan do not agree on: number and bytes
-    by phase, kind and axis.
+    """Yield a finding for each difference between the collectives of the emitted graphs and those
+    of the plan: number and bytes by phase, kind and axis.
 
     Args:
         plan: the plan that lists collectives.
@@ -105,13 +105,13 @@ def _kind_of(node: fx.Node) -> str:
 
 
 def overlap(plan: Plan, program: StageProgram, held: Overlap, slowdown: float) -> Iterator[Finding]:
-    """Yield the false claims about overlap of communication and compute.
+    """Yield a finding for each wrong claim about overlap of communication and compute.
 
     Args:
         plan: the plan whose overlap and timeline are checked.
         program: the program emitted under `plan.overlap`.
-        held: the largest bytes that its early communications hold.
-        slowdown: the slowdown of the hardware's profile.
+        held: the largest bytes that its early collectives hold.
+        slowdown: the slowdown in the hardware profile.
     """
     if plan.overlap.slowdown != slowdown:
         yield Finding(
@@ -155,14 +155,14 @@ def overlap(plan: Plan, program: StageProgram, held: Overlap, slowdown: float) -
 def sum_resting(
     trace: Trace, facts: Facts, claims: Claims, plan: Plan, *, accumulates: bool
 ) -> dict[str, int]:
-    """Compute the bytes at rest on a device by kind, from layouts alone.
+    """Return the bytes stored on a device by kind, from layouts alone.
 
     Args:
         trace: the trace of the model, or of the stage.
         facts: its tensors.
         claims: the plan's layouts.
         plan: its mesh and optimizer are read.
-        accumulates: whether a step has several microbatches, whose gradients are summed up.
+        accumulates: whether a step has several microbatches, whose gradients are accumulated.
 
     Returns:
         Bytes by kind; "copies" only if parameters are also held in another dtype or layout.
@@ -194,11 +194,11 @@ def sum_resting(
 def _measure_parameter(
     p: Parameter, claims: Claims, plan: Plan, *, accumulates: bool
 ) -> Iterator[tuple[str, int]]:
-    """Compute the bytes of a parameter on a device by kind, without host memory.
+    """Yield the bytes of a parameter on a device by kind, without host memory.
 
-    With P bytes at rest: P for the parameter, a copy if ops read it in another layout or, with
-    several microbatches, in another dtype, and, if it is trained, its gradient (summed over
-    microbatches in fp32 at least) and the optimizer's state, a multiple of P.
+    A stored parameter of P bytes takes P bytes; a copy if ops read it in another layout or, with
+    several microbatches, in another dtype; and, if it is trained, its gradient (accumulated over
+    microbatches in at least fp32) and the state of the optimizer, a multiple of P.
     """
     sizes, state = plan.mesh.shape, OPTIMIZERS[str(plan.options.get("optimizer"))][0]
     seen = claims.chosen[parameter_key(p.name)]
@@ -218,15 +218,15 @@ def _measure_parameter(
 
 
 def _check_kept(kept: Kept, plan: Plan, facts: Facts) -> Iterator[Finding]:
-    """Yield the false claims about a kept value: its instances, its bytes, and whether it is a
-    parameter's copy in another dtype."""
+    """Yield a finding for each wrong claim about a kept value: its instances, its bytes, and
+    whether it is a parameter's copy in another dtype."""
     if not kept.instances:
         yield Finding("kept values", "it has no tensors", kept.node)
         return
     tensor = facts.tensors[kept.node.format(*kept.instances[0]), kept.result]
     if kept.is_copy != (tensor.given and not tensor.resident):
         what = "is not" if kept.is_copy else "is"
-        what = f"it {what} a parameter's copy in another dtype, unlike the plan states"
+        what = f"it {what} a parameter's copy in another dtype, contrary to the plan"
         yield Finding("kept values", what, kept.node)
     held = sum(
         held_bytes(tensor.shape, tensor.dtype, at, plan.mesh.shape)
@@ -241,17 +241,17 @@ def _check_kept(kept: Kept, plan: Plan, facts: Facts) -> Iterator[Finding]:
 def memory(
     plan: Plan, program: StageProgram, facts: Facts, sizes: Mapping[str, int], context: Context
 ) -> tuple[int, list[Finding]]:
-    """Derive the peak of memory, and yield the claims about memory that do not hold.
+    """Derive the peak of memory, and the findings about memory.
 
     Args:
         plan: the plan whose memory is checked.
         program: the program emitted from it.
         facts: the tensors of the traced model.
-        sizes: bytes that rest on a device, by kind.
+        sizes: bytes stored on a device, by kind.
         context: the context of the plan or the stage.
 
     Returns:
-        The peak in bytes on a device, with all that rests, and the findings.
+        The peak in bytes on a device, including stored tensors, and the findings.
     """
     found = [finding for k in plan.kept for finding in _check_kept(k, plan, facts)]
     peak, budget = (
@@ -269,8 +269,7 @@ def memory(
             found.append(
                 Finding(
                     "memory",
-                    f"{kind} are {expected.get(kind, 0)} bytes, not"
-                    f" {claimed.memory_bytes.get(kind)}",
+                    f"{kind}: {expected.get(kind, 0)} bytes, not {claimed.memory_bytes.get(kind)}",
                 )
             )
     if peak != claimed.peak_bytes:
@@ -305,8 +304,8 @@ def _peak(plan: Plan, program: StageProgram, context: Context) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """The seconds of a step: compute, communication, the lower bound of both together, and what
-    kernels save."""
+    """The seconds of a step: compute, communication, the lower bound of both together, and the
+    savings of kernels."""
 
     compute_s: float
     communication_s: float
@@ -315,16 +314,16 @@ class Seconds:
 
 
 def seconds_of(plan: Plan, decisions: Decisions, slowdown: float) -> Seconds:
-    """Sum up the seconds of a step from entries, collectives and what crosses between stages.
+    """Return the seconds of a step, from entries, collectives and values that cross between stages.
 
-    A phase takes max(C + s·P, P) + K. C is compute and slices, less what kernels save; P is the
-    communication that counts as running beside compute; K is the rest, beside which nothing runs.
-    Collectives count with their claimed times; these are checked elsewhere.
+    A phase takes max(C + s·P, P) + K. C is compute and slices, minus the savings of kernels. P is
+    the communication that counts as overlapped. K is all other time, which overlaps with nothing.
+    Collectives count with their claimed times, which are checked elsewhere.
 
     Args:
-        plan: its entries and collectives are summed up.
+        plan: its entries and collectives are summed.
         decisions: derives the seconds of each entry.
-        slowdown: s, of the hardware's profile.
+        slowdown: s, from the hardware profile.
     """
     compute, communication, saved = 0.0, 0.0, 0.0
     own, sent = (
@@ -358,7 +357,7 @@ def seconds_of(plan: Plan, decisions: Decisions, slowdown: float) -> Seconds:
 
 
 def times(plan: Plan, found: Seconds) -> Iterator[Finding]:
-    """Yield the predicted and proven times that differ from the sums."""
+    """Yield a finding for each predicted or proven time that differs from the sums."""
     claimed, compute_s, communication_s, step = (
         plan.prediction,
         found.compute_s,
@@ -388,11 +387,11 @@ def _bars(
 ) -> Iterator[tuple[str, float, float]]:
     claimed = plan.prediction
     beyond_s = beyond_shares_s(plan.communications)
-    # simulated: hidden seconds stretch compute, and slices, which are local, run there
+    # in the simulation, hidden seconds stretch compute, and local slices count as compute
     if plan.overlap.slowdown < 1.0 or plan.buckets or beyond_s:
         moved = [
             c for c in plan.communications if c.phase != "step"
-        ]  # the graphs do not include work that runs once per step
+        ]  # the graphs do not include the work once per step
         local_s = sum(len(c.instances) * c.time_s for c in moved if c.collective.kind == "slice")
         saved_s = sum(bucket.saved_s for bucket in plan.buckets)  # of communication
         compute_s += (

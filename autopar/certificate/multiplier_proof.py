@@ -1,5 +1,5 @@
-"""Checks the proof of a plan: finds its multipliers in the problem by their stored names, and
-derives its figures."""
+"""Check the proof of a plan: look up its multipliers in the problem by their stored names, and
+derive its figures."""
 
 from __future__ import annotations
 
@@ -28,32 +28,34 @@ from autopar.sharding import Ref
 from autopar.validation.shards import held_bytes, local_lengths
 
 # --------------------------------------------------------------------------------------------------
-# What certainly lives at a point of the step, under every plan: the memory rows of the bound.
+# Memory that is certainly live at a point of the step, under every plan: the memory rows of the
+# bound.
 #
-# start of backward        what rests, and everything kept, of every microbatch in flight
-# end of backward          what rests, and every gradient, or the sums that they were added to
-# a node of backward runs  what rests, the results of its op, what the op's first node reads, in the
-#                          layout in which it reads it, the op's scratch memory, what else is kept
-#                          and not asked for yet, and what the model has returned and backward will
-#                          not read
-# just after a node that makes partial sums, which are reduced in a wider dtype
-#                          what rests, the sums and their wide copy, what is kept and returned as
-#                          above, each gradient that is done and each tensor that still has a
-#                          reader, in their fewest bytes
+# start of backward        stored tensors, and all kept values of every microbatch in flight
+# end of backward          stored tensors, and every gradient, or the sums of gradients
+# a backward node runs     stored tensors; the results of its op; the operands of the op's first
+#                          node in the layouts in which it reads them; the op's scratch memory; all
+#                          other kept values that no node has needed yet; returned outputs that
+#                          backward will not read
+# just after a node with partial sums that are reduced in a wider dtype
+#                          stored tensors; the sums and their wide copy; kept values and outputs as
+#                          above; each complete gradient and each tensor that still has a reader, in
+#                          their fewest bytes
 #
-# A result of forward is requested by its readers in backward; by a view of it in forward if the
-# view is requested; and by an op that may run again if its own results are, since the op then reads
-# its operands. After the result of an op that ran again is read, an operand that nothing else reads
-# may be gone; if the operand is kept in several layouts, so may the version that the op read. With
-# several microbatches the others in flight are held in full at every point, and so are the sums of
-# gradients; a gradient itself is freed when it is added.
+# A backward node needs a forward result if it reads it, if it needs a view of it from forward, or
+# if it needs the results of an op that may be recomputed, which then reads its operands. After the
+# result of a recomputed op is read, an operand that nothing else reads may be freed. If the operand
+# is kept in several layouts, this also holds for the version that the op read. With several
+# microbatches, the values of the others in flight are held in full at every point, and so are the
+# sums of gradients. A gradient itself is freed when it is added.
 
 _WIDENED = "/widen"
 
 
 @dataclass
 class Moments:
-    """The memory rows of one priced model: which tensors certainly live at a moment of the step."""
+    """The memory rows of one priced model: the tensors that are certainly live at a moment of the
+    step."""
 
     trace: Trace
     facts: Facts
@@ -81,9 +83,9 @@ class Moments:
             self._last[node.name] = self._last_asked(node)
 
     def _first_asked(self, node: fx.Node) -> tuple[float, float, float]:
-        """Positions of the first node of backward that could ask for what forward made, of the
-        first that itself reads it, or a view of it, and of the first for which what runs again
-        could; infinite if there is none."""
+        """Return the positions of the first backward node that could need a forward result, of the
+        first that itself reads it or a view of it, and of the first for which a recomputed op could
+        read it; infinite if there is none."""
         asked, read, through = [math.inf], [math.inf], [math.inf]
         for user in node.users:
             if user.op != "call_function":
@@ -101,8 +103,8 @@ class Moments:
         return min(*asked, *read), min(read), min(through)
 
     def _last_asked(self, node: fx.Node) -> float:
-        """Position of the last node of backward that could ask for what a node made, or for a view
-        of it; infinitely early if there is none."""
+        """Return the position of the last backward node that could need the result of a node, or a
+        view of it; −∞ if there is none."""
         found, in_backward = [-math.inf], node.meta.get("phase") == "backward"
         for user in node.users:
             if user.op != "call_function":
@@ -120,14 +122,14 @@ class Moments:
         return max(found)
 
     def _waits(self, name: str, now: int, value: Value) -> bool:
-        """Whether all that is kept is there for sure: nothing has asked for it yet, or what has
-        read the one version that there is."""
+        """Return whether all kept versions are certainly live: no node has needed the value yet, or
+        the nodes that have needed it read the only version."""
         one = len(value.graph.layouts if value.keepable is None else value.keepable) == 1
         left = self._read[name] < math.inf and (one or self._again[name] != now)
         return now < self._asked[name] < math.inf or (now == self._asked[name] and left)
 
     def row(self, place: str, worth_s: float) -> MemoryRow | None:
-        """The row of a point of the step, or None if there is no such point."""
+        """Return the row of a point of the step; None if there is no such point."""
         problem = self.priced.problem
         gradients = {
             n: [op.count * s.gradient_bytes for s in op.strategies]
@@ -242,9 +244,9 @@ class Moments:
         return MemoryRow(held, live, worth_s)
 
     def _while_widened(self, tensor: Tensor, v: int) -> list[int]:
-        """Bytes of partial sums and of their copy in the dtype that they are reduced in, per
-        strategy of what makes them; what need not be reduced, or is reduced in its own dtype, is
-        not counted. Where the tensor is replicated it may be cut before."""
+        """Return the bytes of partial sums and of their copy in the dtype of the reduction, for
+        each strategy of the op that computes them. Sums that need no reduction, or are reduced in
+        their own dtype, do not count. A tensor that is replicated may be sliced first."""
         ops, value = self.priced.problem.ops, self.priced.problem.values[v]
         uses = (
             use
@@ -282,8 +284,8 @@ class Moments:
                 self._count(live, op, (self.facts.names[name], 0), layouts)
 
     def _returned_nodes(self) -> dict[str, int]:
-        """Return the nodes whose results the model returns in memory of their own, each with an op
-        of the problem that stands for the output."""
+        """Return the nodes whose results the model returns in their own memory, each with the op of
+        the problem that represents the output."""
         paths = {o.path for o in self.trace.outputs if not o.crosses}
         outputs = (
             (n, s)
@@ -294,8 +296,8 @@ class Moments:
         return {node.name: n for node, n in nodes if node is not None and not _shares_memory(node)}
 
     def _reads(self, node: fx.Node) -> dict[Ref, int]:
-        """What a node reads, where its op begins with it, by operand of the op: tensors with
-        memory of their own that do not rest."""
+        """Return the tensors that a node reads if its op begins with it, by operand of the op. They
+        must have their own memory and not be stored."""
         cluster = self.priced.sources[self._owner[node.meta["key"]]].cluster
         for instance in cluster.instances if cluster else ():
             if instance.members[0].key == node.meta["key"]:
@@ -307,7 +309,7 @@ class Moments:
         return {}
 
     def _has_memory(self, ref: Ref, reader: str) -> bool:
-        """Whether a tensor that a node reads is there for its readers alone."""
+        """Return whether only its readers need the memory of a tensor that a node reads."""
         tensor = self.facts.tensors[self.facts.names[ref[0]], ref[1]]
         maker = self.facts.nodes.get(tensor.key)
         shares = maker is not None and _is_view(maker)
@@ -339,13 +341,13 @@ def _add(live: dict[int, list[int]], op: int, sizes: Sequence[int]) -> None:
 def _both(
     a: Mapping[int, Sequence[int]], b: Mapping[int, Sequence[int]]
 ) -> dict[int, Sequence[int]]:
-    """Add up the bytes per strategy of two mappings."""
+    """Return the sums of the bytes per strategy of two mappings."""
     both = {n: [x + y for x, y in zip(a[n], b[n], strict=True)] for n in a.keys() & b.keys()}
     return {**a, **b, **both}
 
 
 def _shares_memory(node: fx.Node) -> bool:
-    """Whether the result of a node shares the memory of its operand."""
+    """Return whether the result of a node shares the memory of its operand."""
     return operand_written(node) is not None or _is_view(node)
 
 
@@ -357,7 +359,7 @@ def _is_view(node: fx.Node) -> bool:
 class Stored:
     """The multipliers that a plan stores.
 
-    `findings` lists the stored multipliers that match nothing in the problem; these prove nothing.
+    `findings` lists the stored multipliers that match nothing in the problem. These prove nothing.
     """
 
     trace: Trace
@@ -372,8 +374,8 @@ class Stored:
         return _count(self.plan.proof) + sum(map(_count, self.plan.proof.cases))
 
     def bound_s(self) -> float:
-        """The bound in seconds that they prove for a plan without stages: the least bound of all
-        cases, if the proof has any."""
+        """Return the bound in seconds that they prove for a plan without stages. If the proof has
+        cases, it is the least bound of all cases."""
         cases = self.plan.proof.cases
         if not cases:
             return self._bound_of(self.plan.proof, {})
@@ -386,7 +388,7 @@ class Stored:
         return min(bounds)
 
     def _bound_of(self, proof: Proof | ProofCase, ruled_out: Mapping[int, Sequence[int]]) -> float:
-        """Return the bound of all solutions without the strategies that are ruled out, by op."""
+        """Return the bound for all solutions without the strategies that are ruled out, by op."""
         balance = proof.balance
         if not all(0.0 <= share <= 1.0 for share in balance):
             self.findings.append(
@@ -454,11 +456,11 @@ class Stored:
     def _read_potential(
         self, potential: Potential, tensors: dict[tuple[str, int], int], readers: dict[str, int]
     ) -> tuple[tuple[int, int, bool], dict[int, float]] | None:
-        """Find the tensor and the reader of a stored multiplier.
+        """Look up the tensor and the reader of a stored multiplier.
 
         Returns:
             ((variant, use, whether it is read in the other phase), layout → π); None, with a
-                finding, if the problem has no such reader or layout.
+            finding, if the problem has no such reader or layout.
         """
         v, problem = tensors.get((potential.node, potential.result), -1), self.priced.problem
         if v >= 0:
@@ -499,10 +501,10 @@ def _count(proof: Proof | ProofCase) -> int:
 
 
 def check_proof(proof: Proof, bound_s: float) -> Iterator[Finding]:
-    """Yield the figures of a proof that contradict each other.
+    """Yield a finding for each figure of a proof that contradicts another.
 
-    Certified bound ≤ what the multipliers prove ≤ objective and searched bound ≤ objective have to
-    hold, and bound and gap have to follow from them.
+    The following must hold: certified bound ≤ bound of the multipliers ≤ objective, and searched
+    bound ≤ objective. Bound and gap must follow from these figures.
 
     Args:
         proof: the claimed figures.

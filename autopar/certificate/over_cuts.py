@@ -4,40 +4,39 @@ alone.
 Each op and tensor of the microbatch's trace is an instance, so equal layers may decide differently.
 Names are those of `autopar.certificate.bound`. A stored π is the total of all tensors with the same
 readers, and each tensor gets its share. In addition to π there is μ ≥ 0 of one more row, which
-holds for every solution, and a row that replaces (4) for tensors at rest:
+holds for every solution, and a row that replaces (4) for stored tensors:
 
-    (9)  k[v,l] ≤ strategies that make l + Σ_{head(a)=l} r[a]
+    (9)  k[v,l] ≤ strategies that produce l + Σ_{head(a)=l} r[a]
     (4') k[v,l] ≤ strategies of forward readers that read l
 
-Given π and μ the best of the others are κ[l] = max(0, Σ_c π[c,l] − μ[l]) over readers c in
-backward, and so
+Given π and μ, the best of the others are κ[l] = max(0, Σ_c π[c,l] − μ[l]) over readers c in
+backward, so that
 
-    op            least of   time + Σ π of what it reads − Σ κ of what forward reads − Σ π of what
-                             it supplies − Σ (κ + μ) of what it makes
-    again         min(0, least of   time + Σ π of what it reads again − Σ π in backward of what it
-                                    makes)
-    collective    min(0, time − μ[head] − Σ_c max(0, Δ[c]));   where no Δ is positive, with the
-                                                               largest of them instead of the sum
+    op            least of   time + Σ π of operands − Σ κ of operands in forward − Σ π of its supply
+                             − Σ (κ + μ) of results
+    again         min(0, least of   time + Σ π of operands read again − Σ π in backward of results)
+    collective    min(0, time − μ[head] − Σ_c max(0, Δ[c]));   if no Δ is positive, with the largest
+                                                               of them instead of the sum
 
-A product that a kernel may do together with collectives of a tensor, in some stage, costs less by
-the most that it saves of one of them beyond max(0, time − μ[head] − …) of it, with time in full:
-where that is early no stage offers a kernel. What several units have for themselves costs less by
-all that its kernels save.
+If a kernel of some stage may compute a product together with collectives of a tensor, the product
+costs less by the largest saving with one of them beyond max(0, time − μ[head] − …), with time in
+full: if the collective is early, no stage offers a kernel. Products that several units compute
+locally cost less by all savings of their kernels.
 
-Units are what lies between neighbouring places to cut. What a unit takes at least is the sum over
-its ops and over the tensors that these make. Where tensor v crosses, the problems of the two stages
-have ops that stand for each other: one reads v in layout L, the other makes it in L. With G the sum
-of π of the readers on the far side, these cost, for what forward makes,
+A unit is the part between neighbouring places to cut. Its cost is at least the sum over its ops and
+over the tensors that these compute. Where tensor v crosses, the problems of the two stages have ops
+that represent each other: one reads v in layout L, and the other produces it in L. With G the sum
+of π of the readers on the far side, their costs for a forward tensor are
 
     before    G(L) − max(0, Σ π in backward of readers before it − μ)(L)
     behind    time to arrive − G(L) − Σ π in backward of readers behind it (L)
 
-and for what backward makes, which goes the other way, G(L) behind and time to arrive − G(L) before.
-What collectives' reduced costs fall below 0 by is taken off where the tensor arrives as well, and
-on both sides with what they cost in stages that it crosses between. Any cut into S stages, each at
-the prices and by the multipliers of its own devices, then takes (M − 1) · max τ + Σ τ with τ at
-least the sum of units and of what is at its two borders, in some layouts; the least over all is the
-bound. Of interleaved stages it is what follows from the least Σ τ
+and for a backward tensor, which crosses in the other direction, G(L) behind and time to arrive −
+G(L) before. Negative reduced costs of collectives are also subtracted on the side where the tensor
+arrives, and on both sides with the costs in stages between which it crosses. Any cut into S stages,
+each with the prices and multipliers of its own devices, then takes (M − 1) · max τ + Σ τ. τ is at
+least the sum of its units and of its two borders, in some layouts. The least of these over all cuts
+is the bound. For interleaved stages the bound follows from the least Σ τ
 (`autopar.certificate.rank_schedules.least_of_cuts`).
 """
 
@@ -76,14 +75,13 @@ from autopar.stages.placing import Placing
 # The least step over all cuts, from the seconds of each unit and the pairs at each border.
 
 Pairs = list[tuple[float, float]]
-_PAIRS = 8  # at a border; of more, neighbours are replaced by the least of both
+_PAIRS = 8  # per border; above it, neighbours are replaced by the least of both
 
 
 def few(pairs: Iterable[tuple[float, float]]) -> Pairs:
-    """Return few pairs such that for each given pair one of them is at most as large in both
-    numbers.
+    """Return few pairs such that each given pair has one that is at most as large in both numbers.
 
-    Pairs that are dominated by another one are dropped; if too many remain, neighbours are merged.
+    Pairs that another one dominates are dropped. If too many remain, neighbours are merged.
     """
     found: Pairs = []
     for pair in sorted(pairs):
@@ -101,14 +99,14 @@ def least_over_cuts(
     num_microbatches: int,
     allowed: Collection[int] | None,
 ) -> float:
-    """Find the minimum step over all cuts before `allowed` units, and all pairs at borders.
+    """Return the least step over all cuts before `allowed` units, and over all pairs at borders.
 
     Dynamic programming over stages finds the least Σ τ with every τ below a limit. The limit is
     then lowered.
 
     Args:
-        units: per stage, what each unit takes on its devices.
-        borders: per pair of neighbouring stages, the pairs before each unit but the first.
+        units: for each stage, the seconds of each unit on its devices.
+        borders: for each pair of neighbouring stages, the pairs before each unit except the first.
     """
     num = len(units[0])
     ends = [[(0, 0.0, 0.0)]]
@@ -149,7 +147,7 @@ def _taus(
     begins: Sequence[tuple[int, float, float]],
     ends: Sequence[tuple[int, float, float]],
 ) -> np.ndarray:
-    """Return the least seconds of a stage for each pair of places where it may begin and end."""
+    """Return the least seconds of a stage for each pair of places at which it may begin and end."""
     sums = np.concatenate([[0.0], np.cumsum(units)])
     (first, _, behind), (last, before, _) = (
         (np.array(column) for column in zip(*each, strict=True)) for each in (begins, ends)
@@ -166,8 +164,7 @@ class PipelineFigures:
 
     Attributes:
         trace: the trace of one microbatch.
-        priced, forced: the problem of the uncut microbatch, and the constraints that it was stated
-            under.
+        priced, forced: the problem of the uncut microbatch, and its constraints.
         placing: the unit of each node when the model is cut at all places.
         exposed: nodes whose results may cross between stages.
         mesh_shape: the shape of a stage's mesh.
@@ -184,8 +181,8 @@ class PipelineFigures:
 
 @dataclass(frozen=True, slots=True)
 class Crosses:
-    """A tensor at a border that it may cross, forward or backward. Per layout: its bytes, and its
-    cost for the stage that makes it and for the stage that receives it, without the transfer."""
+    """A tensor at a border that it may cross, forward or backward. For each layout: its bytes, and
+    its cost for the sending and the receiving stage, without the transfer."""
 
     forward: bool
     bytes: tuple[int, ...]
@@ -200,19 +197,20 @@ class _Tensor:
 
     Attributes:
         variant: its number in the problem.
-        ref: node and result.
-        value: the problem's tensor that it is an instance of.
-        makers: instances of what makes it: one, or one in each unit that has it for itself.
-        reads: per use of the variant, the instances that read it.
-        now: use → π, of readers in the phase that makes the tensor.
-        later: use → π, of readers in backward of what forward makes.
+        ref: (node, result).
+        value: the value of the problem that it is an instance of.
+        makers: instances that compute it: one, or one in each unit that computes it locally.
+        reads: for each use of the variant, the instances that read it.
+        now: use → π, of readers in the tensor's own phase.
+        later: use → π, of backward readers of a forward tensor.
         mu: μ; 0 in layouts that cannot be kept.
-        made: flags of layouts that some strategy makes.
+        made: flags of layouts that some strategy produces.
         wanted: flags of layouts that readers in its phase may read.
         kept: flags of layouts that may be kept for backward.
         exposed: whether it may cross between stages.
-        hidden: whether backward of some stage may make it again elsewhere, or others read it, too.
-        has_unpriced: whether somebody without a π reads it in its phase.
+        hidden: whether the backward of some stage may recompute it elsewhere, or others also read
+            it.
+        has_unpriced: whether it has a reader without π in its phase.
     """
 
     variant: int
@@ -232,11 +230,11 @@ class _Tensor:
 
     @property
     def num(self) -> int:
-        """Number of layouts."""
+        """The number of layouts."""
         return len(self.mu)
 
     def terms(self, pis: Mapping[int, Floats]) -> list[tuple[int, Floats]]:
-        """Per use that has a π: the number of instances that read the tensor, and π."""
+        """Return, for each use with a π, the number of instances that read the tensor, and π."""
         return [(len(self.reads[use]), pi) for use, pi in pis.items()]
 
 
@@ -250,7 +248,7 @@ class Unfolded:
 
     Attributes:
         units: seconds per unit.
-        crosses: the tensors that may cross, by border.
+        crosses: for each border, the tensors that may cross it.
     """
 
     ways: PipelineFigures
@@ -292,7 +290,7 @@ class Unfolded:
             self.units[place.unit] += min(0.0, float(costs.min()))
 
     def _read_tensor(self, v: int, ref: Ref) -> _Tensor:
-        """Gather who makes and reads a tensor, and its multipliers."""
+        """Return a tensor with its makers, its readers and its multipliers."""
         variant, value, makers = self.problem.variants[v], self._value(v), self.places.makers[ref]
         num, exposed = len(value.graph.layouts), ref[0] in self.ways.exposed
         reads = [self.places.readers.get((ref, u.op, u.operand), []) for u in variant.uses]
@@ -336,15 +334,15 @@ class Unfolded:
     def _read_later(
         self, v: int, ref: Ref, reads: Sequence[Sequence[UnitPlace]]
     ) -> dict[int, Floats]:
-        """Use → π in backward, of uses whose instances all read the tensor as backward runs
-        them."""
+        """Return use → π in backward, for uses whose instances all read the tensor when backward
+        runs them."""
         uses, num = self.problem.variants[v].uses, len(self._value(v).graph.layouts)
         asked = [i for i, u in enumerate(uses) if (ref, u.op, u.operand) not in self.places.unasked]
         return {i: self._pi(v, i, True, reads[i], num) for i in asked if reads[i]}
 
     def _add_tensor(self, tensor: _Tensor) -> None:
-        """Add what a tensor costs or spares its makers and readers, its units, and the borders
-        that it may cross."""
+        """Add the costs and savings of a tensor to its makers and readers, its units, and the
+        borders that it may cross."""
         losses, left = [0.0, 0.0], list[Floats]()
         for crosses in (False, True):
             early = tensor.exposed and (crosses or tensor.hidden)
@@ -361,8 +359,8 @@ class Unfolded:
             self._cross(tensor, losses)
 
     def _charge_readers(self, tensor: _Tensor) -> None:
-        """Readers pay π for what they read, less κ where forward reads it: they may supply
-        backward.
+        """Charge readers π for the layouts that they read, minus κ in forward, since they may
+        supply backward.
 
         With π of the readers in backward, ``κ[l] = max(0, Σ π[l] − μ[l])`` in layouts l that may be
         kept.
@@ -415,7 +413,7 @@ class Unfolded:
         else to the readers in the unit of each maker.
 
         Args:
-            loss: the sum of the negative reduced costs of its collectives (seconds).
+            loss: the sum of the negative reduced costs of its collectives in seconds.
         """
         at = self._layouts(tensor.value, tensor.value.op, "outputs", tensor.value.result)
         for p in tensor.makers:
@@ -436,9 +434,9 @@ class Unfolded:
         """Add the borders that a tensor may cross.
 
         Args:
-            losses: what its collectives' reduced costs are below 0, where it crosses nothing and
-                where it crosses (seconds): the side that makes it loses the difference, and the
-                other side all of the second.
+            losses: the negative reduced costs of its collectives in seconds, inside a stage and
+                across a border. The sending side loses the difference, and the other side the whole
+                second number.
         """
         unit, reads, num = tensor.makers[0].unit, tensor.reads, tensor.num
         units = [p.unit for each in reads for p in each] or [unit]
@@ -471,15 +469,15 @@ class Unfolded:
     def _reduce_collectives(
         self, tensor: _Tensor, costs: Sequence[Floats]
     ) -> tuple[float, list[Floats]]:
-        """The reduced costs of a tensor's collectives; π of what may cross is raised first where
-        the whole never has it.
+        """Return the reduced costs of a tensor's collectives. For a tensor that may cross, π is
+        first raised in layouts that it never has in the whole model.
 
         Args:
             costs: seconds per collective, in the tensor's phase and later.
 
         Returns:
-            The sum of what is below 0, and what each collective costs beyond its worth, in the
-            tensor's phase and later (seconds).
+            The sum of the negative costs, and the cost of each collective beyond its worth, in the
+            tensor's phase and later, in seconds.
         """
         graph = tensor.value.graph
         worth = np.where(
@@ -504,12 +502,12 @@ class Unfolded:
         return loss, left
 
     def _save_in_kernels(self, tensor: _Tensor, left: Sequence[Floats]) -> None:
-        """Reduce the costs of products by the most that a kernel saves with one collective of the
+        """Reduce the costs of products by the largest saving of a kernel with one collective of the
         tensor.
 
         Args:
-            left: per phase, what each collective costs beyond its worth, with its time in full
-                (seconds).
+            left: for each phase, the cost of each collective beyond its worth, with its time in
+                full, in seconds.
         """
         for later, beyond in enumerate(left):
             for kernel in self._kernels.get((tensor.variant, bool(later)), ()):
@@ -526,8 +524,8 @@ class Unfolded:
                         costs[p][[*kernel.strategies]] -= max(most, 0.0)
 
     def _add_alone(self) -> None:
-        """Subtract the most that kernels can save of products that several units compute for
-        themselves."""
+        """Subtract the largest savings of kernels for products that several units compute
+        locally."""
         kernels = [
             kernel for offered in self._kernels.values() for kernel in offered if not kernel.again
         ]
@@ -540,7 +538,7 @@ class Unfolded:
         return self.problem.values[self.problem.variants[v].value]
 
     def _layouts(self, value: Value, op: int, side: str, position: int) -> Ints:
-        """Per strategy of an op, the layout of one operand or result."""
+        """Return, for each strategy of an op, the layout of one operand or result."""
         key = value.op, value.result, op, side, position
         if key not in self._at:
             strategies = self.problem.ops[op].strategies
@@ -550,7 +548,7 @@ class Unfolded:
         return self._at[key]
 
     def _pi(self, v: int, use: int, later: bool, reads: Sequence[UnitPlace], num: int) -> Floats:
-        """Return π of one reader, shifted so that the least is 0: only differences count."""
+        """Return π of one reader, shifted so that the least is 0, as only differences count."""
         found = np.zeros(num)
         for layout, worth in self.prices.get((v, use, later), {}).items():
             found[layout] = max(worth, 0.0) / self.problem.variants[v].count / len(reads)
@@ -565,8 +563,8 @@ class Unfolded:
     def _seconds(self, v: int, exposed: bool, *, later: bool) -> Floats:
         """Return the seconds of a tensor's collectives.
 
-        Compute hides collectives that start early (λ = 1). If the tensor may cross, this includes
-        those that start early in some stage alone.
+        Compute hides early collectives (λ = 1). If the tensor may cross, these include collectives
+        that are early only in some stage.
         """
         variant, ops, phase = self.problem.variants[v], self.problem.ops, self._value(v).phase
         value, maker = self._value(v), ops[self._value(v).op]
@@ -589,8 +587,8 @@ class Unfolded:
         )
 
     def _is_narrower(self, v: int, exposed: bool) -> bool:
-        """Whether a stage may reduce its partial sums in a narrower dtype, since no parameter
-        reads it there."""
+        """Return whether a stage may reduce its partial sums in a narrower dtype, since no
+        parameter reads them there."""
         alike = [x for x in self.problem.variants if x.value == self.problem.variants[v].value]
         wide = [any(self.problem.ops[u.op].kind == "parameter" for u in x.uses) for x in alike]
         return any(wide) and (exposed or not all(wide))

@@ -1,18 +1,18 @@
-"""`certify` checks every claim of a plan: stage by stage, and what joins the stages.
+"""`certify`: check every claim of a plan, stage by stage, and the claims that join the stages.
 
-Each stage is certified as a plan of its own (`autopar.certificate.stage_claims`), under the layouts
-in which its plan says that tensors cross and with its microbatches in flight. Further checks are:
-neighbours agree, the claims about cuts hold (`autopar.certificate.crossings`), copies of a
-parameter rest alike, the schedule holds as many microbatches as claimed, and step, peak and gap
-follow from those of the stages. The bound over all cuts is derived, too
-(`autopar.certificate.over_cuts`). The multipliers of the stages prove a bound for these cuts and
-layouts alone, which is reported in a note.
+Each stage is certified as a separate plan (`autopar.certificate.stage_claims`), under the layouts
+in which its plan states that tensors cross between stages, and with its microbatches in flight.
+Further checks cover the stages together: neighbours agree, the claims about cuts hold
+(`autopar.certificate.crossings`), copies of a parameter are stored in the same layout, the schedule
+has as many microbatches in flight as claimed, and step, peak and gap follow from those of the
+stages. The bound over all cuts is derived too (`autopar.certificate.over_cuts`). The multipliers of
+the stages prove a bound for these cuts and layouts only, which is reported in a note.
 
-What is taken as given: the traced model, the rules of ops, the problem that `autopar.cost.price`
-states, emission, and the count of live bytes on the emitted program. What is not: the search, the
-prices, collectives, sizes, sums and the bound that the plan holds. Prices follow from the profile
-by formulas of the certificate's own (`autopar.certificate.rates`, `autopar.certificate.intra_op`).
-No solver is run.
+The following is trusted: the traced model, the rules of ops, the problem that `autopar.cost.price`
+states, emission, and the count of live bytes in the emitted program. The following is not: the
+search, the prices, collectives, sizes, sums and the bound in the plan. Prices follow from the
+profile by the certificate's own formulas (`autopar.certificate.rates`,
+`autopar.certificate.intra_op`). No solver runs.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ from autopar.stages import Cut, cut_trace, seams, usable_points
 
 
 class StagedTrace(NamedTuple):
-    """A captured call as a plan is for it.
+    """A captured call, in the microbatches and stages of a plan.
 
     Attributes:
         part: the trace of one microbatch.
-        how: how microbatches make the batch.
-        cut: `part` in stages.
+        how: how microbatches make up the batch.
+        cut: `part`, cut into stages.
     """
 
     part: Trace
@@ -76,7 +76,7 @@ class StagedTrace(NamedTuple):
 
     @staticmethod
     def of_one_stage(trace: Trace) -> StagedTrace:
-        """Return a trace of the batch as its only stage and microbatch."""
+        """Return the trace of a batch as the only microbatch of the only stage."""
         return StagedTrace(trace, find_microbatching(trace, trace, 1), cut_trace(trace, ()))
 
 
@@ -89,10 +89,13 @@ def certify(
     Args:
         trace: the trace of the batch.
         plan: the plan to check.
-        hardware: the profile, or profiles of unequal devices. Each stage is certified on its own
-            devices, at the pace of the slowest of them.
-        staged: the trace in the microbatches and stages of the plan; by default the batch in one
-            piece.
+        hardware: the profile, or the profiles of unequal devices. Each stage is certified on its
+            own devices, at the pace of the slowest of them.
+        staged: the trace in the microbatches and stages of the plan; by default the batch as a
+            single stage.
+
+    Returns:
+        The certificate, with a finding for each claim that does not hold.
     """
     part, how, made = staged or StagedTrace.of_one_stage(trace)
     pipeline = plan.as_pipeline
@@ -106,7 +109,7 @@ def certify(
     if not report.ok:
         return report
     try:
-        if plan.pipeline is None:  # the plan of its only stage says it all
+        if plan.pipeline is None:  # the plan itself is that of its only stage
             profile = slowest(hardware)
             return certify_stage(report, part, plan, profile, Context.of(part, plan))
         program = emit(part, plan, how, made, named=False)
@@ -127,8 +130,8 @@ def certify(
             for n, stage in enumerate(stages)
             for f in stage.findings
         ),
-        *_runs(plan, pipeline, part, returned),
-        *_check_handing(pipeline, handed, handed_s),
+        *_check_schedule(plan, pipeline, part, returned),
+        *_check_sent_outputs(pipeline, handed, handed_s),
         *cuts(part, made, pipeline),
         *budgets(plan, pipeline),
         *_check_joins(plan, pipeline, made, handed_s),
@@ -149,8 +152,8 @@ def _bound_s(
     stages: Sequence[Certificate],
     found: list[Finding],
 ) -> tuple[float, int]:
-    """Return the bound (seconds) over all plans with this number of stages and microbatches, and
-    the number of multipliers that prove it. Findings are appended to `found`."""
+    """Return the lower bound over all plans with this number of stages and microbatches in seconds,
+    and the number of multipliers that prove it. Findings are appended to `found`."""
     if len(stages) == 1:
         return (stages[0].certified_bound_s or 0.0) * pipeline.num_microbatches, 0
     constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
@@ -215,8 +218,8 @@ def _unfold_part(
     profile: HardwareProfile,
     constraints: Sequence[Constraint],
 ) -> tuple[Unfolded, Stored]:
-    """Return the least seconds of the parts of a microbatch on one kind of device, by the
-    multipliers of the plan's proof."""
+    """Return the least seconds of the parts of a microbatch on one kind of device, from the
+    multipliers in the plan's proof."""
     mesh = plan.mesh.without(pipeline.axis)
     points, placing = usable_points(part, len(pipeline.stages) - 1)
     sewn = seams(part, placing)
@@ -244,16 +247,17 @@ def _unfold_part(
 def held_at_most(
     schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> int:
-    """Return the number of microbatches whose kept values a stage holds at most.
+    """Return the largest number of microbatches whose saved values a stage holds at the same time.
 
-    Under GPipe this is all of them; under 1F1B one per stage from this one to the last.
+    Under GPipe these are all microbatches. Under 1F1B it is one for each stage from this one to the
+    last.
 
     Args:
         schedule: "gpipe", "1f1b" or "interleaved".
         stage: index among all stages.
-        num_stages: the number of stages of all ranks.
-        num_microbatches: the number of microbatches per step.
-        num_chunks: stages per rank.
+        num_stages: number of stages on all ranks.
+        num_microbatches: number of microbatches per step.
+        num_chunks: number of stages per rank.
     """
     if schedule == INTERLEAVED:
         return held_by_chunks(stage, num_stages // num_chunks, num_chunks, num_microbatches)
@@ -262,7 +266,7 @@ def held_at_most(
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """Certifies the stages of a plan one by one."""
+    """The certification of a plan's stages, one by one."""
 
     whole: Trace
     part: Trace
@@ -275,12 +279,12 @@ class _Stages:
     def certificates(self) -> list[Certificate]:
         """Certify each stage on its own devices.
 
-        Each stage's problem is stated under the plan's constraints, the storage layouts of the
-        stages before it, and the layouts in which tensors cross to its neighbours.
+        The problem of a stage is stated under the plan's constraints, the storage layouts of
+        previous stages, and the layouts in which tensors cross to its neighbours.
 
         Raises:
-            AutoparError: if a constraint cannot hold, or the plan does not say how gradients are
-                summed up.
+            AutoparError: if a constraint cannot hold, or if the plan does not state how gradients
+                are accumulated.
         """
         plan, pipeline = self.plan, self.pipeline
         constraints = [read_constraint(data) for data in plan.options.get("constraints", ())]
@@ -300,14 +304,14 @@ class _Stages:
             found.append(self._certificate(number, trace, staged, here))
             chosen = staged.node_choices()
             storage |= {
-                p.name: _rests(chosen, p.name)
+                p.name: _storage_layout(chosen, p.name)
                 for p in trace.parameters
                 if p.name in self.made.shared
             }
         return found
 
     def _certificate(self, number: int, trace: Trace, staged: Plan, forced: Forced) -> Certificate:
-        """Certify one stage, under what constraints and the stages before it force."""
+        """Certify one stage under the layouts that constraints and previous stages force."""
         plan, pipeline = self.plan, self.pipeline
         context = self._context(number, trace, staged, forced)
         if pipeline.accumulates != context.accumulates:
@@ -330,7 +334,7 @@ class _Stages:
         return replace(certificate, findings=(*certificate.findings, Finding("memory", what)))
 
     def _context(self, number: int, trace: Trace, staged: Plan, forced: Forced) -> Context:
-        """Return the surroundings of a stage: its neighbours, its schedule and the whole batch."""
+        """Return the context of a stage: its neighbours, its schedule and the whole batch."""
         pipeline, chosen = self.pipeline, staged.node_choices()
         layouts = {i.path: chosen[input_key(i.path)].outputs[0] for i in trace.inputs if i.crosses}
         layouts |= {
@@ -359,9 +363,11 @@ class _Stages:
         )
 
 
-def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> Iterator[Finding]:
-    """Yield a finding if the schedule does not wait for what it has to, or outputs cannot be
-    returned as the plan says."""
+def _check_schedule(
+    plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned
+) -> Iterator[Finding]:
+    """Yield a finding if the schedule does not wait for a value that it needs, or if outputs cannot
+    be returned as the plan states."""
     alone = pipeline.schedule == INTERLEAVED and not part.differentiable
     if returned.waits and pipeline.schedule != "gpipe" and not alone:
         yield Finding(
@@ -377,8 +383,8 @@ def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> It
     ):
         yield Finding(
             "emission",
-            "backward waits for a loss of the whole batch, so running microbatches one after"
-            " another is useless",
+            "backward waits for a loss of the whole batch, so sequential microbatches have"
+            " no benefit",
         )
     if part.loss is None and plan.options.get("outputs", "dtensor") != "full":
         yield Finding(
@@ -388,8 +394,9 @@ def _runs(plan: Plan, pipeline: Pipeline, part: Trace, returned: Returned) -> It
         )
 
 
-def _check_handing(pipeline: Pipeline, num_bytes: int, time_s: float) -> Iterator[Finding]:
-    """Yield a finding if sending outputs to all stages is other than derived."""
+def _check_sent_outputs(pipeline: Pipeline, num_bytes: int, time_s: float) -> Iterator[Finding]:
+    """Yield a finding if the claimed bytes or seconds of sending outputs to all stages are
+    wrong."""
     if pipeline.handed_bytes != num_bytes or not near(time_s, pipeline.handed_s):
         yield Finding(
             "time",
@@ -399,8 +406,8 @@ def _check_handing(pipeline: Pipeline, num_bytes: int, time_s: float) -> Iterato
 
 
 def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> Iterator[Finding]:
-    """Yield what does not fit together between the stages; `handed_s` is the part of a step in
-    which outputs are sent to all of them."""
+    """Yield a finding for each claim about the stages together that does not hold. `handed_s` is
+    the time of a step in which outputs are sent to all stages."""
     num = len(pipeline.stages)
     expected = tuple(
         held_at_most(pipeline.schedule, s, num, pipeline.num_microbatches, pipeline.num_chunks)
@@ -408,12 +415,12 @@ def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> 
     )
     if pipeline.num_in_flight != expected:
         what = (
-            f"{pipeline.schedule} holds {expected} microbatches, stage by stage, not"
+            f"{pipeline.schedule} has {expected} microbatches in flight by stage, not"
             f" {pipeline.num_in_flight}"
         )
         yield Finding("memory", what)
     for name, held_by in made.shared.items():
-        rests = {str(_rests(pipeline.stages[s].node_choices(), name)) for s in held_by}
+        rests = {str(_storage_layout(pipeline.stages[s].node_choices(), name)) for s in held_by}
         if len(rests) > 1:
             yield Finding(
                 "layouts",
@@ -423,20 +430,20 @@ def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> 
     yield from _figures(plan, pipeline, handed_s)
 
 
-def _rests(chosen: Mapping[str, Strategy], parameter: str) -> Layout:
+def _storage_layout(chosen: Mapping[str, Strategy], parameter: str) -> Layout:
     return chosen.get(storage_key(parameter), chosen[parameter_key(parameter)]).outputs[0]
 
 
 def _step_s(times: Sequence[float], num_microbatches: int) -> float:
-    """Return (M − 1) · max τ + Σ τ in seconds."""
+    """Return (M − 1) · max τ + Σ τ in seconds, for M microbatches and stages of τ seconds each."""
     return (num_microbatches - 1) * max(times) + sum(times)
 
 
 def _whole_step_s(pipeline: Pipeline, *, simulated: bool = False) -> float:
-    """Return the seconds of a step from the claims of the stages.
+    """Return the seconds of a step, from the claims of the stages.
 
-    Under GPipe, forward and backward each go through all stages, and each waits for its own slowest
-    stage.
+    Under GPipe, forward and backward go through all stages one after the other, and each waits for
+    its own slowest stage.
     """
     if pipeline.schedule == "gpipe" and pipeline.num_microbatches > 1:
         waves = zip(
@@ -453,13 +460,14 @@ def _whole_step_s(pipeline: Pipeline, *, simulated: bool = False) -> float:
 
 
 def _least_s(pipeline: Pipeline, bounds: Sequence[float]) -> float:
-    """Return a lower bound of the step, in seconds, given one per stage for a microbatch."""
+    """Return a lower bound of the step in seconds, from a lower bound of each stage for one
+    microbatch."""
     if pipeline.schedule == INTERLEAVED:
         return least_of_ranks(bounds, len(pipeline.rank_bytes), pipeline.num_microbatches)
     return _step_s(bounds, pipeline.num_microbatches)
 
 
-_OF_THE_SLOWEST = {  # figure of a prediction → what it is of a step
+_OF_THE_SLOWEST = {  # attribute of a prediction → its name in a finding
     "compute_s": "the slowest stage's compute",
     "communication_s": "the slowest stage's communication",
     "in_kernels_s": "the time saved by the slowest stage's kernels",
@@ -488,18 +496,18 @@ def _figures(plan: Plan, pipeline: Pipeline, handed_s: float) -> Iterator[Findin
     for what, (derived, number) in said.items():
         if not near(derived, number):
             yield Finding("time", f"{what} is {derived:.9g} s, not {number:.9g} s")
-    alone = pipeline.num_chunks == 1  # else ranks are what is full (`shared_memory`)
+    alone = pipeline.num_chunks == 1  # else the memory of ranks counts (`shared_memory`)
     if alone and (
         claimed.peak_bytes != fullest.peak_bytes
         or dict(claimed.memory_bytes) != dict(fullest.memory_bytes)
     ):
         yield Finding(
             "memory",
-            f"the fullest stage's peak is {fullest.peak_bytes} bytes, not {claimed.peak_bytes}, or"
-            " has different parts",
+            f"the peak of the fullest stage is {fullest.peak_bytes} bytes, not"
+            f" {claimed.peak_bytes}, or its parts differ",
         )
     if dict(claimed.host_bytes) != dict(pipeline.host_bytes):
-        yield Finding("memory", "the host memory of the device that uses most has different parts")
+        yield Finding("memory", "the parts of the largest host memory differ from the plan")
 
 
 def _sum_stages(
@@ -509,7 +517,7 @@ def _sum_stages(
     num_multipliers: int,
     handed_s: float,
 ) -> Certificate:
-    """Return the report with the sums over the stages, if all figures of the stages could be
+    """Return the report with the sums over the stages, if all figures of the stages were
     derived."""
     report = replace(
         report,
@@ -526,8 +534,8 @@ def _sum_stages(
     if len(steps) == len(stages):
         shared = (
             pipeline.num_chunks > 1
-            # then, and under GPipe, a stage's finding would say where its time is another than it
-            # claims
+            # with several chunks or GPipe the claims of the stages serve: a wrong one has its own
+            # finding
         )
         step_s = (
             _whole_step_s(pipeline)
@@ -540,7 +548,7 @@ def _sum_stages(
     if len(bounds) == len(stages) and report.objective_s:
         least = _least_s(pipeline, [max(b, 0.0) for b in bounds]) + handed_s
         note = (
-            f"for these cuts and these layouts of what crosses, {seconds(least)} is proven by"
+            f"for these cuts and the layouts at their boundaries, {seconds(least)} is proven by"
             f" arithmetic, {1 - least / report.objective_s:.2%} below the plan"
         )
         report = replace(report, notes=(*report.notes, note))

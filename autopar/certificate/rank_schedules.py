@@ -1,9 +1,8 @@
-"""Check a pipeline whose ranks hold several stages each: the order of their work, and the memory
-that the stages of a rank share.
+"""Check a pipeline with several stages per rank: the order of the ranks' work, and the memory that
+the stages of a rank share.
 
-The certificate of a stage covers what the stage holds alone. Here the memory that the stages of a
-rank hold together is counted on the emitted programs. The last section derives schedules and their
-times.
+The certificate of a stage covers the memory of this stage alone. Here the memory of all stages of a
+rank is counted on the emitted programs. The last section derives schedules and their times.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ _STATIC = ("parameters", "optimizer", "copies", "buffers", "inputs")
 
 
 def actions_of(pipeline: Pipeline, stage: int) -> tuple[Action, ...]:
-    """Return the actions of the rank that holds a stage; none if the rank holds no other stage."""
+    """Return the actions of the rank that holds a stage. Return none if the rank holds no other
+    stage."""
     num_ranks = len(pipeline.rank_bytes)
     return (
         interleaved_schedule(num_ranks, pipeline.num_chunks, pipeline.num_microbatches)[
@@ -58,13 +58,14 @@ def interleaves(pipeline: Pipeline) -> Iterator[Finding]:
 def shared_memory(
     plan: Plan, program: Program, traces: Sequence[Trace], hardware: Hardware
 ) -> Iterator[Finding]:
-    """Yield the ranks whose stages together hold something else than claimed, or exceed the budget.
+    """Yield a finding for each rank whose stages together hold other bytes than claimed, or exceed
+    the budget.
 
     Args:
         plan: a plan with a pipeline.
         program: the programs of all stages.
-        traces: of all stages, in order.
-        hardware: the profile, or one per index along an axis.
+        traces: the traces of all stages, in order.
+        hardware: the profile, or one profile per index along an axis.
     """
     pipeline = plan.as_pipeline
     several = [*zip(traces, pipeline.stages, strict=True)] if pipeline.rank_bytes else []
@@ -94,7 +95,7 @@ def shared_memory(
     ):
         yield Finding(
             "memory",
-            f"the fullest rank's peak is not {claimed.peak_bytes} bytes, or has different parts",
+            f"the peak of the fullest rank is not {claimed.peak_bytes} bytes, or its parts differ",
         )
 
 
@@ -107,8 +108,8 @@ def _rank(
 ) -> tuple[int, dict[str, int]]:
     """Return the peak of a rank in bytes, and its parts by kind.
 
-    Tensors that several stages of the rank read, and the memory that their kernels share, count
-    once.
+    Tensors that several stages of the rank read count once. So does the memory that their kernels
+    share.
     """
     numbers = range(rank, len(pipeline.stages), len(pipeline.rank_bytes))
     outputs = plan.options.get("outputs", "dtensor")
@@ -157,15 +158,14 @@ def _bytes(tensor: ProgramTensor) -> int:
 
 # --------------------------------------------------------------------------------------------------
 # The interleaved schedule from its formulas: the order of work, the microbatches in flight and the
-# seconds of a step. None of the planner's code is used.
+# seconds of a step. This does not use the planner's code.
 #
-# With v·P stages on P ranks, M microbatches come in R = max(1, M // P) rounds of n = M / R. For a
-# rank's forward number k = 0, 1, …, the chunk is (k // n) mod v, and the microbatch is
-# n·(k // (n·v)) + k mod n; backwards are numbered likewise, with the last chunk first. Rank r runs
-# w = (v − 1)·n + 2·(P − 1 − r) forwards, at most all; then forward and backward in turn; then the
-# remaining backwards
-# (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-# Megatron-LM", 2021, section 2.2; torch's rounds).
+# With v·P stages on P ranks, M microbatches run in R = max(1, M // P) rounds of n = M / R. Forward
+# number k = 0, 1, … of a rank is of chunk (k // n) mod v and of microbatch n·(k // (n·v)) + k mod
+# n. Backwards are numbered in the same way, with the last chunk first. Rank r first runs w = (v −
+# 1)·n + 2·(P − 1 − r) forwards, but at most all. Then it alternates between forward and backward.
+# The remaining backwards come last (Narayanan et al., "Efficient Large-Scale Language Model
+# Training on GPU Clusters Using Megatron-LM", 2021, section 2.2; with torch's rounds).
 
 Piece = tuple[str, int, int]  # "F" or "B", stage, microbatch
 
@@ -175,14 +175,14 @@ def order_of(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int) 
 
     Args:
         rank: index along the pipeline's axis.
-        num_ranks: devices along this axis.
-        num_chunks: stages per rank.
-        num_microbatches: the number of microbatches per step.
+        num_ranks: number of devices along this axis.
+        num_chunks: number of stages per rank.
+        num_microbatches: number of microbatches per step.
     """
     per_round = num_microbatches // max(1, num_microbatches // num_ranks)
 
     def piece(phase: str, k: int) -> Piece:
-        """Return the rank's `k`-th piece of work of a phase."""
+        """Return the rank's `k`-th forward or backward."""
         chunk = k // per_round % num_chunks
         chunk = chunk if phase == "F" else num_chunks - 1 - chunk
         return (
@@ -201,15 +201,15 @@ def order_of(rank: int, num_ranks: int, num_chunks: int, num_microbatches: int) 
 
 
 def held_by_chunks(stage: int, num_ranks: int, num_chunks: int, num_microbatches: int) -> int:
-    """Return the number of microbatches whose kept values a stage holds at most.
+    """Return the largest number of microbatches whose saved values a stage holds at the same time.
 
-    After forward k of its rank, k − w backwards have run, n in turn per chunk.
+    After forward k of its rank, k − w backwards have run. Chunks take turns with n backwards each.
 
     Args:
         stage: index among all stages.
-        num_ranks: devices along the pipeline's axis.
-        num_chunks: stages per rank.
-        num_microbatches: the number of microbatches per step.
+        num_ranks: number of devices along the pipeline's axis.
+        num_chunks: number of stages per rank.
+        num_microbatches: number of microbatches per step.
     """
     rank, chunk = stage % num_ranks, stage // num_ranks
     per_round = num_microbatches // max(1, num_microbatches // num_ranks)
@@ -218,7 +218,7 @@ def held_by_chunks(stage: int, num_ranks: int, num_chunks: int, num_microbatches
     )
 
     def among(count: int, which: int) -> int:
-        """How many of the first `count` pieces are of the chunk that comes in place `which`."""
+        """Return how many of the first `count` pieces belong to the chunk in position `which`."""
         rounds, rest = divmod(count, per_round * num_chunks)
         return rounds * per_round + min(max(rest - which * per_round, 0), per_round)
 
@@ -229,11 +229,13 @@ def held_by_chunks(stage: int, num_ranks: int, num_chunks: int, num_microbatches
 
 
 def phases_of(stage: Plan, *, simulated: bool) -> tuple[float, float]:
-    """Seconds of a microbatch's forward, and of all else that a stage does for it.
+    """Return the seconds of a microbatch's forward, and the seconds of all other work of a stage
+    for it.
 
     Args:
-        simulated: whether to take the figures of the plan's time line, else the sums over entries
-            and collectives.
+        stage: the plan of the stage.
+        simulated: whether to use the plan's timeline instead of the sums over entries and
+            collectives.
     """
     claimed = stage.prediction
     if simulated:
@@ -245,10 +247,11 @@ def phases_of(stage: Plan, *, simulated: bool) -> tuple[float, float]:
 
 
 def _sum_forward(stage: Plan) -> float:
-    """Seconds of a microbatch's forward: ``max(C + s·P, P) + R``.
+    """Return the seconds of a microbatch's forward: ``max(C + s·P, P) + R``.
 
-    C is what ops and slices take, less what kernels save; P what runs beside them, which costs them
-    s; R the rest: other collectives, and what arrives from the stage before.
+    C is the time of ops and slices, minus the savings of kernels. P is the time of overlapped
+    collectives, which slow compute down by s. R is the rest: other collectives, and values that
+    arrive from the previous stage.
     """
     ops = [e for e in stage.entries if e.kind == "compute" and e.phase == "forward"]
     compute_s = sum(e.time_s * len(e.instances) for e in ops)
@@ -271,13 +274,13 @@ def _sum_forward(stage: Plan) -> float:
 def step_by_longest_path(
     phases: Sequence[tuple[float, float]], num_ranks: int, num_microbatches: int
 ) -> float:
-    """Return the seconds of a step: the longest path through all pieces, each of which starts after
-    the previous one of its rank and after the pieces that it reads.
+    """Return the seconds of a step: the longest path through all pieces. A piece starts after the
+    previous piece of its rank and after the pieces that it reads.
 
     Args:
-        phases: per stage, the seconds of forward and of backward of a microbatch.
-        num_ranks: devices along the pipeline's axis.
-        num_microbatches: the number of microbatches per step.
+        phases: for each stage, the seconds of forward and of backward of a microbatch.
+        num_ranks: number of devices along the pipeline's axis.
+        num_microbatches: number of microbatches per step.
     """
     num_stages = len(phases)
     after: Mapping[Piece, list[Piece]] = defaultdict(list)
@@ -308,28 +311,29 @@ def step_by_longest_path(
 
 
 def least_of_cuts(least_s: float, num_ranks: int, num_microbatches: int) -> float:
-    """Return a lower bound of the step, in seconds, over all cuts.
+    """Return a lower bound of the step in seconds, over all cuts.
 
-    The busiest rank does at least 1/P of each microbatch.
+    The busiest rank has at least 1/P of the work for each microbatch.
 
     Args:
-        least_s: seconds that a microbatch takes at least through all stages.
-        num_ranks: P, devices along the pipeline's axis.
-        num_microbatches: the number of microbatches per step.
+        least_s: lower bound of the seconds of a microbatch through all stages.
+        num_ranks: P, number of devices along the pipeline's axis.
+        num_microbatches: number of microbatches per step.
     """
     return least_s * max(1.0, num_microbatches / num_ranks)
 
 
 def least_of_ranks(bounds_s: Sequence[float], num_ranks: int, num_microbatches: int) -> float:
-    """Return a lower bound of the step, in seconds, from lower bounds of its stages.
+    """Return a lower bound of the step in seconds, from lower bounds of its stages.
 
-    Rank r begins after the stages before it have run forward on the first microbatch, and ends
-    before they run backward on the last: M · (its stages' b) + the sum of b over stages 0 to r − 1.
+    Rank r begins after forward of the first microbatch on the previous stages, and ends before
+    their backward of the last: M · (sum of b over its stages) + the sum of b over stages 0 to r −
+    1.
 
     Args:
-        bounds_s: b, the seconds that each stage takes at least for a microbatch.
-        num_ranks: devices along the pipeline's axis.
-        num_microbatches: M, of a step.
+        bounds_s: b, lower bound of the seconds of each stage for a microbatch.
+        num_ranks: number of devices along the pipeline's axis.
+        num_microbatches: M, number of microbatches per step.
     """
     busy = (
         num_microbatches * sum(bounds_s[rank::num_ranks]) + sum(bounds_s[:rank])

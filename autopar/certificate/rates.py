@@ -1,18 +1,18 @@
-"""What collectives, buckets and ops take on a profile, by formulas of the certificate's own.
+"""Seconds of collectives, buckets and ops on a profile, by the certificate's own formulas.
 
-Nothing here is shared with what prices plans (`autopar.core.collective`, `autopar.cost`) but the
-figures of the profile. Of n ranks, with p bytes that one rank puts in and r = ⌈log₂ n⌉ rounds of
-latency α, a rank sends
+Only the figures of the profile are shared with the code that prices plans
+(`autopar.core.collective`, `autopar.cost`). With n ranks, p bytes of operand on each rank and r =
+⌈log₂ n⌉ rounds of latency α, a rank sends
 
     all_gather      (n−1)·p           in r rounds     (its own part goes to n−1 others)
     reduce_scatter  (n−1)·p/n         in r rounds     (each other rank gets its part)
     all_reduce      2·(n−1)·p/n       in 2·r rounds   (a reduce_scatter, then an all_gather)
     all_to_all      (n−1)·p/n         in r rounds, at the share of bandwidth that these reach
     swap            p/2               in one round
-    halo            what a halo has   in one round
+    halo            the halo's bytes  in one round
 
-and launches once. A collective over several axes is several collectives, one per axis, each over
-the slowest link that its ranks have between them. Measured points replace the formula.
+and launches one kernel. A collective over several axes is several collectives, one per axis, each
+over the slowest link between its ranks. Measured points replace the formula.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from autopar.cost.priced import Wire
 from autopar.errors import HardwareError
 
 _MOST_IN_BUCKET = 32 * 2**20
-"""Bytes of a bucket on one rank, as it goes in or comes out"""
+"""Largest number of bytes of a bucket on one rank, before or after the collective."""
 _LEAST_MOVED = 2048
-"""Elements that a pass over a bucket moves of each tensor at least"""
+"""Smallest number of elements of each tensor that a pass over a bucket moves."""
 _PER_MEMBER = 1 / 8
-"""Of a launch, per tensor of a bucket"""
+"""Share of a launch that each tensor of a bucket takes."""
 _SIZES_TRIED = 16
 _FLOPS = ("matmul", "attention", "attention_backward")
 _REAL = {torch.complex32: "float16", torch.complex64: "float32", torch.complex128: "float64"}
@@ -53,7 +53,8 @@ class Rates:
 
     @property
     def parts(self) -> tuple[Rates, ...]:
-        """The rates of each kind of device, if devices are unequal: all wait for the slowest."""
+        """The rates of each kind of device, if devices are unequal. All devices wait for the
+        slowest."""
         return tuple(Rates(self.mesh, part) for part in self.profile.parts)
 
     def link_of(self, axis: int) -> str:
@@ -66,7 +67,7 @@ class Rates:
         return "intra" if bool((nodes == nodes[..., :1]).all()) else "inter"
 
     def alone_s(self, c: Collective) -> float:
-        """Return the seconds of a collective that shares no bucket."""
+        """Return the seconds of a collective outside of buckets."""
         if c not in self._alone:
             many = self.parts
             self._alone[c] = max(r.alone_s(c) for r in many) if many else self._collective_s(c)
@@ -95,7 +96,7 @@ class Rates:
         launch_s, curves = self.profile.launch_overhead_s, link.curves.get(kind) or {}
         larger = put_in * n if kind == "all_gather" else put_in
         if n in curves:
-            return _read_off(curves[n], larger)
+            return _interpolate(curves[n], larger)
         if (
             not curves
             and kind in ("all_gather", "reduce_scatter")
@@ -113,21 +114,21 @@ class Rates:
         m = min(curves, key=lambda each: (max(each / n, n / each), each))
         alike = larger * _share(kind, n) / _share(kind, m)
         further = (_rounds(kind, n) - _rounds(kind, m)) * link.latency_s
-        return max(computed_s, _read_off(curves[m], alike) + further)
+        return max(computed_s, _interpolate(curves[m], alike) + further)
 
     def _memory_s(self, num_bytes: float) -> float:
-        """Return the seconds of copying bytes in memory, without the launch."""
+        """Return the seconds of copying bytes in memory, without a launch."""
         share = self.profile.memory_efficiency["elementwise"]
         return num_bytes / (self.profile.memory_bandwidth_bytes_per_s * share)
 
     # Buckets.
 
     def bucket_s(self, c: Collective, members: Sequence[int]) -> float:
-        """Return the seconds of one collective on a bucket, packing and unpacking included.
+        """Return the seconds of one collective on a bucket, including packing and unpacking.
 
         Args:
             c: the collective of the bucket.
-            members: bytes that one rank puts in, per member.
+            members: for each member, the bytes of its operand on one rank.
         """
         if self.profile.parts:
             return max(r.bucket_s(c, members) for r in self.parts)
@@ -144,7 +145,7 @@ class Rates:
         return launch_s + self._memory_s(2 * (packed + unpacked))
 
     def share_s(self, c: Collective) -> float:
-        """Of a collective as a part of the bucket that is best for it."""
+        """Return the seconds of a collective as a part of the bucket that suits it best."""
         if self.profile.parts:
             return max(r.share_s(c) for r in self.parts)
         if (c.kind, c.axis) not in self._per_byte:
@@ -159,21 +160,22 @@ class Rates:
             yield (self.alone_s(replace(whole, bytes=total)) + launches_s) / total
 
     def most_in_bucket(self, c: Collective) -> int:
-        """Bytes that one rank may put in: what comes out of an all_gather is as many times more."""
+        """Return the largest number of bytes that one rank may put into a bucket. The result of an
+        all_gather is larger by the number of ranks."""
         return _MOST_IN_BUCKET // (self.mesh.shape[c.axis] if c.kind == "all_gather" else 1)
 
     # Ops.
 
     def op_s(self, kind: str, flops: int, num_bytes: int, dtype: torch.dtype | str) -> float:
         """Return the seconds of one op: the longer of arithmetic and memory access, and its launch.
-        A view takes none.
+        A view takes no time.
 
         Args:
             kind: class of the op, such as "matmul" or "elementwise", for which the profile has an
                 efficiency.
-            flops: floating-point operations; a complex dtype counts four real ones for each.
+            flops: floating-point operations; one in a complex dtype counts as four.
             num_bytes: bytes read and written.
-            dtype: in which the op computes.
+            dtype: dtype in which the op computes.
 
         Raises:
             HardwareError: if the profile has no peak for the dtype.
@@ -186,7 +188,7 @@ class Rates:
         curve = p.curves.get((over_memory, ""))
         bandwidth = p.memory_bandwidth_bytes_per_s * p.memory_efficiency[over_memory]
         moved_s = (
-            _read_off(curve, num_bytes) if curve else p.launch_overhead_s + num_bytes / bandwidth
+            _interpolate(curve, num_bytes) if curve else p.launch_overhead_s + num_bytes / bandwidth
         )
         if kind not in _FLOPS:
             return moved_s
@@ -195,7 +197,7 @@ class Rates:
         flops = 4 * flops if is_complex else flops
         measured = p.curves.get((kind, name))
         if measured:
-            return max(moved_s, _read_off(measured, flops))
+            return max(moved_s, _interpolate(measured, flops))
         if name not in p.peak_flops_per_s:
             raise HardwareError(f"profile {p.name!r} has no peak_flops_per_s for {name}")
         reached = p.peak_flops_per_s[name] * p.efficiency[kind][name]
@@ -207,9 +209,9 @@ def wire_between(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wir
     of all their devices.
 
     Args:
-        axis: name of the pipeline's axis; `""` returns a link that takes no time.
+        axis: name of the pipeline's axis; for `""` the link takes no time.
         mesh: the mesh of the whole plan.
-        hardware: the profile, or one per index along an axis.
+        hardware: the profile, or one profile per index along an axis.
         stages: indices along `axis`.
     """
     if not axis:
@@ -221,23 +223,23 @@ def wire_between(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wir
 
 
 def sent_s(wire: Wire, num_bytes: float, num_hops: int = 1) -> float:
-    """Return the seconds of sending bytes over a number of links that are busy at the same time.
+    """Return the seconds of sending bytes over several links that work at the same time.
 
     Args:
         wire: latency and bandwidth of each link.
-        num_bytes: bytes that go over each link.
-        num_hops: links on the way; each adds its latency.
+        num_bytes: bytes that each link transfers.
+        num_hops: number of links on the way; each adds its latency.
     """
     return num_hops * wire.latency_s + num_bytes / wire.bandwidth_bytes_per_s
 
 
 def handed_on_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> float:
-    """Return the seconds until every stage along an axis has the result of one of them.
+    """Return the seconds until every stage along an axis has a result of one of them.
 
     Args:
-        axis: name of the pipeline's axis; `""` takes no time.
+        axis: name of the pipeline's axis; for `""` this takes no time.
         mesh: the mesh of the whole plan.
-        hardware: the profile, or one per index along an axis.
+        hardware: the profile, or one profile per index along an axis.
         num_bytes: bytes of the result on a device.
     """
     if not axis or not num_bytes:
@@ -252,7 +254,7 @@ def _rounds(kind: Kind, n: int) -> int:
 
 
 def _bytes_sent(kind: Kind, n: int, put_in: float) -> float:
-    """Bytes that one rank sends."""
+    """Return the bytes that one rank sends."""
     to_others = (n - 1) * put_in
     match kind:
         case "all_gather":
@@ -268,15 +270,16 @@ def _bytes_sent(kind: Kind, n: int, put_in: float) -> float:
 
 
 def _share(kind: Kind, n: int) -> float:
-    """Bytes that one rank sends per byte of the larger of what goes in and what comes out."""
+    """Return the bytes that one rank sends per byte of its operand or its result, whichever is
+    larger."""
     return _bytes_sent(kind, n, 1.0 / n if kind == "all_gather" else 1.0)
 
 
 def _bytes_copied(c: Collective, n: int) -> int:
     """Return the bytes that a rank copies.
 
-    Parts of ranks lie one behind the other. So the result of an all_gather and the operand of a
-    reduce_scatter are copied, unless the dim is the leading one.
+    The parts of ranks are contiguous in a buffer. So the result of an all_gather and the operand of
+    a reduce_scatter are copied, unless the dim is the leading one.
     """
     leading: Mapping[str, int] = {
         "all_gather": c.bytes * n * (c.dim > 0),
@@ -290,9 +293,9 @@ def _bytes_copied(c: Collective, n: int) -> int:
     return leading[c.kind]
 
 
-def _read_off(curve: Curve, size: float) -> float:
-    """Interpolate a measured time: the first point's time below it, in proportion to size above the
-    last point, on logarithmic scales between points."""
+def _interpolate(curve: Curve, size: float) -> float:
+    """Interpolate a measured time between points on logarithmic scales. Below the first point,
+    return its time; above the last point, scale its time with the size."""
     if size >= curve.sizes[-1]:
         return curve.times[-1] / curve.sizes[-1] * size
     at = math.log(max(size, curve.sizes[0]))

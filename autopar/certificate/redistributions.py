@@ -1,12 +1,12 @@
-"""Checks every redistribution: from the node that makes a tensor, over the plan's collectives, to
+"""Check every redistribution: from the node that computes a tensor, over the plan's collectives, to
 all its readers, in both phases.
 
-In the phase that makes a tensor, the layout of its maker is available. In backward, these layouts
-of a value from forward are available: the kept layouts, the layout at rest, and the layout in which
-backward recomputes it. A recomputed op reads only the operands of those of its nodes that backward
-needs (`autopar.certificate.facts`). A collective is legal if its source is available and it leads
-to its target. Its bytes follow from the source and the dtype, and its time from the profile. No
-layout is made or kept without a reader.
+In the phase that computes a tensor, the layout of its strategy is available. In backward of a
+forward value, these layouts are available: the kept layouts, the storage layout, and the layout in
+which backward recomputes it. A recomputed op reads only the operands of those of its nodes that
+backward needs (`autopar.certificate.facts`). A collective is legal if its source is available and
+it leads to its target. Its bytes follow from the source and the dtype, and its time from the
+profile. Every layout that is computed or kept must have a reader.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class MoveWalk:
     """All tensors of a model under a plan.
 
     Attributes:
-        owner: key → the decision that it belongs to.
+        owner: key → its decision.
         again: the decisions that backward may recompute.
         rests: keys of the storage of parameters, if parameters may be moved once per step.
-        num_microbatches: microbatches that share the time of these collectives.
+        num_microbatches: number of microbatches that share the time of these collectives.
     """
 
     facts: Facts
@@ -55,8 +55,8 @@ class MoveWalk:
         self.rates = Rates(self.mesh, self.profile)
 
     def strangers(self) -> Iterator[Finding]:
-        """Yield tensors that the plan lists and the model does not make. Nothing can be derived
-        about them."""
+        """Yield the tensors that the plan lists and the model does not compute. Nothing can be
+        derived about them."""
         for (tensor, phase), steps in self.claims.steps.items():
             once = phase == "step" and tensor[0] in self.rests and tensor[1] in (0, 1)
             if not once and (
@@ -73,13 +73,13 @@ class MoveWalk:
                 yield Finding("kept values", "the model has no such tensor", _name(*tensor))
 
     def findings(self) -> Iterator[Finding]:
-        """Yield every claim about redistribution that does not hold."""
+        """Yield a finding for each claim about redistribution that does not hold."""
         for each in self.facts.tensors.values():
             yield from self._check_tensor(each)
 
     def _check_tensor(self, tensor: Tensor) -> Iterator[Finding]:
-        """Check that all readers of a tensor in the phase that makes it, and its kept versions, get
-        their layouts."""
+        """Check that all readers of a tensor in its own phase, and its kept versions, get their
+        layouts."""
         here = (tensor.key, tensor.result)
         made = {self.claims.chosen[tensor.key].outputs[tensor.result]}
         steps = self.claims.steps.get((here, tensor.phase), ())
@@ -95,7 +95,7 @@ class MoveWalk:
             if r.phase == tensor.phase and self.owner[r.key] != self.owner[tensor.key]
         ]
         only_gradient = all(r.key.endswith("/parameter") for r in others)
-        yield from self._check_beside(tensor, steps, tensor.given or only_gradient)
+        yield from self._check_overlap(tensor, steps, tensor.given or only_gradient)
         if missing := wanted - at_hand:
             yield self._report_missing(tensor, tensor.phase, missing, at_hand)
         if tensor.phase == "forward":
@@ -110,18 +110,22 @@ class MoveWalk:
     def _check_backward(
         self, tensor: Tensor, made: set[Layout], at_hand: set[Layout], kept: Sequence[Layout]
     ) -> Iterator[Finding]:
-        """Check that backward gets the layouts in which it reads a tensor of forward.
+        """Check that backward gets the layouts in which it reads a forward tensor.
 
-        Available in backward are ``kept ∪ rests ∪ again``: the kept layouts, the layout at rest,
+        Available in backward are ``kept ∪ rests ∪ again``: the kept layouts, the storage layout,
         and the layout in which backward recomputes the tensor. These and the results of collectives
-        that start from them must cover all that is read.
+        that start from them must include all layouts that are read.
 
         Args:
-            made: the layout in which forward makes it.
+            tensor: the tensor.
+            made: the layout in which forward computes it.
             at_hand: all layouts that it has in forward.
             kept: layouts that are kept for backward.
         """
-        rests, read_again = made if tensor.resident else set[Layout](), self._read_again(tensor)
+        rests, read_again = (
+            made if tensor.resident else set[Layout](),
+            self._read_by_recomputation(tensor),
+        )
         again = self.claims.again.get(tensor.key)
         sources = {*kept, *rests, *(() if again is None else (again.outputs[tensor.result],))}
         wanted = self._read_in(tensor, "backward") | read_again
@@ -133,7 +137,7 @@ class MoveWalk:
             self._read_in(tensor, "backward", by_ops=True) | read_again,
         )
         only_kept = tensor.key in self.facts.nodes and self.owner[tensor.key] not in self.again
-        yield from self._check_beside(tensor, steps, tensor.given or only_kept)
+        yield from self._check_overlap(tensor, steps, tensor.given or only_kept)
         yield from self._check_steps(tensor, steps, sources, wanted)
         if missing := wanted - _reach(sources, steps):
             yield self._report_missing(tensor, "backward", missing, _reach(sources, steps))
@@ -142,7 +146,7 @@ class MoveWalk:
             yield Finding("kept values", what, _name(tensor.key, tensor.result))
 
     def _read_in(self, tensor: Tensor, phase: str, *, by_ops: bool = False) -> set[Layout]:
-        """Return the layouts in which readers in a phase read a tensor: ops alone, or also outputs
+        """Return the layouts in which readers in a phase read a tensor: only ops, or also outputs
         and parameters."""
         readers = [
             r
@@ -151,9 +155,8 @@ class MoveWalk:
         ]
         return {self.claims.chosen[r.key].inputs[r.operand] for r in readers}
 
-    def _read_again(self, tensor: Tensor) -> set[Layout]:
-        """Return the layouts in which ops of forward read a tensor when backward recomputes
-        them."""
+    def _read_by_recomputation(self, tensor: Tensor) -> set[Layout]:
+        """Return the layouts in which forward ops read a tensor when backward recomputes them."""
         again = self.claims.again
         readers = [
             r
@@ -162,11 +165,11 @@ class MoveWalk:
         ]
         return {again[r.key].inputs[r.operand] for r in readers}
 
-    def _check_beside(
+    def _check_overlap(
         self, tensor: Tensor, steps: Sequence[Communication], always: bool
     ) -> Iterator[Finding]:
-        """Check that steps count as overlapping with compute if and only if they have slack in
-        every plan."""
+        """Yield a finding if steps do not count as overlapping with compute exactly if they have
+        slack in every plan."""
         for step in steps:
             counts = (
                 always or step.collective.kind in HOST_KINDS
@@ -183,7 +186,7 @@ class MoveWalk:
     def _report_missing(
         self, tensor: Tensor, phase: str, missing: set[Layout], at_hand: set[Layout]
     ) -> Finding:
-        """Make the finding that a phase reads layouts that nothing makes."""
+        """Return the finding that a phase reads layouts that are not available."""
         what = (
             f"{phase} reads it as {_list(missing)}, which no collective returns; available:"
             f" {_list(at_hand) or 'nothing'}"
@@ -211,13 +214,13 @@ class MoveWalk:
             yield from self.steps_of(tensor, step)
 
     def steps_of(self, tensor: Tensor, step: Communication) -> Iterator[Finding]:
-        """Yield what is wrong with one collective, regardless of where it starts."""
+        """Yield the faults of one collective, regardless of its source."""
         said = f"{step.collective.kind} from {step.source} to {step.target} in {step.phase}"
         for what in self._find_faults(tensor, step):
             yield Finding("moves", f"{said}: {what}", _name(tensor.key, tensor.result))
 
     def _find_faults(self, tensor: Tensor, step: Communication) -> Iterator[str]:
-        """Yield what is wrong with one collective: its target, its bytes, and its time."""
+        """Yield the faults of one collective: its target, its bytes, and its time."""
         c, shape, sizes = step.collective, tensor.shape, self.mesh.shape
         if not all(layout.fits(shape, sizes) for layout in (step.source, step.target)):
             yield f"a tensor of shape {shape} cannot have this layout on mesh {self.mesh}"
@@ -232,8 +235,8 @@ class MoveWalk:
         yield from self._check_time(tensor, step)
 
     def _check_bytes(self, tensor: Tensor, step: Communication) -> Iterator[str]:
-        """Check that a collective moves the tensor's dtype, or the dtype of its sums, and the bytes
-        that follow from it."""
+        """Yield a fault if a collective does not move the tensor's dtype or the dtype of its sums,
+        or the bytes that follow from it."""
         c, shape, sizes = step.collective, tensor.shape, self.mesh.shape
         dtype = tensor.sum_dtype if c.reduce_op else tensor.dtype
         if c.dtype != str(dtype).removeprefix("torch."):
@@ -246,7 +249,8 @@ class MoveWalk:
             yield f"a device receives {taken} bytes from its neighbors, not {c.halo_bytes}"
 
     def _check_time(self, tensor: Tensor, step: Communication) -> Iterator[str]:
-        """Check that a collective takes the time of the profile, alone or as a share of a bucket.
+        """Yield a fault if a collective does not take the time from the profile, alone or as a
+        share of a bucket.
 
         A collective that runs once per step counts 1/M in each of M microbatches.
         """
@@ -267,8 +271,8 @@ class MoveWalk:
                 yield f"it takes {time_s:.6g} s{when}, not {said_s:.6g} s"
 
     def _may_share(self, tensor: Tensor, step: Communication) -> bool:
-        """Whether a collective may be in a bucket: it gathers or reduces equal parts of a floating
-        tensor."""
+        """Return whether a collective may be in a bucket: it gathers or reduces equal parts of a
+        floating tensor."""
         even = all(
             is_even(layout, tensor.shape, self.mesh.shape) for layout in (step.source, step.target)
         )
@@ -278,13 +282,14 @@ class MoveWalk:
 def _find_wrongly_kept(
     kept: Sequence[Layout], at_hand: set[Layout], read: set[Layout], rests: set[Layout]
 ) -> Iterator[str]:
-    """Yield kept layouts that are not made or not read, or are kept twice, and layouts at rest that
-    are read and are not listed as kept.
+    """Yield kept layouts that are not computed or not read, or are kept twice, and storage layouts
+    that are read and not listed as kept.
 
     Args:
+        kept: layouts that are kept for backward.
         at_hand: layouts that the tensor has in forward.
         read: layouts that ops or collectives of backward read.
-        rests: the layout of a tensor that is at rest; None for others.
+        rests: the storage layout of a stored tensor; empty for others.
     """
     for layout in kept:
         if layout not in at_hand or (layout.host and layout.on_device() in kept):
@@ -300,8 +305,8 @@ def _find_wrongly_kept(
 def _check_slacks(
     tensor: Tensor, steps: Sequence[Communication], at_start: set[Layout], waited: set[Layout]
 ) -> Iterator[Finding]:
-    """Check that steps have the slack that follows from what exists when the phase starts, and from
-    what ops wait for."""
+    """Yield a finding for each step without the slack that follows from the tensors that exist when
+    the phase starts, and from the results that ops wait for."""
     there, needed = _reach(at_start, steps), set(waited)
     while further := {step.source for step in steps if step.target in needed} - needed:
         needed |= further
@@ -322,7 +327,7 @@ def _check_slacks(
 
 
 def _reach(sources: set[Layout], steps: Sequence[Communication]) -> set[Layout]:
-    """Return all layouts that the steps make from the sources."""
+    """Return all layouts that the steps produce from the sources."""
     found, left = set(sources), list(steps)
     while ready := [step for step in left if step.source in found]:
         found |= {step.target for step in ready}
@@ -352,7 +357,7 @@ PHASE = "step"
 
 def held_so(rests: Layout, strategies: Sequence[Strategy], *, accumulates: bool) -> bool:
     """Return whether a parameter in a storage layout may be read and accumulated as its strategies
-    say.
+    state.
 
     Args:
         rests: the storage layout.
@@ -375,8 +380,8 @@ def held_so(rests: Layout, strategies: Sequence[Strategy], *, accumulates: bool)
 
 
 def steps_per_step(trace: Trace, walk: MoveWalk, claims: Claims) -> Iterator[Finding]:
-    """Yield what is wrong with the collectives at the begin and the end of a step: each of them,
-    and whether they lead to the required layouts.
+    """Yield the faults of the collectives at the beginning and the end of a step: of each
+    collective, and whether they lead to the required layouts.
 
     Args:
         trace: its parameters are checked.
@@ -396,8 +401,8 @@ def steps_per_step(trace: Trace, walk: MoveWalk, claims: Claims) -> Iterator[Fin
 def _check_path(
     p: Parameter, walk: MoveWalk, claims: Claims, result: int, source: Layout, target: Layout
 ) -> Iterator[Finding]:
-    """Yield what is wrong with the collectives that lead from one layout to another, each starting
-    from the result of a previous one."""
+    """Yield the faults of the collectives from one layout to another. Each must start from the
+    result of a previous one."""
     key = storage_key(p.name)
     wide = p.compute_dtype
     if result:

@@ -225,7 +225,7 @@ def list_unverified(plan: Plan, *, but: Iterable[str] = ()) -> tuple[Unverified,
 
 
 def _holds(value: Any, names: Sequence[str]) -> bool:
-    """Whether a path has a nonempty value."""
+    """Return whether a path has a nonempty value."""
     return any(found not in (None, "", {}) for found in _values(value, names))
 
 
@@ -337,8 +337,8 @@ class Certificate:
         )
 
     def vouches_for(self, path: Sequence[str | int]) -> bool:
-        """Whether a field of the plan's JSON is checked, and not among the unverified. The order of
-        the lists in `UNORDERED` (`autopar.certificate.report`) is not checked.
+        """Return whether a field of the plan's JSON is checked, and not among the unverified. The
+        order of the lists in `UNORDERED` (`autopar.certificate.report`) is not checked.
 
         Args:
             path: keys of mappings and indices of lists, from the root on.
@@ -436,7 +436,7 @@ class Certificate:
 
 
 def near(a: float, b: float) -> bool:
-    """Whether two sums of the same numbers are equal up to rounding."""
+    """Return whether two sums of the same numbers are equal up to rounding."""
     return abs(a - b) <= NEAR * max(abs(a), abs(b))
 
 

@@ -1,10 +1,11 @@
-"""The seconds that a kernel saves by overlapping a product with the collective next to it: both
+"""The seconds that a kernel saves by overlapping a product with the collective next to it. Both
 streams are simulated chunk by chunk.
 
-With n ranks and q chunks of each rank's part, (n−1)·q chunks move. In an all_gather, a rank
+With n ranks and q chunks of each rank's part, (n−1)·q chunks move. For an all_gather, a rank
 multiplies its own part while the first chunk arrives, and each other chunk as soon as it has
-arrived. In a reduce_scatter, it computes the others' chunks first, sends each once it is computed
-and the previous one is sent, computes its own part last, and adds up what it received.
+arrived. For a reduce_scatter, it computes the others' chunks first. It sends each one after
+computing it and after sending the previous one. It computes its own part last, and adds the
+received chunks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ class SavingProduct:
     """A product whose operand or result is moved by a collective.
 
     Attributes:
-        kind, num: kind of the collective, and the number of its ranks.
+        call: the call of the product, with the shapes of whole tensors.
+        strategy: the layouts of its operands and results.
+        rates: rates of the mesh and profile.
+        kind: kind of the collective.
+        num: number of ranks of the collective.
         dim: dim of the product's result along which chunks are cut.
         adds: whether another tensor of the result's shape is added to it.
     """
@@ -46,7 +51,7 @@ class SavingProduct:
 
         Args:
             moved_s: seconds of the collective alone.
-            normed: calls that the kernel computes after its product.
+            normed: calls that the kernel computes after the product.
         """
         kernels = self.rates.profile.kernels
         reached = kernels.get(_NAMES[self.kind], 0.0)
@@ -62,15 +67,15 @@ class SavingProduct:
         return (min(reached * most + further_s, moved_s) if further_s > 0.0 else 0.0), chunks
 
     def _hidden_seconds(self, moved_s: float) -> Iterator[tuple[float, int]]:
-        """Yield (seconds that overlap, number of chunks) for each number of chunks that divides the
+        """Yield (seconds of overlap, number of chunks) for each number of chunks that divides the
         parts evenly."""
         length, product_s = self._result_chunk(1).shape[self.dim], self._product_s(1)
         for chunks in _CHUNKS:
             if length % (self.num * chunks) == 0:
-                both_s = product_s + moved_s - self._together_s(moved_s, chunks)
+                both_s = product_s + moved_s - self._overlapped_s(moved_s, chunks)
                 yield min(both_s, product_s, moved_s), chunks
 
-    def _together_s(self, moved_s: float, chunks: int) -> float:
+    def _overlapped_s(self, moved_s: float, chunks: int) -> float:
         others = (self.num - 1) * chunks
         one_s, own_s = self._product_s(self.num * chunks), self._product_s(self.num)
         sent_s = moved_s / others + self.rates.profile.launch_overhead_s
@@ -93,7 +98,7 @@ class SavingProduct:
         letter = made[self.dim]
         reads = local_infos(self.call.inputs, self.strategy.inputs, sizes)
         cut = [_cut_dim(i, term, letter, num) for i, term in zip(reads, factors, strict=False)]
-        bias = reads[len(cut) :]  # along the last dims of the result, as far as it has any
+        bias = reads[len(cut) :]  # it has the last dims of the result
         cut += [_cut_dim(i, made[len(made) - len(i.shape) :], letter, num) for i in bias]
         result = self._result_chunk(num)
         work = count_work(self.call, cut, [result], mirrored=False)
@@ -104,7 +109,7 @@ class SavingProduct:
         return seconds
 
     def _result_chunk(self, num: int) -> TensorInfo:
-        """Return shape and dtype of one of `num` chunks of the local result."""
+        """Return the shape and dtype of one of `num` chunks of the local result."""
         (whole,) = local_infos(self.call.outputs, self.strategy.outputs, self.rates.mesh.shape)
         _, made = self._terms()
         return _cut_dim(whole, made, made[self.dim], num)
@@ -114,14 +119,13 @@ class SavingProduct:
         return left.split(","), made
 
     def _pass_s(self, further: int) -> float:
-        """Return the seconds of a pass over as many parts as there are ranks, and some further
-        ones."""
+        """Return the seconds of a pass over one part per rank and `further` additional parts."""
         made = self._result_chunk(1)
         part = made.dtype.itemsize * math.prod(made.shape) // self.num
         return self.rates.op_s("elementwise", 0, (self.num + further) * part, made.dtype)
 
 
 def _cut_dim(info: TensorInfo, term: str, letter: str, num: int) -> TensorInfo:
-    """Return a tensor's shape and dtype after one letter's dim is cut into `num` chunks."""
+    """Return a tensor's shape and dtype after the dim of one letter is cut into `num` chunks."""
     pairs = zip(term, info.shape, strict=True)
     return TensorInfo(tuple(-(-n // num) if at == letter else n for at, n in pairs), info.dtype)

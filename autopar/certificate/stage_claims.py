@@ -1,6 +1,5 @@
-"""`certify_stage`: every claim of one stage's plan, or of a plan without stages, derived anew from
-the traced model, the plan's mesh and the hardware profile.
-"""
+"""`certify_stage`: derive every claim of a stage's plan, or of a plan without stages, from the
+traced model, the plan's mesh and the hardware profile."""
 
 from __future__ import annotations
 
@@ -45,12 +44,13 @@ from autopar.rules.call import op_name
 from autopar.validation.shards import held_bytes
 
 # --------------------------------------------------------------------------------------------------
-# The time line of a plan, derived anew from the program that it is emitted into.
+# The timeline of a plan, derived from the program that is emitted from it.
 #
-# Where communication runs beside compute, or shares buckets, the bars of forward and backward are
-# those of the simulated program, and around them stand what the graphs do not run: inputs, values
-# from other stages, what parameters move in a step, and the optimizer. Else the bars add up to what
-# entries and collectives take, and how that is divided among parts of the model is not derived.
+# If communication overlaps compute or shares buckets, the bars of forward and backward are those of
+# the simulated program. Bars around them cover what the graphs do not run: inputs, values from
+# other stages, the collectives of parameters once per step, and the optimizer. Otherwise the bars
+# add up to the times of entries and collectives, and their division among parts of the model is not
+# derived.
 
 
 Bar = tuple[str, str, str, float, float]  # label, phase, kind, start, seconds
@@ -58,13 +58,14 @@ _GRAPHS = ("forward", "backward")
 
 
 def is_simulated(plan: Plan) -> bool:
-    """Whether the time line of a plan is that of its simulated program."""
+    """Return whether the timeline of a plan is that of its simulated program."""
     beyond = bool(plan.prediction.beyond_shares_s)
     return plan.overlap.slowdown < 1.0 or bool(plan.buckets) or beyond
 
 
 def bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -> Iterator[Finding]:
-    """Yield every difference between the timeline of a plan and that of its program.
+    """Yield a finding for the first difference between the timeline of a plan and that of its
+    program.
 
     Args:
         plan: the plan whose `prediction.timeline` is checked.
@@ -86,11 +87,11 @@ def bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -> Iterato
 
 
 def _derived_bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -> Iterator[Bar]:
-    """The time line, in order."""
+    """Yield the bars of the timeline, in order."""
     phases = dict(zip(_GRAPHS, simulate_program(program, plan), strict=True))
     now_s = 0.0
     for phase in (*_GRAPHS, "step"):
-        for label, kind, time_s in _around(plan, phase, crossing):
+        for label, kind, time_s in _outside_of_graph(plan, phase, crossing):
             if time_s > 0.0:
                 yield label, phase, kind, now_s, time_s
                 now_s += time_s
@@ -107,8 +108,10 @@ def _derived_bars(plan: Plan, program: StageProgram, crossing: frozenset[str]) -
             now_s += phases[phase].missing_s
 
 
-def _around(plan: Plan, phase: str, crossing: frozenset[str]) -> Iterator[tuple[str, str, float]]:
-    """Yield what a phase does outside of its graph, as (label, kind, seconds)."""
+def _outside_of_graph(
+    plan: Plan, phase: str, crossing: frozenset[str]
+) -> Iterator[tuple[str, str, float]]:
+    """Yield (label, kind, seconds) of the parts of a phase that its graph does not run."""
     if phase == "forward":
         yield "inputs", "compute", _sum(plan, "input", crossing, crosses=False)
         yield "from the stage before", "communication", _sum(plan, "input", crossing, crosses=True)
@@ -123,7 +126,7 @@ def _around(plan: Plan, phase: str, crossing: frozenset[str]) -> Iterator[tuple[
 
 
 def _sum(plan: Plan, kind: str, crossing: frozenset[str], *, crosses: bool) -> float:
-    """Seconds of all entries of a kind."""
+    """Return the seconds of all entries of a kind."""
     found = (e for e in plan.entries if e.kind == kind and _crosses(e, crossing) == crosses)
     return sum(len(entry.instances) * entry.time_s for entry in found)
 
@@ -133,8 +136,8 @@ def _crosses(entry: Entry, crossing: frozenset[str]) -> bool:
 
 
 def _add(lane: list[Bar], bar: Bar) -> None:
-    """Add a bar to a lane. It is merged with the previous bar if both belong to the same layer and
-    the previous one ends where it starts."""
+    """Add a bar to a lane. Merge it with the previous bar if both belong to the same layer and are
+    adjacent."""
     last = lane[-1] if lane else None
     if last and last[:3] == bar[:3] and abs(last[3] + last[4] - bar[3]) <= NEAR * bar[3]:
         lane[-1] = (*last[:4], last[4] + bar[4])
@@ -143,7 +146,8 @@ def _add(lane: list[Bar], bar: Bar) -> None:
 
 
 def _layer(key: str) -> str:
-    """The module path of a node up to its first index, else its first two parts."""
+    """Return the module path of a node up to its first index, or its first two parts if it has no
+    index."""
     parts: Sequence[str] = key.partition("/")[0].split(".")
     index = next((place for place, part in enumerate(parts) if part.isdigit()), 1)
     return ".".join(parts[: index + 1])
@@ -159,12 +163,13 @@ def _shown(bar: Bar) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Layouts fit their tensors: one placement per mesh axis, and no dim that the tensor does not have.
+# Layouts must fit their tensors: one placement per mesh axis, and no dim that the tensor does not
+# have.
 
 
 def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
-    """Yield the tensors that have a layout that cannot be one of theirs. No size can be derived for
-    such a tensor.
+    """Yield a finding for each tensor with a layout that does not fit its shape. No size can be
+    derived for such a tensor.
 
     Args:
         facts: the tensors of the traced model.
@@ -173,7 +178,11 @@ def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
     """
     for tensor in facts.tensors.values():
         wrong = sorted(
-            {str(at) for at in _said_of(tensor, claims) if not _is_of(at, tensor.shape, num_axes)}
+            {
+                str(at)
+                for at in _said_of(tensor, claims)
+                if not _fits_shape(at, tensor.shape, num_axes)
+            }
         )
         if wrong:
             named = f"{', '.join(wrong)} cannot be {'layouts' if wrong[1:] else 'a layout'}"
@@ -199,13 +208,13 @@ def _said_of(tensor: Tensor, claims: Claims) -> Iterator[Layout]:
             yield from (step.source, step.target)
 
 
-def _is_of(layout: Layout, shape: Sequence[int], num_axes: int) -> bool:
+def _fits_shape(layout: Layout, shape: Sequence[int], num_axes: int) -> bool:
     dims = [placement.dim for placement in layout.placements if isinstance(placement, Shard | Halo)]
     return len(layout.placements) == num_axes and all(0 <= dim < len(shape) for dim in dims)
 
 
 # --------------------------------------------------------------------------------------------------
-# Texts of a plan, which its explanations and figures show: decisions, modules, ops, and the bars of
+# Texts of a plan that its explanations and figures show: decisions, modules, ops, and the bars of
 # its timeline.
 
 _FIELD = re.compile(r"\{\d+\}")  # the index of a layer
@@ -223,8 +232,8 @@ _PHASES = ("forward", "backward", "step")
 
 
 def words(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
-    """Yield every text of a plan that differs from what follows from the nodes it describes: ops,
-    module paths, source lines and rules.
+    """Yield a finding for each text of a plan that does not follow from the nodes it describes:
+    ops, module paths, source lines and rules.
 
     Args:
         plan: the plan whose texts are checked.
@@ -256,7 +265,7 @@ def _decisions(plan: Plan, nodes: Mapping[str, fx.Node]) -> Iterator[Finding]:
             **_rules(entry, nodes),
         }
         ops, derived_ops = tuple(f.op for f in entry.fallbacks), _ops_without_rule(entry, nodes)
-        if ops and ops != derived_ops:  # plans of earlier versions do not name the ops
+        if ops and ops != derived_ops:  # plans of earlier versions do not list these ops
             yield Finding(
                 "words", f"the ops without a rule are {derived_ops}, not {ops}", entry.key
             )
@@ -268,7 +277,8 @@ def _decisions(plan: Plan, nodes: Mapping[str, fx.Node]) -> Iterator[Finding]:
 
 
 def _rules(entry: Entry, nodes: Mapping[str, fx.Node]) -> dict[str, object]:
-    """Return whether a decision lacks a rule, and which of its rules were found by experiment."""
+    """Return whether a decision has no rule, and which of its rules were discovered by
+    experiment."""
     keys = (choice.node.format(*entry.instances[0]) for choice in entry.nodes)
     calls = [call_of(nodes[key]) for key in keys if key in nodes]
     found = dict.fromkeys(op_name(call.target) for call in calls if is_discovered(call))
@@ -286,8 +296,8 @@ def _module(pattern: str) -> str:
 
 
 def _bars(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
-    """Each bar is of a part of the model, or of what is given to it, and follows the last of its
-    lane."""
+    """Yield a finding for each bar that is not labelled with a part of the model or of its inputs,
+    or overlaps the previous bar of its lane."""
     modules = {key.partition("/")[0] for key in facts.keys} | {
         str(node.meta.get("module", "")) for node in trace.graph.nodes
     }
@@ -305,31 +315,29 @@ def _bars(plan: Plan, trace: Trace, facts: Facts) -> Iterator[Finding]:
         if label not in known or kind not in _LANES or phase not in _PHASES:
             yield Finding("words", f"the plan has no {bar}")
         elif duration_s < 0.0 or start_s < ends[kind] * (1.0 - NEAR):
-            yield Finding(
-                "words", f"{bar} starts at {start_s:.6g} s, before the one before it ends"
-            )
+            yield Finding("words", f"{bar} starts at {start_s:.6g} s, before the previous bar ends")
         else:
             ends[kind] = start_s + duration_s
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory of the hosts, summed up from what rests and what is kept there.
+# Host memory: the sum over the parameters, optimizer state and saved values that are stored there.
 
 
 def on_hosts(
     trace: Trace, facts: Facts, claims: Claims, plan: Plan, context: Context
 ) -> dict[str, int]:
-    """Sum up what the plan stores in the memory of a host, per device.
+    """Return the bytes that a plan stores in host memory, per device.
 
     Args:
         trace: the traced model or stage.
         facts: the tensors of `trace`.
         claims: the layouts that the plan claims.
-        plan: its mesh and optimizer are read.
-        context: the number of microbatches in flight; a kept value counts once for each.
+        plan: the plan; its mesh and optimizer are read.
+        context: context of the stage; a saved value counts once for each microbatch in flight.
 
     Returns:
-        Bytes by kind of memory.
+        Kind of memory → bytes.
     """
     state, _ = OPTIMIZERS[str(plan.options.get("optimizer"))]
     found = dict.fromkeys(("parameters", "optimizer", "gradients", "copies", "activations"), 0)
@@ -360,34 +368,34 @@ def on_hosts(
 
 
 def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> Iterator[Finding]:
-    """Yield the claims about the memory of the hosts that do not hold.
+    """Yield a finding for each claim about host memory that does not hold.
 
     Args:
         plan: the plan whose host memory is checked.
         derived: bytes by kind, as `on_hosts` derives them.
-        budget_bytes: memory of a host per device.
+        budget_bytes: host memory per device.
     """
     claimed = plan.prediction.host_bytes
     for kind in sorted({*derived, *claimed}):
         if derived.get(kind) != claimed.get(kind):
             yield Finding(
                 "memory",
-                f"{kind} in host memory are {derived.get(kind, 0)} bytes, not"
-                f" {claimed.get(kind, 0)}",
+                f"host memory for {kind}: {derived.get(kind, 0)} bytes, not {claimed.get(kind, 0)}",
             )
     if sum(derived.values()) > budget_bytes:
         yield Finding(
             "memory",
-            f"in host memory are {sum(derived.values())} bytes, over the budget of {budget_bytes}",
+            f"host memory is {sum(derived.values())} bytes, over the budget of {budget_bytes}",
         )
 
 
 def begin(plan: Plan, findings: Iterable[Finding]) -> Certificate:
-    """Return a certificate with what a plan claims.
+    """Return a certificate with the claims of a plan.
 
     Args:
         plan: the plan, or the plan of a stage.
-        findings: those of its fingerprint and options, without which nothing else is checked.
+        findings: findings about its fingerprint and options. If there are any, nothing else is
+            checked.
     """
     num = len(plan.stages)
     parts = f" in {num} stages" if num > 1 else f" ({plan.mesh.num_devices} devices)"
@@ -414,17 +422,17 @@ def certify_stage(
     profile: HardwareProfile,
     context: Context,
 ) -> Certificate:
-    """Check every claim of the plan of a stage.
+    """Check every claim of a stage's plan.
 
-    The claims that another claim rests on are checked first. If one of them fails, the claim that
-    rests on it is left out.
+    Claims on which other claims depend are checked first. If one of them fails, the dependent
+    claims are not checked.
 
     Args:
-        report: as `begin` returns it.
+        report: the certificate that `begin` returned.
         trace: the trace of the stage.
         plan: the plan of the stage.
         profile: the profile of its devices.
-        context: the surroundings of the stage.
+        context: the context of the stage.
     """
     if not report.ok:
         return report
@@ -435,12 +443,14 @@ def certify_stage(
             report, findings=(Finding("layouts", f"the problem cannot be stated: {error.what}"),)
         )
     facts = Facts.of(trace, accumulates=context.accumulates)
-    return _Job(trace, plan, profile, context, priced, facts, Claims.of(plan)).certificate(report)
+    return _StageCheck(trace, plan, profile, context, priced, facts, Claims.of(plan)).certificate(
+        report
+    )
 
 
 @dataclass
-class _Job:
-    """One certificate in the making."""
+class _StageCheck:
+    """The certification of one stage."""
 
     trace: Trace
     plan: Plan
@@ -451,7 +461,7 @@ class _Job:
     claims: Claims
 
     def certificate(self, report: Certificate) -> Certificate:
-        """The report with everything that can be derived."""
+        """Return the report with everything that can be derived."""
         plan = self.plan
         stored = Stored(self.trace, plan, self.priced, self.facts)
         bound_s = stored.bound_s()

@@ -1,5 +1,5 @@
-"""Place each instance of each op of a problem in a unit: the model is cut at all places that allow
-it, and a unit is what lies between two neighbouring cuts.
+"""Place each instance of each op of a problem in a unit. The model is cut at all places that allow
+it, and a unit is the part between two neighbouring cuts.
 
 The second section computes with the multipliers of one tensor's layouts as arrays.
 """
@@ -23,11 +23,11 @@ from autopar.stages.placing import Placing
 
 Loose = tuple[
     int, int, tuple[Ref, ...]
-]  # op, number of the instance, and the tensors that it makes in each unit that reads them
+]  # (op, number of the instance, tensors that it computes in each unit that reads them)
 
 
 class UnitPlace(NamedTuple):
-    """Instance `number` of an op, as it is in a unit."""
+    """Instance `number` of an op, in one unit."""
 
     op: int
     number: int
@@ -39,15 +39,18 @@ class Places:
     """The units of all instances of all ops.
 
     Attributes:
-        shares: the share of an op's time that counts in the unit.
-        again: ops that backward of some stage may run again.
-        makers: tensor → the ops that make it: one, or one in each unit that computes it for itself.
-        everywhere: tensors that any stage can make for itself.
+        priced: the problem.
+        placing: the unit of each node, and the units that hold each parameter.
+        shares: share of an op's time that counts in the unit.
+        again: ops that the backward of some stage may recompute.
+        makers: tensor → the ops that compute it: one op, or one in each unit that computes it
+            locally.
         readers: (tensor, op, operand) → the instances that read it and have one unit.
-        hidden: tensors that others read too, or that backward may make again elsewhere.
-        alone: instances that make a tensor in each unit that reads it.
-        unasked: (tensor, op, operand) if some instances of the op no longer read it when backward
-            runs them again.
+        hidden: tensors with other readers, or that backward may recompute elsewhere.
+        everywhere: tensors that any stage can compute locally.
+        alone: instances that compute a tensor in each unit that reads it.
+        unasked: (tensor, op, operand) if some instances of the op do not read it when backward
+            recomputes them.
     """
 
     priced: Priced
@@ -67,12 +70,12 @@ class Places:
 
         Args:
             trace: the trace of a microbatch of the whole model.
-            priced: the problem that is stated of it.
+            priced: the problem stated for it.
             placing: the unit of each node, and the units that hold each parameter.
-            forced: what the user says of the plan.
+            forced: the layouts and choices that the user forces.
 
         Raises:
-            KeyError: if `placing` is of another trace.
+            KeyError: if `placing` belongs to another trace.
         """
         found = Places(priced, placing)
         made = next(iter(reversed(trace.graph.nodes))).args[0]
@@ -106,14 +109,15 @@ class Places:
         *,
         always: bool,
     ) -> list[Loose]:
-        """Place all instances of a compute op. What is copied to each unit that reads it is
-        returned: no unit is its place.
+        """Place all instances of a compute op. Return those that have no unit, since each unit that
+        reads them has a copy.
 
         Args:
-            asked: nodes of forward whose results backward or another stage asks for.
+            op: number of the op.
+            clusters: its instances.
+            asked: nodes of forward whose results backward or another stage reads.
             layers: tensor → the layers that read it in forward.
-            always: whether backward may run the op again even where another layer reads what it
-                makes.
+            always: whether backward may recompute the op even if another layer reads its results.
         """
         loose: list[Loose] = []
         is_forward = self.priced.problem.ops[op].phase == "forward"
@@ -145,13 +149,13 @@ class Places:
         return loose
 
     def _is_recomputable(self, op: int, forced: Forced) -> bool:
-        """Whether the problem lets backward run an op again, or the user says which ops it runs
-        again."""
+        """Return whether backward may recompute an op, by the problem or by the user's choice of
+        recomputed ops."""
         return self.priced.problem.ops[op].recomputable or forced.recompute is not None
 
     def _put_interface(self, op: int, number: int, kind: str, node: str) -> list[Loose]:
-        """Place a buffer, an input or an output of the model. What every unit can have for
-        itself is returned: no unit is its place."""
+        """Place a buffer, an input or an output of the model. Return those that have no unit, since
+        each unit can have a copy."""
         if node not in self.placing.stage:
             if kind != "output":
                 return [(op, number, ((node, 0),))]
@@ -172,7 +176,7 @@ class Places:
         share: float = 1.0,
     ) -> UnitPlace:
         """Record that instance `number` of an op is in a unit, with the tensors that it reads and
-        makes there and the share of its time."""
+        computes there and its share of the op's time."""
         place = UnitPlace(op, number, unit)
         self.shares[place] = share
         for operand, ref in enumerate(reads):
@@ -192,8 +196,8 @@ class Places:
         training = {self.placing.stage[term.name] for term in self.placing.terms.get(name, ())} or {
             *held
         }
-        # each with a part of the gradient, and of the time: a stage that holds it for several has
-        # it once
+        # Each unit has a part of the gradient and of the time. A stage that contains several of
+        # them has the parameter once.
         for unit in held:
             self._add_place(
                 op, number, unit, (), (here,), 1.0 / len(training) if unit in training else 0.0
@@ -210,7 +214,7 @@ class Places:
                 self.alone.add(self._add_place(op, number, unit, (), refs, 1.0 / len(units)))
 
     def _find_layers(self) -> dict[Ref, set[tuple[int, ...]]]:
-        """Tensor → the layers that read it in forward, where they are ops."""
+        """Return tensor → the layers whose ops read it in forward."""
         found: dict[Ref, set[tuple[int, ...]]] = {}
         for source in self.priced.sources:
             for cluster in source.cluster.instances if source.cluster else ():
@@ -220,8 +224,8 @@ class Places:
 
 
 # --------------------------------------------------------------------------------------------------
-# Multipliers over the layouts of one tensor, as arrays: which layouts collectives reach, and what a
-# collective costs beyond its worth.
+# Multipliers over the layouts of one tensor, as arrays: the layouts that collectives reach, and the
+# cost of a collective beyond its worth.
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -229,7 +233,7 @@ Flags = NDArray[np.bool_]
 
 
 def flags(num: int, layouts: Iterable[Ints]) -> Flags:
-    """Return a boolean array of size `num` that is True at the given layouts."""
+    """Return a boolean array of length `num` that is True at the given layouts."""
     found = np.zeros(num, bool)
     for each in layouts:
         found[each] = True
@@ -237,24 +241,27 @@ def flags(num: int, layouts: Iterable[Ints]) -> Flags:
 
 
 def weigh_terms(num: int, terms: Iterable[tuple[int, Floats]]) -> Floats:
-    """Return the sum of multipliers over layouts, each term weighted by its number of readers."""
+    """Return the weighted sum of multipliers over layouts. The weight of a term is its number of
+    readers."""
     return sum((times * pi for times, pi in terms), np.zeros(num))
 
 
 def ends_of(graph: LayoutGraph) -> tuple[Ints, Ints]:
-    """Return the layouts in which collectives start and those in which they end, as two index
-    arrays."""
+    """Return the source layouts and the target layouts of all collectives, as two index arrays."""
     return np.array([a.src for a in graph.arcs], int), np.array([a.dst for a in graph.arcs], int)
 
 
 def reach_layouts(graph: LayoutGraph, start: Flags, *, back: bool = False) -> Flags:
-    """Return the layouts that collectives reach from `start`, or, with `back`, those that reach
-    `start`.
+    """Return the layouts that collectives reach from `start` or, with `back`, the layouts from
+    which they reach `start`.
 
     Args:
         graph: layouts of a tensor and the collectives between them.
         start: one flag per layout.
         back: whether to follow collectives backwards.
+
+    Returns:
+        One flag per layout.
     """
     tails, heads = ends_of(graph)[:: -1 if back else 1]
     found = start.copy()
@@ -264,12 +271,12 @@ def reach_layouts(graph: LayoutGraph, start: Flags, *, back: bool = False) -> Fl
 
 
 def raise_to_ends(graph: LayoutGraph, pi: Floats, reached: Flags) -> None:
-    """Raise π in layouts that are never reached to the largest π that collectives lead to. `pi` is
-    changed in place.
+    """Raise π in layouts that are never reached, to the largest π that collectives lead to. `pi`
+    changes in place.
 
     Args:
         graph: layouts of a tensor and the collectives between them.
-        pi: multipliers per layout (seconds).
+        pi: multiplier of each layout in seconds.
         reached: one flag per layout.
     """
     tails, heads = ends_of(graph)
@@ -286,16 +293,16 @@ def in_full(graph: LayoutGraph) -> Floats:
 def beyond_worth(
     graph: LayoutGraph, pis: Sequence[tuple[int, Floats]], worth: Floats, seconds: Floats
 ) -> Floats:
-    """Return what each collective costs beyond its worth and beyond the rise of π along it.
+    """Return the cost of each collective beyond its worth and beyond the rise of π along it.
 
-    The rise counts for all readers for whom π rises; if it rises for none, for the reader for whom
-    it falls least.
+    The rise counts for all readers for whom π rises. If it rises for none, it counts for the reader
+    for whom it falls least.
 
     Args:
         graph: layouts of a tensor and the collectives between them.
-        pis: (number of readers, π per layout) per use of the tensor.
-        worth: per layout, the worth of arriving there (seconds).
-        seconds: per collective, what it costs.
+        pis: (number of readers, π per layout) for each use of the tensor.
+        worth: for each layout, the worth of arriving there in seconds.
+        seconds: cost of each collective in seconds.
     """
     if not pis or not graph.arcs:
         return seconds

@@ -1,2 +1,2 @@
-"""The cost model: seconds of ops and collectives, and the whole problem priced in seconds and
+"""The cost model: seconds of ops and collectives, and the optimization problem in seconds and
 bytes."""

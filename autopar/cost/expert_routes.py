@@ -1,16 +1,16 @@
 """Routes: experts write dispatched tokens into the memory of peers (`autopar.rules.dispatch`).
 
 Along axes whose ranks can access each other's memory, rows need no all-to-all. ``moe_dispatch``
-writes them from where the tokens lie to where the experts read them. ``moe_combine`` writes the
-results of the experts to where they are added up (`autopar_csrc/expert_rows.cu`, called by
-`autopar.kernels.dispatched`). That saves the pass that packs rows before an all-to-all, and the
-pass that puts results in order before another one. With b bytes of rows, t seconds of their
-all-to-all and f the share of its bandwidth that the profile gives, each saves
+writes the tokens directly to where the experts read them. ``moe_combine`` writes the results of the
+experts to where they are added (`autopar_csrc/expert_rows.cu`, called by
+`autopar.kernels.dispatched`). This saves the pass that packs rows before one all-to-all, and the
+pass that orders results before the other. With b bytes of rows, t seconds of their all-to-all, and
+the share f of its bandwidth that the profile states, each kernel saves
 
     2·b / memory bandwidth − t·(1/f − 1)
 
-Counts and gates have no such pass. A route is offered if all that a node sends saves more time than
-a launch takes. Ranks keep the memory that they share for it; nodes that use equal regions share one
+Counts and gates have no such pass. A route is offered if the total saving of a node exceeds the
+time of a launch. Ranks keep the memory that they share for it. Nodes with equal regions share one
 region.
 """
 
@@ -33,25 +33,26 @@ from autopar.plans import Communication
 from autopar.rules import EXCHANGES, Call, own_moves
 
 ROUTE = "moe_route"
-"""The figure of profiles: share of an all-to-all's bandwidth."""
+"""Name of the figure in profiles: share of an all-to-all's bandwidth."""
 TOO_LITTLE = "sending rows directly to peers would save less than a kernel launch takes"
 
 
 def savings(
     call: Call, strategy: Strategy, price: CollectivePrices, profile: HardwareProfile
 ) -> tuple[float, ...]:
-    """Compute the seconds that a route saves of each of a node's own collectives.
+    """Return the seconds that a route saves on each of a node's internal collectives.
 
     Args:
         call: an op that dispatches rows, or combines them.
         strategy: the layouts of its operands and results.
         price: prices of collectives on the mesh.
-        profile: the hardware; `ROUTE` in its kernels is the share of the bandwidth reached.
+        profile: the hardware; `ROUTE` in its kernels is the share of the bandwidth that routes
+            reach.
 
     Returns:
-        Seconds per collective, in order. Empty if the op has no collectives of its own, the profile
-        has no figure for routes, the ranks do not share memory, or the axis has more ranks than
-        the kernels support.
+        Seconds per collective, in order. Empty if the op has no internal collectives, the profile
+        has no figure for routes, the ranks do not share memory, or the axis has more ranks than the
+        kernels support.
     """
     reached, moves = profile.kernels.get(ROUTE, 0.0), own_moves(call, strategy, price.mesh.shape)
     if not reached or not moves or why_none(price.mesh, moves[0].axis):
@@ -72,14 +73,14 @@ def saved_of(
     profile: HardwareProfile,
     c: Communication,
 ) -> float:
-    """Compute the seconds that a plan's route saves of one of a node's own collectives.
+    """Return the seconds that a plan's route saves on one of a node's internal collectives.
 
     Args:
-        call: the op that the collective belongs to.
+        call: the op that issues the collective.
         strategy: the layouts of its operands and results.
         price: prices of collectives on the mesh.
         profile: the hardware.
-        c: the collective as the plan has it.
+        c: the collective in the plan.
 
     Returns:
         Seconds; 0 if the profile has no figure for routes.
@@ -98,11 +99,11 @@ def saved_of(
 def with_routes(
     problem: Problem, sources: Sequence[Source], price: CollectivePrices, profile: HardwareProfile
 ) -> Problem:
-    """Add the routes that pay for themselves to a problem, and the memory that they share.
+    """Return a problem with the routes that save time, and the memory that they share.
 
     Args:
         problem: the priced problem.
-        sources: what its ops stand for.
+        sources: the sources of its ops.
         price: prices of collectives on the mesh.
         profile: the hardware.
     """
@@ -125,7 +126,8 @@ def with_routes(
 
 
 def why_none(mesh: Mesh, axis: int) -> str:
-    """Why rows cannot go between peers along an axis, whatever that would save; "" if they can."""
+    """Return why no route is possible along an axis, regardless of its saving; "" if it is
+    possible."""
     num_ranks, far = mesh.shape[axis], out_of_reach(mesh, axis)
     if far:
         return far
@@ -137,7 +139,7 @@ def why_none(mesh: Mesh, axis: int) -> str:
 
 
 def why_not(priced: Priced, n: int, s: int, axis: int) -> str:
-    """Say why an op sends its rows by all-to-alls.
+    """Return why an op sends its rows by all-to-alls.
 
     Args:
         priced: the priced problem.
@@ -157,7 +159,7 @@ def why_not(priced: Priced, n: int, s: int, axis: int) -> str:
 def _dispatch_strategies(
     source: Source, mesh_shape: Sequence[int]
 ) -> Iterator[tuple[int, list[tuple[Call, Strategy]]]]:
-    """Yield the strategies of an op that send rows, each with the calls that send them."""
+    """Yield the index of each strategy of an op that sends rows, with the calls that send them."""
     if source.cluster is None:
         return
     for s, strategy in enumerate(source.cluster.strategies):

@@ -1,12 +1,12 @@
 """Dtypes of gradients: additions that need no cast, and reductions in a wider dtype.
 
 A gradient may be added to a wider sum without a cast: the addition casts as it reads. With b bytes
-in the narrow dtype and w in the wide one, a cast moves b + w bytes and the addition of its result
+in the narrow dtype and w in the wide one, a cast moves b + w bytes, and the addition of its result
 3·w. The addition of the narrow gradient moves b + 2·w. So each strategy of a cast is offered twice.
-Either the cast is computed, in a layout from which collectives may lead on. Or its operand is left
-uncast, in a layout that only a parameter whose gradient adds up in that layout reads
-(`Layout.uncast`). If every axis has partial sums, only the cast itself leads to the layout, and the
-parameter need not read it in another way.
+In the first, the cast is computed, in a layout from which collectives may start. In the second, its
+operand stays uncast, in a layout that only a parameter reads whose gradient is summed in that
+layout (`Layout.uncast`). If every axis has partial sums, only the cast itself leads to the layout,
+and the parameter need not read it in another way.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from autopar.sharding import Cluster, ClusterClass, ClusterStrategy
 
 @dataclass(frozen=True, slots=True)
 class Uncast:
-    """How a parameter's gradient may be added without a cast.
+    """The ways to add a parameter's gradient without a cast.
 
     Attributes:
         dtype: dtype of the gradient before the cast.
-        layouts: layouts in which it may be made, without the mark `Layout.uncast`.
+        layouts: layouts in which it may be computed, without the mark `Layout.uncast`.
     """
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ def left_uncast(
 
     Returns:
         The classes, in which instances with and without such casts are separate; and parameter name
-        → how its gradient may be added without a cast.
+        → the ways to add its gradient without a cast.
     """
     casts = addable_uncast(trace)
     found: list[ClusterClass] = []
@@ -74,7 +74,7 @@ def left_uncast(
 
 
 def _uncast(strategy: ClusterStrategy, place: int, result: int) -> ClusterStrategy:
-    """The strategy with one result left uncast: that of one member."""
+    """Return the strategy with one result of one member left uncast."""
     outputs, members = list(strategy.outer.outputs), list(strategy.members)
     outputs[result] = outputs[result].left_uncast()
     members[place] = replace(members[place], outputs=(outputs[result],))
@@ -82,7 +82,7 @@ def _uncast(strategy: ClusterStrategy, place: int, result: int) -> ClusterStrate
 
 
 def is_made_there(layout: Layout, mesh_shape: Sequence[int]) -> bool:
-    """Whether no collective leads to a layout, because every axis has partial sums."""
+    """Return whether no collective leads to a layout, because every axis has partial sums."""
     return all(
         isinstance(p, Partial)
         for p, size in zip(layout.placements, mesh_shape, strict=True)
@@ -91,10 +91,11 @@ def is_made_there(layout: Layout, mesh_shape: Sequence[int]) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Partial sums that are reduced in a wider dtype: both copies exist during the cast.
+# Partial sums that are reduced in a wider dtype. Both copies exist during the cast.
 #
 # Gradients of 16-bit parameters are reduced in fp32 (`autopar.core.layout_graph`) as soon as they
-# are made. A tensor that is replicated on another axis may be sliced there before the reduction.
+# are computed. A tensor that is replicated on another axis may be sliced there before the
+# reduction.
 
 WIDENED = "/widen"
 """Suffix of the name of a moment at which the result of a node is widened, and of the key of the
@@ -102,11 +103,11 @@ node that widens it."""
 
 
 def widened_bytes(problem: Problem, value: Value) -> list[int]:
-    """Compute a lower bound on the bytes of partial sums together with their wide copy.
+    """Return a lower bound on the bytes of partial sums together with their wide copy.
 
     Returns:
-        Bytes per strategy of the op that makes the value; 0 if the strategy makes no partial sums,
-        or a reader takes them as they are.
+        Bytes per strategy of the op that computes the value; 0 if the strategy has no partial sums,
+        or if a reader reads them without a reduction.
     """
     ops = problem.ops
     uses = {
@@ -131,9 +132,10 @@ def widened_bytes(problem: Problem, value: Value) -> list[int]:
 
 
 def _fewest(graph: LayoutGraph, made: int) -> int:
-    """The fewest bytes over the reductions that may come first; 0 if one needs no wider dtype."""
+    """Return the fewest bytes over the reductions that may come first; 0 if one of them needs no
+    wider dtype."""
     outgoing, queue, both = graph.arcs_by_source(), [made], []
-    for layout in queue:  # grows while it is walked
+    for layout in queue:  # grows during the loop
         for arc in outgoing[layout]:
             if arc.collective.reduce_op:
                 narrow, wide = graph.bytes[layout], arc.collective.bytes

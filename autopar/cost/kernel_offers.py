@@ -1,23 +1,24 @@
 """Overlap kernels that a problem offers, and why a collective has none.
 
-`autopar.cost.kernel_times` describes the kernels and what each saves. A kernel is offered if
+`autopar.cost.kernel_times` describes the kernels and their savings. A kernel is offered if
 
 - the ranks of the axis can access each other's memory,
-- it saves more than a launch takes, and the collective has no slack in any case,
+- it saves more than the time of a launch, and the collective is not hidden in any case,
 - all parts have the same length,
 - the split dim belongs to the rows or columns of the product, not to the dim that it sums over,
-- the other factor of the product exists whenever the moved tensor does: it is a parameter, or, in
-  backward, a result of forward. Then the product can run where its operand is first read.
+- the other factor of the product exists whenever the moved tensor does: it is a parameter, or a
+  forward result that backward reads. Then the product can run where its operand is first read.
 
 The gathered tensor exists afterwards for all its readers. If partial sums of several products are
-added up before they are scattered, the product of the last addend does that. If the scattered
-tensor is only added to another one and the sum is normalized, a product of forward may do that as
-well, provided that all these tensors consist of whole rows in the layout of the part
+added before they are scattered, the product of the last addend does both. If the scattered tensor
+is only added to another one and the sum is normalized, a forward product may do that as well. All
+these tensors must then consist of whole rows in the layout of the part
 (`autopar.analysis.fusable`).
 
-A tensor that crosses between stages counts as made in its phase, as in the model without stages. It
-is gathered by no kernel in backward, since it has slack there. So a stage has no kernel that the
-whole model lacks, unless it may recompute an op that the whole model may not.
+A tensor that crosses between stages counts as computed in its phase, as in the model without
+stages. No kernel gathers it in backward, since the transfer is hidden there. So a stage has no
+kernel that the whole model does not have, unless it may recompute an op that the whole model may
+not.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class _NodeIndex:
     """The nodes of a trace by name.
 
     Attributes:
-        nodes: the nodes themselves.
-        phases: node → its phase; of placeholders, only for those that cross between stages.
+        nodes: name → node.
+        phases: name → phase; for placeholders, only if they cross between stages.
         heads: first node of a cluster → its op.
     """
 
@@ -79,7 +80,7 @@ class _NodeIndex:
 
         Args:
             trace: the trace.
-            sources: what the ops of its problem stand for.
+            sources: the sources of its problem's ops.
         """
         nodes = {n.name: n for n in trace.graph.nodes}
         clusters = (
@@ -97,11 +98,11 @@ class _NodeIndex:
 
 @dataclass
 class _Offers:
-    """Finds the kernels of a problem, and the reasons why others are not offered.
+    """The kernels of a problem, and the reasons why others are not offered.
 
     Attributes:
         in_any_stage: whether kernels of any stage are offered as well; for bounds only.
-        regions: axis and region → its number.
+        regions: (axis, region) → its number.
     """
 
     index: _NodeIndex
@@ -115,7 +116,7 @@ class _Offers:
 
     @staticmethod
     def of_priced(trace: Trace, priced: Priced, mesh: Mesh) -> _Offers:
-        """The kernels of a priced problem.
+        """Return the kernels of a priced problem.
 
         Args:
             trace: the trace of the problem.
@@ -126,7 +127,7 @@ class _Offers:
         return _Offers(index, priced.problem, priced.sources, mesh, priced.profile)
 
     def all(self) -> Kernels:
-        """The kernels by variant and phase."""
+        """Return the kernels by variant and phase."""
         found: dict[tuple[int, bool], tuple[OverlapKernel, ...]] = {}
         for v, variant in enumerate(self.problem.variants):
             value = self.problem.values[variant.value]
@@ -146,7 +147,7 @@ class _Offers:
 
         Args:
             v: index of the variant.
-            late: whether backward reads what forward made; otherwise the phase that makes it.
+            late: whether backward reads a forward value; otherwise its own phase reads it.
         """
         graph = self.problem.values[self.problem.variants[v].value].graph
         for product in self._products(v, late):
@@ -173,8 +174,8 @@ class _Offers:
         strategies: tuple[int, ...],
         hides: tuple[OverlapOption, ...],
     ) -> Iterator[OverlapKernel]:
-        """One kernel for several collectives, or one per collective if a norm follows: that needs
-        the layout of the collective's result."""
+        """Yield one kernel for several collectives. If a norm follows, yield one kernel per
+        collective, since the norm needs the layout of the collective's result."""
         if product.normed is None:
             yield from [self._kernel(v, product, strategies, hides)] if hides else []
             return
@@ -205,11 +206,11 @@ class _Offers:
         )
 
     def why(self, v: int, late: bool, arc: Arc, choices: Solution) -> Iterator[str]:
-        """Say why each product next to a collective does not do it.
+        """Yield, for each product next to a collective, why it does not compute it.
 
         Args:
             v: index of the variant.
-            late: whether backward reads what forward made.
+            late: whether backward reads a forward value.
             arc: the collective.
             choices: the solution.
 
@@ -240,7 +241,7 @@ class _Offers:
                 yield f"{name}: {refusal or _TOO_SMALL}"
 
     def why_not_normed(self, v: int, arc: Arc, choices: Solution) -> str:
-        """Say why a kernel that scatters partial sums does not compute the norm that follows.
+        """Return why a kernel that scatters partial sums does not compute the norm that follows.
 
         Args:
             v: index of the variant.
@@ -269,12 +270,12 @@ class _Offers:
         return ""
 
     def _products(self, v: int, late: bool) -> Iterator[Product]:
-        """The products before or after the collectives of a variant."""
+        """Yield the products before or after the collectives of a variant."""
         yield from self._reading_products(v, late)
         yield from self._making_products(v, late)
 
     def _reading_products(self, v: int, late: bool) -> Iterator[Product]:
-        """The products of which a variant is a factor."""
+        """Yield the products that have a variant as a factor."""
         variant, problem = self.problem.variants[v], self.problem
         value = problem.values[variant.value]
         for use in variant.uses:
@@ -298,7 +299,7 @@ class _Offers:
                 yield Product(use.op, again, classes, factor)
 
     def _making_products(self, v: int, late: bool) -> Iterator[Product]:
-        """The products of which a variant is the result, or a sum that contains it."""
+        """Yield the products whose result, or a sum that contains it, is a variant."""
         problem = self.problem
         value = problem.values[problem.variants[v].value]
         classes = self.sources[value.op].cluster
@@ -314,9 +315,10 @@ class _Offers:
             yield from self._added_products(value.op, classes)
 
     def _find_normed_sums(self, classes: ClusterClass) -> list[NormedSum]:
-        """The sum and the norms after a product: all instances need them, and one op is the sum.
+        """Return the sum and the norms after a product. All instances must have them, and one op
+        must be the sum.
 
-        With `in_any_stage`, the sum and the norm of each instance by itself.
+        With `in_any_stage`, return the sum and the norm of each instance separately.
         """
         found = [
             normed_after(self.index.nodes[cluster.members[0].node]) for cluster in classes.instances
@@ -344,15 +346,16 @@ class _Offers:
         )
 
     def _place(self, node: fx.Node) -> Place | None:
-        """The op whose clusters begin with a node."""
+        """Return the op whose clusters begin with a node."""
         op = self.index.heads.get(node.name)
         classes = None if op is None else self.sources[op].cluster
         return None if op is None or classes is None else (op, classes)
 
     def _added_products(self, op: int, classes: ClusterClass) -> Iterator[Product]:
-        """The product that is the last addend of a sum, if it is one op in all instances.
+        """Yield the product that is the last addend of a sum, if it is the same op in all
+        instances.
 
-        With `in_any_stage`, every product that is an addend in an instance.
+        With `in_any_stage`, yield every product that is an addend in an instance.
         """
         totals = [self.index.nodes[cluster.members[0].node] for cluster in classes.instances]
         last = [(total, product_added(total)) for total in totals]
@@ -375,8 +378,8 @@ class _Offers:
                 yield Product(product, False, source, None, Sum(op, classes))
 
     def _is_first(self, product: int, classes: ClusterClass, factor: int) -> bool:
-        """Whether, in every instance, this op has the first product of its pattern that reads the
-        gathered tensor. That product would run the kernel."""
+        """Return whether, in every instance, this op has the first product of its pattern that
+        reads the gathered tensor. This product would run the kernel."""
         for cluster in classes.instances:
             head = cluster.members[0]
             readers = self.index.nodes[head.reads[factor][0]].users
@@ -390,7 +393,7 @@ class _Offers:
         return True
 
     def _ends(self, arc: Arc, product: Product, v: int) -> Layout | None:
-        """The layout on the product's side of a collective, if the product could do such a
+        """Return the layout on the product's side of a collective, if a kernel supports this
         collective; else None."""
         graph, kind = self.problem.values[self.problem.variants[v].value].graph, arc.collective.kind
         if product.factor is None:
@@ -402,7 +405,7 @@ class _Offers:
         return graph.layouts[arc.dst] if kind == "all_gather" else None
 
     def _refusal(self, v: int, product: Product, arc: Arc) -> str:
-        """Why a product cannot do the collective next to it; "" if it can."""
+        """Return why a product cannot compute the collective next to it; "" if it can."""
         head, dim = product.cluster.members[0], arc.collective.dim
         if far := out_of_reach(self.mesh, arc.collective.axis):
             return far
@@ -424,8 +427,8 @@ class _Offers:
         )
 
     def _late_operand(self, product: Product) -> str:
-        """The operand of a product, beside the gathered one, that may be made too late; "" if there
-        is none."""
+        """Return the operand of a product, other than the gathered one, that may be computed too
+        late; "" if there is none."""
         head = product.cluster.members[0]
         in_backward = self.index.phases[head.node] == "backward"
         for number, (other, _) in enumerate(head.reads):
@@ -477,13 +480,13 @@ class _Offers:
         ]
 
     def _after(self, product: Product, layout: Layout) -> tuple[tuple[Call, Strategy], ...]:
-        """The sum and the norm after a product, if all can have this layout."""
+        """Return the sum and the norm after a product, if all can have this layout."""
         after = product.normed
         return after.calls(layout) if after is not None and after.strategies(layout) else ()
 
 
 def _why_not_chosen(offered: OverlapOption, choices: Solution) -> str:
-    """Why a kernel that is offered is not chosen."""
+    """Return why an offered kernel is not chosen."""
     has_room = choices.regions is None or offered.region in choices.regions
     if has_room:
         return (
@@ -494,7 +497,7 @@ def _why_not_chosen(offered: OverlapOption, choices: Solution) -> str:
 
 
 def out_of_reach(mesh: Mesh, axis: int) -> str:
-    """Say why ranks along an axis cannot access each other's memory; "" if they can."""
+    """Return why ranks along an axis cannot access each other's memory; "" if they can."""
     return (
         ""
         if mesh.shares_memory(axis)
@@ -505,14 +508,14 @@ def out_of_reach(mesh: Mesh, axis: int) -> str:
 def with_kernels(
     trace: Trace, problem: Problem, sources: Sequence[Source], mesh: Mesh, profile: HardwareProfile
 ) -> Problem:
-    """Add overlap kernels and the memory that they share to a problem.
+    """Return a problem with overlap kernels and the memory that they share.
 
     Args:
         trace: the trace of the problem.
         problem: the priced problem.
-        sources: what its ops stand for.
+        sources: the sources of its ops.
         mesh: the mesh.
-        profile: the hardware. Without figures for kernels, the problem is returned as it is.
+        profile: the hardware. Without figures for kernels, the problem is returned unchanged.
     """
     if not profile.kernels:
         return problem
@@ -525,12 +528,13 @@ def with_kernels(
 
 
 def in_any_stage(trace: Trace, priced: Priced, again: Collection[int]) -> Kernels:
-    """List the kernels that any stage of a trace may have, by ops and variants of the whole trace.
+    """Return the kernels that any stage of a trace may have, by ops and variants of the whole
+    trace.
 
     Args:
         trace: the whole trace.
         priced: its problem, in which tensors that may cross are exposed.
-        again: ops that backward of some stage may run again.
+        again: ops that the backward of some stage may recompute.
     """
     if not priced.profile.kernels:
         return {}
@@ -548,13 +552,13 @@ def in_any_stage(trace: Trace, priced: Priced, again: Collection[int]) -> Kernel
 def why_none(
     trace: Trace, priced: Priced, mesh: Mesh, where: tuple[int, bool], arc: Arc, choices: Solution
 ) -> str:
-    """Say why no kernel does a collective that has a product next to it.
+    """Return why no kernel computes a collective that has a product next to it.
 
     Args:
         trace: the trace of the problem.
         priced: the priced problem.
         mesh: the mesh.
-        where: index of the variant, and whether backward reads what forward made.
+        where: index of the variant, and whether backward reads a forward value.
         arc: the collective.
         choices: the solution.
 
@@ -570,14 +574,14 @@ def why_none(
 def why_not_normed(
     trace: Trace, priced: Priced, mesh: Mesh, v: int, arc: Arc, choices: Solution
 ) -> str:
-    """Say why a kernel that scatters partial sums does not compute the norm that follows.
+    """Return why a kernel that scatters partial sums does not compute the norm that follows.
 
     Args:
         trace: the trace of the problem.
         priced: the priced problem.
         mesh: the mesh.
         v: index of the variant.
-        arc: the collective that the kernel does.
+        arc: the collective of the kernel.
         choices: the solution.
 
     Returns:

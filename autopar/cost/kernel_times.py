@@ -1,4 +1,4 @@
-"""Products that overlap kernels compute, and the seconds that such a kernel saves.
+"""Products that overlap kernels compute, and the savings of these kernels in seconds.
 
 A kernel computes a matrix product together with the collective before or after it, chunk by chunk
 (`autopar.kernels.fused`):
@@ -13,19 +13,20 @@ A kernel computes a matrix product together with the collective before or after 
 If the scattered tensor is a sum of products, such as the gradient of a tensor with several readers,
 the last product adds the others to each of its chunks. With n ranks and q chunks per part, m = (n −
 1)·q chunks move. Let w be the seconds of the product of one chunk, v those of a rank's own part,
-which is not cut, c those to move one chunk, r those to add up the received chunks and o those of
-one more launch:
+which is not cut, c those to move one chunk, r those to add the received chunks, and o those of one
+more launch:
 
     all_gather_matmul       max(v + m·w, m·c + w)                     c = collective's time / m + o
     matmul_reduce_scatter   max(m·w + v, m·w + c, w + m·c) + r
 
-The kernel saves the difference to product and collective one after the other, times the share that
-the profile gives for the kernel. q is the one of 1, 2 and 4 that saves the most. Smaller products
-are less efficient; w includes that, since it is priced like any product.
+The kernel saves the difference from the product and the collective one after the other, times the
+share that the profile states for the kernel. q is 1, 2 or 4, whichever saves the most. Smaller
+products are less efficient. w includes this, since it is priced like any product.
 
-A norm in the same pass saves, in addition to matmul_reduce_scatter, r and the time of the sum, the
-squares and the norm. It adds one pass over n + 3 parts: the received ones, the residual, the sum
-and the norm. The profile gives the share of a copy's bandwidth that this pass reaches.
+In addition to the savings of matmul_reduce_scatter, a norm in the same pass saves r and the time of
+the sum, the squares and the norm. It adds one pass over n + 3 parts: the received ones, the
+residual, the sum and the norm. The profile states the share of a copy's bandwidth that this pass
+reaches.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ ADDITION = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory that a kernel shares with its peers along an axis, and keeps. All uses of equal shards
+    """Memory that a kernel keeps and shares with its peers along an axis. All uses of equal shards
     along that axis share one region (`autopar.kernels.chunked`)."""
 
     name: str
@@ -98,7 +99,8 @@ class KernelSite:
     normed: tuple[tuple[Call, Strategy], ...] = ()
 
     def infos(self, num: int = 1) -> tuple[list[TensorInfo], list[TensorInfo]]:
-        """Local shapes and dtypes of the operands and the result of one of `num` chunks."""
+        """Return the local shapes and dtypes of the operands and the result for one of `num`
+        chunks."""
         *terms, result = terms_of(self.call)
         letter = result[self.result_dim]
         terms += [
@@ -125,12 +127,12 @@ class KernelSite:
         return cut[:-1], cut[-1:]
 
     def region(self, operand: int, dim: int, num_chunks: int) -> Region:
-        """The memory that the kernel shares with its peers.
+        """Return the memory that the kernel shares with its peers.
 
         Args:
             operand: index of the factor that is gathered; 2 for the result, which is scattered.
             dim: dim of that tensor along which it is gathered or scattered.
-            num_chunks: chunks of a rank's part.
+            num_chunks: number of chunks of a rank's part.
         """
         reads, makes = self.infos()
         info = (*reads[:2], *makes)[operand]
@@ -139,7 +141,8 @@ class KernelSite:
         )
 
     def seconds(self, profile: HardwareProfile, num: int = 1) -> float:
-        """Seconds of one of `num` chunks of the product, with the addition if there is one."""
+        """Return the seconds of one of `num` chunks of the product, including the addition if there
+        is one."""
         reads, makes = self.infos(num)
         done = list(works(self.call.target, self.call.args, self.call.kwargs, reads, makes))
         if self.adds:
@@ -153,11 +156,11 @@ def terms_of(call: Call) -> tuple[str, str, str]:
 
 
 def seconds_saved(site: KernelSite, moved_s: float, profile: HardwareProfile) -> tuple[float, int]:
-    """Compute the seconds that a kernel saves, with the best number of chunks.
+    """Return the seconds that a kernel saves, with the best number of chunks.
 
     Args:
         site: the product and its collective.
-        moved_s: seconds of the collective alone. No more than this is saved.
+        moved_s: seconds of the collective alone. The saving is at most this.
         profile: the hardware.
 
     Returns:
@@ -180,7 +183,8 @@ def seconds_saved(site: KernelSite, moved_s: float, profile: HardwareProfile) ->
 
 
 def _tail_s(site: KernelSite, profile: HardwareProfile) -> float:
-    """Seconds saved by the norm in the pass that adds up; 0 if the profile has no figure for it."""
+    """Return the seconds saved by computing the norm in the pass that adds chunks; 0 if the profile
+    has no figure for it."""
     reached = profile.kernels.get(TAIL, 0.0)
     if not reached:
         return 0.0
@@ -195,12 +199,13 @@ def _tail_s(site: KernelSite, profile: HardwareProfile) -> float:
 
 
 def _length(site: KernelSite) -> int:
-    """Local length of the dim that is cut into chunks."""
+    """Return the local length of the dim that is cut into chunks."""
     return site.infos()[1][0].shape[site.result_dim]
 
 
 def _together(site: KernelSite, moved_s: float, chunks: int, profile: HardwareProfile) -> float:
-    """Seconds of product and collective in chunks, by the formulas of the module docstring."""
+    """Return the seconds of product and collective in chunks, by the formulas of the module
+    docstring."""
     others = (site.size - 1) * chunks
     product_s, own_s = site.seconds(profile, site.size * chunks), site.seconds(profile, site.size)
     made_s, chunk_s = others * product_s + own_s, moved_s / others + profile.launch_overhead_s
@@ -212,7 +217,7 @@ def _together(site: KernelSite, moved_s: float, chunks: int, profile: HardwarePr
 
 
 def _pass_s(site: KernelSite, num: int, profile: HardwareProfile) -> float:
-    """Seconds in which a rank reads or writes `num` parts of the scattered tensor."""
+    """Return the seconds in which a rank reads or writes `num` parts of the scattered tensor."""
     made = site.infos()[1][0]
     part_bytes = made.dtype.itemsize * math.prod(made.shape) // site.size
     return compute_time(Work(0, num * part_bytes, "elementwise"), made.dtype, profile)
@@ -228,13 +233,13 @@ Strategies = tuple[tuple[int, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The op that adds something to a product's partial sums."""
+    """The op that adds another tensor to a product's partial sums."""
 
     op: int
     classes: ClusterClass
 
     def strategies(self, layout: Layout) -> tuple[int, ...]:
-        """Strategies whose operands and result all have this layout."""
+        """Return the strategies whose operands and result all have this layout."""
         return tuple(
             s for s, head in _heads(self.classes) if {*head.inputs, *head.outputs} == {layout}
         )
@@ -253,7 +258,8 @@ class NormedSum:
     norms: tuple[tuple[Place, Place], ...]
 
     def strategies(self, layout: Layout) -> Strategies:
-        """Strategies with which all ops have whole rows in a layout; empty if an op has none."""
+        """Return the strategies in which all ops have whole rows in a layout; empty if an op has
+        none."""
         found = [(self.total.op, self.total.strategies(layout))]
         for (squares, squaring), (norm, norming) in self.norms:
             sums = {
@@ -274,7 +280,7 @@ class NormedSum:
         return tuple(found) if all(strategies for _, strategies in found) else ()
 
     def calls(self, layout: Layout) -> tuple[tuple[Call, Strategy], ...]:
-        """The calls of one instance, with strategies that have whole rows in a layout."""
+        """Return the calls of one instance, with strategies that have whole rows in a layout."""
         first = dict(self.strategies(layout))
         places = (self.total.op, self.total.classes), *self.norms[0]
         return tuple(
@@ -290,9 +296,10 @@ class Product:
     Attributes:
         op: index of the op.
         again: whether backward recomputes it.
-        classes: the class of clusters that the product is the first op of.
-        factor: which factor the tensor is; None if it is the result, or a sum that contains it.
-        total: the sum, if partial sums of several products are added up first.
+        classes: the class of clusters whose first op is the product.
+        factor: index of the factor that the tensor is; None if the tensor is the result, or a sum
+            that contains it.
+        total: the sum, if partial sums of several products are added first.
         normed: the sum and the norms after the product that a kernel may compute.
     """
 
@@ -309,13 +316,13 @@ class Product:
         return self.classes.first
 
     def layout(self, strategy: ClusterStrategy) -> Layout:
-        """The layout of the tensor in a strategy of the product."""
+        """Return the layout of the tensor in a strategy of the product."""
         own = strategy.members[0]
         return own.outputs[0] if self.factor is None else own.inputs[self.factor]
 
     def result_dim(self, dim: int) -> int | None:
-        """The dim of the product's result that corresponds to a dim of the tensor; None if the
-        product sums over it, or both factors have it."""
+        """Return the dim of the product's result that corresponds to a dim of the tensor; None if
+        the product sums over it, or if both factors have it."""
         if self.factor is None:
             return dim
         mine, other, made = (
@@ -329,9 +336,10 @@ def _heads(classes: ClusterClass) -> Iterator[tuple[int, Strategy]]:
 
 
 def factor_of(cluster: Cluster, ref: Ref) -> int | None:
-    """Return which factor (0 or 1) of the product at the head of a cluster a tensor is.
+    """Return the index (0 or 1) of the factor that a tensor is, of the product at the head of a
+    cluster.
 
-    None if it is no factor, or other ops of the cluster read it as well.
+    None if it is not a factor, or if other ops of the cluster read it as well.
     """
     head = cluster.members[0]
     at = [i for i, read in enumerate(head.reads) if read == ref]
@@ -344,7 +352,8 @@ def factor_of(cluster: Cluster, ref: Ref) -> int | None:
 
 
 def makes(cluster: Cluster, ref: Ref, target: Callable[..., object]) -> bool:
-    """Whether a tensor is the result of the first op of a cluster, and no other op of it reads it.
+    """Return whether a tensor is the result of the first op of a cluster, and no other op of it
+    reads it.
 
     Args:
         cluster: the cluster.

@@ -1,11 +1,11 @@
 """Moments: the memory that is live while one node of the step runs, as a budget row of the problem.
 
-A moment follows the order of the trace, which emission keeps. A forward value that is kept is live
-from its last forward reader to its last backward reader. A value that is recomputed is live from
-its first backward reader to its last one. Any other value is live from the op that makes it to its
-last reader. Outputs of the model stay live, in the layout in which they are returned. Other memory
-(gathered versions, buffers of collectives, tensors within a cluster) depends on the plan. What an
-emitted program was seen to use of it is the reserve of the moment.
+A moment follows the order of the trace, which emission keeps. A kept forward value is live from its
+last forward reader to its last backward reader. A recomputed value is live from its first to its
+last backward reader. Any other value is live from the op that computes it to its last reader.
+Outputs of the model stay live, in the layout in which they are returned. Other memory (gathered
+versions, buffers of collectives, tensors within a cluster) depends on the plan. The reserve of the
+moment covers it, as measured on an emitted program.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from autopar.sharding import Cluster, ClusterClass, Ref
 
 @dataclass(frozen=True, slots=True)
 class _Tally:
-    """The fields of a moment while they are counted.
+    """The counts of a moment.
 
     Attributes:
         kept: variant → number of instances that wait for backward.
         live: op → bytes per strategy.
-        recomputed: op → bytes per strategy, if backward runs the op again.
+        recomputed: op → bytes per strategy, if backward recomputes the op.
         fetched: variant → number of instances that were copied back from the host.
     """
 
@@ -44,19 +44,19 @@ class _Tally:
 
 
 NodeBytes = dict[str, tuple[int, list[int]]]
-"""Node → an op, and bytes by strategy of the op."""
+"""Node → its op, and bytes for each strategy of the op."""
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """The lifetimes of the tensors of a trace, and the moments that follow from them."""
+    """The lifetimes of the tensors of a trace, and the resulting moments."""
 
     trace: Trace
     priced: Priced
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Node → its place in the graph."""
+        """Node → its position in the graph."""
         return {node.name: place for place, node in enumerate(self.trace.graph.nodes)}
 
     @cached_property
@@ -77,14 +77,14 @@ class Liveness:
 
     @cached_property
     def spans(self) -> dict[str, Span]:
-        """Node → when its result is live."""
+        """Node → lifetime of its result."""
         ops = self.priced.problem.ops
         recomputable = {node for node, op in self.owner.items() if ops[op].recomputable}
         return find_spans(self.trace, recomputable, self.parameter)
 
     @cached_property
     def scratch(self) -> NodeBytes:
-        """Node → its op, and bytes of temporary memory."""
+        """Node → its op, and bytes of its temporary memory."""
         scratch = [
             (i, s.cluster, self._scratch_bytes(s.cluster))
             for i, s in enumerate(self.priced.sources)
@@ -99,7 +99,7 @@ class Liveness:
 
     @cached_property
     def parameter(self) -> dict[str, int]:
-        """Node of a gradient → the parameter's op."""
+        """Node of a gradient → the op of the parameter."""
         output = next(iter(reversed(self.trace.graph.nodes)))
         results: Sequence[fx.Node] = output.args[0]
         named = {
@@ -117,7 +117,8 @@ class Liveness:
 
     @cached_property
     def returned(self) -> NodeBytes:
-        """Node of an output of the model → the output's op, and the bytes that are returned."""
+        """Node of an output of the model → the op of the output, and the bytes that are
+        returned."""
         outputs = [
             (i, s)
             for i, s in enumerate(self.priced.sources)
@@ -131,7 +132,7 @@ class Liveness:
 
     @cached_property
     def widened(self) -> NodeBytes:
-        """Node that may make partial sums → its op, and `widened_bytes`."""
+        """Node that may compute partial sums → its op, and `widened_bytes`."""
         found: NodeBytes = {}
         for v, refs in enumerate(self.priced.refs):
             value = self.priced.problem.values[self.priced.problem.variants[v].value]
@@ -153,7 +154,7 @@ class Liveness:
         ]
 
     def _is_made(self, node: str) -> bool:
-        """Whether an op makes the result of a node, in memory of its own."""
+        """Return whether an op computes the result of a node in its own memory."""
         return node in self.owner and self.spans[node].has_memory
 
     def _returned_bytes(self, op: int, node: str) -> list[int]:
@@ -166,12 +167,12 @@ class Liveness:
         ]
 
     def at(self, moment: str) -> float:
-        """Return the time of a moment: the position of its node, or just after that while partial
-        sums of the node are widened."""
+        """Return the time of a moment: the position of its node. While partial sums of the node are
+        widened, the time is just after it."""
         return self.positions[moment.removesuffix(WIDENED)] + 0.5 * moment.endswith(WIDENED)
 
     def add_returned(self, live: dict[int, list[int]], now: float) -> None:
-        """Add the outputs that the model has returned, while a node of backward runs.
+        """Add the outputs that the model has returned while a backward node runs.
 
         An output that backward may still read is not added here: it counts as a kept value. With
         several microbatches outputs are not counted, since the schedule may have released them.
@@ -187,14 +188,14 @@ class Liveness:
                 add(live, sizes, op, 1)
 
     def moment(self, node: str, phase: str, running: Collection[str] = ()) -> MemoryPoint:
-        """Count what is live while a node runs, without reserve.
+        """Return the live memory while a node runs, without reserve.
 
         Args:
             node: name of the node. With the suffix `WIDENED`: while its result is widened
                 (`autopar.cost.gradient_dtypes`).
             phase: phase of the node.
-            running: nodes whose results exist then if they are recomputed, although their readers
-                run later.
+            running: nodes whose results exist at this time if they are recomputed, although their
+                readers run later.
         """
         now, tally = self.at(node), _Tally()
         live, problem = tally.live, self.priced.problem
@@ -225,7 +226,7 @@ class Liveness:
     def _add_in_forward(
         self, v: int, value: Value, refs: Sequence[Ref], now: float, tally: _Tally
     ) -> None:
-        """Add a value of forward while a node of forward runs."""
+        """Add a forward value while a forward node runs."""
         spans = [self.spans[name] for name, _ in refs]
         tally.kept[v] = sum(0 <= s.last_forward <= now and s.until >= 0 for s in spans)
         own = [] if value.resident else [s for s in spans if not s.is_view]
@@ -246,7 +247,7 @@ class Liveness:
         running: Collection[str],
         tally: _Tally,
     ) -> None:
-        """Add a value of forward while a node of backward runs."""
+        """Add a forward value while a backward node runs."""
         spans = [(name, self.spans[name]) for name, _ in refs]
         tally.kept[v] = sum(s.until >= now for _, s in spans)
         if value.away_s:
@@ -284,7 +285,7 @@ class Liveness:
                 add(live, sizes, parameter, 1)
 
     def sizes_of(self, value: Value) -> list[int]:
-        """Bytes of a value as its op makes it, per strategy of the op."""
+        """Return the bytes of a value as its op computes it, for each strategy of the op."""
         strategies = self.priced.problem.ops[value.op].strategies
         return [
             value.graph.bytes[value.graph.index[s.layouts.outputs[value.result]]]
@@ -293,11 +294,11 @@ class Liveness:
 
     @cached_property
     def certain(self) -> tuple[MemoryPoint, ...]:
-        """What any plan holds while an op of backward runs.
+        """Return the memory that every plan holds while an op of backward runs.
 
-        These are the results of the op, its operands in the layouts in which it reads them, every
-        other kept value that nothing has needed yet, and the outputs of the model. Of equal ops
-        only the one that runs first is listed, since most is held then.
+        It consists of the results of the op, its operands in the layouts in which it reads them,
+        every other kept value that no node has needed yet, and the outputs of the model. Of equal
+        ops only the one that runs first is listed, since most memory is held then.
         """
         return (*self._at_ops(), *self.widenings())
 
@@ -321,9 +322,9 @@ class Liveness:
     def widenings(self) -> Iterator[MemoryPoint]:
         """Yield the moments at which partial sums are widened.
 
-        Each counts the sums in both dtypes, every kept value that nothing has needed yet, the
+        Each counts the sums in both dtypes, every kept value that no node has needed yet, the
         outputs of the model, and, in their fewest bytes, complete gradients and values that wait
-        for a reader. Of equal nodes only the one that runs first is taken.
+        for a reader. Of equal nodes only the one that runs first is listed.
         """
         first: dict[int, str] = {}
         for name in sorted(self.widened, key=self.positions.__getitem__):
@@ -357,8 +358,8 @@ class Liveness:
         """Add a complete gradient in its fewest bytes, unless gradients are added to sums.
 
         Args:
-            name: node that makes the gradient.
-            value: the value that it belongs to.
+            name: node that computes the gradient.
+            value: the value of the gradient.
             live: op → bytes per strategy; changed in place.
         """
         problem = self.priced.problem
@@ -375,8 +376,8 @@ class Liveness:
             )
 
     def made_at(self, op: int, node: str) -> dict[int, list[int]]:
-        """Op → bytes per strategy of the results that its first node makes, and of the temporary
-        memory of that node."""
+        """Return op → bytes per strategy of the results that its first node computes, and of the
+        temporary memory of that node."""
         made: dict[int, list[int]] = {}
         self.add_scratch(made, node)
         for result in self.priced.problem.ops[op].results:
@@ -389,7 +390,8 @@ class Liveness:
     def _while(
         self, op: int, cluster: Cluster, now: int, live: dict[int, list[int]]
     ) -> MemoryPoint:
-        """The moment at which the first node of a cluster runs; `live` holds what it makes."""
+        """Return the moment at which the first node of a cluster runs. `live` holds the memory of
+        its results."""
         problem, first = self.priced.problem, cluster.members[0]
         values = [problem.values[variant.value] for variant in problem.variants]
         held = {
@@ -417,11 +419,11 @@ class Liveness:
         return sum(self.spans[name].waits(now, num_versions) for name, _ in refs)
 
     def is_view(self, node: str) -> bool:
-        """Whether a node's result shares the memory of its operand."""
+        """Return whether a node's result shares the memory of its operand."""
         return self.spans[node].is_view
 
     def names(self, value: int) -> list[str]:
-        """The nodes that make a value."""
+        """Return the nodes that compute a value."""
         pairs = zip(self.priced.problem.variants, self.priced.refs, strict=True)
         return [name for variant, refs in pairs if variant.value == value for name, _ in refs]
 

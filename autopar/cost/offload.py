@@ -14,16 +14,20 @@ from autopar.errors import HardwareError
 from autopar.rules import TensorInfo
 from autopar.sharding import Forced
 
-# Share of a device's part of the host memory. The rest is left to the processes themselves, their
-# batches, and page-locked buffers.
+# Usable share of the host memory per device. The rest is left to the processes, their batches, and
+# page-locked buffers.
 _SHARE = 0.8
 
 
 def host_budget(forced: Forced, profile: HardwareProfile) -> int:
-    """Compute the bytes of host memory that each device may use; 0 if nothing is offloaded.
+    """Return the bytes of host memory that each device may use; 0 if nothing is offloaded.
+
+    Args:
+        forced: the constraints.
+        profile: the hardware.
 
     Raises:
-        HardwareError: if something is offloaded and the profile does not describe a host.
+        HardwareError: if tensors are offloaded and the profile does not describe a host.
     """
     stored = [name for name, layout in forced.storage.items() if layout.host]
     if forced.offload is None and not stored:
@@ -51,17 +55,17 @@ def away(
     mesh_shape: Sequence[int],
     price: Callable[[Collective], float],
 ) -> tuple[float, ...]:
-    """Compute the seconds to store a tensor on the hosts, per layout of its graph.
+    """Return the seconds to store a tensor on the hosts, for each layout of its graph.
 
     Args:
         info: global shape and dtype of the tensor.
         graph: its layout graph.
         keepable: indices of the layouts in which it may be kept; None allows all.
         mesh_shape: devices per mesh axis.
-        price: seconds of a collective.
+        price: function that returns the seconds of a collective.
 
     Returns:
-        Seconds per layout; infinite for partial sums, parts with halos, layouts marked as uncast or
+        Seconds per layout. Infinite for partial sums, parts with halos, layouts marked as uncast or
         on the host, and layouts in which the tensor may not be kept.
     """
     found = []
@@ -83,7 +87,7 @@ def shared_by(forced: Forced, profile: HardwareProfile, num_stages: int) -> Forc
     Args:
         forced: the constraints on all stages.
         profile: the hardware.
-        num_stages: stages that one device runs.
+        num_stages: number of stages per device.
 
     Returns:
         The constraints on each stage.
@@ -93,5 +97,5 @@ def shared_by(forced: Forced, profile: HardwareProfile, num_stages: int) -> Forc
         return forced
     asked = forced.offload or Offloaded(
         parameters=False, activations=False, host_bytes=None
-    )  # only layouts put tensors on the host
+    )  # only storage layouts place tensors on the host
     return replace(forced, offload=replace(asked, host_bytes=max(whole // num_stages, 1)))

@@ -47,13 +47,13 @@ _PARTS: Mapping[torch.dtype | str, torch.dtype] = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-# Curve over flops or None, seconds per flop, flops added, curve over bytes or None, seconds per
+# Curve over flops or None, seconds per flop, added flops, curve over bytes or None, seconds per
 # byte, overhead in seconds.
 _Rates = tuple[Curve | None, float, float, Curve | None, float, float]
 
 
 def compute_time(work: Work, dtype: torch.dtype | str, profile: HardwareProfile) -> float:
-    """Compute the seconds that work takes on one device.
+    """Return the seconds of work on one device.
 
     Args:
         work: flops, bytes and kind.
@@ -67,7 +67,7 @@ def compute_time(work: Work, dtype: torch.dtype | str, profile: HardwareProfile)
         return 0.0
     if profile.parts:
         return max(compute_time(work, dtype, part) for part in profile.parts)
-    if dtype in _PARTS:  # a complex product is four of its parts
+    if dtype in _PARTS:  # a complex product is four products of its parts
         work, dtype = replace(work, flops=4 * work.flops), _PARTS[dtype]
     flops_curve, s_per_flop, half, bytes_curve, s_per_byte, overhead = _rates(
         profile, work.kind, dtype
@@ -107,7 +107,7 @@ def _rates(profile: HardwareProfile, kind: str, dtype: torch.dtype | str) -> _Ra
 
 
 class CollectivePrices:
-    """Seconds of collectives on a mesh, each by itself. Prices are cached."""
+    """Seconds of single collectives on a mesh. Prices are cached."""
 
     def __init__(self, mesh: Mesh, profile: HardwareProfile) -> None:
         self.mesh, self.profile = mesh, profile
@@ -123,8 +123,8 @@ class CollectivePrices:
         return self._known[collective]
 
     def share(self, collective: Collective) -> float:
-        """Seconds of a collective that may share a bucket: its share of the bucket, or its time by
-        itself if that is less."""
+        """Return the seconds of a collective that may share a bucket: its share of the bucket, or
+        its time outside of a bucket if that is less."""
         kind, axis = collective.kind, collective.axis
         size, link = self.mesh.shape[axis], self.mesh.link(axis)
         if (kind, axis) not in self._per_byte:
@@ -135,13 +135,13 @@ class CollectivePrices:
         )
 
 
-@lru_cache(maxsize=2**16)  # equal layers, and strategies of one op, ask for the same
+@lru_cache(maxsize=2**16)  # equal layers, and strategies of one op, share prices
 def local_info(info: TensorInfo, layout: Layout, mesh_shape: Sequence[int]) -> TensorInfo:
-    """Compute the shape of the part of a tensor that one rank holds.
+    """Return the shape and dtype of the part of a tensor on one rank.
 
     Args:
         info: global shape and dtype.
-        layout: how the tensor lies on the mesh.
+        layout: layout of the tensor.
         mesh_shape: devices per mesh axis.
     """
     return TensorInfo(local_shape(info.shape, layout, mesh_shape), info.dtype)
@@ -150,7 +150,7 @@ def local_info(info: TensorInfo, layout: Layout, mesh_shape: Sequence[int]) -> T
 def call_time(
     call: Call, strategy: Strategy, mesh_shape: Sequence[int], profile: HardwareProfile
 ) -> float:
-    """Compute the seconds of one op on its local tensors, without its own collectives.
+    """Return the seconds of one op on its local tensors, without its internal collectives.
 
     Args:
         call: the op with global shapes.
@@ -185,25 +185,25 @@ def call_time(
 def own_collectives(
     members: Iterable[tuple[ClusterMember, Strategy]], mesh_shape: Sequence[int]
 ) -> tuple[Collective, ...]:
-    """List the collectives that the members of a cluster issue themselves, in order."""
+    """Return the collectives that the members of a cluster issue internally, in order."""
     return tuple(
         c for member, strategy in members for c in own_moves(member.call, strategy, mesh_shape)
     )
 
 
 # --------------------------------------------------------------------------------------------------
-# A lower bound of what a step computes, from the trace alone: no strategies, no layouts, no
+# A lower bound of the compute of a step, from the trace alone: it needs no strategies, layouts or
 # solver.
 #
 # Every op is divided perfectly. With d devices that share a microbatch, and M microbatches, some
 # device does at least 1 / (d M) of an op's flops and bytes for each microbatch. `compute_time`
 # never decreases with flops or bytes, so its value for this share is a lower bound of the op's
-# time, launch overhead included. The sum over all ops bounds the time that one microbatch takes
-# through the whole model, whatever the layouts. Communication, recomputation and waiting only add
-# to it.
+# time, including the launch overhead. The sum over all ops is a lower bound of the time of one
+# microbatch through the whole model, regardless of layouts. Communication, recomputation and
+# waiting only add to it.
 
 _Kind = tuple[Work, int, torch.dtype]
-"""Work on the whole batch, how often an op repeats it one after another, and its dtype."""
+"""Work on the whole batch, number of sequential repetitions within the op, and its dtype."""
 
 
 @dataclass(frozen=True)
@@ -211,18 +211,18 @@ class TotalWork:
     """The work of a trace on the whole batch.
 
     Attributes:
-        kinds: each kind of work, with the number of ops that do it.
+        kinds: each kind of work, with the number of ops that have it.
     """
 
     kinds: tuple[tuple[_Kind, int], ...]
 
     @staticmethod
     def of(trace: Trace, hardware: Hardware) -> TotalWork:
-        """Collect the work of a trace's ops.
+        """Return the total work of a trace's ops.
 
         Args:
             trace: the trace of the whole batch.
-            hardware: tells whether norms run as row kernels, which move fewer bytes.
+            hardware: determines whether norms run as row kernels, which move fewer bytes.
         """
         by_kernels = any(profile.has_row_kernels for profile in _profiles(hardware))
         kinds: Counter[_Kind] = Counter()
@@ -243,13 +243,13 @@ class TotalWork:
         return TotalWork(tuple(kinds.items()))
 
     def least_s(self, hardware: Hardware, num_devices: int, num_microbatches: int = 1) -> float:
-        """Bound the seconds that one microbatch takes through the whole model.
+        """Return a lower bound of the seconds of one microbatch through the whole model.
 
         Args:
-            hardware: the hardware of the devices; if they are unequal, each op is taken on the
+            hardware: the hardware of the devices. If they are unequal, each op is priced on the
                 fastest.
-            num_devices: devices that share each op.
-            num_microbatches: equal parts of the batch.
+            num_devices: number of devices that share each op.
+            num_microbatches: number of equal parts of the batch.
         """
         profiles, parts = _profiles(hardware), num_devices * num_microbatches
         return sum(
@@ -265,19 +265,20 @@ class TotalWork:
         num_microbatches: int,
         num_chunks: int = 1,
     ) -> float:
-        """Bound the seconds of a step of a pipeline whose stages take equally long.
+        """Return a lower bound of the seconds of a pipeline's step, with stages of equal time.
 
         With P devices along the pipeline and t seconds for a microbatch through all stages, each
-        device works M · t / P and waits (P − 1) · t / (P · v), with v stages per device (Narayanan
-        et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2).
-        For 1F1B and GPipe this bounds unequal stages as well, since the slowest sets the pace.
+        device computes for M · t / P and waits for (P − 1) · t / (P · v), with v stages per device
+        (Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021,
+        section 2.2). For 1F1B and GPipe this is also a bound for unequal stages, since the slowest
+        sets the pace.
 
         Args:
             hardware: as in `least_s`.
-            num_devices: devices that share a stage.
-            num_stages: P, the devices along the pipeline's axis.
+            num_devices: number of devices that share a stage.
+            num_stages: P, number of devices along the pipeline's axis.
             num_microbatches: M.
-            num_chunks: v, stages per device.
+            num_chunks: v, number of stages per device.
         """
         least_s = self.least_s(hardware, num_devices, num_microbatches)
         return least_s * (num_microbatches + (num_stages - 1) / num_chunks) / num_stages
@@ -288,10 +289,9 @@ def _profiles(hardware: Hardware) -> tuple[HardwareProfile, ...]:
 
 
 def _least_op_s(kind: _Kind, parts: int, profile: HardwareProfile) -> float:
-    """Bound the seconds of one of `parts` parts of an op.
+    """Return a lower bound of the seconds of one of `parts` parts of an op.
 
-    An op that repeats its work for one block of rows after another can have fewer repetitions, or
-    smaller ones.
+    An op that works on one block of rows after another can have fewer or smaller repetitions.
     """
     work, times, dtype = kind
     smaller = Work(times * work.flops // parts, times * work.bytes // parts, work.kind)

@@ -1,10 +1,10 @@
 """Build the optimization problem of a trace: every strategy and every collective in seconds and
 bytes.
 
-Gradients of 16-bit parameters are reduced over ranks in fp32, and priced so. A tensor that is cast
-to the gradient of a wider parameter is not reduced before the cast. Other partial sums are reduced
-in their own dtype. `Priced` keeps the map between the ops of the problem and the trace, so that
-solutions can be stated as node keys and layouts.
+Gradients of 16-bit parameters are reduced over ranks in fp32, and priced accordingly. A tensor that
+is cast to the gradient of a wider parameter is not reduced before the cast. Other partial sums are
+reduced in their own dtype. `Priced` holds the map between the ops of the problem and the trace, so
+that solutions can be stated as node keys and layouts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopar.cost.tensor_values import (
     borders_of,
     may_run_again,
 )
-from autopar.cost.zero_costs import HeldPrices, Making, adding_partial, resting_strategy
+from autopar.cost.zero_costs import HeldPrices, PartialSumSearch, adding_partial, resting_strategy
 from autopar.cost.zero_stages import StepMoves, cannot_rest
 from autopar.rules import TensorInfo
 from autopar.sharding import ClusterClass, ClusterStrategy, Forced, group_of
@@ -45,15 +45,15 @@ _DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class OpBuilder:
-    """Adds the ops of a problem to its tables, one kind after the other."""
+    """Adds the ops of a problem to its tables, kind by kind."""
 
     def __init__(self, setting: PriceSetting) -> None:
         self.setting, self.tables = setting, OpTables()
-        # Nodes of forward that backward may recompute.
+        # Forward nodes that backward may recompute.
         self._asked = asked_again(setting.trace)
 
     def parameters(self) -> None:
-        """Add one op per class of equal parameters; its strategies are the storage layouts."""
+        """Add one op per class of equal parameters. Its strategies are the storage layouts."""
         held = HeldPrices(
             self.setting.profile, self.setting.optimizer, self.setting.moves, self.setting.all_ways
         )
@@ -95,7 +95,8 @@ class OpBuilder:
                     self.tables.add_reader((outputs[p.gradient].name, 0), index, 0, "backward")
 
     def _group_parameters(self) -> dict[tuple[object, ...], list[Parameter]]:
-        """Group parameters that are equal in all layers; a key begins with their common name."""
+        """Return the parameters in groups that are equal in all layers. A key begins with their
+        common name."""
         groups: dict[tuple[object, ...], list[Parameter]] = {}
         for p in self.setting.trace.parameters:
             rest = (
@@ -117,7 +118,7 @@ class OpBuilder:
         return groups
 
     def _storage_layouts(self, p: Parameter) -> Sequence[Layout]:
-        """The layouts in which a parameter may rest.
+        """Return the layouts in which a parameter may be stored.
 
         Raises:
             ConstraintError: if there is none.
@@ -143,8 +144,8 @@ class OpBuilder:
         """Add buffers, inputs and the tangent of the loss.
 
         Buffers and the tangent are replicated. Inputs arrive in any layout, since a rank copies
-        only its own part; their gradients go to every rank. Inputs that cross between stages arrive
-        in the layout in which their gradient goes back.
+        only its own part. Their gradients are returned in full on every rank. Inputs that cross
+        between stages arrive in the layout in which their gradient returns.
         """
         replicated = Layout.replicated(len(self.setting.mesh.axes))
         for b in self.setting.trace.buffers:
@@ -182,7 +183,7 @@ class OpBuilder:
             )
 
     def _arrival_strategies(self, i: Input) -> tuple[OpStrategy, ...]:
-        """One strategy per layout in which an input may arrive."""
+        """Return one strategy per layout in which an input may arrive."""
         strategies, replicated = [], Layout.replicated(len(self.setting.mesh.axes))
         for layout in (
             self._crossing_layouts(i)
@@ -190,7 +191,7 @@ class OpBuilder:
             else all_layouts(i.shape, self.setting.mesh.shape)
         ):
             size = local_bytes(i.shape, i.dtype, layout, self.setting.mesh.shape)
-            if i.crosses:  # held like an activation, not like the batch
+            if i.crosses:  # stored like an activation, not like the batch
                 arrives_s, back = (
                     self.setting.crossing.before.time_s(size),
                     (layout,) if i.gradient is not None else (),
@@ -208,8 +209,8 @@ class OpBuilder:
         return tuple(strategies)
 
     def _crossing_layouts(self, border: Input | Output) -> Iterable[Layout]:
-        """The layouts in which a tensor may cross between stages, or leave the model: the decided
-        one, or all."""
+        """Return the layouts in which a tensor may cross between stages or leave the model: the
+        decided layout, or all."""
         if isinstance(border, Output) and border.whole:
             return (Layout.replicated(len(self.setting.mesh.axes)),)
         wanted = self.setting.crossing.layouts.get(border.path)
@@ -267,8 +268,8 @@ class OpBuilder:
                     )
 
     def settle_sums(self) -> None:
-        """Keep only strategies that add up partial sums, for parameters whose gradients are made as
-        partial sums along an axis on which ZeRO stage 1 is forced."""
+        """Keep only strategies that accumulate partial sums, for parameters whose gradients are
+        partial sums along an axis with a forced ZeRO stage 1."""
         axes = [axis for axis, stage in self.setting.forced.named.zero.items() if stage == 1]
         gradients = {
             use.op: ref
@@ -276,9 +277,9 @@ class OpBuilder:
             for use in uses
             if self.tables.ops[use.op].kind == "parameter"
         }
-        making = Making(self.tables.ops, self.tables.sources, self.tables.made)
+        search = PartialSumSearch(self.tables.ops, self.tables.sources, self.tables.made)
         for i, ref in gradients.items() if axes else ():
-            partial = [axis for axis in axes if making.partial(ref, axis)]
+            partial = [axis for axis in axes if search.partial(ref, axis)]
             self.tables.ops[i] = replace(
                 self.tables.ops[i],
                 strategies=adding_partial(self.tables.ops[i].strategies, partial),
@@ -391,19 +392,19 @@ def price(
         optimizer: a key of `autopar.cost.priced.OPTIMIZERS`.
         forced: the constraints; None forces nothing.
         crossing: how tensors cross between stages, for the trace of a stage.
-        num_microbatches: microbatches of one optimizer step, among which its time is divided.
-        num_in_flight: number of microbatches whose kept values a stage holds at once.
+        num_microbatches: number of microbatches of an optimizer step, which share its time.
+        num_in_flight: largest number of microbatches whose kept values a stage holds at once.
         exposed: nodes whose results may cross between stages, in any layout without partial sums.
             Their layout graphs contain all layouts.
-        all_ways: include dominated ways to hold a parameter. A plan for other hardware may use
-            them.
+        all_ways: whether to include dominated ways to hold a parameter. A plan for other hardware
+            may use them.
 
     Returns:
-        The problem, and what its ops and variants stand for.
+        The problem, and the sources of its ops and variants.
 
     Raises:
-        ConstraintError: if a parameter can rest in no layout that the constraints allow.
-        HardwareError: if the profile lacks a figure that is needed.
+        ConstraintError: if the constraints allow no storage layout of a parameter.
+        HardwareError: if a required figure is missing in the profile.
     """
     forced = forced or Forced.nothing()
     host_budget_bytes = host_budget(forced, profile)

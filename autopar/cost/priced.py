@@ -1,4 +1,4 @@
-"""A priced problem and what its ops stand for; links between stages; memory and traffic of
+"""A priced problem with the sources of its ops; links between stages; memory and traffic of
 optimizers."""
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from autopar.core.problem import OpKind, Problem
 from autopar.cost.zero_stages import StepMoves
 from autopar.sharding import ClusterClass, Ref, Starts
 
-# Resting bytes of an optimizer's state, as multiples of the parameter's own bytes (torch.optim
-# keeps it in the parameter's dtype), and how many parameter-sized tensors a step reads and writes.
+# Bytes of an optimizer's state at rest, as multiples of the parameter's own bytes (torch.optim
+# keeps it in the parameter's dtype), and the number of parameter-sized tensors that a step reads
+# and writes.
 OPTIMIZERS: Mapping[str, tuple[int, int]] = {
     "adamw": (2, 7),
     "adam": (2, 7),
@@ -27,15 +28,16 @@ OPTIMIZERS: Mapping[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What an op of the problem stands for.
+    """The source of an op of the problem in the trace.
 
     Attributes:
         kind: as in `Op.kind`.
-        names: parameter, buffer, input or output names of the instances (not for compute).
-        nodes: placeholder, or node of the output, per instance (not for compute).
+        names: for each instance the name of the parameter, buffer, input or output (not for
+            compute).
+        nodes: for each instance the placeholder, or the node of the output (not for compute).
         cluster: the class of clusters (compute only).
         crosses: whether it crosses between stages.
-        copies: whether ops read copies in a narrower dtype, which forward makes.
+        copies: whether ops read copies in a narrower dtype, which forward computes.
     """
 
     kind: OpKind
@@ -48,13 +50,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One direction of the link between two neighbouring stages. The default costs nothing."""
+    """One direction of the link between two neighbouring stages. The default takes no time."""
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = math.inf
 
     def time_s(self, num_bytes: int) -> float:
-        """Seconds to send bytes to a neighbour that waits for them."""
+        """Return the seconds to send bytes to a neighbour that waits for them."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
@@ -74,10 +76,10 @@ class Crossing:
 
     @staticmethod
     def along(axis: str, mesh: Mesh, hardware: Hardware, stage: int = 0) -> Crossing:
-        """The links of one of the stages along a mesh axis.
+        """Return the links of one of the stages along a mesh axis.
 
         Args:
-            axis: name of the pipeline axis; "" for a single stage, whose links cost nothing.
+            axis: name of the pipeline axis; "" for a single stage, whose links take no time.
             mesh: the mesh of all stages.
             hardware: the profiles of the devices.
             stage: index of the stage.
@@ -89,10 +91,10 @@ class Crossing:
 
 
 def wire(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wire:
-    """The link between stages along a mesh axis.
+    """Return the link between stages along a mesh axis.
 
     Args:
-        axis: name of the pipeline axis; "" for a single stage, whose link costs nothing.
+        axis: name of the pipeline axis; "" for a single stage, whose link takes no time.
         mesh: the mesh of all stages.
         hardware: the profiles of the devices.
         stages: the stages that the link connects. If their devices differ, the slowest counts.
@@ -105,9 +107,9 @@ def wire(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wire:
 
 
 def handing_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> float:
-    """Estimate the seconds in which one stage sends data to all other stages along an axis.
+    """Return the seconds in which one stage sends data to all other stages along an axis.
 
-    Ranks hand the data on in pieces so small that all P − 1 links are busy at once: (P − 1) ·
+    Ranks forward the data in pieces so small that all P − 1 links are busy at once: (P − 1) ·
     latency + bytes / bandwidth. The bandwidth of broadcasts on real links was not measured.
 
     Args:
@@ -125,18 +127,18 @@ def handing_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A problem, and what its ops and variants stand for.
+    """A problem, and the sources of its ops and variants.
 
     Attributes:
         problem: the optimization problem, in seconds and bytes.
-        sources: what each op stands for.
-        refs: per variant, the tensors (node, result) of its instances.
+        sources: source of each op.
+        refs: for each variant, the tensors (node, result) of its instances.
         optimizer: name of the optimizer whose state and traffic are priced.
-        moves: collectives of parameters at the beginning and the end of a step of several
+        moves: collectives of parameters at the beginning and the end of a step with several
             microbatches.
         profile: the hardware.
-        starts: groups of layers that decide separately (`autopar.sharding.resolve_constraints`).
-        notes: effects of named plans that their names do not tell.
+        starts: groups of layers with separate decisions (`autopar.sharding.resolve_constraints`).
+        notes: effects of named plans that their names do not show.
     """
 
     problem: Problem

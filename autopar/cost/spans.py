@@ -11,25 +11,25 @@ from autopar.analysis.gradients import has_own_memory, operand_written
 from autopar.capture.trace import Trace
 
 NEVER = -1
-"""No position."""
+"""The position if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """The lifetime of a tensor: positions of nodes in the trace, `NEVER` if there is no such node.
 
-    A node of backward *needs* a tensor if it reads it, or if an op that is recomputed for this node
+    A backward node *needs* a tensor if it reads it, or if an op that is recomputed for this node
     reads it.
 
     Attributes:
-        made: the node that makes it.
+        made: the node that computes it.
         last_forward: its last reader in forward; the end of the trace for a result of the model.
-        earliest: the first node of backward that could need it.
-        latest: the last node of backward that could need it.
-        read: the first node of backward that itself reads it, or a view of it.
-        again: the first node of backward for which a recomputed op could have read it.
+        earliest: the first backward node that could need it.
+        latest: the last backward node that could need it.
+        read: the first backward node that itself reads it, or a view of it.
+        again: the first backward node for which a recomputed op could have read it.
         asked: the first node that needs it if ops are recomputed as late as possible.
-        until: the last node that needs it then.
+        until: the last node that needs it in this case.
         is_view: whether it has no memory of its own.
         takes_over: whether it is written into the memory of an operand.
         is_gradient: whether it is the gradient of a parameter.
@@ -49,19 +49,19 @@ class Span:
 
     @property
     def has_memory(self) -> bool:
-        """Whether it has memory of its own."""
+        """Whether it has its own memory."""
         return not self.is_view and not self.takes_over
 
     def is_made_anew(self, now: float) -> bool:
-        """Whether the node at position `now` makes it, in memory of its own."""
+        """Return whether the node at position `now` computes it in its own memory."""
         return self.made == now and self.has_memory
 
     def waits(self, now: float, num_versions: int) -> bool:
-        """Whether all kept versions of it exist while a node of backward runs, because none was
-        needed yet.
+        """Return whether all kept versions of it exist while a backward node runs, because no node
+        has needed it yet.
 
-        An op that is recomputed for this node has read it before: then the tensor may be gone, or a
-        version of it that others do not read.
+        An op that is recomputed for this node may have read it before. Then the tensor may be
+        freed, or a version of it that others do not read.
 
         Args:
             now: position of the node.
@@ -74,11 +74,12 @@ class Span:
 def find_spans(
     trace: Trace, recomputable: Collection[str], gradients: Collection[str]
 ) -> dict[str, Span]:
-    """Find the lifetime of each tensor of a trace, for any plan.
+    """Return the lifetime of each tensor of a trace, for any plan.
 
     Args:
+        trace: the trace.
         recomputable: names of the nodes that backward could recompute.
-        gradients: names of the nodes that make gradients of parameters.
+        gradients: names of the nodes that compute gradients of parameters.
 
     Returns:
         Node name → span, for all nodes except the output.
@@ -98,7 +99,7 @@ def _span(
     recomputable: Collection[str],
     is_gradient: bool,
 ) -> Span:
-    """The span of a node, given those of all later nodes."""
+    """Return the span of a node, given the spans of all later nodes."""
     users = [user for user in node.users if user.op == "call_function"]
     own_phase = node.meta.get("phase", "forward")
     backward = [positions[user.name] for user in users if user.meta["phase"] == "backward"]
@@ -124,7 +125,7 @@ def _span(
         read=min([*backward, *(view.read for view in views if view.read >= 0)], default=NEVER),
         again=min((at for at in through if at >= 0), default=NEVER),
         asked=first if first >= 0 else max(asking, default=NEVER),
-        until=max([NEVER, *backward, *asking, *(v.until for v in views)]),  # views hold its memory
+        until=max([NEVER, *backward, *asking, *(v.until for v in views)]),  # views share its memory
         is_view=node.op == "call_function" and not has_own_memory(node),
         takes_over=operand_written(node) is not None,
         is_gradient=is_gradient,

@@ -1,8 +1,8 @@
-"""The tensors of a problem: which ops make and read them, how equal ones fold into values and
-variants, and which of them may be kept.
+"""The tensors of a problem: the ops that compute and read them, how equal tensors fold into values
+and variants, and which values may be kept.
 
-Which values may be kept for backward, and which ops backward may recompute, follows from the
-borders of layers and from named plans. A value that may be kept in no layout is recomputed
+The borders of layers and named plans determine which values may be kept for backward, and which ops
+backward may recompute. A value that may not be kept in any layout is recomputed
 (`autopar.core.problem.Value.keepable`).
 """
 
@@ -35,12 +35,13 @@ from autopar.sharding import Cluster, ClusterClass, Forced, Ref
 
 @dataclass(frozen=True, slots=True)
 class PriceSetting:
-    """What a problem is priced with: the arguments of `autopar.cost.price.price`.
+    """The arguments of `autopar.cost.price.price`, and values that follow from them.
 
     Attributes:
+        trace, mesh, profile, optimizer, forced, crossing, exposed, all_ways: as in `price`.
         moves: the collectives at the beginning and the end of a step.
         accumulates: whether gradients are added to sums.
-        uncast: parameter → how its gradient may be added without a cast.
+        uncast: parameter → the ways to add its gradient without a cast.
     """
 
     trace: Trace
@@ -58,10 +59,14 @@ class PriceSetting:
 
 @dataclass
 class OpTables:
-    """The ops of a problem while it is built, and the tensors that they make and read.
+    """The ops of a problem while it is built, and the tensors that they compute and read.
 
     Attributes:
+        ops: the ops, in order.
+        sources: source of each op.
         made: tensor → (op, result).
+        readers: tensor → its uses.
+        infos: tensor → its shape and dtype.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -71,7 +76,7 @@ class OpTables:
     infos: dict[Ref, TensorInfo] = field(default_factory=dict)
 
     def add(self, op: Op, source: Source) -> int:
-        """Add an op with what it stands for, and return its index."""
+        """Add an op and its source, and return the op's index."""
         self.ops.append(op)
         self.sources.append(source)
         return len(self.ops) - 1
@@ -79,14 +84,14 @@ class OpTables:
     def add_reader(
         self, ref: Ref, op: int, operand: int, phase: Phase, *, again: bool = True
     ) -> None:
-        """Record that an op reads a tensor; `again` tells whether it does when it is recomputed."""
+        """Record that an op reads a tensor. `again` states whether its recomputation reads it,
+        too."""
         self.readers.setdefault(ref, []).append(Use(op, operand, phase, again))
 
     def uses(self, ref: Ref) -> tuple[Use, ...]:
-        """The readers of a tensor, one per op, operand and phase.
+        """Return the readers of a tensor, one per op, operand and phase.
 
-        Of several instances of an op the one counts that reads the tensor again in backward, if
-        there is one.
+        If several instances of an op differ, the one whose recomputation reads the tensor counts.
         """
         readers = sorted(
             self.readers.get(ref, ()), key=lambda u: (u.op, u.operand, u.phase, u.again)
@@ -106,7 +111,8 @@ class TensorValues:
         self._graphs: dict[tuple[object, ...], LayoutGraph] = {}
 
     def all(self) -> tuple[list[Value], list[Variant], list[tuple[Ref, ...]]]:
-        """Fold tensors into values by what makes them, and into variants by what reads them."""
+        """Fold tensors into values by the ops that compute them, and into variants by the ops that
+        read them."""
         groups: dict[tuple[int, int], dict[tuple[Use, ...], list[Ref]]] = {}
         for ref, made in self.tables.made.items():
             uses = self.tables.uses(ref)
@@ -146,10 +152,10 @@ class TensorValues:
     def _keepable(
         self, op: int, result: int, graph: LayoutGraph, uses: Sequence[Use]
     ) -> frozenset[int] | None:
-        """Indices of the layouts in which a value may be kept; None allows all.
+        """Return the indices of the layouts in which a value may be kept; None allows all.
 
-        Empty if constraints force recomputation. On a grid: of the layouts in which forward makes
-        or reads the value, those that are split over the most devices.
+        Empty if constraints force recomputation. On a grid, these are the layouts split over the
+        most devices, of those in which forward computes or reads the value.
         """
         cluster, named = self.tables.sources[op].cluster, self.setting.forced.named
         if (
@@ -180,8 +186,8 @@ class TensorValues:
         graph: LayoutGraph,
         keepable: frozenset[int] | None,
     ) -> tuple[float, ...]:
-        """`Value.away_s` of a value that forward makes or that arrives from another stage; empty
-        without offload of activations."""
+        """Return `Value.away_s` of a value that forward computes or that arrives from another
+        stage. Empty without offload of activations."""
         offload, source = self.setting.forced.offload, self.tables.sources[op]
         if (
             offload is None
@@ -237,16 +243,16 @@ class TensorValues:
 
 
 # --------------------------------------------------------------------------------------------------
-# What may be kept, and what backward may recompute.
+# Values that may be kept, and ops that backward may recompute.
 
 
 def borders_of(classes: Sequence[ClusterClass], leaving: Iterable[Ref]) -> set[Ref]:
-    """Find the tensors that another layer or stage reads in forward, directly or through views.
+    """Return the tensors that another layer or stage reads in forward, directly or through views.
 
-    The ops that make them are not recomputed. Otherwise backward would run a whole chain of
+    The ops that compute them are not recomputed. Otherwise backward would run a whole chain of
     recomputed layers, and hold all their results, when it first needs the end of the chain. Views
-    of them may be recomputed: that takes no time, and if both a tensor and its view were kept,
-    their memory would be counted twice.
+    of them may be recomputed: this takes no time, and if both a tensor and its view were kept,
+    their memory would count twice.
 
     Args:
         classes: the classes of clusters of the trace.
@@ -273,7 +279,7 @@ def borders_of(classes: Sequence[ClusterClass], leaving: Iterable[Ref]) -> set[R
 
 
 def _is_view(cluster: Cluster) -> bool:
-    """Whether a cluster makes only views. A cluster of getitems alone does not count."""
+    """Return whether a cluster consists of views. A cluster of getitems alone does not count."""
     return (
         all(is_view(member.call.target) for member in cluster.members)
         and cluster.members[0].call.target is not operator.getitem
@@ -281,9 +287,9 @@ def _is_view(cluster: Cluster) -> bool:
 
 
 def may_run_again(cluster: ClusterClass, forced: Forced) -> bool:
-    """Whether constraints let backward run a cluster of forward again.
+    """Return whether constraints let backward recompute a forward cluster.
 
-    Clusters that make borders of layers (`borders_of`) are excluded elsewhere.
+    Clusters that compute borders of layers (`borders_of`) are excluded elsewhere.
     """
     if forced.recompute == "full":
         return bool(cluster.first.indices)
@@ -293,7 +299,7 @@ def may_run_again(cluster: ClusterClass, forced: Forced) -> bool:
 
 
 def is_never_kept(cluster: ClusterClass, result: int, forced: Forced) -> bool:
-    """Whether a result of a recomputable cluster must be recomputed.
+    """Return whether a result of a recomputable cluster must be recomputed.
 
     Args:
         cluster: a class of clusters that backward may recompute.
@@ -308,7 +314,7 @@ def is_never_kept(cluster: ClusterClass, result: int, forced: Forced) -> bool:
 def split_furthest(
     graph: LayoutGraph, layouts: Iterable[Layout], axes: Iterable[int], mesh_shape: Sequence[int]
 ) -> frozenset[int]:
-    """Select the layouts that are split over the most devices of some mesh axes.
+    """Return the layouts that are split over the most devices of some mesh axes.
 
     Args:
         graph: the layout graph of the tensor.

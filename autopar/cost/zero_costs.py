@@ -24,7 +24,7 @@ from autopar.kernels.collectives import sum_dtype
 
 @dataclass(frozen=True, slots=True)
 class HeldPrices:
-    """Prices the strategies of parameters whose gradients add up.
+    """Prices of the strategies of parameters whose gradients are accumulated.
 
     The time of gathers, reductions and the optimizer's traffic is divided among the microbatches of
     a step. Each microbatch adds a gradient to its sum.
@@ -48,17 +48,17 @@ class HeldPrices:
         stages: ZeroStages,
         uncast: Uncast | None = None,
     ) -> tuple[OpStrategy, ...]:
-        """Price the ways to hold a parameter.
+        """Return the priced ways to hold a parameter.
 
         Args:
             p: the parameter.
-            storages: the layouts in which it may rest.
-            stages: the ZeRO stages that are forced.
-            uncast: how its gradient may be added without a cast, if at all.
+            storages: the layouts in which it may be stored.
+            stages: the forced ZeRO stages.
+            uncast: the ways to add its gradient without a cast; None if there are none.
 
         Returns:
-            The strategies. Of those with equal layouts for microbatches, the dominated ones are
-            left out, unless `all_ways` is set.
+            The strategies. Of those with equal layouts for microbatches, dominated ones are
+            omitted, unless `all_ways` is set.
         """
         mesh_shape, trained = self.moves.mesh_shape, p.gradient is not None
         found: dict[Strategy, list[OpStrategy]] = {}
@@ -75,8 +75,8 @@ class HeldPrices:
         )
 
     def _strategy(self, p: Parameter, held: Held, dtype: torch.dtype) -> OpStrategy | None:
-        """The strategy that adds gradients of this dtype, uncast if it is not the dtype of the
-        parameter; None if no collectives lead between the layouts."""
+        """Return the strategy that adds gradients of this dtype. They are uncast if it is not the
+        dtype of the parameter. Return None if no collectives lead between the layouts."""
         moved_s = self.moves.seconds(p, held)
         if moved_s is None:
             return None
@@ -129,7 +129,7 @@ class HeldPrices:
 def _added_in(
     p: Parameter, held: Held, uncast: Uncast | None, mesh_shape: Sequence[int]
 ) -> tuple[torch.dtype, ...]:
-    """The dtypes that a gradient may have when it is added."""
+    """Return the dtypes that a gradient may have when it is added."""
     if p.gradient is None or uncast is None or held.sums not in uncast.layouts:
         return (p.dtype,)
     return (uncast.dtype,) if is_made_there(held.sums, mesh_shape) else (p.dtype, uncast.dtype)
@@ -144,17 +144,17 @@ def held_time(
     added: int,
     storage: Layout,
 ) -> float:
-    """Compute the seconds per microbatch of the optimizer and of adding a gradient to its sum.
+    """Return the seconds per microbatch of the optimizer and of adding a gradient to its sum.
 
     Args:
         profile: the hardware.
         optimizer: name of the optimizer.
         num_microbatches: microbatches of a step.
-        rests: local bytes of the parameter at rest; 0 if it is not trained.
+        rests: local bytes of the stored parameter; 0 if it is not trained.
         sums: local bytes of the sum. It is read and written, but only written on the first
             microbatch.
         added: local bytes of the gradient.
-        storage: layout at rest; on the hosts, their memory bandwidth counts.
+        storage: storage layout; on the hosts, their memory bandwidth counts.
     """
     if not sums:
         return 0.0
@@ -170,11 +170,11 @@ def held_time(
 def narrowing_s(
     p: Parameter, storage: Layout, mesh_shape: Sequence[int], profile: HardwareProfile
 ) -> float:
-    """Compute the seconds to cast a parameter to the dtype in which ops read it; 0 without a cast.
+    """Return the seconds to cast a parameter to the dtype in which ops read it; 0 without a cast.
 
     Args:
         p: the parameter.
-        storage: layout in which the copy is made.
+        storage: layout in which the copy is computed.
         mesh_shape: devices per mesh axis.
         profile: the hardware.
     """
@@ -195,9 +195,10 @@ def resting_strategy(
     optimizer: str,
     profile: HardwareProfile,
 ) -> OpStrategy:
-    """Price a parameter that ops read, and whose gradient arrives, in its storage layout.
+    """Return the priced strategy of a parameter that ops read in its storage layout, in which its
+    gradient also arrives.
 
-    A copy in a narrower dtype is a value that forward makes, and is not counted here.
+    A copy in a narrower dtype is a forward value, and is not counted here.
 
     Args:
         p: the parameter.
@@ -224,31 +225,32 @@ def resting_strategy(
 
 
 def bandwidth_at(storage: Layout, profile: HardwareProfile) -> float:
-    """Bytes per second that an optimizer step reaches in the memory in which a parameter rests."""
+    """Return the bytes per second that an optimizer step reaches in the memory in which a parameter
+    is stored."""
     if not storage.host:
         return profile.memory_bandwidth_bytes_per_s
-    assert profile.host is not None, "nothing is offered on a host of which nothing is known"
+    assert profile.host is not None, "without figures for the host, nothing is offloaded"
     return profile.host.memory_bandwidth_bytes_per_s
 
 
 def adding_partial(strategies: Sequence[OpStrategy], axes: Sequence[int]) -> tuple[OpStrategy, ...]:
-    """Select the strategies with ZeRO stage 1 on those of these axes on which the parameter rests
-    sharded."""
+    """Return the strategies with ZeRO stage 1 on those of these axes over which the stored
+    parameter is sharded."""
     return tuple(
         s for s in strategies if all(stage_on(held_of(s), axis) in (0, 1) for axis in axes)
     )
 
 
 @dataclass
-class Making:
-    """Finds out which tensors may be made as partial sums.
+class PartialSumSearch:
+    """Finds tensors that may be computed as partial sums.
 
-    Ops that only pass partial sums on make them if their operands are partial sums.
+    Ops that only pass on partial sums compute them if their operands are partial sums.
 
     Args:
         ops: the ops of the problem.
-        sources: what each op stands for.
-        made: tensor → the op that makes it, and the index of the result.
+        sources: source of each op.
+        made: tensor → the op that computes it, and the index of the result.
     """
 
     ops: Sequence[Op]
@@ -257,7 +259,7 @@ class Making:
     _known: dict[tuple[tuple[str, int], int], bool] = field(default_factory=dict)
 
     def partial(self, ref: tuple[str, int], axis: int) -> bool:
-        """Whether a tensor may be made as partial sums over a mesh axis."""
+        """Return whether a tensor may be computed as partial sums over a mesh axis."""
         if (ref, axis) not in self._known:
             self._known[ref, axis] = any(
                 all(self.partial(other, axis) for other in operands)
@@ -266,8 +268,8 @@ class Making:
         return self._known[ref, axis]
 
     def _partial_operands(self, ref: tuple[str, int], axis: int) -> Iterator[list[tuple[str, int]]]:
-        """Yield, for each strategy that makes a tensor as partial sums over the axis, the operands
-        that have to be partial sums over it."""
+        """Yield, for each strategy that computes a tensor as partial sums over the axis, the
+        operands that must be partial sums over it."""
         op, result = self.made[ref]
         cluster = self.sources[op].cluster
         operands = () if cluster is None else cluster.first.operands
@@ -281,9 +283,10 @@ class Making:
 
 
 def _drop_dominated(alike: Sequence[OpStrategy]) -> Iterator[OpStrategy]:
-    """Yield the strategies that no other one dominates in seconds and bytes on devices and hosts.
+    """Yield the strategies that no other strategy dominates in seconds and bytes on devices and
+    hosts.
 
-    Of equal ones only the first is yielded.
+    Of equal strategies only the first is yielded.
     """
     for i, s in enumerate(alike):
         cost = _costs(s)

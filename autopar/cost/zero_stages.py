@@ -1,34 +1,36 @@
-"""ZeRO stages: the three layouts of a parameter in a step of several microbatches.
+"""ZeRO stages: the three layouts of a parameter in a step with several microbatches.
 
-    storage   layout at rest between steps, also of its optimizer state
+    storage   layout between steps, also of its optimizer state
     working   layout that microbatches read: gathered once at the beginning of a step and held
               through it, or the storage layout
-    sums      layout in which gradients add up, possibly as partial sums over ranks, in fp32 or a
-              wider dtype of the parameter; they are reduced to storage once, at the end of a step;
-              a narrower gradient need not be cast before (`autopar.cost.gradient_dtypes`)
+    sums      layout in which gradients are accumulated, possibly as partial sums over ranks, in
+              fp32 or a wider dtype of the parameter; they are reduced to storage once, at the end
+              of a step; a narrower gradient need not be cast before
+              (`autopar.cost.gradient_dtypes`)
 
-Per mesh axis over which the parameter rests sharded, these are the stages of ZeRO (Rajbhandari et
-al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5). The
-table gives the elements that a device sends in a step, for Ψ elements over P devices and M
-microbatches:
+For each mesh axis over which the stored parameter is sharded, these are the stages of ZeRO
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
+section 5). The table shows the elements that a device sends in a step, for Ψ elements over P
+devices and M microbatches:
 
     stage   working      sums       moves
     1       gathered     partial    gathered once, reduced once: 2Ψ(P−1)/P
     2       gathered     sharded    gathered once, reduced per microbatch: (1 + M)Ψ(P−1)/P
-    3       as it rests  sharded    gathered once or twice per microbatch, reduced per microbatch:
+    3       as stored    sharded    gathered once or twice per microbatch, reduced per microbatch:
                                     2MΨ(P−1)/P or 3MΨ(P−1)/P
 
-If the parameter rests replicated, its gradients add up reduced, or as partial sums that are reduced
-once. Each axis of each parameter has its own stage, and the planner may mix them. Partial sums of a
-parameter that is gathered per use are not offered: they hold more than stage 1.
+If the stored parameter is replicated, its gradients are accumulated after each reduction, or as
+partial sums that are reduced once. Each axis of each parameter has its own stage, and the planner
+may mix them. Partial sums of a parameter that is gathered per use are not offered: they need more
+memory than stage 1.
 
 If several axes split a dim, only the innermost splitters can be gathered or summed alone. A forced
-stage 1 or 2 on an outer axis involves the inner ones: once a step these are gathered first and
+stage 1 or 2 on an outer axis involves the inner ones: once per step these are gathered first and
 split again, so that the held tensor is still split over them.
 
-A parameter that rests on the hosts (`Layout.host`) is copied to the devices once a step, and held
-there in its storage layout or gathered, or it is copied once per use. Sums are on the devices, and
-are copied to the hosts at the end of a step.
+A parameter that is stored on the hosts (`Layout.host`) is copied to the devices once per step, and
+held there in its storage layout or gathered; or it is copied once per use. Sums are on the devices,
+and are copied to the hosts at the end of a step.
 """
 
 from __future__ import annotations
@@ -55,14 +57,14 @@ from autopar.kernels.collectives import sum_dtype
 from autopar.sharding import Forced
 
 ZeroStages = Mapping[int, int]
-"""Mesh axis → the stage of ZeRO that is forced on it, 0 where parameters rest whole."""
+"""Mesh axis → the ZeRO stage that is forced on it; 0 if parameters are stored whole."""
 
-_MOST_TOLD = 8  # layouts in an error
+_MOST_TOLD = 8  # largest number of layouts in an error message
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The three layouts of a parameter; see the module docstring.
+    """The three layouts of a parameter (see the module docstring).
 
     Without a gradient, `sums` is the storage layout.
     """
@@ -73,7 +75,7 @@ class Held:
 
 
 def held_of(strategy: OpStrategy) -> Held:
-    """Read the three layouts from a strategy of a parameter."""
+    """Return the three layouts of a parameter in a strategy."""
     working = strategy.layouts.outputs[0]
     storage = strategy.storage or working
     return Held(
@@ -89,7 +91,7 @@ def offered_as(strategy: OpStrategy) -> tuple[Strategy, ...]:
 
 
 def own_time_s(op: Op, strategy: int) -> float:
-    """Seconds of one instance of an op, without its own collectives.
+    """Return the seconds of one instance of an op, without its internal collectives.
 
     The collectives of a parameter at the beginning and the end of a step are not counted either.
     """
@@ -107,13 +109,13 @@ def held_ways(
     """Yield every way to hold a parameter.
 
     Args:
-        storage: its layout at rest.
+        storage: its storage layout.
         mesh_shape: devices per mesh axis.
         trained: whether it has a gradient.
-        stages: the ZeRO stages that are forced.
+        stages: the forced ZeRO stages.
     """
-    # With a forced stage there may be no other storage layout: an inner part of a stored dim is
-    # split in mesh order only.
+    # An inner part of a stored dim is split in mesh order only. So there may be no storage layout
+    # whose innermost splitters are the axes of forced stages, and these axes are ignored below.
     through = frozenset(axis for axis, stage in stages.items() if stage in (1, 2))
     axes = [axis for axis, size in enumerate(mesh_shape) if size > 1]
     options = [list(_on_axis(storage.placements[axis], trained, stages.get(axis))) for axis in axes]
@@ -145,8 +147,8 @@ def _on_axis(
 
 
 def _inner(storage: Layout, other: Layout, through: frozenset[int]) -> bool:
-    """Whether, for each split dim, the axes that no longer split it in `other` are its innermost
-    splitters. Axes in `through` are ignored."""
+    """Return whether, for each split dim, the axes that do not split it in `other` are its
+    innermost splitters. Axes in `through` are ignored."""
     for dim in {p.dim for p in storage.placements if isinstance(p, Shard)}:
         gone = [
             not isinstance(other.placements[axis], Shard)
@@ -164,7 +166,7 @@ class StepMoves:
 
     Args:
         mesh_shape: devices per mesh axis.
-        price: seconds of a collective, by itself and as a share of a bucket.
+        price: seconds of a collective, alone and as a share of a bucket.
         num_microbatches: microbatches of a step, among which its time is divided.
     """
 
@@ -176,7 +178,7 @@ class StepMoves:
         self._known: dict[tuple[object, ...], tuple[Step, ...]] = {}
 
     def gathers(self, p: Parameter, held: Held) -> tuple[Step, ...]:
-        """List the collectives from the storage to the working layout, in order.
+        """Return the collectives from the storage to the working layout, in order.
 
         Their seconds are per microbatch. `seconds` counts them as shares of buckets.
 
@@ -186,7 +188,7 @@ class StepMoves:
         return self._chain(p.view, p.compute_dtype, held.storage, held.working)
 
     def reduces(self, p: Parameter, held: Held) -> tuple[Step, ...]:
-        """List the collectives from the sums to the storage layout; see `gathers`."""
+        """Return the collectives from the sums to the storage layout (see `gathers`)."""
         return (
             self._chain(p.view, sum_dtype(p.dtype), held.sums, held.storage)
             if p.gradient is not None
@@ -194,7 +196,8 @@ class StepMoves:
         )
 
     def seconds(self, p: Parameter, held: Held) -> float | None:
-        """Seconds of `gathers` and `reduces` per microbatch; None if no collectives lead there."""
+        """Return the seconds of `gathers` and `reduces` per microbatch; None if no collectives lead
+        there."""
         try:
             return sum(step.counted_s for step in (*self.gathers(p, held), *self.reduces(p, held)))
         except LayoutError:
@@ -214,7 +217,7 @@ class StepMoves:
 
 
 def stage_on(held: Held, axis: int) -> int:
-    """The ZeRO stage on a mesh axis; 0 if the parameter rests replicated there."""
+    """Return the ZeRO stage on a mesh axis; 0 if the stored parameter is replicated there."""
     if not isinstance(held.storage.placements[axis], Shard):
         return 0
     if isinstance(held.sums.placements[axis], Partial):
@@ -225,7 +228,7 @@ def stage_on(held: Held, axis: int) -> int:
 def cannot_rest(
     p: Parameter, forced: Forced, layouts: Sequence[Layout], mesh: Mesh
 ) -> ConstraintError:
-    """Make the error of a parameter that has no storage layout.
+    """Return the error for a parameter without a storage layout.
 
     Args:
         p: the parameter.
@@ -248,8 +251,8 @@ def cannot_rest(
         possible = f"{what}: with its other constraints it can be stored as {told or 'nothing'}"
         return ConstraintError(possible, remedy="force one of these, or drop a constraint")
     seen = (
-        f"{what}: these are dims of {tuple(p.view)}, and no DTensor can shard two inner parts of a"
-        " dim, or one part out of mesh order"
+        f"{what}: these are dims of {tuple(p.view)}, and a DTensor cannot shard two inner parts of"
+        " a dim, or one part out of mesh order"
     )
     return ConstraintError(
         seen,

@@ -1,11 +1,11 @@
-"""Nodes merged into clusters: the decisions of a trace.
+"""Nodes merged into clusters. A cluster is one decision of the planner.
 
 Terms. A *cluster* is a set of nodes that share one decision, with no redistribution inside. A
 *pattern* is a node key in which the indices of repeated layers are written ``{0}``, ``{1}``, ….
 
 A node is merged into the cluster of a producer only if no useful choice is lost:
 
-- The node is no contraction and no lookup. Before these, a gathered operand can pay for itself.
+- The node is not a contraction or a lookup. Gathering an operand may pay off before these.
 - On every axis the node accepts every placement that the producer can give. If it reads several
   tensors of the cluster, it accepts every combination of their placements. (The mean of split
   samples is a partial sum, which cannot be subtracted from them.)
@@ -17,10 +17,10 @@ A node is merged into the cluster of a producer only if no useful choice is lost
 - If the cluster depends on no tensor (zeros, a range), neither does the node. Such tensors are
   replicated, and other operands of the node would have to be replicated as well.
 
-A contraction can be the first node of a cluster and have followers. If backward reads more bytes of
-one memory than it holds (a tensor and a view of it), views are not merged into the producer, nor
-other nodes into views that backward reads. Tensors that are made together are kept together, and
-their memory would be counted twice.
+A contraction can be the first node of a cluster. If backward reads more bytes of one memory than it
+holds (a tensor and a view of it), views are not merged into the producer, and other nodes are not
+merged into views that backward reads. A cluster keeps all or none of its results, so the shared
+memory would count twice.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from autopar.ops import random
 from autopar.rules import AxisOption, Call, TensorInfo, axis_options, call_of, operands_of
 
 # --------------------------------------------------------------------------------------------------
-# Tensors that share memory, and memory of which backward reads more bytes than it holds.
+# Tensors that share memory, and memory from which backward reads more bytes than it holds.
 
 Ref = tuple[str, int]  # a tensor: node name, result index
 
@@ -90,19 +90,19 @@ class Storages:
             owner = self._owner.get(ref, ref)
             self._free[owner] = self._free.get(owner, 0) - size_of(
                 info
-            )  # parameters, buffers and inputs have no entry: views of them take no memory
+            )  # parameters, buffers and inputs have no entry, as views of them take no memory
 
     def is_view(self, name: str) -> bool:
-        """Whether the results of a node share the memory of its operand."""
+        """Return whether the results of a node share the memory of its operand."""
         return name in self._viewing
 
     def are_full(self, refs: Sequence[Ref]) -> bool:
-        """Whether more bytes are kept than the memory of one of these tensors holds."""
+        """Return whether more bytes are kept than the memory of one of these tensors holds."""
         return any(self._free.get(self._owner.get(ref, ref), 0) < 0 for ref in refs)
 
 
 def size_of(info: TensorInfo) -> int:
-    """Bytes of a tensor on one device if it is replicated."""
+    """Return the bytes of a replicated tensor on one device."""
     return info.dtype.itemsize * math.prod(info.shape)
 
 
@@ -110,9 +110,7 @@ def size_of(info: TensorInfo) -> int:
 # Options of several nodes together on one mesh axis, with no redistribution between them.
 
 Assignment = dict[Ref, Placement]  # on one axis
-Node = tuple[
-    Sequence[Ref], Sequence[Ref], Iterable[AxisOption]
-]  # tensors that it reads, tensors that it makes, options
+Node = tuple[Sequence[Ref], Sequence[Ref], Iterable[AxisOption]]  # (operands, results, options)
 
 
 def joint_options(nodes: Iterable[Node]) -> list[Assignment]:
@@ -139,7 +137,7 @@ def joint_options(nodes: Iterable[Node]) -> list[Assignment]:
 def _join_option(
     state: Assignment, reads: Sequence[Ref], makes: Sequence[Ref], option: AxisOption
 ) -> Assignment | None:
-    """Add an option to a choice; None if it reads a tensor with another placement."""
+    """Add an option to a choice. Return None if it reads a tensor with another placement."""
     joined = dict(state)
     if any(
         joined.setdefault(ref, placement) != placement
@@ -192,7 +190,7 @@ def pattern_of(key: str) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterMember:
-    """One node of a cluster: its call, and the tensors that it reads and makes."""
+    """One node of a cluster: its call, its operands and its results."""
 
     node: str
     key: str
@@ -222,7 +220,7 @@ class Cluster:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """A key that equal instances of repeated layers have in common."""
+        """A key that is equal for equal instances of repeated layers."""
         local = {ref: i for i, ref in enumerate(self.operands)}
         names = {m.node: i for i, m in enumerate(self.members)}
         reads = tuple(
@@ -238,9 +236,9 @@ class _SharedOptions:
     """The options that nodes of equal layers share.
 
     Attributes:
-        by_call: options, and the operands that some of them read specially, by call and by the
-            placements in which its operands can be made.
-        given: the partial and mirrored placements in which a tensor can be made.
+        by_call: (call, possible placements of its operands) → options, and the operands that some
+            options read with a halo or mirrored.
+        given: tensor → partial and mirrored placements in which it can be produced.
     """
 
     by_call: dict[Any, tuple[tuple[AxisOption, ...], frozenset[int]]]
@@ -249,7 +247,7 @@ class _SharedOptions:
 
 @dataclass
 class _Graph:
-    """Working view of the trace's compute nodes."""
+    """The compute nodes of a trace, with look-ups."""
 
     members: dict[str, ClusterMember] = field(default_factory=dict)
     phase: dict[str, str] = field(default_factory=dict)
@@ -267,7 +265,7 @@ class _Graph:
     storages: Storages = field(default_factory=Storages)
 
     def is_kept(self, name: str) -> bool:
-        """Whether backward reads a result of a node of forward."""
+        """Return whether backward reads a result of a forward node."""
         read = (reader for ref in self.members[name].makes for reader in self.readers.get(ref, ()))
         return self.phase[name] == "forward" and any(
             self.phase[reader] == "backward" for reader in read
@@ -334,11 +332,11 @@ def _read_graph(trace: Trace) -> _Graph:
 
 
 def offered_options(call: Call) -> tuple[AxisOption, ...]:
-    """List the options of a call that strategies are made of.
+    """Return the options of a call that strategies consist of.
 
     Partial sums pass through views, sums and additions, so that several of them need one reduction.
-    Options that pass them through a product are left out: the reduction would only come later, and
-    its tensor would be no smaller.
+    Options that pass them through a product are left out: the reduction would come later, on a
+    tensor that is not smaller.
     """
     options = axis_options(call)
     if call.target not in _PRODUCTS or len(call.inputs) < 2:
@@ -350,9 +348,9 @@ def _possible_options(
     graph: _Graph, call: Call, reads: Sequence[Ref]
 ) -> tuple[tuple[AxisOption, ...], frozenset[int]]:
     """Return the options whose partial operands some producer can give, and the operands that some
-    of them read specially. A getitem reads what its producer gives, and nothing specially.
+    options read with a halo or mirrored. A getitem reads the placements of its producer.
 
-    Nodes of equal layers have the same.
+    Nodes of equal layers share the answer.
     """
     given = tuple(_find_given(graph, ref) for ref in reads)
     key = call.keyed, given
@@ -362,7 +360,7 @@ def _possible_options(
 
 
 def _find_given(graph: _Graph, ref: Ref) -> frozenset[Placement]:
-    """Return the partial and mirrored placements in which a tensor can be made."""
+    """Return the partial and mirrored placements in which a tensor can be produced."""
     if ref not in graph.shared.given:
         outputs = (o.outputs[ref[1]] for o in graph.options.get(ref[0], ()))
         graph.shared.given[ref] = frozenset(
@@ -374,12 +372,12 @@ def _find_given(graph: _Graph, ref: Ref) -> frozenset[Placement]:
 def _find_possible(
     call: Call, given: Sequence[frozenset[Placement]]
 ) -> tuple[tuple[AxisOption, ...], frozenset[int]]:
-    """As `_possible_options`, of operands that can be made in these placements."""
+    """Return the same as `_possible_options`, for operands with these placements."""
     is_getitem = call.target is operator.getitem
     asked = (Partial, Mirrored) if is_getitem else (Partial,)
 
     def possible(option: AxisOption) -> bool:
-        """Whether producers can give all operands of the option."""
+        """Return whether producers can give all operands of the option."""
         return all(
             not issubclass(type(p), asked) or p in ok
             for p, ok in zip(option.inputs, given, strict=True)
@@ -400,8 +398,8 @@ def _graph_outputs(trace: Trace) -> set[Ref]:
 
 
 def _mergeable(graph: _Graph, content: Sequence[str], member: ClusterMember, name: str) -> bool:
-    """Whether `member` may join the cluster `content` that makes one of its operands (see the
-    module docstring)."""
+    """Return whether `member` may join the cluster `content`, which produces one of its operands
+    (see the module docstring)."""
     if (
         graph.phase[name] != graph.phase[content[0]]
         or graph.indices[name] != graph.indices[content[0]]
@@ -415,7 +413,7 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: ClusterMember, nam
     ):
         return False
     if graph.members[content[0]].call.target is ops.linear_cross_entropy:
-        # if it is recomputed for its gradients, the weights of its losses would count as needed
+        # a recomputation for its gradients would then also need the weights of its losses
         return False
     if any(graph.specially[node].intersection(member.reads) for node in content):
         return False
@@ -430,7 +428,7 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: ClusterMember, nam
         for r in member.reads
     ):
         return False
-    if not _follows(graph.options[name]) or not all(
+    if not _determines_results(graph.options[name]) or not all(
         _accepts_all(graph, member, name, i, from_cluster) for i in from_cluster
     ):
         return False
@@ -440,7 +438,8 @@ def _mergeable(graph: _Graph, content: Sequence[str], member: ClusterMember, nam
 def _would_be_counted_twice(
     graph: _Graph, content: Sequence[str], member: ClusterMember, reads: Sequence[Ref]
 ) -> bool:
-    """Whether merging `member` into the cluster `content` might count kept memory twice."""
+    """Return whether kept memory might count twice after merging `member` into the cluster
+    `content`."""
     if not graph.storages.are_full(reads):
         return False
     if graph.storages.is_view(member.node):
@@ -448,16 +447,16 @@ def _would_be_counted_twice(
     return any(graph.storages.is_view(name) and graph.is_kept(name) for name, _ in reads)
 
 
-def _follows(options: Sequence[AxisOption]) -> bool:
-    """Whether the placements of the operands decide those of the results."""
+def _determines_results(options: Sequence[AxisOption]) -> bool:
+    """Return whether the placements of the operands determine those of the results."""
     return len({option.inputs for option in options}) == len(options)
 
 
 def _accepts_all(
     graph: _Graph, member: ClusterMember, name: str, operand: int, from_cluster: Sequence[int]
 ) -> bool:
-    """Whether a member accepts every placement that the producer of an operand can give, with no
-    partial sums as other operands: no collective makes those."""
+    """Return whether a member accepts every placement that the producer of an operand can give.
+    Partial sums as other operands are excluded, as no collective creates them."""
     producer, result = member.reads[operand]
     given = {option.outputs[result] for option in graph.options[producer]}
     return given <= {
@@ -472,7 +471,7 @@ def _accepts_together(
     name: str,
     from_cluster: Sequence[int],
 ) -> bool:
-    """As `_accepts_all`, for all operands from the cluster together."""
+    """Return the same as `_accepts_all`, for all operands from the cluster together."""
     if len({member.reads[i] for i in from_cluster}) < 2:
         return True
     given = joint_options(
@@ -492,7 +491,7 @@ def _usable(
 
 
 def _depends(graph: _Graph, name: str, inside: set[str]) -> bool:
-    """Whether `name` depends on the cluster. Nodes before its first node cannot."""
+    """Return whether `name` depends on the cluster. Nodes before its first node cannot."""
     first = min(graph.position[n] for n in inside)
     frontier, seen = [name], {name}
     while frontier:
@@ -506,8 +505,8 @@ def _depends(graph: _Graph, name: str, inside: set[str]) -> bool:
 
 
 def _acyclic(graph: _Graph, content: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Split every cluster that lies on a cycle of clusters back into its nodes (the merge test
-    leaves few, if any)."""
+    """Split every cluster on a cycle of clusters into its nodes. The merge test leaves few, if
+    any."""
     home = {node: root for root, nodes in content.items() for node in nodes}
     links = nx.DiGraph()
     links.add_nodes_from(content)
@@ -527,7 +526,7 @@ def _acyclic(graph: _Graph, content: Mapping[str, list[str]]) -> dict[str, list[
         return dict(content)
     split = {root: nodes for root, nodes in content.items() if root not in bad}
     for root in bad:
-        # a multi-result node and its getitems stay together: they are one kernel
+        # a node with several results and its getitems are one kernel, and stay together
         for node in content[root]:
             target = (
                 graph.members[node].reads[0][0]

@@ -34,7 +34,8 @@ from autopar.sharding.resolve_constraints import Forced, Starts, group_of
 
 @dataclass(frozen=True, slots=True)
 class ClusterStrategy:
-    """A strategy of a cluster: layouts of its operands and results, and of those of each member."""
+    """A strategy of a cluster: the layouts of its operands and results, and those of each
+    member."""
 
     outer: Strategy
     members: tuple[Strategy, ...]
@@ -42,14 +43,14 @@ class ClusterStrategy:
 
 @dataclass(frozen=True, slots=True)
 class ClusterClass:
-    """All clusters that take one decision, and the strategies they choose from."""
+    """All clusters that share one decision, and the strategies to choose from."""
 
     instances: tuple[Cluster, ...]
     strategies: tuple[ClusterStrategy, ...]
 
     @property
     def first(self) -> Cluster:
-        """The first instance, which stands for all."""
+        """The first instance, which represents all of them."""
         return self.instances[0]
 
 
@@ -90,7 +91,7 @@ def classes_of(
 
 
 def apart(classes: Sequence[ClusterClass], starts: Starts) -> tuple[ClusterClass, ...]:
-    """Split classes by groups of layers. The strategies stay the same."""
+    """Split classes by groups of layers. Strategies do not change."""
     found: list[ClusterClass] = []
     for each in classes:
         groups: dict[int, list[Cluster]] = {}
@@ -103,7 +104,7 @@ def apart(classes: Sequence[ClusterClass], starts: Starts) -> tuple[ClusterClass
 def _expand_presets(
     cluster: Cluster, partial: Sequence[set[Placement]], mesh_shape: Sequence[int], forced: Forced
 ) -> tuple[ClusterStrategy, ...]:
-    """The strategies of a cluster that named plans admit."""
+    """Return the strategies of a cluster that named plans admit."""
     options = _joint_options(cluster, partial)
     replicated = [o for o in options if all(isinstance(p, Replicate) for p in o.values())]
     per_axis = [
@@ -119,7 +120,7 @@ def _expand_presets(
 def _admit_options(
     cluster: Cluster, options: Sequence[Assignment], axis: int, forced: Forced
 ) -> Sequence[Assignment]:
-    """The options that agree with the rows of named plans on an axis."""
+    """Return the options that agree with the rows of named plans on an axis."""
     rows = [
         (m, row)
         for m in cluster.members
@@ -137,7 +138,8 @@ def _admit_options(
 
 
 def _refusal(cluster: Cluster, mesh_shape: Sequence[int], forced: Forced) -> ConstraintError:
-    """The error of a cluster without strategies; names the first tensor that cannot be split."""
+    """Return the error for a cluster without strategies. It names the first tensor that cannot be
+    split."""
     for reason in (_too_short, _find_uneven):
         for member in cluster.members:
             rows = dict(forced.named.rows.get(member.node, ()))
@@ -178,7 +180,7 @@ def _refusal(cluster: Cluster, mesh_shape: Sequence[int], forced: Forced) -> Con
 
 
 def _too_short(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
-    """The first dim that is too short for the layout."""
+    """Return the first dim that is too short for the layout; None if there is none."""
     alone = [
         Layout(
             [p if isinstance(p, Shard) and p.dim == dim else REPLICATE for p in layout.placements]
@@ -191,7 +193,8 @@ def _too_short(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> i
 
 
 def _find_uneven(layout: Layout, info: TensorInfo, mesh_shape: Sequence[int]) -> int | None:
-    """The first dim that is split unevenly: some ops require parts that belong together."""
+    """Return the first dim that is split unevenly; None if there is none. Some ops require
+    corresponding parts."""
     return next(
         (dim for dim, size in enumerate(info.shape) if size % layout.num_shards(dim, mesh_shape)),
         None,
@@ -218,15 +221,15 @@ def _filter_allowed(
 
 
 def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[Assignment]:
-    """Every consistent choice of one option per member on one axis, as tensor → placement.
+    """Return every consistent choice of one option per member on one axis, as tensor → placement.
 
-    `partial` lists per operand the partial placements that some producer can give. Others would
-    never be used.
+    `partial` lists, for each operand, the partial placements that some producer can give. No others
+    are used.
     """
     given = dict(zip(cluster.operands, partial, strict=True))
 
     def options_of(member: ClusterMember) -> list[AxisOption]:
-        """The options of a member whose partial operands can be given."""
+        """Return the options of a member whose partial operands can be given."""
         pairs = (
             (o, zip(member.reads, o.inputs, strict=True)) for o in offered_options(member.call)
         )
@@ -244,8 +247,8 @@ def _joint_options(cluster: Cluster, partial: Sequence[set[Placement]]) -> list[
 def _partial_operands(
     clusters: Sequence[Cluster], groups: Mapping[tuple[object, ...], Sequence[Cluster]]
 ) -> dict[tuple[object, ...], list[set[Placement]]]:
-    """Class → for each operand, the partial placements that a producer of any instance can give on
-    one axis."""
+    """Return class → for each operand, the partial placements that a producer of any instance can
+    give on one axis."""
     signature_of = {id(c): s for s, group in groups.items() for c in group}
     can: dict[Ref, set[Placement]] = {}
     result: dict[tuple[object, ...], list[set[Placement]]] = {
@@ -277,7 +280,8 @@ def expand(
 
     Returns:
         The product of the options, in every order of the splitters. Strategies with layouts that do
-        not fit are left out; of those with equal layouts of operands and results the first is kept.
+        not fit are omitted. Of strategies with equal layouts of operands and results, the first is
+        kept.
     """
     shapes = _shapes(cluster)
     found: dict[Strategy, ClusterStrategy] = {}
@@ -286,7 +290,7 @@ def expand(
     def make_layout(
         ref: Ref, chosen: Sequence[Assignment], order: tuple[int, ...]
     ) -> Layout | None:
-        """Make the layout of a tensor.
+        """Return the layout of a tensor.
 
         Args:
             ref: the tensor.
@@ -336,7 +340,8 @@ def _shapes(cluster: Cluster) -> dict[Ref, tuple[int, ...]]:
 def _orders(
     chosen: Sequence[Assignment], shapes: Mapping[Ref, tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """All orders of the axes if two of them split one dim of some tensor, else only mesh order."""
+    """Return all orders of the axes if two of them split the same dim of some tensor, else only
+    mesh order."""
     natural = tuple(range(len(chosen)))
     for ref in shapes:
         dims = [p.dim for option in chosen if splits(p := option[ref])]

@@ -1,12 +1,12 @@
 """Propagation along one mesh axis: from the placements of a few tensors to those of all tensors.
 
-`spread` walks the graph in its own order, forward and then backward. Every node takes the option of
-its rule that reads its operands in their present placements. A weight has the placement that its
-first reader needs. Other constants stay free: no tensor has to be moved for them.
+`spread` visits the graph in its own order, forward and then backward. Every node takes the option
+of its rule that reads its operands in their current placements. A weight gets the placement that
+its first reader needs. Other constants stay free, as no tensor has to be moved for them.
 
-If a product with a split weight makes a split tensor, the tensor carries its *source*, the pattern
-of the product. So do all tensors that are split because of it, up to the node that contracts them.
-If a node cannot read a split tensor in its placement, the sources of the tensor are to blame.
+If a product with a split weight has a split result, the result carries its *source*, the pattern of
+the product. So do all tensors that are split because of it, up to the node that contracts them. If
+a node cannot read a split tensor in its placement, the sources of the tensor are responsible.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from autopar.sharding.clusters import HEADS, Ref, offered_options, pattern_of
 # Placements on one mesh axis under a named plan.
 #
 # Terms. A *label* is the placement of a tensor on the axis: split (`Shard`) or *whole*
-# (`Replicate`). A partial sum counts as whole: the planner decides where it is summed. A *row* is
+# (`Replicate`). A partial sum counts as whole: the planner decides where it is reduced. A *row* is
 # forced on a node: the labels of its operands and results, or None for free ones.
 
 
 @dataclass(frozen=True, slots=True)
 class LabelRow:
-    """Labels of a node's operands and results; None is free."""
+    """Labels of a node's operands and results; None for a free tensor."""
 
     inputs: tuple[Placement | None, ...]
     outputs: tuple[Placement | None, ...]
 
     def admits(self, inputs: tuple[Placement, ...], outputs: tuple[Placement, ...]) -> bool:
-        """Whether placements have these labels."""
+        """Return whether placements have these labels."""
         pairs = zip((*self.inputs, *self.outputs), (*inputs, *outputs), strict=True)
         return all(label is None or label_of(placement) == label for label, placement in pairs)
 
@@ -59,7 +59,8 @@ def label_of(placement: Placement) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A node that cannot read its operands in their placements, and the sources to blame."""
+    """A node that cannot read its operands in their placements, and the sources that are
+    responsible."""
 
     node: str
     sources: frozenset[str]
@@ -75,10 +76,10 @@ class SpreadLabels:
         sources: split tensor → its sources.
         contracted: sources of tensors that a product contracts.
         scored: sources of tensors that a cross entropy reads.
-        apart: nodes that read an operand in another placement than it is made in.
+        apart: nodes that read an operand in another placement than that in which it is produced.
         weights: weights that data parallelism leaves in the placement in which they are read.
         gathering: nodes that gather split operands because they cannot compute on a part; along a
-            sequence, those that make no split result.
+            sequence, those without a split result.
         uneven: description of an uneven split of the batch, else "".
         failure: the node at which the walk stopped, if it did.
     """
@@ -95,19 +96,21 @@ class SpreadLabels:
     failure: Failure | None = None
 
 
-def nothing_to_split(plan: Parallelism, why: str, wish: str = "the constraint") -> ConstraintError:
-    """Make the error of a model that has nothing a named plan could split.
+def nothing_to_split(
+    plan: Parallelism, why: str, removed: str = "the constraint"
+) -> ConstraintError:
+    """Return the error for a model in which a named plan can split nothing.
 
     Args:
         plan: the named plan.
         why: the reason.
-        wish: the argument or constraint to leave out.
+        removed: the argument or constraint to remove.
     """
-    return ConstraintError(f"{plan}: {why}", remedy=f"remove {wish} for this model")
+    return ConstraintError(f"{plan}: {why}", remedy=f"remove {removed} for this model")
 
 
 # --------------------------------------------------------------------------------------------------
-# Dependencies in a trace, found once for all axes.
+# Dependencies in a trace, computed once for all axes.
 #
 # Terms. A tensor is *constant* if it does not depend on the batch. A *weight* is a constant that
 # depends on parameters.
@@ -126,10 +129,10 @@ class TraceIndex:
         reads: name → the tensors that it reads.
         on_batch: names of the nodes that depend on inputs or the tangent of the loss.
         on_parameters: names of the nodes that depend on parameters.
-        masked: forward nodes other than products and lookups that join weights with tensors that
+        masked: forward nodes other than products and lookups that combine weights with tensors that
             depend on the batch only, such as a bias with a mask.
-        gradient_of: node that makes the gradient of a parameter, or a term of it → placeholder of
-            the parameter.
+        gradient_of: node that computes the gradient of a parameter, or a term of it → placeholder
+            of the parameter.
     """
 
     trace: Trace
@@ -147,7 +150,7 @@ class TraceIndex:
 
     def plain_options(self, name: str) -> tuple[AxisOption, ...]:
         """Return the options of a node without halos and mirrored placements, in which a tensor
-        that it reads twice has one placement. All walks ask for the same."""
+        that it reads twice has one placement. All walks share the answer."""
         found = self._plain_options.get(name)
         if found is None:
             reads = self.reads[name]
@@ -164,22 +167,22 @@ class TraceIndex:
         return {node.name: node for node in self.trace.graph.nodes}
 
     def shape_of(self, ref: Ref) -> tuple[int, ...]:
-        """Return the shape of a tensor; () for a result that is None."""
+        """Return the shape of a tensor; () if the result is None."""
         value = self._by_name[ref[0]].meta["val"]
         value = value[ref[1]] if isinstance(value, tuple | list) else value
         return () if value is None else tuple(value.shape)
 
     def is_weight(self, name: str) -> bool:
-        """Whether the node makes weights."""
+        """Return whether the results of a node are weights."""
         return name in self.on_parameters and name not in self.on_batch
 
     def pattern(self, node: fx.Node) -> str:
-        """The pattern of a node's key, which equal nodes of repeated layers share."""
+        """Return the pattern of a node's key, which equal nodes of repeated layers share."""
         return pattern_of(node.meta["key"])[0]
 
 
 def read_trace(trace: Trace) -> TraceIndex:
-    """Find the dependencies in a trace."""
+    """Compute the dependencies in a trace."""
     nodes = {node.name: node for node in trace.graph.nodes if node.op == "call_function"}
     calls: dict[str, Call] = {}
     reads: dict[str, tuple[Ref, ...]] = {}
@@ -247,16 +250,17 @@ def product_of(graph: TraceIndex, node: fx.Node) -> tuple[Ref, Ref] | None:
 
 LOSS_SUMS = frozenset(
     (ops.sum_exp, ops.pick, torch.ops.aten.amax.default)
-)  # what a cross entropy computes of its logits
+)  # the sums that a cross entropy computes from its logits
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Where the walk starts, and what it may do.
+    """The start of a walk, and its limits.
 
     Attributes:
-        inputs: batch tensor → label. Others stay free, with the tensors that depend only on them.
-        weights: tensor → label of weights that are decided beforehand.
+        inputs: batch tensor → label. Other inputs stay free, together with the tensors that depend
+            only on them.
+        weights: weight → label that is decided beforehand.
         columns: product node → label of its weight, used if the other operand of the product is
             whole.
         slices: whether a whole tensor may be read split.
@@ -269,12 +273,12 @@ class Policy:
 
 
 def spread(graph: TraceIndex, policy: Policy) -> SpreadLabels:
-    """Propagate placements from the start of a policy over the graph; see the module docstring."""
+    """Propagate placements from the start of a policy over the graph (see the module docstring)."""
     return Propagation(graph, policy).run()
 
 
 class Propagation:
-    """The walk over the graph; subclasses choose options in other ways."""
+    """The walk over the graph. Subclasses choose options by other criteria."""
 
     def __init__(self, graph: TraceIndex, policy: Policy) -> None:
         self.graph, self.policy, self.found = graph, policy, SpreadLabels()
@@ -283,7 +287,7 @@ class Propagation:
         self.wholly: dict[Ref, set[str]] = {}  # tensor → nodes that read it whole
 
     def run(self) -> SpreadLabels:
-        """Visit all nodes. Stops at the first that cannot read its operands
+        """Visit all nodes. Stop at the first node that cannot read its operands
         (`SpreadLabels.failure`)."""
         self.labels.update({(name, 0): label for name, label in self.policy.inputs.items()})
         for ref, label in self.policy.weights.items():
@@ -291,7 +295,7 @@ class Propagation:
         phase = "forward"
         for node in self.graph.nodes.values():
             if node.meta["phase"] != phase:
-                phase = self._turn_back()
+                phase = self._begin_backward()
             if node.name not in self.graph.on_batch or self._is_weight(node.name):
                 continue
             if self._is_free(node):
@@ -303,7 +307,7 @@ class Propagation:
                 self._take(node, option)
             elif (
                 node.name not in self.graph.on_parameters
-            ):  # a mask or an index that is not split: readers slice it
+            ):  # a mask or an index that is not split; its readers slice it
                 self.free.add(node.name)
                 self._release(node.name)
             else:
@@ -312,30 +316,30 @@ class Propagation:
         return self.found
 
     def _is_weight(self, name: str) -> bool:
-        """Whether a node makes weights. If the batch is whole, weights that it only masks count as
-        well."""
+        """Return whether the results of a node are weights. If the batch is whole, weights with a
+        mask of the batch count as well."""
         return self.graph.is_weight(name) or (not self.policy.inputs and name in self.graph.masked)
 
     def _is_activation(self, name: str) -> bool:
-        """Whether a node depends on the batch and its placement follows from the walk."""
+        """Return whether a node depends on the batch and the walk determines its placement."""
         return name in self.graph.on_batch and name not in self.free and not self._is_weight(name)
 
     def _is_free(self, node: fx.Node) -> bool:
-        """Whether all operands that depend on the batch are free."""
+        """Return whether all operands that depend on the batch are free."""
         graph = self.graph
         return node.name not in graph.on_parameters and all(
             n in self.free for n, _ in graph.reads[node.name] if n in graph.on_batch
         )
 
     def _release(self, name: str) -> None:
-        """Free the operands of a free node: making a mask whole is cheaper than gathering it."""
+        """Free the operands of a free node. Computing a mask whole is cheaper than gathering it."""
         for ref in self.graph.reads[name]:
             if ref[0] in self.graph.on_batch and self.found.rows.pop(ref[0], None) is not None:
                 self._release(ref[0])
 
-    def _turn_back(self) -> str:
-        """Label the tangents and return the phase that begins. A tangent has the label of its
-        output; it is whole for a partial sum or the loss."""
+    def _begin_backward(self) -> str:
+        """Label the tangents, and return the phase that begins. A tangent has the label of its
+        output. It is whole for a partial sum or the loss."""
         for o in self.graph.trace.differentiable:
             made = self.labels.get((o.node, 0), REPLICATE)
             self.labels[o.tangent, 0] = (
@@ -349,7 +353,7 @@ class Propagation:
             self.demand(product[1], wanted)
 
     def _state(self, ref: Ref) -> Placement | None:
-        """The label of a tensor; None if it is free or not decided."""
+        """Return the label of a tensor; None if it is free or undecided."""
         return None if ref[0] in self.free else self.labels.get(ref)
 
     def _is_whole(self, ref: Ref) -> bool:
@@ -367,7 +371,7 @@ class Propagation:
         options = self.graph.plain_options(node.name)
         if (
             self.policy.columns and node.target is ops.square_sum
-        ):  # a sum over ranks between two linears would not end their chain
+        ):  # the reduction of a partial sum between two linears would not end their chain
             options = tuple(o for o in options if not isinstance(o.outputs[0], Partial))
         product = None if self.policy.slices else product_of(self.graph, node)
         if product is None or node.name in self.policy.columns or not self._is_whole(product[0]):
@@ -375,10 +379,10 @@ class Propagation:
         return tuple(o for o in options if not any(isinstance(p, Shard) for p in o.outputs))
 
     def _score(self, node: fx.Node, option: AxisOption) -> tuple[int, ...] | None:
-        """The cost of an option; None if it does not read the operands in their placements.
+        """Return the cost of an option; None if it does not read the operands in their placements.
 
-        In order: weights gathered, gradients in another placement than their parameter, whole
-        tensors sliced, free tensors split.
+        The numbers count, in order: gathered weights, a gradient in another placement than its
+        parameter, sliced whole tensors, and split free tensors.
         """
         gathers = slices = spreads = 0
         for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
@@ -402,7 +406,7 @@ class Propagation:
         return gathers, wrong, slices, spreads + made
 
     def _take(self, node: fx.Node, option: AxisOption) -> None:
-        """Apply an option to a node: settle weights, split operands, and pass sources on."""
+        """Apply an option to a node: decide weights, split operands, and pass on sources."""
         carried: set[str] = set()
         for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
             label = label_of(placement)
@@ -446,10 +450,9 @@ class Propagation:
             (readers.add if label == REPLICATE else readers.discard)(name)
 
     def _made_split(self, ref: Ref, label: Placement, reader: str) -> dict[str, AxisOption] | None:
-        """Find options that make a tensor split instead of whole.
+        """Return options with which a tensor is produced split instead of whole.
 
-        That is possible if no other node reads it whole. Its operands may have to be made split as
-        well.
+        This is possible if no other node reads it whole. Its operands may have to be split as well.
 
         Returns:
             Node → option; None if the reader has to slice the tensor.
@@ -480,7 +483,7 @@ class Propagation:
         return None
 
     def demand(self, ref: Ref, label: Placement) -> None:
-        """Decide the label of a weight and of the weights that it is computed from.
+        """Decide the label of a weight and of the weights from which it is computed.
 
         A weight that cannot be computed in this placement is computed whole.
         """
@@ -496,7 +499,7 @@ class Propagation:
             if not any(isinstance(p, Partial | Special) for p in (*o.inputs, *o.outputs))
         ]
         fitting = [o for o in options if o.outputs[ref[1]] == label]
-        option = min(fitting, key=lambda o: self._strain(ref[0], o)) if fitting else options[0]
+        option = min(fitting, key=lambda o: self._conflicts(ref[0], o)) if fitting else options[0]
         for other, placement in zip(self.graph.reads[ref[0]], option.inputs, strict=True):
             if self._is_weight(other[0]):
                 self.demand(other, placement)
@@ -507,8 +510,9 @@ class Propagation:
         )
         self.found.rows[ref[0]] = LabelRow(inputs, option.outputs)
 
-    def _strain(self, name: str, option: AxisOption) -> tuple[int, int]:
-        """Numbers of weights with another label, and of other constants that would be split."""
+    def _conflicts(self, name: str, option: AxisOption) -> tuple[int, int]:
+        """Return the numbers of weights with another label, and of other constants that would be
+        split."""
         pairs = list(zip(self.graph.reads[name], option.inputs, strict=True))
         otherwise = sum(
             self.labels.get(ref, placement) != placement
@@ -520,7 +524,7 @@ class Propagation:
         )
 
     def _find_blamed_sources(self, node: fx.Node) -> frozenset[str]:
-        """The sources of the split operands that the best option cannot read."""
+        """Return the sources of the split operands that the best option cannot read."""
         best: frozenset[str] | None = None
         for option in self._options(node):
             sources: set[str] = set()
@@ -540,6 +544,6 @@ class Propagation:
 
 
 def _reads_alike(reads: Sequence[Ref], option: AxisOption) -> bool:
-    """Whether a tensor that a node reads twice, such as for distances between samples, has one
-    placement."""
+    """Return whether a tensor that a node reads twice, such as for distances between samples, has
+    one placement."""
     return len(set(zip(reads, option.inputs, strict=True))) == len(set(reads))

@@ -3,11 +3,11 @@
 `autopar.sharding.resolve_presets` resolves named plans.
 
 A module pattern matches a *scope*: the module and everything below it. ``weight`` applies to every
-node of the scope that reads the parameter, in forward or backward. ``input`` applies to tensors of
-forward from outside the scope, at every node of the scope that reads them, in forward or backward.
-``output`` applies to tensors of the scope that forward nodes outside read, as the scope makes them.
-A scope that ends in a contraction over a sharded dim makes partial sums: force the ``input`` of its
-readers.
+node of the scope that reads the parameter, in forward or backward. ``input`` applies to forward
+tensors from outside the scope, at every node of the scope that reads them, in forward or backward.
+``output`` applies to tensors of the scope that forward nodes outside read, in the layout in which
+the scope produces them. A scope that ends in a contraction over a sharded dim produces partial
+sums: force the ``input`` of its readers instead.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from autopar.sharding.presets.tensor import around_softmax
 from autopar.sharding.resolve_presets import Named, Rest, resolve_named
 
 # --------------------------------------------------------------------------------------------------
-# Groups of equal layers, each of which decides separately.
+# Groups of equal layers with separate decisions.
 #
-# Equal layers take one decision as long as that is good enough. If the best plan is a mixture (for
+# Equal layers share one decision as long as that is good enough. If the best plan is a mixture (for
 # example, memory suffices for two thirds of the layers to keep a value), a list of layers is cut.
-# The layers before a cut are one class, the layers after it another one.
+# The layers before a cut are one class, and the layers after it another.
 
 log = logging.getLogger("autopar")
 Starts = Mapping[str, tuple[int, ...]]
-"""Path of a list of layers → the layers at which its second and later groups begin, ascending."""
-_MOST_CUTS = 3  # per list; alternating layers stay together
+"""Path of a list of layers → the first layers of its second and later groups, ascending."""
+_MOST_CUTS = 3  # cuts per list; more would only separate alternating layers
 
 
 def layer_of(key: str) -> tuple[str, int] | None:
@@ -68,11 +68,11 @@ def group_of(key: str, starts: Starts) -> int:
 
 
 def frozen_starts(trace: Trace) -> Starts:
-    """Find the layers at which backward ends, because all earlier layers are frozen.
+    """Return the layers at which backward ends because all earlier layers are frozen.
 
     Backward reads other tensors of these layers than of later ones, although they are equal in
-    forward. If both took one decision, an op that backward recomputes for one would be recomputed
-    for all, and in some nothing would read the result.
+    forward. With one decision for all of them, an op that backward recomputes for one layer would
+    be recomputed for all, and in some of them nothing would read the result.
     """
     if all(p.gradient is not None for p in trace.parameters):
         return {}
@@ -136,7 +136,7 @@ class Forced:
 
     @staticmethod
     def nothing() -> Forced:
-        """No constraints."""
+        """Return no constraints."""
         return Forced({}, {})
 
     def rests(self, parameter: str) -> tuple[Rest, ...]:
@@ -174,10 +174,10 @@ class Forced:
         )
 
 
-def _beside(named: Named, given: Mapping[str, Layout]) -> Named:
-    """Drop what named plans force on parameters whose given storage layout contradicts it.
+def _drop_contradicted(named: Named, given: Mapping[str, Layout]) -> Named:
+    """Remove the storage that named plans force on parameters whose given layout contradicts it.
 
-    These keep the given layout, and are redistributed when they are read.
+    These parameters keep the given layout, and are redistributed when they are read.
     """
     otherwise = {
         n
@@ -196,8 +196,8 @@ def _meets(rest: Rest, layout: Layout) -> bool:
 
 
 def _can_gather(axes: frozenset[int], layout: Layout) -> bool:
-    """Whether some axes can be gathered without the others: they are the innermost splitters of
-    each dim."""
+    """Return whether these axes can be gathered without the others: they must be the innermost
+    splitters of each dim."""
     splitters = (
         [axis in axes for axis in layout.splitters(p.dim)]
         for p in layout.placements
@@ -224,7 +224,7 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
     storage: dict[str, Layout] = {}
     for constraint in constraints:
         if isinstance(constraint, Resting):
-            storage |= _as_elsewhere(trace, constraint)
+            storage |= _resting_layouts(trace, constraint)
         if isinstance(constraint, LayoutConstraint):
             for name, forced in _match(trace, constraint):
                 if not isinstance(forced, Layout):
@@ -238,13 +238,13 @@ def resolve(trace: Trace, constraints: Iterable[Constraint], mesh: Mesh) -> Forc
     named = resolve_named(trace, parallelisms(constraints, mesh), mesh)
     for note in named.notes:
         log.warning(note)
-    named = _beside(
+    named = _drop_contradicted(
         named,
         {
             n: at
             for c in constraints
             if isinstance(c, Resting)
-            for n, at in _as_elsewhere(trace, c).items()
+            for n, at in _resting_layouts(trace, c).items()
         },
     )
     recompute = next(
@@ -288,7 +288,7 @@ def _match(
 
 
 def _find_offload(constraints: Iterable[Constraint]) -> Offloaded | None:
-    """The constraint that says what may be offloaded, if there is one.
+    """Return the constraint on offloading, if there is one.
 
     Raises:
         ConstraintError: if there are several.
@@ -313,7 +313,7 @@ def _slots(trace: Trace, constraint: LayoutConstraint, kind: str) -> Iterable[tu
 def view_layout(layout: Layout, parameter: Parameter) -> Layout:
     """Convert a layout over the stored dims of a parameter to its dims in the graph.
 
-    If the graph sees a dim as several dims, the last one is sharded.
+    If the graph has several dims for a stored dim, the last of them is sharded.
 
     Raises:
         ConstraintError: if the parameter does not have a dim that the layout shards.
@@ -364,8 +364,8 @@ def _storage(trace: Trace, constraint: LayoutConstraint) -> Iterable[tuple[str, 
                 yield p.name, view_layout(constraint.storage, p)
 
 
-def _as_elsewhere(trace: Trace, constraint: Resting) -> dict[str, Layout]:
-    """Parameter name in this trace → storage layout that another plan gives it.
+def _resting_layouts(trace: Trace, constraint: Resting) -> dict[str, Layout]:
+    """Return parameter name in this trace → storage layout from another plan.
 
     Raises:
         ConstraintError: if a layout shards a dim that the parameter does not have.
@@ -416,7 +416,8 @@ def _forward(node: fx.Node) -> bool:
 
 
 def _scope(module: str, constraint: LayoutConstraint) -> str:
-    """The shortest ancestor (or the module itself) that the pattern matches, or ``""``."""
+    """Return the shortest ancestor that the pattern matches, or the module itself; ``""`` if there
+    is none."""
     parts = module.split(".")
     for end in range(1, len(parts) + 1):
         path = ".".join(parts[:end])
@@ -426,7 +427,7 @@ def _scope(module: str, constraint: LayoutConstraint) -> str:
 
 
 def _nearest(trace: Trace, pattern: str, kind: str) -> str:
-    """The remedy for a pattern that matches nothing: the most similar module paths."""
+    """Return the remedy for a pattern without matches: the most similar module paths."""
     named = [p.name.rpartition(".")[0] for p in trace.parameters]
     run = [n.meta["module"] for n in trace.graph.nodes if n.op == "call_function"]
     modules = list(dict.fromkeys(path for path in (*named, *run) if path))

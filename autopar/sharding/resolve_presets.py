@@ -44,26 +44,25 @@ from autopar.sharding.propagate import (
 
 Rest = tuple[
     frozenset[Placement] | None, ...
-]  # per mesh axis, the placements in which a parameter may rest; None allows any
+]  # for each mesh axis, the placements in which a parameter may be stored; None allows any
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What named plans force.
+    """The placements that named plans force.
 
     Attributes:
         rows: node name → (axis, row) for each axis with a plan.
         rests: parameter name → alternatives for its storage. The first one that can be stored
             applies.
-        plans: per axis the plan as text, or "".
-        grid: axes of grids. Over these, activations are kept for backward split as far as forward
-            has them.
+        plans: for each axis, the plan as text, or "".
+        grid: axes of grids. Over these, activations are kept for backward as split as in forward.
         gathered: parameter name → axes over which it is gathered without the others, so that they
             must be the innermost splitters.
-        apart: nodes that read an operand in another placement than it is made in.
-        zero: axis of data parallelism → ZeRO stage, 0 if parameters rest replicated.
+        apart: nodes that read an operand in another placement than that in which it is produced.
+        zero: axis of data parallelism → ZeRO stage; 0 if parameters are stored replicated.
         parted: parameter name → axes of data parallelism over which it is read in parts (experts).
-        notes: effects of plans that their names do not tell, one sentence each.
+        notes: effects of plans that their names do not show, one sentence each.
     """
 
     rows: Mapping[str, tuple[tuple[int, LabelRow], ...]] = field(default_factory=dict)
@@ -77,28 +76,28 @@ class Named:
     notes: tuple[str, ...] = ()
 
     def stages_of(self, parameter: str) -> Mapping[int, int]:
-        """Return the ZeRO stage of a parameter per axis.
+        """Return axis → ZeRO stage of a parameter.
 
-        It is that of `zero`, or 3 on axes over which the parameter is read in parts, since it is
-        neither gathered nor summed there.
+        The stage is that of `zero`, or 3 on axes over which the parameter is read in parts, since
+        it is neither gathered nor summed there.
         """
         return {**self.zero, **dict.fromkeys(self.parted.get(parameter, ()), 3)}
 
     @property
     def holds(self) -> bool:
-        """Whether parameters are held gathered through a step, even with one microbatch."""
+        """Whether parameters stay gathered through a step, even with one microbatch."""
         return any(stage in (1, 2) for stage in self.zero.values())
 
 
 class Walks:
-    """The placements that named plans give the tensors of a trace, each found once."""
+    """The placements that named plans give the tensors of a trace, each computed once."""
 
     def __init__(self, trace: Trace) -> None:
         self.graph = read_trace(trace)
         self._known: dict[tuple[object, ...], dict[int, SpreadLabels]] = {}
 
     def spreads(self, plan: Parallelism, mesh: Mesh) -> dict[int, SpreadLabels]:
-        """Return axis of the plan with more than one device → the placements on it.
+        """Return axis of a plan → the placements on it, for axes with more than one device.
 
         Args:
             plan: the plan.
@@ -136,7 +135,10 @@ def resolve_named(
         trace: the trace.
         plans: the plans.
         mesh: the mesh of the trace.
-        walks: of the trace, if plans were applied to it before.
+        walks: the walks of the trace, if plans were applied to it before.
+
+    Returns:
+        The placements that the plans force.
 
     Raises:
         ConstraintError: if a plan cannot split an op. The error names the op.
@@ -197,7 +199,7 @@ def resolve_named(
 
 
 def _spreads(graph: TraceIndex, plan: Parallelism, mesh: Mesh) -> dict[int, SpreadLabels]:
-    """Axis of a plan with more than one device → the placements on it."""
+    """Return axis of a plan → the placements on it, for axes with more than one device."""
     axes = [axis for axis in axes_of(plan, mesh) if mesh.shape[axis] > 1]
     if not axes:
         return {}
@@ -227,7 +229,8 @@ def _spreads(graph: TraceIndex, plan: Parallelism, mesh: Mesh) -> dict[int, Spre
 
 
 def _is_side(plan: Parallelism, mesh: Mesh, axis: int) -> bool:
-    """Whether parameters rest split over an axis of a grid: all except the depth."""
+    """Return whether parameters are stored split over an axis of a grid: all axes except the
+    depth."""
     return (
         plan.kind in SIDES
         and mesh.names[axis] in (plan.axes or ())[: 2 if plan.kind == "2.5d" else None]
@@ -237,10 +240,10 @@ def _is_side(plan: Parallelism, mesh: Mesh, axis: int) -> bool:
 def _alternatives(
     p: Parameter, rest: Sequence[frozenset[Placement] | None], axes: Sequence[int], *, apart: bool
 ) -> tuple[Rest, ...]:
-    """The alternatives for the storage of a parameter.
+    """Return the alternatives for the storage of a parameter.
 
-    First any dim is split over each of `axes`, then over fewer of them, and finally over none. With
-    `apart`, dims that no other axis splits come first.
+    In the first ones some dim is split over each of `axes`, in later ones over fewer of them, and
+    in the last one over none. With `apart`, dims that no other axis splits come first.
     """
     shards = frozenset(Shard(dim) for dim, size in enumerate(p.view) if size > 1)
     taken = frozenset(
@@ -264,14 +267,14 @@ def _alternatives(
 
 
 def _batch_of(graph: TraceIndex) -> int:
-    """Return the number of samples, dim 0 of the first input that has one; else 0."""
+    """Return the number of samples: dim 0 of the first input that has one; 0 if there is none."""
     return next((i.shape[0] for i in graph.trace.inputs if i.shape), 0)
 
 
 def _data_parallel(graph: TraceIndex, plan: Parallelism, sizes: Sequence[int]) -> SpreadLabels:
     """Split every input over its dim 0, on axes of these sizes, and propagate.
 
-    Experts are split as well if the plan says so.
+    Experts are split as well if the plan requests it.
     """
     inputs, batch = [i for i in graph.trace.inputs if i.shape], _batch_of(graph)
     split = {i.node: Shard(0) for i in inputs if i.shape[0] == batch and batch > 1}
@@ -299,8 +302,8 @@ def _data_parallel(graph: TraceIndex, plan: Parallelism, sizes: Sequence[int]) -
 
 
 def _context_parallel(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
-    """Split every input over its dim 1, the sequence, and propagate up to nodes that read all of
-    it."""
+    """Split every input over its dim 1, the sequence, and propagate. The walk ends at nodes that
+    read all of it."""
     found = along_sequence(graph)
     if found is None:
         raise nothing_to_split(plan, "no input has a sequence dim (dim 1) to shard")
@@ -310,7 +313,7 @@ def _context_parallel(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
 
 
 def _tensor_parallel(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
-    """Split weights, and propagate."""
+    """Split weights and propagate."""
     found = by_columns(graph, plan)
     if found.failure is not None:
         _refuse(
@@ -323,9 +326,9 @@ def _tensor_parallel(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
 
 
 def _refuse_part(graph: TraceIndex, plan: Parallelism, found: SpreadLabels) -> NoReturn:
-    """Raise the error of a node that cannot compute on a part of the sequence.
+    """Raise the error for a node that cannot compute on a part of the sequence.
 
-    It tells which dim was taken for the sequence, and what the node reads.
+    It states which dim was taken for the sequence, and what the node reads.
     """
     assert found.failure is not None, "a node refuses"
     inputs = [i for i in graph.trace.inputs if isinstance(found.labels.get((i.node, 0)), Shard)]

@@ -1,5 +1,5 @@
-"""The bound and the best plan of a search: what is proven so far and by which duals, and which
-values of the columns give better plans."""
+"""The bound and the best plan of a search: the proven bound with its duals, and the values of the
+columns that give better plans."""
 
 from __future__ import annotations
 
@@ -78,10 +78,11 @@ class Proven:
     """Bounds, in the program's unit.
 
     Attributes:
+        extra: the rows that may be added to the program.
         bound: lower bound of all plans.
         free: lower bound if all reserves were 0.
         relaxed: the largest part of `bound` that a relaxation alone proves.
-        first: what was known before the search.
+        first: the multipliers that were known before the search.
         vertex: duals of the relaxation without further rows.
     """
 
@@ -145,9 +146,9 @@ class Proven:
             self.free = max(self.free, bound)
 
     def multipliers(self) -> Multipliers | None:
-        """The multipliers that prove the largest bound by arithmetic alone: those known before the
-        search, of the first relaxation, or of the best relaxation. None if the bound depends on
-        reserves."""
+        """Return the multipliers that prove the largest bound by arithmetic alone: those known
+        before the search, of the first relaxation, or of the best relaxation. None if the bound
+        depends on reserves."""
         if self.extra.reserves:
             return None
         found = [self.first] if self.first is not None else []
@@ -198,19 +199,19 @@ class Incumbent:
         return np.inf if self.best is None else self.best.objective_s
 
     def is_close(self) -> bool:
-        """Whether the gap of the best plan is at most the requested gap."""
+        """Return whether the gap of the best plan is at most the requested gap."""
         return self.best is not None and self.best_s * SCALE * (1 - self.gap) <= self.proven.bound
 
     def is_far(self) -> bool:
-        """Whether separate decisions of equal ops could give a much better plan: the search has not
-        closed the gap, or closed it only by not mixing their decisions."""
+        """Return whether separate decisions of equal ops could give a much better plan: the search
+        has not closed the gap, or closed it only by not mixing their decisions."""
         return (
             not self.is_close()
             or self.best_s * SCALE * (1 - max(self.gap, _FAR)) > self.proven.relaxed.bound
         )
 
     def may_end(self) -> bool:
-        """Whether there is a plan, and the work limit is reached."""
+        """Return whether there is a plan, and the work limit is reached."""
         return self.best is not None and self.extra.engine.work.is_over
 
     def offer(self, values: Floats) -> list[int]:

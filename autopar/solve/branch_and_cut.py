@@ -81,7 +81,7 @@ _GO_ON, _END = Outcome(), Outcome(is_final=True)
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """The problem of a search, its limits, and what is known before it.
+    """The problem of a search, its limits, and the results that are known before it.
 
     Attributes:
         whole, likely, only_plan, waits, common, met: as in `autopar.solve.choices_or_least`.
@@ -228,8 +228,8 @@ class SearchRelaxation:
 
     @property
     def _is_enough_when_close(self) -> bool:
-        """Whether better balances are of no use once the plan is close: if each takes long, or the
-        bound is that of one of several cases."""
+        """Return whether better balances are useless once the plan is close: if each takes long, or
+        if the bound is that of one of several cases."""
         return len(self.extra.engine.names) >= _HUGE or bool(self.request.problem.conditions)
 
     def _learn_mixture(self, values: Floats) -> None:
@@ -290,7 +290,7 @@ class BranchAndCut:
             rows = self._run_round(relaxation).rows
             if not rows or self.plans.may_end():
                 break
-            if self._fits_nowhere(rows) or self.relaxation.add_rows(rows) is None:
+            if self._nothing_fits(rows) or self.relaxation.add_rows(rows) is None:
                 self.infeasible = self.plans.best is None
                 break
         if self.plans.best is not None:
@@ -352,10 +352,10 @@ class BranchAndCut:
 
     def _restrict_at_vertex(self) -> Outcome:
         """Search restricted programs for a plan, at the last vertex of a large program."""
-        if not self._is_large or self.relaxation.point is None or not self._asks_only_for_a_plan():
+        if not self._is_large or self.relaxation.point is None or not self._needs_only_a_plan():
             return _GO_ON
         rows = self._climb()
-        return Outcome(rows, is_final=self._will_do())
+        return Outcome(rows, is_final=self._is_sufficient())
 
     def _dive(self) -> Outcome:
         """Solve the root of a tree, and descend a short way."""
@@ -367,7 +367,7 @@ class BranchAndCut:
         if grown.broken or self.plans.is_close():
             self._take_bound(grown.bound)
             return Outcome(grown.broken)
-        if self._set_apart():
+        if self._prefers_groups():
             # The result of a dive depends on the vertex, so plans are searched at the vertex.
             rows = self.climb.from_vertex(root.point, self.relaxation.free, soon=True)
             return Outcome(rows, is_final=True)
@@ -381,24 +381,24 @@ class BranchAndCut:
         if self.tree is None or self.tree.root is None:
             return _GO_ON
         rows: Sequence[int] = ()
-        if self._asks_only_for_a_plan():
+        if self._needs_only_a_plan():
             rows = self._climb()
         elif self.extra.phases and SMALL < len(self.engine.names) < LARGE:
             # Rows over all columns make a tree slow; rows over a few columns do not.
             rows = self._climb(*_FEW)
-        return Outcome(rows, is_final=self._set_apart())
+        return Outcome(rows, is_final=self._prefers_groups())
 
     def _branch(self) -> Outcome:
         """Grow the tree; a short tree, if there is a plan and no bound is needed."""
         if self.tree is None or self.tree.root is None:
             return _GO_ON
-        grown = self.tree.branch(_SHORT_TREE if self._will_do() else None)
+        grown = self.tree.branch(_SHORT_TREE if self._is_sufficient() else None)
         self._take_bound(grown.bound)
         return Outcome(grown.broken, is_final=self.infeasible)
 
     def _restrict(self) -> Outcome:
         """Search restricted programs for plans that the tree did not find."""
-        if self._set_apart() or self._will_do():
+        if self._prefers_groups() or self._is_sufficient():
             return _END
         return Outcome(self._climb()) if self.extra.active else _GO_ON
 
@@ -434,9 +434,9 @@ class BranchAndCut:
         variables = BranchingVariables.of(self.extra.program, self.engine, sizes)
         return Tree(variables, live, offer, best, self.request.gap, most)
 
-    def _fits_nowhere(self, broken: Sequence[int]) -> bool:
-        """Whether no plan fits, before the first budget rows are added. All rows at once show this
-        sooner than one after another. It is rare if an earlier search found a plan."""
+    def _nothing_fits(self, broken: Sequence[int]) -> bool:
+        """Return whether no plan fits, before the first budget rows are added. All rows at once
+        show this sooner than one after another. It is rare if an earlier search found a plan."""
         budget = [r for r in broken if r < len(self.extra.rows)]
         is_first = self.plans.best is None and budget and not self.extra.budget
         return bool(is_first) and not self.request.common.has_plan and self._needs_more()
@@ -447,7 +447,7 @@ class BranchAndCut:
         return self.apart is None and self.request.common.has_plan and bool(self.extra.budget)
 
     def _needs_more(self) -> bool:
-        """Whether all budget rows at once show that no plan fits; `least` then has the bytes
+        """Return whether all budget rows at once show that no plan fits; `least` then has the bytes
         needed."""
         if SMALL < len(self.engine.names) < LARGE:
             problem = self.request.problem
@@ -480,7 +480,7 @@ class BranchAndCut:
             stats={k: float(n) for k, n in stats.items()},
             multipliers=self.proven.multipliers(),
             mixed=relaxed.mixed if self.plans.is_far() else {},
-            unfinished=self._will_do() and not self.plans.is_close(),
+            unfinished=self._is_sufficient() and not self.plans.is_close(),
             split=self._find_split(),
         )
 
@@ -505,34 +505,36 @@ class BranchAndCut:
         point = self.relaxation.point if from_vertex else None
         return self.climb.up(point, self.relaxation.free, rungs)
 
-    def _asks_only_for_a_plan(self) -> bool:
-        """Whether only a plan is needed. In a large program, or one with budget rows, a long tree
-        mostly raises the bound: the plans come from dives, restricted programs and a short tree."""
+    def _needs_only_a_plan(self) -> bool:
+        """Return whether only a plan is needed. In a large program, or one with budget rows, a long
+        tree mostly raises the bound: the plans come from dives, restricted programs and a short
+        tree."""
         return (
             self.request.only_plan
             and len(self.engine.names) > SMALL
             and (bool(self.extra.budget) or self._is_large)
         )
 
-    def _will_do(self) -> bool:
-        """Whether there is a plan, and nothing more is needed."""
-        return self._asks_only_for_a_plan() and self.plans.best is not None
+    def _is_sufficient(self) -> bool:
+        """Return whether there is a plan, and nothing more is needed."""
+        return self._needs_only_a_plan() and self.plans.best is not None
 
-    def _set_apart(self) -> bool:
-        """Whether to try separate decisions of equal ops rather than a tree."""
+    def _prefers_groups(self) -> bool:
+        """Return whether to try separate decisions of equal ops rather than a tree."""
         return self._forms_groups and self.plans.best is not None and len(self.engine.names) > SMALL
 
     def _needs_no_plan(self) -> bool:
-        """Whether it is enough to know which equal ops decide separately. If no plan is near the
-        relaxation, one takes long to find, and plans with groups of layers are better."""
+        """Return whether it is enough to know which equal ops decide separately. If no plan is near
+        the relaxation, one takes long to find, and plans with groups of layers are better."""
         return (
             self._forms_groups
             and self.plans.best is None
-            and self._asks_only_for_a_plan()
+            and self._needs_only_a_plan()
             and not self.engine.limit.timed_out
         )
 
     @property
     def _forms_groups(self) -> bool:
-        """Whether equal ops decide separately, and the result only tells how to group them."""
+        """Return whether equal ops decide separately, and the result only states how to group
+        them."""
         return bool(self.proven.relaxed.mixed) and not self.request.whole

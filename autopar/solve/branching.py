@@ -1,10 +1,11 @@
 """Branch and bound over live relaxations (`autopar.solve.highs`).
 
-A node is a box of bounds: some ops have a fixed strategy or excluded strategies; once all ops are
-fixed, also what is kept and recomputed. The duals of its relaxation prove a bound for the box, and
-its rounded solution is offered as a plan. A node is closed if its bound is within the requested gap
-of the best plan. First, one box is made smaller and smaller to find a plan early. Then the node
-with the least bound is next, or, until there is a plan, the better child of the last node.
+A node is a box of bounds: some ops have a fixed strategy or excluded strategies. Once all ops are
+fixed, kept versions and recomputation are fixed too. The duals of its relaxation prove a bound for
+the box, and its rounded solution is offered as a plan. A node is closed if its bound is within the
+requested gap of the best plan. First, one box is made smaller and smaller to find a plan early.
+Then the node with the least bound is next, or, until there is a plan, the better child of the last
+node.
 
 The op to branch on is the one whose two boxes have the highest bounds. This is tried for a few ops
 per node; once an op was tried twice, its average is used. Relaxations of neighbouring nodes differ
@@ -29,7 +30,7 @@ from autopar.solve.lp import Floats
 
 Key = tuple[
     int, int
-]  # 0 and an op, or 1 and the position of a bit: what runs again, what is kept, what kernels share
+]  # (0, op), or (1, position of a bit of recomputation, kept versions or shared memory)
 Places = NDArray[np.int32]
 """Columns of the program, by their position."""
 _WHOLE = 1e-6  # distance from 0 or 1 below which a value counts as integral
@@ -37,12 +38,12 @@ _TRIED, _OFTEN = 6, 2  # ops to try per node; tries per op
 _DIVE = 3  # a dive fixes one third of the free variables at a time
 _PER_ROW = (
     1 / 3
-    # simplex steps, about as many as a relaxation takes that begins with nothing, and at most; but
-    # at least so many
+    # limit of simplex steps per row: about as many as a relaxation from scratch takes; at least
+    # `_FEWEST` in total
 )
 _FEWEST = 1000
-_STEPS = 4  # of the whole tree, in such relaxations: what that does not close, more seldom does
-_SHORT = 0.25  # of a short dive, likewise
+_STEPS = 4  # limit of a whole tree, in such relaxations; more of them seldom close it
+_SHORT = 0.25  # limit of a short dive, likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,14 +243,14 @@ class Tree:
         return best * (1 - self.wanted) if np.isfinite(best) else np.inf
 
     def _is_done(self, least: float) -> bool:
-        """Whether no open box is worth branching, given the least of their bounds."""
+        """Return whether no open box is worth branching, given the least of their bounds."""
         return min(least, self._closed) >= self._enough() or self._is_proven(least)
 
     def _is_proven(self, least: float) -> bool:
-        """Whether there is a plan and no open box can raise the bound, given the least of their
-        bounds, since a closed box proves no more. This happens if the relaxation's prices assume
-        early communication to be hidden (`autopar.solve.lazy_rows`), and fixed decisions cost more
-        than at these prices."""
+        """Return whether there is a plan and no open box can raise the bound, given the least of
+        their bounds, since a closed box proves no more. This happens if the relaxation's prices
+        assume early communication to be hidden (`autopar.solve.lazy_rows`), and fixed decisions
+        cost more than at these prices."""
         return bool(np.isfinite(self.best())) and least >= self._closed
 
     def _spent(self) -> bool:

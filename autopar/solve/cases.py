@@ -134,7 +134,7 @@ class Cases:
         return cases
 
     def are_of(self, problem: Problem) -> bool:
-        """Whether a problem equals the divided problem except for its moments."""
+        """Return whether a problem equals the divided problem except for its moments."""
         same = (problem.ops is self.problem.ops, problem.variants is self.problem.variants)
         return all(same) and problem.regions == self.problem.regions
 

@@ -106,8 +106,8 @@ class Common:
 
 
 def _is_same(one: Problem, other: Problem) -> bool:
-    """Whether two problems differ only in their moments; parts are compared by identity, numbers by
-    value."""
+    """Return whether two problems differ only in their moments. Parts are compared by identity,
+    numbers by value."""
     pairs = (
         (getattr(one, each.name), getattr(other, each.name))
         for each in fields(Problem)

@@ -1,16 +1,15 @@
 """A lower bound of huge programs without a solver, by dual ascent over tensors.
 
 If the relaxation (`autopar.solve.formulation`) has some hundred thousand columns, no method of
-HiGHS ends in time. Its dual is a sum over decisions. Let π[c,l] ≥ 0 be the potentials of rows (3),
-the only multipliers that do not follow from the others (`autopar.solve.multipliers`), such that
-they rise over no collective by more than its cost. Then
-collective over which they rise by more than it costs,
+HiGHS finishes in time. Its dual is a sum over decisions. Let π[c,l] ≥ 0 be the potentials of rows
+(3), the only multipliers that do not follow from the others (`autopar.solve.multipliers`), such
+that they rise over no collective by more than its cost. Then
 
     bound = Σ_n min_s d[x[n,s]] + Σ_n min(0, min_s d[rc[n,s]])
 
-    d[x]  = price + Σ π of what the strategy reads − Σ π of what it supplies, to backward too where
-          a version may be kept so
-    d[rc] = likewise, of an op that backward recomputes
+    d[x]  = price + Σ π of the strategy's operands − Σ π of its supply, including the supply of
+          backward if a version may be kept
+    d[rc] = likewise, for an op that backward recomputes
 
 A *sweep* visits all decisions in order, and then in reverse order. Each decision gives its leeway
 to the later readers of its results and the later sources of its operands
@@ -19,8 +18,8 @@ This is sequential tree-reweighted message passing (Kolmogorov, 2006) with strat
 trees of collectives as pairwise terms. The bound never decreases. It does not converge to that of
 the relaxation, but some sweeps of a few hundredths of a second each bring it within one per cent.
 
-A kernel lowers the cost of a collective by the most that it saves (rows 10 and 11), which proves
-less than the relaxation does. Budgets are ignored unless memory has a price.
+A kernel lowers the cost of a collective by its largest saving (rows 10 and 11), which proves less
+than the relaxation does. Budgets are ignored unless memory has a price.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def _shares_at(visited: Decision, left: float) -> Share:
 
 
 class _GroupBuilder:
-    """Makes the decisions of a problem, and the groups of readers of each tensor.
+    """Builds the decisions of a problem, and the groups of readers of each tensor.
 
     Attributes:
         x, again, groups: as in `Ascent`.
@@ -266,8 +265,8 @@ class _GroupBuilder:
         return math.inf if math.isinf(away_s) else self._price(away_load(away_s, variant.count))
 
     def _kernel_savings(self, v: int, late: bool) -> dict[int, tuple[float, int]]:
-        """Map each collective to the most seconds that a kernel saves of it, and the number of
-        kernels that could run it."""
+        """Return collective → the largest saving of a kernel in seconds, and the number of kernels
+        that could run it."""
         found: dict[int, tuple[float, int]] = {}
         for kernel in self.problem.kernels.get((v, late), ()):
             for hidden in kernel.hides:
@@ -301,11 +300,11 @@ class _GroupBuilder:
 
 
 def _versions(value: Value, at_hand: Iterable[Ints]) -> Floats:
-    """By layout, 1 if a version of the value may be kept in it, else 0.
+    """Return an array over layouts: 1 if a version of the value may be kept in the layout, else 0.
 
     Args:
         value: the value.
-        at_hand: layouts in which forward makes or reads it.
+        at_hand: layouts in which forward computes or reads it.
     """
     version = np.zeros(len(value.graph.layouts))
     for at in at_hand:
@@ -348,8 +347,11 @@ class Ascent:
     """The dual of a problem without a budget.
 
     Attributes:
-        x, again: decisions by op. order: all of them, as a sweep visits them. groups: with all
-            potentials. worth: of memory. num_sweeps: so far.
+        x, again: op → decision.
+        order: all decisions in the order of a sweep.
+        groups: the groups, with all potentials.
+        worth: the price of memory.
+        num_sweeps: number of sweeps so far.
     """
 
     def __init__(self, problem: Problem, balance: OverlapWeights = COMPUTE_BOUND) -> None:
@@ -368,17 +370,17 @@ class Ascent:
 
     @property
     def num_strategies(self) -> int:
-        """Strategies of all decisions together."""
+        """The number of strategies of all decisions."""
         return sum(len(decision.prices) for decision in self.order)
 
     @property
     def num_flows(self) -> int:
-        """Collectives times readers, over all groups."""
+        """The number of collectives times readers, over all groups."""
         return sum(len(group.costs) * len(group.readers) for group in self.groups)
 
     @property
     def num_potentials(self) -> int:
-        """Potentials of useful layouts, over all groups."""
+        """The number of potentials of useful layouts, over all groups."""
         return sum(int(group.useful.sum()) * len(group.readers) for group in self.groups)
 
     def reprice(self, worths_s: Mapping[str, float]) -> None:
@@ -422,7 +424,7 @@ class Ascent:
                 for i, (reader, up) in enumerate(turns[decision.place]):
                     left = decision.share / max(
                         1.0 - i * decision.share, decision.share
-                    )  # so that all get the same
+                    )  # so that all neighbours get the same
                     change = reader.raise_worth if up else reader.lower_worth
                     change(_shares_at(decision, left))
 

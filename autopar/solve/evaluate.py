@@ -9,8 +9,8 @@ with one product, and a product has a kernel for its gathered operand or for its
 the same for all instances (`autopar.solve.pick_kernels`).
 
 The same function prices incumbents, runner-ups and hand-made solutions. It returns the versions
-that forward makes, the kept versions and the collectives. Emission follows it step by step, so that
-what is priced is emitted.
+that forward computes, the kept versions and the collectives. Emission follows it step by step, so
+that priced and emitted collectives are the same.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from autopar.solve.prices import op_load, routed_load
 from autopar.solve.tensor_moves import Moves, Redistribution, moved_load, moves_of
 
 # --------------------------------------------------------------------------------------------------
-# Trees of collectives where early communication outlasts compute.
+# Trees of collectives if early communication outlasts compute.
 #
-# If the cheapest trees at λ = 1 (`autopar.core.streams`) leave no phase outlasted by communication,
-# no others are better. Otherwise the compute of an outlasted phase costs nothing, and its early
-# communication has its full cost: λ = 0. If that makes compute the longer stream, the best λ is in
-# between and is found by bisection. A tensor with equal trees at both ends has no others in
-# between. Each of the other tensors gets those of its trees that make the step the shortest.
+# If communication outlasts compute in no phase with the cheapest trees at λ = 1
+# (`autopar.core.streams`), no others are better. Otherwise the compute of an outlasted phase costs
+# nothing, and its early communication has its full cost: λ = 0. If compute is then the longer
+# stream, the best λ is in between, and bisection finds it. A tensor with equal trees at both ends
+# has no others in between. Each of the other tensors gets those of its trees that make the step the
+# shortest.
 
 _HALVES = 4
 _BETTER = 1e-12  # least improvement, relative to the step
@@ -89,8 +90,8 @@ def _narrow_bounds(
 def _each_its_best(
     problem: Problem, tried: Sequence[Sequence[Moves]], best: int, total: Load
 ) -> list[Moves]:
-    """Improve the best set of trees: change one variant at a time, always the one that saves the
-    most, until none saves anything."""
+    """Improve the best set of trees. Change one variant at a time, always the one with the largest
+    saving, until none saves anything."""
     found, slowdown = list(tried[best]), problem.overlap_slowdown
     options = {
         v: ways
@@ -167,7 +168,7 @@ class Evaluation:
 
 
 def fits(problem: Problem, evaluation: Evaluation) -> bool:
-    """Whether all budget rows hold, including that of the hosts."""
+    """Return whether all budget rows hold, including that of the hosts."""
     return (
         max(evaluation.resting_bytes) <= problem.budget_bytes
         and evaluation.host_bytes <= problem.host_budget_bytes
@@ -184,15 +185,18 @@ def evaluate(
     """Price choices.
 
     Args:
+        problem: the problem.
         strategies: strategy index per op.
         recomputed: strategy index per op that backward recomputes.
         kept: per variant, the versions that may be kept; by default every keepable layout that
-            forward makes, on the devices.
+            forward computes, on the devices.
         regions: those that kernels may use; by default all.
     """
     problem = within(problem, regions)
     found = _evaluate(problem, strategies, recomputed or {}, kept)
-    if found.saved_s and found.outlasted:  # compute waits there, so kernels may save nothing
+    if (
+        found.saved_s and found.outlasted
+    ):  # compute waits in these phases, so kernels may save nothing
         without = _evaluate(
             replace(problem, kernels={}, routes={}), strategies, recomputed or {}, kept
         )
@@ -200,7 +204,7 @@ def evaluate(
     if found.outlasted and (kept is None or _versions(found.kept) != _versions(kept)):
         return evaluate(
             problem, strategies, recomputed, found.kept
-        )  # so that the same trees follow from the kept versions
+        )  # evaluated again, so that the kept versions determine the same trees
     return found
 
 

@@ -1,61 +1,61 @@
 """The integer program, formula by formula.
 
-Indices: n op, s strategy, v variant of a value, l layout of the value, a arc (one collective), c
-reader (op and operand). The objective multiplies each variable by the number of instances that it
-stands for (`count`), so repeated layers cost one block of variables.
+Indices: op n, strategy s, variant v of a value, layout l of the value, arc a (one collective),
+reader c (op and operand). The objective multiplies each variable by its number of instances
+(`count`), so repeated layers share one block of variables.
 
 Variables:
 
     x[n,s]  ∈ {0,1}   op n runs with strategy s
     f[c,a]  ∈ [0,1]   reader c gets the value over arc a
-    r[a]    ∈ [0,1]   arc a is paid, once for all readers of the same phase
-    k[v,l]  ∈ {0,1}   version l of v is kept on the devices for backward; none if l is not keepable
+    r[a]    ∈ [0,1]   arc a is paid once for all readers of the same phase
+    k[v,l]  ∈ {0,1}   version l of v is kept on the devices for backward, if it is keepable
     h[v,l]  ∈ {0,1}   version l is stored on the hosts and fetched in backward
     rc[n,s] ∈ {0,1}   backward runs op n again with strategy s
 
 Rows:
 
     (1)  Σ_s x[n,s] = 1                                        one strategy per op
-    (2)  r[a] ≥ f[c,a]                                         an arc is paid by all its readers
+    (2)  r[a] ≥ f[c,a]                                         a reader's arc is paid
     (3)  supply(l) + Σ_{a into l} f[c,a] − Σ_{a from l} f[c,a] ≥ demand(c,l)
-                                                               each reader c is supplied in each l
+                                                               every demand of reader c is supplied
     (4)  k[v,l] + h[v,l] ≤ supply(l) + Σ_{c forward} demand(c,l)
-                                                               only what exists is kept
+                                                               a kept version exists in forward
     (5)  Σ_s rc[n,s] ≤ 1                                       an op runs again at most once
-    (9)  k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]             a version is made, or arrives, once
-         k[v,l] ≤ Σ_{c forward} demand(c,l)                    if v rests anyway
-    (19) Σ host·x + Σ count·bytes(l)·h[v,l] ≤ host budget      if something may lie on the hosts
-    (20) Σ_{s ruled out} x[n,s] ≤ 0                            if conditions restrict op n
+    (9)  k[v,l] ≤ supply(l) + Σ_{a into l} paid[a]             a version is made or arrives once
+         k[v,l] ≤ Σ_{c forward} demand(c,l)                    if v is stored in any case
+    (19) Σ host·x + Σ count·bytes(l)·h[v,l] ≤ host budget      if tensors may be stored on the hosts
+    (20) Σ_{s ruled out} x[n,s] ≤ 0                            if constraints restrict op n
 
 with
 
     demand(c,l) = Σ_{s: s reads the operand in l} x[c,s]
     supply(l)   = Σ_{s: s makes the value in l} x[producer,s]          for readers in the same phase
     supply(l)   = k[v,l] + Σ_{s: s makes l} rc[producer,s]             for backward readers of a
-                  (+ the producer's layout if the value is resident)   value of forward
+                  (+ the producer's layout if the value is resident)   forward value
 
-In rows (3), (9), (12) and (18), k[v,l] stands for k[v,l] + h[v,l]. The operands of rc are backward
+In rows (3), (9), (12) and (18), k[v,l] means k[v,l] + h[v,l]. The operands of rc are backward
 readers, except those that only ops without a use in backward need (`core.problem.Use.again`).
-Budget rows (6), (7) and (8) are in `autopar.solve.memory_rows`, rows (10) to (18), of overlap
-kernels, in `autopar.solve.kernel_rows`.
+Budget rows (6), (7) and (8) are in `autopar.solve.memory_rows`. Rows (10) to (18) for overlap
+kernels are in `autopar.solve.kernel_rows`.
 
 Objective, with the prices of `autopar.solve.prices`:
 
     minimise Σ count·price·x + Σ count·price·rc + Σ count·price(a)·r[a] + Σ count·price·h[v,l]
-             − what overlap kernels save
+             − the savings of overlap kernels
 
-Early communication that outlasts the compute next to it is added by `autopar.solve.lazy_rows`.
+`autopar.solve.lazy_rows` adds early communication that outlasts the compute which it overlaps.
 
 The flow form (3) has the same relaxation value as a table of layout pairs with far fewer variables,
-and finds chains of collectives by itself. Two readers share without rows (2): f[c,a] = g[a] +
-h[c,a], paid as g[a] + h[1,a] + h[2,a]. Versions (4, 5) replace a keep bit per op: keeping the
+and covers chains of collectives. Two readers share arcs without rows (2): f[c,a] = g[a] +
+h[c,a], paid as g[a] + h[1,a] + h[2,a]. Versions (4, 5) replace one keep bit per op: keeping the
 sharded tensor and gathering it again in backward is one of the choices, and so are ZeRO-3 and its
 mixtures, since parameters are values like others. An op whose results neither backward nor another
 op's recomputation can read has no rc. Budget rows are added on demand; without them the program is
 a relaxation.
 
-Rows (9) cut off no integer solution, only fractional ones: several readers together, or a layout at
-rest next to one that was gathered, offer more under (4) than one version. They are kept separately
+Rows (9) only cut off fractional solutions. Under (4) alone, several readers together, or a stored
+layout next to a gathered one, supply more than one version. They are kept separately
 (`Formulation.tighter`), for searches that branch. Their duals are among the multipliers of a proof
 (`autopar.certificate.bound`).
 """
@@ -86,13 +86,14 @@ CHOOSE, SHARE, FLOW, KEEP, AGAIN, BUDGET, HOST, RULED_OUT = 1, 2, 3, 4, 5, 6, 19
 
 @dataclass
 class Formulation(KernelRows):
-    """The model of a problem, where compute hides all that is early, and its variables by index."""
+    """The model of a problem if compute hides all early communication, with its variables by
+    index."""
 
     keep: dict[tuple[int, int], Column] = field(default_factory=dict)
     tighter: list[Terms] = field(default_factory=list)  # rows (9): each sum ≤ 0
     tighter_keys: list[RowKey] = field(
         default_factory=list
-    )  # of these, the variant, the layout, and which of the two it is
+    )  # (variant, layout, which of the two rows) of each
     _parts: tuple[NDArray[np.int32], Floats, Floats, Floats] | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +106,7 @@ class Formulation(KernelRows):
         self.model.minimise(self.costs(COMPUTE_BOUND))
 
     def costs(self, balance: OverlapWeights) -> Costs:
-        """The prices of variables that take time, at a balance
+        """Return the costs of variables that take time, for overlap weights
         (`autopar.core.streams.Load.priced_s`)."""
         numbers, serial_s, compute_s, early_s = self.parts()
         shares, slowdown = np.array(balance), self.problem.overlap_slowdown
@@ -115,8 +116,8 @@ class Formulation(KernelRows):
         )
 
     def parts(self) -> tuple[NDArray[np.int32], Floats, Floats, Floats]:
-        """All loads: the number of the variable, seconds in all, and per phase (second dim)
-        those of compute and early ones."""
+        """Return all loads as arrays: numbers of the variables, serial seconds, and per phase
+        (second dim) the seconds of compute and of early communication."""
         if self._parts is None:
             loads, num = [load for _, load in self.loads], len(self.loads)
             numbers = np.fromiter((variable.number for variable, _ in self.loads), np.int32, num)
@@ -130,16 +131,16 @@ class Formulation(KernelRows):
 
     @property
     def num_variables(self) -> int:
-        """Columns of the model."""
+        """Number of columns of the model."""
         return len(self.model.columns)
 
     @property
     def num_constraints(self) -> int:
-        """Rows of the model."""
+        """Number of rows of the model."""
         return len(self.model.lower)
 
     def _strategies(self) -> None:
-        """Rows (1), (5) and (20)."""
+        """Add rows (1), (5) and (20)."""
         useful, ruled_out = self._useful_again(), self.problem.ruled_out()
         for n, op in enumerate(self.problem.ops):
             self.x.append([self._binary(f"x{n}_{s}") for s in range(len(op.strategies))])
@@ -159,7 +160,7 @@ class Formulation(KernelRows):
                 ]
 
     def _host(self) -> None:
-        """Row (19), in shares of the budget."""
+        """Add row (19), in shares of the budget."""
         budget = self.problem.host_budget_bytes
         flying, values = (
             self.problem.num_in_flight,
@@ -186,11 +187,11 @@ class Formulation(KernelRows):
         return worth_recomputing(self.problem)
 
     def _has_later(self, v: int) -> bool:
-        """Whether backward's readers of values from forward have rows."""
+        """Return whether backward readers of forward values have rows."""
         return True
 
     def _demand(self, use: Use, graph: LayoutGraph, variables: list[Column]) -> Demand:
-        """layout → the strategies that read the operand in it."""
+        """Return layout → the strategies that read the operand in it."""
         result: Demand = {}
         for variable, strategy in zip(variables, self.problem.ops[use.op].strategies, strict=True):
             result.setdefault(graph.index[strategy.layouts.inputs[use.operand]], []).append(
@@ -199,7 +200,7 @@ class Formulation(KernelRows):
         return result
 
     def _supply(self, v: int, variables: list[Column]) -> Demand:
-        """layout → the strategies that make the value in it."""
+        """Return layout → the strategies that produce the value in it."""
         value = self.problem.values[self.problem.variants[v].value]
         result: Demand = {}
         for variable, strategy in zip(
@@ -285,9 +286,17 @@ class Formulation(KernelRows):
         self.tighter.append(merge_terms(terms))
 
     def _flows(self, group: RowKey, supply: Demand, demands: dict[int, Demand]) -> Demand:
-        """Rows (2) and (3) for the readers of variant `group[0]`: in its own phase, or (`group[1]`
-        is 1) in backward what forward made. Demands are by the reader's position in `uses`. Returns
-        layout → what is paid for collectives that lead to it."""
+        """Add rows (2) and (3) for the readers of variant `group[0]`: for readers in its own phase,
+        or if `group[1]` is 1 for backward readers of a forward value.
+
+        Args:
+            group: (number of the variant, 0 or 1).
+            supply: layout → variables that supply it.
+            demands: position of the reader in `uses` → its demand.
+
+        Returns:
+            Layout → the flows that are paid for collectives to it.
+        """
         variant = self.problem.variants[group[0]]
         graph = self.problem.values[variant.value].graph
         arcs = useful_arcs(
@@ -319,7 +328,7 @@ class Formulation(KernelRows):
         demand: Demand,
         flows: list[list[Column]],
     ) -> None:
-        """Rows (3) for one reader, whose flow is the sum of `flows`."""
+        """Add rows (3) for one reader, whose flow is the sum of `flows`."""
         graph = self.problem.values[self.problem.variants[reader[0]].value].graph
         balance = [list(supply.get(layout, [])) for layout in range(len(graph.layouts))]
         for flow in flows:
@@ -332,7 +341,7 @@ class Formulation(KernelRows):
                 self._row((FLOW, *reader, layout), merge_terms(terms), AT_LEAST, 0)
 
     def budget_terms(self, row: BudgetRow) -> Terms:
-        """Left side of a budget row without its reserve, in bytes."""
+        """Return the left side of a budget row without its reserve, in bytes."""
         values = [self.problem.values[variant.value] for variant in self.problem.variants]
         held, fetched = dict(row.held), dict(row.fetched)
         kept = [
@@ -365,11 +374,11 @@ class Formulation(KernelRows):
         self._row((BUDGET,), terms, AT_MOST, (self.problem.budget_bytes - row.reserve_bytes) * unit)
 
     def read_choices(self, values: Mapping[str, float]) -> Chosen:
-        """Read strategies, recomputation, kept versions and regions from the values of the
+        """Return strategies, recomputation, kept versions and regions from the values of the
         variables.
 
         Args:
-            values: by the variable's name.
+            values: name of a variable → its value.
         """
         strategies = tuple(_largest(row, values) for row in self.x)
         recomputed = {

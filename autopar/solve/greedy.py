@@ -66,12 +66,12 @@ class _Settled:
         return found
 
     def settle(self, decision: Decision, strategy: int, groups: list[int]) -> None:
-        """Record the layouts that a strategy makes and reads.
+        """Record the layouts that a strategy computes and reads.
 
         Args:
             decision: the decision of the op.
             strategy: its chosen strategy.
-            groups: indices of the ascent's groups whose tensor the decision makes or reads.
+            groups: indices of the ascent's groups whose tensor the decision computes or reads.
         """
         for g in groups:
             group = self.ascent.groups[g]
@@ -123,18 +123,19 @@ def decide_greedily(ascent: Ascent, *, back: bool = False) -> tuple[int, ...]:
     return tuple(found[decision.place] for decision in ascent.x)
 
 
-_HUGE = 100_000  # columns, about: from here on
-# relative distance: beyond, communication decides, and plans are poor before potentials are nearly
-# optimal
+_HUGE = 100_000  # approximate number of columns from which a program is huge
+# relative distance of plan and bound above which communication decides, and plans are poor until
+# potentials are nearly optimal
 _NEAR = 0.5
-_SWEEPS = (8, 8, 16, 32, 64)  # at a time
+_SWEEPS = (8, 8, 16, 32, 64)  # sweeps between plans
 _CONVERGED = (
     8,
     8,
     16,
     32,
-)  # where communication decides: for as long as the bound hardly rises any more
-# as often as last time's gain may be gained still; not after the first time, when plans are poor
+)  # sweeps if communication decides, until the bound hardly rises
+# the ascent ends if the gap exceeds this multiple of the last gain; not after the first sweeps,
+# when plans are poor
 _HOPE = 3.0
 
 

@@ -27,17 +27,16 @@ from autopar.solve.lp import Columns, Costs, Floats, Model, Rows
 # --------------------------------------------------------------------------------------------------
 # A relaxation that starts from given duals.
 #
-# The simplex method starts from duals of 0, which prove next to nothing. For Llama-3 8B on three
-# axes it takes 35,000 steps to the optimum, as long as everything else together. Dual ascent
-# (`autopar.solve.dual_ascent`) comes close to the optimum in a fraction of that time, but not at a
-# vertex, so no basis describes its result. So the program is written with its reduced costs at
+# The simplex method starts from duals of 0, which prove nearly nothing. For Llama-3 8B on three
+# axes it takes 35,000 steps to the optimum, as long as all other steps of the search together. Dual
+# ascent (`autopar.solve.dual_ascent`) gets close to the optimum in a fraction of that time, but not
+# at a vertex, so no basis describes its result. So the program is written with its reduced costs at
 # these duals y0, and with a slack column s for each row:
 #
-# minimise (c − Aᵀy0)·x + |y0|·s A x − sign(y0) s = b where y0 ≠ 0, s ≥ 0
+#     minimise (c − Aᵀy0)·x + |y0|·s      A x − sign(y0) s = b if y0 ≠ 0, s ≥ 0
 #
 # The program is equivalent: A x = b + sign(y0) s gives c·x − y0·b. Its duals are y − y0, which
 # start from 0. Some thousand steps remain.
-# where they begin. From there some thousand steps are left.
 
 
 class Begun:
@@ -102,8 +101,8 @@ class Begun:
 # The work of a search in steps of the simplex method instead of seconds. It is the same in every
 # run, so a work limit gives the same plan.
 
-_BEGINNING = 1000  # steps: what a run takes that needs none
-_MOST = 2**31 - 1  # the largest limit that HiGHS takes
+_BEGINNING = 1000  # cost in steps of a run that needs no steps
+_MOST = 2**31 - 1  # the largest limit that HiGHS accepts
 
 
 @dataclass(slots=True)
@@ -141,10 +140,10 @@ _INF = highspy.kHighsInf
 _INTERIOR_STEP = 200  # simplex steps per step of the interior point method
 _FEASIBLE = 2  # code of HiGHS for a feasible primal solution
 _SIMPLEX: Options = {"solver": "simplex"}
-# columns: from here on presolve takes longer than what it removes (a fifth of a U-Net's and of T5's
-# relaxation)
+# number of columns from which presolve takes longer than it saves (it removes a fifth of the
+# relaxations of a U-Net and of T5)
 _LARGE = 50_000
-# The bound is computed from the duals, so an inexact solution costs only its inexactness.
+# The bound is computed from the duals, so an inexact solution only lowers it slightly.
 _INTERIOR: Options = {"solver": "ipx", "run_crossover": "off", "ipm_optimality_tolerance": 1e-5}
 # Strong branching and restarts take most of the time of a tree of few nodes, and seldom help it.
 _QUICK: Options = {"mip_pscost_minreliable": 0, "mip_allow_restart": False}
@@ -156,10 +155,10 @@ class Relaxation:
 
     Attributes:
         bound: lower bound of the program.
-        reduced: d per column.
-        duals: y per row.
-        values: the values of the columns; `exact` tells whether they are a vertex of the
-            relaxation.
+        reduced: d, by column.
+        duals: y, by row.
+        values: the values of the columns.
+        exact: whether the values are a vertex of the relaxation.
     """
 
     bound: float
@@ -191,7 +190,7 @@ class TimeLimit:
         self.timed_out = self.waits = False
 
     def left_s(self) -> float:
-        """Seconds that the next run may take."""
+        """Return the seconds that the next run may take."""
         return math.inf if self.waits else max(self._end - time.monotonic(), 0.1)
 
     def note(self, status: highspy.HighsModelStatus) -> None:
@@ -386,12 +385,12 @@ class Engine:
 
 
 def proof(cost: Floats, rows: Rows, duals: Floats) -> tuple[float, Floats, Floats]:
-    """Prove a lower bound by weak duality (see the module); columns lie in [0, 1].
+    """Prove a lower bound by weak duality (see the module docstring). Columns are in [0, 1].
 
     Args:
-        cost: by column.
+        cost: cost of each column.
         rows: the rows of the program.
-        duals: y by row; missing duals count as 0.
+        duals: y, by row; missing duals count as 0.
 
     Returns:
         The bound, the reduced costs d by column, and the duals with wrong signs set to 0.
@@ -493,12 +492,14 @@ class Live:
         """Solve within bounds of the columns.
 
         Args:
-            most: simplex steps, if the work that is left allows for as many. Bounds between which
-                next to nothing is left can lead round in circles.
+            lower: lower bounds of the columns.
+            upper: upper bounds of the columns.
+            most: limit of simplex steps, in addition to the work limit. The method may cycle if the
+                bounds leave almost no room.
 
         Returns:
-            None if nothing is within these bounds. Where the time or the steps ran out, what the
-            duals of the moment prove, and after the steps no values.
+            None if there is no solution within these bounds. At a limit of time or steps, the bound
+            that the current duals prove; at the limit of steps without values.
         """
         changed = self._numbers[(lower != self._bounds[0]) | (upper != self._bounds[1])]
         self._highs.changeColsBounds(len(changed), changed, lower[changed], upper[changed])

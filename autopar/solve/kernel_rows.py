@@ -1,24 +1,24 @@
-"""The rows of the program for collective-overlap kernels (`autopar.cost.kernel_offers`) and for
-routes (`autopar.cost.expert_routes`).
+"""The rows of the program for overlap kernels (`autopar.cost.kernel_offers`) and for routes
+(`autopar.cost.expert_routes`).
 
-Indices and variables as in `autopar.solve.formulation`; g is a kernel, b a region of memory that
-ranks share.
+Indices and variables are those of `autopar.solve.formulation`; g is a kernel, b a region of memory
+that ranks share.
 
-    h[g,a] ∈ [0,1]    kernel g, a product with one of some strategies, does arc a as well
-    Σ_g h[g,a] ≤ r[a]                                    an arc is done by one kernel           (10)
-    Σ_a h[g,a] ≤ Σ_{s of g} x[n,s], or rc                a product does one arc of a variant    (11)
-    Σ_g h[g,a] + y ≤ supply(tail(a))                     what a product scatters at once is nowhere
-                                                         in one piece:  (12)
-        y: r of another arc from there, a reader's demand for it, or the version k that is kept
-    z[b] ∈ {0,1}      region b is there, through which some kernels reach their peers; its bytes
-                      stand in every budget row
-    Σ_{a through b} h[g,a] ≤ z[b]                        for all its users once                 (13)
-    Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]          m makes the last addend of what n of (11) adds up   (14)
-    Σ_a h[g,a] + Σ_a h[e,a] ≤ 1               a product is cut one way: g gathers, e scatters   (15)
-    Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]    m adds up or norms what g scatters, which g does as well  (16)
-    h[g,a] + k ≤ 1                      and then what arrives by itself is nowhere to be kept   (18)
-    t[n,s] ∈ [0,1]    what op n sends with strategy s takes its route; likewise as it runs again
-    t[n,s] ≤ x[n,s], or rc        and t[n,s] ≤ z[b] of all regions b that the route takes       (17)
+    h[g,a] ∈ [0,1]    kernel g, a product with one of some strategies, also computes arc a
+    Σ_g h[g,a] ≤ r[a]                                    one kernel per arc                     (10)
+    Σ_a h[g,a] ≤ Σ_{s of g} x[n,s], or rc                one arc of a variant per product       (11)
+    Σ_g h[g,a] + y ≤ supply(tail(a))                     a result that a product scatters never
+                                                         exists as a whole                      (12)
+        y: r of another arc from there, a reader's demand for it, or the kept version k
+    z[b] ∈ {0,1}      region b is allocated, through which some kernels reach their peers; every
+                      budget row contains its bytes
+    Σ_{a through b} h[g,a] ≤ z[b]                        once for all its users                 (13)
+    Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]    m computes the last addend of the sum n of (11)           (14)
+    Σ_a h[g,a] + Σ_a h[e,a] ≤ 1       a product is cut one way: g gathers, e scatters           (15)
+    Σ_a h[g,a] ≤ Σ_{s of m} x[m,s]    m adds or norms the result that g scatters; g does both   (16)
+    h[g,a] + k ≤ 1                    and the scattered result alone cannot be kept             (18)
+    t[n,s] ∈ [0,1]    op n with strategy s sends by its route; likewise for its recomputation
+    t[n,s] ≤ x[n,s], or rc            and t[n,s] ≤ z[b] for all regions b of the route          (17)
 
 No certificate has multipliers of rows (12) to (18).
 """
@@ -37,8 +37,7 @@ from autopar.solve.prices import routed_load, saved_load
 
 ARC, PRODUCT, WHOLE, REGION, ADDEND, WAY, ALSO, ROUTE, UNSEEN = 10, 11, 12, 13, 14, 15, 16, 17, 18
 RowKey = tuple[int, ...]
-"""Number of the formula, then the indices that stand in it: what a row is, whatever its
-position."""
+"""Number of the formula and its indices. It identifies a row regardless of its position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class KernelTerms:
     """Terms of kernels, collected for rows of several variants.
 
     Attributes:
-        scattered: variant and layout → kernels that scatter it, by collective.
+        scattered: (variant, layout) → kernels that scatter it, by collective.
         unseen: the same for kernels that also run the reader.
         ways: product → kind of collective → kernels that run one.
     """
@@ -98,7 +97,7 @@ class KernelRows:
         demands: Mapping[int, Demand],
     ) -> None:
         """Add rows (10) to (16) of the kernels that run a collective of variant `group[0]`, and
-        their terms of rows (18); `paid` has the columns that `_flows` pays, per arc."""
+        their terms of rows (18). `paid` has, for each arc, the columns that `_flows` pays."""
         v, late = group[0], bool(group[1])
         doing: dict[int, Terms] = {}
         for i, kernel in enumerate(self.problem.kernels.get((v, late), ())):
@@ -159,8 +158,8 @@ class KernelRows:
         supply: Demand,
         demands: Mapping[int, Demand],
     ) -> None:
-        """Rows (12) of the other arcs and readers of what a kernel scatters, if arc `a` is a
-        reduce-scatter; the terms of those of kept versions."""
+        """Add rows (12) of the other arcs and readers of the result that a kernel scatters, if arc
+        `a` is a reduce-scatter. Collect the terms of the rows of kept versions."""
         v, late = group[0], bool(group[1])
         graph = self.problem.values[self.problem.variants[v].value].graph
         if graph.arcs[a].collective.kind != "reduce_scatter":

@@ -1,5 +1,5 @@
-"""Rows that are added to the program only after a plan breaks them: budget rows, and the excess of
-a phase.
+"""Rows that are added to the program only after a plan violates them: budget rows, and the excess
+of a phase.
 
 The rows are numbered: budget rows in their order, then one row per phase.
 """
@@ -31,16 +31,20 @@ from autopar.solve.memory_rows import BudgetRow, budget_rows, unsure_bytes
 # the prices of λ = 1 − y (`autopar.solve.prices`). The unit u is the time of a known plan: a plan
 # with a larger excess is slower than that plan.
 
-Line = tuple[list[int], list[float], float, float]  # columns, coefficients, lower and upper side
+Line = tuple[
+    list[int], list[float], float, float
+]  # (columns, coefficients, lower bound, upper bound)
 _DIGITS = 6  # digits of λ
 
 
 @dataclass
 class Excess:
-    """The excess of each phase; columns are shares of the unit.
+    """The excess of each phase. Its columns are shares of the unit.
 
     Attributes:
-        unit: of the program; 0 until a row comes in.
+        program: the program.
+        variables: the column of each phase.
+        unit: the unit in the program's unit; 0 until a row is added.
     """
 
     program: Formulation
@@ -48,24 +52,25 @@ class Excess:
     unit: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.variables:  # of the same program, for another problem's moments
+        if self.variables:  # the same program, copied for another problem's moments
             return
         self.variables = tuple(self.program.model.add_column(f"excess_{phase}") for phase in PHASES)
-        for variable in self.variables:  # at any price: without a row it is 0
+        for variable in self.variables:  # their price has no effect: without a row they are 0
             self.program.model.costs[variable.number] = 1.0
 
     def columns(self, engine: Engine) -> list[int]:
-        """The engine's columns of the excess, one per phase."""
+        """Return the engine's columns of the excess, one per phase."""
         return [engine.column[variable.name] for variable in self.variables]
 
     def price(self, engine: Engine, step_s: float) -> Floats:
-        """The engine's costs with those of the excess, the first time in the unit of a step."""
+        """Return the engine's costs including those of the excess. The first call sets the unit to
+        the time of a step."""
         self.unit = self.unit or step_s * SCALE
         engine.cost[self.columns(engine)] = self.unit
         return engine.cost
 
     def line(self, engine: Engine, phase: int) -> Line:
-        """The row of a phase, in units."""
+        """Return the row of a phase, in units."""
         terms = self._terms(phase)
         return (
             [engine.column[variable.name] for variable, _ in terms],
@@ -75,13 +80,13 @@ class Excess:
         )
 
     def add(self, phase: int, step_s: float) -> None:
-        """Bring a row into the model itself."""
+        """Add a row to the model itself."""
         self.unit = self.unit or step_s * SCALE
         self.program.model.add_row(self._terms(phase), AT_LEAST, 0.0)
         self.program.model.costs[self.variables[phase].number] = self.unit
 
     def _terms(self, phase: int) -> Terms:
-        """(C − (1 − s)·P)/u + e, which is at least 0."""
+        """Return the terms of (C − (1 − s)·P)/u + e, which must be at least 0."""
         slowdown = self.program.problem.overlap_slowdown
         numbers, _, compute_s, early_s = self.program.parts()
         parts = (compute_s[:, phase] - (1.0 - slowdown) * early_s[:, phase]) * SCALE / self.unit
@@ -92,7 +97,7 @@ class Excess:
         ]
 
     def balance(self, duals: dict[int, float]) -> OverlapWeights:
-        """λ per phase from the duals of the rows that are in."""
+        """Return λ of each phase from the duals of the added rows."""
         if not self.unit:
             return COMPUTE_BOUND
         forward, backward = (
@@ -103,17 +108,18 @@ class Excess:
 
 
 # --------------------------------------------------------------------------------------------------
-# Budget rows, and which rows are in.
+# Budget rows, and the rows that were added.
 
-_NEW = 3  # budget rows at a time
+_NEW = 3  # budget rows that are added at a time
 
 
 def budget_matrix(engine: Engine, program: Formulation, rows: Sequence[BudgetRow]) -> Rows:
-    """Build budget rows over the engine's columns, in shares of the budget.
+    """Return budget rows over the engine's columns, in shares of the budget.
 
     Args:
-        engine, program: the program, and its arrays.
-        rows: those to build, in their order.
+        engine: the arrays of the program.
+        program: the program.
+        rows: the rows, in order.
     """
     unit = 1.0 / max(program.problem.budget_bytes, 1)
     lines = []
@@ -133,7 +139,8 @@ def budget_matrix(engine: Engine, program: Formulation, rows: Sequence[BudgetRow
 
 @dataclass
 class Incoming:
-    """All such rows of a problem, and which of them are in, in the order in which they came."""
+    """All such rows of a problem, and the numbers of the added rows in the order of their
+    addition."""
 
     program: Formulation
     engine: Engine
@@ -146,24 +153,24 @@ class Incoming:
 
     @property
     def budget(self) -> list[int]:
-        """Budget rows that are in."""
+        """The budget rows that were added."""
         return [r for r in self.active if r < len(self.rows)]
 
     @property
     def phases(self) -> list[int]:
-        """Those whose excess is in."""
+        """The phases whose excess was added."""
         return [r - len(self.rows) for r in self.active if r >= len(self.rows)]
 
     @property
     def reserves(self) -> bool:
-        """Whether a row that is in holds something back."""
+        """Whether an added row has a reserve."""
         return any(unsure_bytes(self.program.problem, self.rows[r]) for r in self.budget)
 
     def over(self, evaluation: Evaluation) -> list[int] | None:
-        """List the rows to add after a plan exceeds the budget, the worst first.
+        """Return the rows to add after a plan exceeds the budget, the worst first.
 
         Returns:
-            The rows; none if one that the plan breaks is in already. None if the plan fits.
+            The rows; empty if a violated row was already added. None if the plan fits.
         """
         over = {
             r: size - self.program.problem.budget_bytes
@@ -173,21 +180,22 @@ class Incoming:
         if not broken:
             return (
                 None if evaluation.host_bytes <= self.program.problem.host_budget_bytes else []
-            )  # row (19) is in from the start
+            )  # row (19) is in the program from the start
         return (
             [] if set(broken) & set(self.active) else sorted(broken, key=lambda r: -over[r])[:_NEW]
         )
 
     def rows_if_outlasted(self, evaluation: Evaluation) -> list[int]:
-        """List the rows to add after a plan whose communication outlasts compute: both phases'."""
+        """Return the rows to add after a plan whose communication outlasts compute: those of both
+        phases."""
         return self.excesses() if evaluation.outlasted else []
 
     def excesses(self) -> list[int]:
-        """List both phases' rows, if they are not in yet."""
+        """Return the rows of both phases, if they were not added yet."""
         return [] if self.phases else [len(self.rows) + phase for phase in range(len(PHASES))]
 
     def matrix(self, rows: Sequence[int]) -> Rows:
-        """Build these rows over the engine's columns, budget rows first."""
+        """Return these rows over the engine's columns, budget rows first."""
         budget = budget_matrix(
             self.engine, self.program, [self.rows[r] for r in rows if r < len(self.rows)]
         )
@@ -195,10 +203,10 @@ class Incoming:
         return budget.plus(Rows.of([self.excess.line(self.engine, phase) for phase in phases]))
 
     def with_excess(self, columns: Columns) -> Columns:
-        """Add the columns of the excess, without which its rows do not hold, to a mask."""
+        """Add the columns of the excess to a mask, since its rows need them."""
         columns[self.excess.columns(self.engine)] = True
         return columns
 
     def sizes(self) -> Floats:
-        """Per column its largest share of a budget in the rows that are in."""
+        """Return the largest share of a budget that each column has in the added rows."""
         return self.matrix(self.budget).most(len(self.engine.names))

@@ -1,8 +1,8 @@
-"""A linear program as arrays, for either solver: columns in [0, 1], their costs, and rows.
+"""A linear program as arrays: columns in [0, 1] with costs, and rows.
 
-Some hundred thousand columns are usual, so that an object of PuLP's for each, and an expression for
-each row, took longer than the solver did. Here a row goes straight into arrays, which HiGHS takes
-as they are (`autopar.solve.highs`); of the same arrays a PuLP model is made for its solvers
+A program usually has some hundred thousand columns. One PuLP object per column and one expression
+per row took longer than the solver. Rows are appended to arrays instead, which HiGHS takes without
+conversion (`autopar.solve.highs`). PuLP models for other solvers are built from these arrays
 (`autopar.solve.pulp_models`).
 """
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """A variable in [0, 1]; `number` counts them in the order in which they were made."""
+    """A variable in [0, 1]. `number` is its position in the order of creation."""
 
     number: int
     name: str
@@ -28,19 +28,21 @@ class Column:
 
 Terms = list[tuple[Column, float]]
 Costs = tuple[NDArray[np.int32], NDArray[np.float64]]
-"""Numbers of columns, and the cost of each."""
+"""Numbers of columns, and their costs."""
 EQUAL, AT_MOST, AT_LEAST = "=", "≤", "≥"
 
 
 @dataclass(slots=True)
 class Model:
-    """Minimise Σ cost·column, within the rows.
+    """Minimise Σ cost·column subject to the rows.
 
     Attributes:
-        costs: by the column's number.
-        starts, numbers, values: row i has entries starts[i]:starts[i+1]; an entry is a column's
-            number and a value.
-        lower, upper: sides of the rows.
+        columns: the columns, in order.
+        costs: cost of each column.
+        starts: row i has entries starts[i]:starts[i+1].
+        numbers: number of the column of each entry.
+        values: coefficient of each entry.
+        lower, upper: bounds of each row.
     """
 
     columns: list[Column] = field(default_factory=list)
@@ -52,17 +54,17 @@ class Model:
     upper: array[float] = field(default_factory=lambda: array("d"))
 
     def add_column(self, name: str, *, integer: bool = False) -> Column:
-        """Append a column in [0, 1], at no cost; each name occurs once."""
+        """Append a column in [0, 1] without cost. Each name must be unique."""
         column = Column(len(self.columns), name, integer)
         self.columns.append(column)
         self.costs.append(0.0)
         return column
 
     def add_row(self, terms: Sequence[tuple[Column, float]], sense: str, right: float) -> None:
-        """Append the row Σ value·column, compared with the right side.
+        """Append the row Σ coefficient·column, compared with the right side.
 
         Args:
-            terms: columns and values; no column occurs twice.
+            terms: columns and coefficients; no column occurs twice.
             sense: `EQUAL`, `AT_MOST` or `AT_LEAST`.
             right: the right side.
         """
@@ -73,7 +75,7 @@ class Model:
         self.upper.append(math.inf if sense == AT_LEAST else right)
 
     def minimise(self, costs: Costs) -> None:
-        """Replace the costs of all columns; those that are not given are 0."""
+        """Replace the costs of all columns. The cost of columns that are not listed is 0."""
         found = np.zeros(len(self.columns))
         found[costs[0]] = costs[1]
         self.costs = array("d", found.tobytes())
@@ -98,7 +100,7 @@ class Rows:
 
     @staticmethod
     def of(rows: Sequence[tuple[Sequence[int], Sequence[float], float, float]]) -> Rows:
-        """From (indices, values, lower, upper) per row."""
+        """Return rows from (indices, values, lower, upper) of each row."""
         starts = np.cumsum([0, *(len(r[0]) for r in rows)]).astype(np.int32)
         indices = np.fromiter((i for r in rows for i in r[0]), np.int32, int(starts[-1]))
         values = np.fromiter((c for r in rows for c in r[1]), np.float64, int(starts[-1]))
@@ -111,7 +113,7 @@ class Rows:
         )
 
     def plus(self, other: Rows) -> Rows:
-        """These rows, then the other ones."""
+        """Return these rows followed by the other ones."""
         starts = np.concatenate([self.starts, other.starts[1:] + self.starts[-1]]).astype(np.int32)
         pairs = (
             (getattr(self, name), getattr(other, name))
@@ -120,13 +122,14 @@ class Rows:
         return Rows(starts, *map(np.concatenate, pairs))
 
     def most(self, num_columns: int) -> Floats:
-        """Per column its largest entry; 0 if there is none."""
+        """Return the largest entry of each column; 0 if there is none."""
         found = np.zeros(num_columns)
         np.maximum.at(found, self.indices, self.values)
         return found
 
     def only(self, columns: Columns) -> Rows:
-        """The rows over some columns, which are renumbered; the others are 0."""
+        """Return the rows restricted to some columns, which are renumbered. The other columns are
+        0."""
         here = columns[self.indices]
         starts = np.concatenate([[0], np.cumsum(here)])[self.starts].astype(np.int32)
         number = np.cumsum(columns) - 1
@@ -139,13 +142,13 @@ class Rows:
         )
 
     def drop_wrong_signs(self, duals: Floats) -> Floats:
-        """Set duals of a wrong sign to 0."""
+        """Return the duals with those of a wrong sign set to 0."""
         duals = np.where(np.isinf(self.lower), np.minimum(duals, 0.0), duals)
         return np.where(np.isinf(self.upper), np.maximum(duals, 0.0), duals)
 
     def times(self, duals: Floats, num_columns: int) -> Floats:
-        """Aᵀy, by column."""
+        """Return Aᵀy, by column."""
         weights = self.values * np.repeat(duals, np.diff(self.starts))
         return np.bincount(self.indices, weights=weights, minlength=num_columns).astype(
             np.float64
-        )  # of nothing, whole numbers
+        )  # without rows bincount returns integers

@@ -4,13 +4,13 @@
     (7) end of backward     Σ (static + gradient)·x                                         ≤ budget
     (8) each moment         Σ static·x + Σ held·bytes(l)·k[v,l] + Σ live·x + Σ again·rc + reserve  ≤
                             budget
-        and there bytes(l) of what is stored on the hosts, h[v,l], while it is back from there
+        plus bytes(l)·h[v,l] of versions on the hosts while they are fetched
 
 With f microbatches in flight, f − 1 of them are held in full in (8), and f in (6). If gradients are
-added to sums, these are held in all three rows, and a gradient is freed once it is added.
+added to sums, the sums are held in all three rows, and a gradient is freed once it is added.
 
 Without reserves and values fetched from the hosts, each row counts only the bytes that are live in
-any plan, so that no plan whose peak fits is cut off.
+every plan, so that no plan whose peak fits is cut off.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ KEPT_ROW, GRADIENT_ROW = "start of backward", "end of backward"
 
 @dataclass(frozen=True, slots=True)
 class BudgetRow:
-    """One row: instances held per variant, bytes per strategy of some ops and of some that run
-    again, and a constant."""
+    """One row: the numbers of held instances per variant, the bytes per strategy of some ops and of
+    some recomputed ops, and a constant."""
 
     name: str
     held: tuple[tuple[int, int], ...]
@@ -67,7 +67,7 @@ class BudgetRow:
         )
 
     def strategy_bytes(self, problem: Problem) -> Iterator[tuple[int, int, int]]:
-        """Generate (op, strategy, bytes) with bytes > 0: the coefficients of x."""
+        """Yield (op, strategy, bytes) with bytes > 0: the coefficients of x."""
         live: dict[int, list[tuple[int, ...]]] = {}
         for n, sizes in self.live:
             live.setdefault(n, []).append(sizes)

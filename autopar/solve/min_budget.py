@@ -24,7 +24,7 @@ from autopar.solve.highs import Engine, Relaxation
 from autopar.solve.lp import Columns, Rows
 from autopar.solve.memory_rows import BudgetRow, budget_rows
 
-# of the bound: columns whose reduced costs are no larger form the first restricted program
+# share of the bound: columns with smaller reduced costs form the first restricted program
 _FIRST_SHARE = 1e-6
 _GROWTH = 1.25  # columns of each further restricted program, as a multiple of those before
 _ROUNDS, _NODES = 6, 50
@@ -201,7 +201,7 @@ def _plan(
     *,
     quick: bool = False,
 ) -> tuple[Solution | None, tuple[int, ...]]:
-    """A plan with a small peak and its budget rows, or nothing."""
+    """Return a plan with a small peak, and its budget rows; None and no rows if there is none."""
     for columns in _grow_columns(relaxation):
         columns[engine.column["peak"]] = True
         found = engine.solve_restricted(

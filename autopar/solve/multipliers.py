@@ -1,19 +1,19 @@
 """The duals that a plan stores to prove its bound by arithmetic alone: few duals with few digits.
 
-Stored are the potentials y of rows (3), the duals of rows (9), those of k[v,l] ≤ 1 if there are
-rows (9), and the prices of budget rows. Any multipliers of the right sign prove a bound, so
-rounding only lowers the bound a little. The duals of the other rows follow from these, each the
-best given the others, with d = cost − Aᵀy over the rows that are known so far (names of rows and
-columns as in `autopar.solve.formulation`):
+These are the potentials y of rows (3), the duals of rows (9), those of k[v,l] ≤ 1 if there are rows
+(9), and the prices of budget rows. Any multipliers of the right sign prove a bound, so rounding
+only lowers the bound slightly. The duals of the other rows follow from these. Each is the best,
+given the others, with d = cost − Aᵀy over the rows that are known so far (names of rows and columns
+as in `autopar.solve.formulation`):
 
-    (2)  max(0, −d[f])           then no reader's flow has a negative reduced cost, and what they
-                                 pay together decides
-    (4)  min(0, d[k], d[h])      then no version has one
-    (10) −max(0, min d[f])       over the flows that pay for the collective: what it costs beyond
-                                 its worth, kernels may save
-    (11) min(0, min_a d[h])      what they save beyond that, comes from the product
+    (2)  max(0, −d[f])           then no reader's flow has a negative reduced cost, and their total
+                                 payment decides
+    (4)  min(0, d[k], d[h])      then no version has a negative reduced cost
+    (10) −max(0, min d[f])       over the flows that pay for the collective: kernels may save its
+                                 cost beyond its worth
+    (11) min(0, min_a d[h])      the product gets their savings beyond that
     (5)  min(0, min_s d[rc])     at most one strategy
-    (20) as far below 0 as rules these strategies out of the least of (1)
+    (20) low enough to rule these strategies out of the least of (1)
     (1)  min_s d[x]              exactly one strategy
 """
 
@@ -44,7 +44,7 @@ from autopar.solve.lp import Floats, Rows
 _DIGITS = 5  # significant digits: the bound of Llama-3 8B loses 5e-5, and 4e-4 with one digit less
 _LEAST = 1e-7  # duals below this share of the largest cost are dropped
 _LEAST_PRICE = (
-    1e-5  # share of the largest price of memory: below stands what is left of an inexact solution
+    1e-5  # share of the largest price of memory; smaller prices are errors of an inexact solution
 )
 
 
@@ -139,12 +139,13 @@ def _round_duals(duals: Floats) -> Floats:
 def complete_duals(
     program: Formulation, engine: Engine, cost: Floats, known: Floats, further: Rows, theirs: Floats
 ) -> Floats:
-    """Complete the duals of the engine's rows from the stored duals (see the module).
+    """Complete the duals of the engine's rows from the stored duals (see the module docstring).
 
     Args:
-        program, engine: the program, and its arrays.
-        cost: by column, in the program's unit.
-        known: by row of the engine: the potentials of rows (3), 0 for other rows.
+        program: the program.
+        engine: the arrays of the program.
+        cost: cost of each column, in the program's unit.
+        known: for each row of the engine, the potentials of rows (3), and 0 for other rows.
         further: rows beyond the engine's.
         theirs: duals of `further`.
 

@@ -1,5 +1,5 @@
-"""Paths in layout graphs: the collectives that can carry a tensor, pieces of the program's rows,
-and the error if some reader cannot be reached."""
+"""Paths in layout graphs: the collectives that can move a tensor between layouts, pieces of the
+program's rows, and the error if a reader cannot be reached."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from autopar.solve.lp import Column, Terms
 
 
 def useful_arcs(graph: LayoutGraph, supplied: Iterable[int], wanted: Iterable[int]) -> list[int]:
-    """List the arcs that lie on some path from a supplied to a wanted layout.
+    """List the arcs on paths from a supplied to a wanted layout.
 
     Args:
         graph: the layouts and collectives of a value.
-        supplied, wanted: indices of layouts.
+        supplied: indices of supplied layouts.
+        wanted: indices of wanted layouts.
+
+    Returns:
+        Indices of arcs.
     """
     forward = reach(graph, supplied, backwards=False)
     backward = reach(graph, wanted, backwards=True)
@@ -25,8 +29,8 @@ def useful_arcs(graph: LayoutGraph, supplied: Iterable[int], wanted: Iterable[in
 
 
 def reach(graph: LayoutGraph, start: Iterable[int], *, backwards: bool) -> set[int]:
-    """The layouts that arcs lead to from `start`, or `backwards` those from which they lead
-    there."""
+    """Return the layouts that arcs reach from `start` or, with `backwards`, the layouts from which
+    arcs reach `start`."""
     seen, stack = set(start), list(start)
     steps: dict[int, list[int]] = {}
     for arc in graph.arcs:
@@ -47,7 +51,7 @@ Demand = dict[int, Terms]  # layout → variables
 
 
 def worth_recomputing(problem: Problem) -> set[int]:
-    """Find the ops of which backward, or another of these ops run again, reads a result."""
+    """Return the ops whose results backward, or the recomputation of another such op, reads."""
     made_by: dict[int, list[int]] = {}
     useful: set[int] = set()
     for variant in problem.variants:
@@ -68,7 +72,7 @@ def worth_recomputing(problem: Problem) -> set[int]:
 
 
 def merge_terms(terms: Terms) -> Terms:
-    """Terms with each variable once (a strategy may both make and read a layout)."""
+    """Merge terms of the same variable. A strategy may both produce and read a layout."""
     total: dict[Column, float] = {}
     for variable, coefficient in terms:
         total[variable] = total.get(variable, 0.0) + coefficient
@@ -78,12 +82,12 @@ def merge_terms(terms: Terms) -> Terms:
 def arriving_flows(
     graph: LayoutGraph, arcs: Sequence[int], flows: Iterable[Sequence[Column]]
 ) -> Demand:
-    """Collect, by layout, the flows over arcs that lead to it.
+    """Return layout → the flows over arcs that lead to it.
 
     Args:
         graph: the layouts and collectives of a value.
         arcs: indices of collectives.
-        flows: each has one column per arc.
+        flows: lists of columns, one column per arc.
     """
     found: Demand = {}
     for flow in flows:
@@ -93,14 +97,14 @@ def arriving_flows(
 
 
 # --------------------------------------------------------------------------------------------------
-# Why no assignment of layouts is legal, regardless of memory: the op that refuses, if one tensor
-# alone shows it.
+# The reason why no assignment of layouts is legal, regardless of memory: the op or the tensor at
+# fault, if a single tensor shows it.
 
-_MOST = 4  # layouts that are named
+_MOST = 4  # largest number of listed layouts
 
 
 def refusal(problem: Problem) -> InfeasibleError:
-    """Make the error for a problem that has no legal assignment."""
+    """Return the error for a problem without a legal assignment."""
     what = "no legal assignment of layouts exists"
     found = next(_refusals(problem), "")
     remedy = "relax the constraints; each op needs a strategy that satisfies them"
@@ -108,14 +112,16 @@ def refusal(problem: Problem) -> InfeasibleError:
 
 
 def _refusals(problem: Problem) -> Iterator[str]:
-    """Name each op that has no strategy, and each reader that no available layout leads to."""
+    """Yield a text for each op without a strategy, and for each reader that collectives do not
+    reach."""
     yield from (f"{op.key} has no strategy" for op in problem.ops if not op.strategies)
     for variant in problem.variants:
         yield from _find_unreached(problem, variant)
 
 
 def _find_unreached(problem: Problem, variant: Variant) -> Iterator[str]:
-    """Name each use that no collectives lead to from the layouts in which the tensor is made."""
+    """Yield a text for each use that collectives do not reach from the layouts in which the tensor
+    is computed."""
     value = problem.values[variant.value]
     graph = value.graph
     made = [s.layouts.outputs[value.result] for s in problem.ops[value.op].strategies]

@@ -21,7 +21,7 @@ from autopar.core.streams import Load
 from autopar.solve.prices import saved_load
 
 Chosen = tuple[Sequence[int], Mapping[int, int]]
-"""The strategy per op, and those of recomputed ops."""
+"""The strategy of each op, and those of recomputed ops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Moves(Protocol):
 
     @property
     def taken(self) -> Mapping[int, Taken]:
-        """Position of a collective among `arcs` → the kernel that does it."""
+        """Position of a collective among `arcs` → the kernel that runs it."""
         ...
 
 
@@ -53,19 +53,19 @@ M = TypeVar("M", bound=Moves)
 
 
 def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[OverlapKernel, ...]:
-    """List the offered kernels of which each op runs with one of the kernel's strategies: the
-    product, and the ops that the kernel adds to it or does after it.
+    """Return the offered kernels whose ops all run with one of the kernel's strategies: the
+    product, and the ops that the kernel adds to it or runs after it.
 
     Args:
-        problem: that offers kernels.
+        problem: the problem.
         v: index of the variant that is moved.
-        late: whether in backward, what forward made.
+        late: whether backward reads a forward value.
         chosen: strategies, and those of ops that backward recomputes.
     """
     now, again = chosen
 
     def runs(kernel: OverlapKernel) -> bool:
-        """Whether each op of the kernel has one of the strategies that it needs."""
+        """Return whether each op of the kernel has one of the required strategies."""
         needed = (kernel.op, kernel.strategies), kernel.product, *kernel.also
         return all(
             (again.get(op, -1) if kernel.again else now[op]) in strategies
@@ -78,7 +78,7 @@ def usable(problem: Problem, v: int, late: bool, chosen: Chosen) -> tuple[Overla
 def most_saved(
     graph: LayoutGraph, kernels: Sequence[OverlapKernel]
 ) -> dict[tuple[int, int], float]:
-    """Map the ends of an arc to the most that a kernel saves there."""
+    """Return (source, target) of an arc → the largest saving of a kernel there."""
     most: dict[tuple[int, int], float] = {}
     for hidden in (hidden for kernel in kernels for hidden in kernel.hides):
         ends = graph.arcs[hidden.arc].src, graph.arcs[hidden.arc].dst
@@ -96,14 +96,14 @@ def pick_kernels(
     """Assign collectives to kernels, the largest saving first.
 
     Args:
-        problem: that has the variant.
+        problem: the problem.
         v: index of the variant that is moved.
         arcs: its collectives in one phase.
         wanted: the layouts that ops read.
-        kernels: those that could be taken, as from `usable`.
+        kernels: the candidates, as from `usable`.
 
     Returns:
-        Position of a collective among `arcs` → the kernel that does it.
+        Position of a collective among `arcs` → the kernel that runs it.
     """
     graph = problem.values[problem.variants[v].value].graph
     at = {(arc.src, arc.dst): i for i, arc in enumerate(arcs)}
@@ -137,20 +137,20 @@ def pick_kernels(
 
 
 def unseen_layouts(arcs: Sequence[Arc], taken: Mapping[int, Taken]) -> set[int]:
-    """List the layouts in which a tensor never exists by itself, since these kernels do some of
+    """Return the layouts in which a tensor never exists separately, since these kernels run some of
     its collectives."""
     scattered = {arcs[i].src for i in taken if arcs[i].collective.kind == "reduce_scatter"}
     return scattered | {arcs[i].dst for i, each in taken.items() if each.norms}
 
 
 def saved_by(problem: Problem, v: int, late: bool, moves: Moves) -> Load:
-    """Compute what the kernels of all instances of a variant save, as a negative load.
+    """Return the savings of the kernels of all instances of a variant, as a negative load.
 
     Args:
-        problem: that has the variant.
+        problem: the problem.
         v: index of the variant.
-        late: whether in backward, what forward made.
-        moves: its collectives there.
+        late: whether backward reads a forward value.
+        moves: its collectives in that phase.
     """
     return saved_load(
         problem, v, late=late, saved_s=sum(t.hidden.saved_s for t in moves.taken.values())
@@ -160,14 +160,14 @@ def saved_by(problem: Problem, v: int, late: bool, moves: Moves) -> Load:
 def without_clashes(
     problem: Problem, forward: Mapping[int, M], backward: Mapping[int, M]
 ) -> tuple[dict[int, M], dict[int, M]]:
-    """Drop kernels until each product is cut into chunks one way.
+    """Drop kernels until each product is cut into chunks in one way.
 
     Args:
-        problem: that has the variants.
-        forward, backward: collectives by variant.
+        problem: the problem.
+        forward, backward: variant → collectives.
 
     Returns:
-        Both phases' collectives; each product keeps the kind of which it saves most.
+        The collectives of both phases. Each product keeps the kind with the largest saving.
     """
     both = dict(forward), dict(backward)
     saved: dict[tuple[int, bool], dict[str, float]] = {}
@@ -187,7 +187,7 @@ def without_clashes(
 
 
 def regions_of(forward: Mapping[int, Moves], backward: Mapping[int, Moves]) -> frozenset[int]:
-    """Collect the regions of memory through which the kernels that are taken reach their peers."""
+    """Return the regions of memory through which the chosen kernels reach their peers."""
     hidden = (
         each.hidden
         for phase in (forward, backward)
@@ -198,7 +198,8 @@ def regions_of(forward: Mapping[int, Moves], backward: Mapping[int, Moves]) -> f
 
 
 def within(problem: Problem, regions: frozenset[int] | None) -> Problem:
-    """Keep only the kernels and routes of a problem that need no other regions; None keeps all."""
+    """Return the problem with only the kernels and routes that need no other regions; None keeps
+    all."""
     if regions is None or len(regions) == len(problem.regions):
         return problem
     routes = {

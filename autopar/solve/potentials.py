@@ -1,24 +1,24 @@
-"""The potentials of one tensor's readers, and the two steps that raise the bound by them.
+"""The potentials of one tensor's readers, and the two steps that raise the bound with them.
 
-Terms. A *decision* is an op's strategy, or the strategy of its recomputation. Its *costs* are the
-reduced costs of the strategies. The *leeway* of a layout is the amount by which the least cost of a
-strategy that makes or reads the layout exceeds the least of all costs. A *group* is shared by one
-tensor's readers of one phase: the collectives between its layouts, and its *sources*, the decisions
-that make the tensor.
+Terms. A *decision* is the choice of an op's strategy, or of the strategy of its recomputation. Its
+*costs* are the reduced costs of the strategies. The *leeway* of a layout is the amount by which the
+least cost of a strategy that produces or reads the layout exceeds the least of all costs. The
+readers of one tensor in one phase share a *group*: the collectives between its layouts, and its
+*sources*, the decisions that produce the tensor.
 
 A reader c has a potential π[c,l] per layout l: the worth of l to it. The potential is added to the
-costs of its strategies that read l, and subtracted from those of all sources that supply l. Over a
-collective a from one layout to another, the potentials of all readers together rise by at most its
-cost:
+costs of its strategies that read l, and subtracted from the costs of all sources that supply l.
+Over a collective a from one layout to another, the potentials of all readers together rise by at
+most its cost:
 
     Σ_c max(0, π[c,head(a)] − π[c,tail(a)]) ≤ cost(a)
 
-The invariant: each step preserves this, and decreases no decision's least cost, so the bound, which
-is their sum, only increases.
+The invariant: each step preserves this, and never decreases the least cost of a decision. So the
+bound, which is the sum of these least costs, only increases.
 
-    raise_worth   π goes up where all sources have leeway, and at the layouts that collectives lead
+    raise_worth   raise π where all sources have leeway, and at the layouts that collectives lead
                   to from there: the reader's costs rise
-    lower_worth   π goes down where the reader has leeway, as far as the layouts that collectives
+    lower_worth   lower π where the reader has leeway, as far as the layouts that collectives
                   lead to from there allow: the sources' costs rise
 """
 
@@ -33,21 +33,22 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_GIVEN = 1e-3  # share of the potentials that rounding may cost
-_FINEST = 1e-12  # seconds: the finest unit of potentials
+_GIVEN = 1e-3  # largest share of the potentials that rounding may lose
+_FINEST = 1e-12  # smallest unit of potentials in seconds
 Share = Callable[["Decision"], float]
-"""The share of its leeway that a decision gives."""
+"""Function that returns the share of its leeway that a decision gives."""
 
 
 @dataclass(eq=False, slots=True)
 class Decision:
-    """The choice of a strategy, or of none if `optional`.
+    """The choice of a strategy, or of no strategy if `optional`.
 
     Attributes:
-        prices: the price by strategy.
-        costs: the reduced costs at the present potentials.
-        place: the position in the order of a sweep.
-        share: the share of the leeway for one reader.
+        prices: price of each strategy.
+        optional: whether no strategy may be chosen.
+        place: position in the order of a sweep.
+        share: share of the leeway for one reader.
+        costs: reduced cost of each strategy at the current potentials.
     """
 
     prices: Floats
@@ -60,7 +61,7 @@ class Decision:
         self.costs = self.prices.copy()
 
     def reprice(self, more: Floats | float) -> None:
-        """Add to the prices and to the costs, by strategy."""
+        """Add an amount per strategy to the prices and to the costs."""
         self.prices, self.costs = self.prices + more, self.costs + more
 
     @property
@@ -72,12 +73,14 @@ class Decision:
 
 @dataclass(eq=False, slots=True)
 class Side:
-    """The strategies of a decision by the layout in which they make or read a tensor.
+    """The strategies of a decision by the layout in which they produce or read a tensor.
 
     Attributes:
-        at: layout per strategy.
-        times: the multiplicity of the strategy's supply; 0 if it supplies nothing.
-        layouts, often: the supplied layouts, and their multiplicities.
+        decision: the decision.
+        at: layout of each strategy.
+        times: multiplicity of each strategy's supply; 0 if it supplies nothing.
+        layouts: the supplied layouts.
+        often: their multiplicities.
     """
 
     decision: Decision
@@ -102,13 +105,15 @@ class Side:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GroupArcs:
-    """The collectives of a group, by their heads; each array has an entry per collective.
+    """The collectives of a group, sorted by their heads. Each array has an entry per collective.
 
     Attributes:
-        tails, heads: the layouts between which it leads.
-        costs: seconds where memory costs nothing.
-        weights: how much of the bound is lost per second by which potentials rise too far.
-        sizes, most_s: bytes of what is kept, and what it costs at most: to store it on the hosts.
+        tails: the layouts from which they lead.
+        heads: the layouts to which they lead.
+        costs: seconds if memory costs nothing.
+        weights: seconds of the bound that are lost per second by which potentials rise too far.
+        sizes: bytes of kept versions.
+        most_s: largest cost of kept versions: that of storing them on the hosts.
     """
 
     tails: Ints
@@ -125,7 +130,7 @@ class GroupArcs:
     def of(
         tails: Ints, heads: Ints, costs: Floats, weights: Floats, sizes: Floats, most_s: Floats
     ) -> GroupArcs:
-        """Sort collectives by their heads."""
+        """Return the collectives sorted by their heads."""
         order = np.argsort(heads, kind="stable")
         tails, heads = tails[order], heads[order]
         by_tail = np.argsort(tails, kind="stable")
@@ -147,8 +152,8 @@ class GroupArcs:
         (Bellman and Ford, all collectives at once).
 
         Args:
-            least: cost by layout, ∞ where it is not available; changed in place.
-            costs: seconds by collective.
+            least: cost of each layout, ∞ if it is not available; changed in place.
+            costs: seconds of each collective.
 
         Returns:
             `least`: the least cost at which each layout can be reached.
@@ -165,11 +170,12 @@ class GroupArcs:
         """Propagate the worth of layouts against the direction of collectives.
 
         Args:
-            most: worth by layout, −∞ if there is none; changed in place.
-            costs: seconds by collective.
+            most: worth of each layout, −∞ if there is none; changed in place.
+            costs: seconds of each collective.
 
         Returns:
-            `most`: per layout, the largest worth less the cost of the collectives that lead there.
+            `most`: for each layout, the largest worth minus the cost of the collectives that lead
+                there.
         """
         come, starts = self._from
         heads, costs = self.heads[self._by_tail], costs[self._by_tail]
@@ -182,19 +188,24 @@ class GroupArcs:
 
 
 GroupState = tuple[Floats, Floats, Floats, list[tuple[Floats, Floats]]]
-"""A group's prices, costs and rises, and each reader's potentials and rises."""
+"""Prices, costs and rises of a group, and the potentials and rises of each reader."""
 
 
 @dataclass(eq=False, slots=True)
 class ReaderGroup:
-    """What a tensor's readers of one phase share.
+    """The readers of a tensor in one phase, and the collectives and sources that they share.
 
     Attributes:
-        useful: layouts that are read, or lead to some that are.
-        num: layouts, without those of versions.
-        costs: the costs of the collectives, at today's price of memory.
-        rises: by how much the potentials of all readers rise over each collective; kept where there
-            are several readers.
+        variant: number of the variant.
+        late: whether the readers are in backward and the tensor is a forward value.
+        useful: whether each layout is read, or leads to one that is.
+        num: number of layouts, without versions.
+        arcs: the collectives.
+        sources: the decisions that produce the tensor.
+        readers: the readers.
+        costs: costs of the collectives at the current price of memory.
+        rises: sum over all readers of the rise of π over each collective; maintained if there are
+            several readers.
     """
 
     variant: int
@@ -219,7 +230,7 @@ class ReaderGroup:
             reader.worth, reader.risen = np.zeros(len(self.useful)), np.zeros(len(self.costs))
 
     def state(self) -> GroupState:
-        """Copy prices, costs and potentials, for `go_back`."""
+        """Return prices, costs and potentials, for `go_back`."""
         return (
             self._priced,
             self.costs,
@@ -234,8 +245,8 @@ class ReaderGroup:
             reader.worth, reader.risen = worth, risen
 
     def short(self) -> list[Floats]:
-        """Each reader's potentials, rounded to few digits. All are first scaled down by a small
-        share, so that after rounding they rise by no more than collectives cost."""
+        """Return each reader's potentials, rounded to few digits. All are first scaled down by a
+        small share, so that rises after rounding do not exceed the costs of collectives."""
         lowest = 0.0 if self.late else min(float(reader.worth.min()) for reader in self.readers)
         worths = [
             np.where(self.useful, reader.worth - lowest, 0.0) * (1.0 - _GIVEN)
@@ -252,7 +263,7 @@ class ReaderGroup:
 
     def reprice(self, per_byte: float) -> None:
         """Add seconds per byte to the cost of kept versions, and lower the potentials of versions
-        to match (`at_rest`)."""
+        accordingly (`at_rest`)."""
         self._priced = self._priced + per_byte * self.arcs.sizes
         self.costs = np.minimum(self._priced, self.arcs.most_s)
         if self.arcs.sizes.any():
@@ -262,8 +273,8 @@ class ReaderGroup:
                 reader.set(worth)
 
     def at_rest(self, worths: Sequence[Floats]) -> list[Floats]:
-        """Lower the potentials of versions as far as the rows allow: Σ_c π[c,l] less the cost of
-        keeping l, divided among the readers in proportion."""
+        """Return the potentials with those of versions lowered as far as the rows allow: Σ_c π[c,l]
+        minus the cost of keeping l, divided among the readers in proportion."""
         keeps = self.arcs.tails >= self.num
         if not keeps.any():
             return [*worths]
@@ -276,20 +287,22 @@ class ReaderGroup:
         return found
 
     def lost(self) -> float:
-        """Seconds of the bound that are lost because potentials rise by more than collectives
-        cost."""
+        """Return the seconds of the bound that are lost because potentials rise by more than the
+        costs of collectives."""
         rises = sum((reader.rise() for reader in self.readers), np.zeros(len(self.costs)))
         return float(self.arcs.weights @ np.maximum(0.0, rises - self.costs))
 
 
 @dataclass(eq=False, slots=True)
 class PricedReader:
-    """One reader.
+    """One reader of a group.
 
     Attributes:
-        use: its position among those of the variant.
+        group: the group.
+        side: the strategies of the reader by layout.
+        use: position of the reader among the uses of the variant.
         worth: π, by layout.
-        risen: over each collective, where there are several readers.
+        risen: rise of π over each collective; maintained if there are several readers.
     """
 
     group: ReaderGroup
@@ -303,12 +316,12 @@ class PricedReader:
         self.worth, self.risen = np.zeros(len(self.group.useful)), np.zeros(len(self.group.costs))
 
     def rise(self) -> Floats:
-        """By how much π rises over each collective; 0 if it falls."""
+        """Return the rise of π over each collective; 0 if it falls."""
         arcs = self.group.arcs
         return np.maximum(0.0, self.worth[arcs.heads] - self.worth[arcs.tails])
 
     def raise_worth(self, share: Share) -> None:
-        """Raise π by a share of the leeway of all sources (see the module)."""
+        """Raise π by a share of the leeway of all sources (see the module docstring)."""
         more = np.full(len(self.worth), np.inf)
         for source in self.group.sources:
             more[source.layouts] = np.minimum(
@@ -318,7 +331,7 @@ class PricedReader:
         self.set(np.where(np.isinf(found), self.worth, found))
 
     def lower_worth(self, share: Share) -> None:
-        """Lower π by a share of the reader's leeway (see the module)."""
+        """Lower π by a share of the reader's leeway (see the module docstring)."""
         found, at = np.full(len(self.worth), -np.inf), self.side.layouts
         found[at] = self.worth[at] - share(self.side.decision) * self.side.leeway()
         found = self.group.arcs.draw(found, self._room())
@@ -337,7 +350,7 @@ class PricedReader:
             self.risen = rise
 
     def _room(self) -> Floats:
-        """Cost of each collective, less what the other readers pay of it."""
+        """Return the cost of each collective minus the part that the other readers pay."""
         if len(self.group.readers) == 1:
             return self.group.costs
         return np.maximum(self.group.costs - self.group.rises + self.risen, self.risen)

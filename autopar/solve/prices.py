@@ -56,7 +56,7 @@ def op_load(problem: Problem, n: int, strategy: int, *, again: bool = False) -> 
 
 
 def saved_load(problem: Problem, v: int, *, late: bool, saved_s: float) -> Load:
-    """Compute what kernels save by a collective of all instances of a variant, as a negative
+    """Return the savings of kernels with a collective of all instances of a variant, as a negative
     load."""
     variant = problem.variants[v]
     phase: Phase = "backward" if late else problem.values[variant.value].phase
@@ -64,12 +64,12 @@ def saved_load(problem: Problem, v: int, *, late: bool, saved_s: float) -> Load:
 
 
 def routed_load(problem: Problem, n: int, saved_s: float, *, again: bool) -> Load:
-    """Compute what a route saves of all instances of an op, as a negative load.
+    """Return the savings of a route for all instances of an op, as a negative load.
 
     Args:
-        problem: that has the op.
+        problem: the problem.
         n: index of the op.
-        saved_s: seconds that it saves of one instance.
+        saved_s: seconds saved per instance.
         again: whether the op is recomputed in backward.
     """
     return work(
@@ -100,8 +100,8 @@ def arc_loads(problem: Problem, v: int, *, late: bool, count: float = 1.0) -> Ca
 
 
 def away_load(time_s: float, count: float = 1.0) -> Load:
-    """Compute the load of storing `count` instances of a tensor on the hosts in forward and
-    fetching them in backward, each of which takes `time_s` seconds."""
+    """Return the load of storing `count` instances of a tensor on the hosts in forward and fetching
+    them in backward, where each instance takes `time_s` seconds."""
     return work("forward", count * time_s, compute=False, early=True) + work(
         "backward", count * time_s, compute=False, early=True
     )
@@ -143,7 +143,7 @@ def tree_costs(
             else known[key]
         )
         assert left_s >= 0.0, (
-            "a kernel saves no more than the collective takes, and does none that is early"
+            "a kernel saves at most the time of its collective, and runs no early collective"
         )
         return left_s + _TIE * time_s
 

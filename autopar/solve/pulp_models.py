@@ -1,11 +1,11 @@
 """The whole program for other solvers: as a PuLP model, solved by any solver that PuLP finds, and
 as a file.
 
-Budget rows, and those of early communication (`autopar.solve.lazy_rows`), come in as plans break
-them: solve, look at what the plan breaks, add those rows, solve again, until nothing is broken. So
-every solve is of a relaxation of the problem, and what is proven of it holds for the problem. A
-solver that says "optimal" has proven its gap; of one that a limit has ended, PuLP does not tell the
-bound, and the bound of the relaxation is taken, which HiGHS' duals prove (`autopar.solve.highs`).
+Budget rows, and rows for early communication (`autopar.solve.lazy_rows`), are added when a plan
+violates them. The program is solved and rows are added until no row is violated. So each solve is
+of a relaxation, and each proven bound holds for the problem. If a solver reports an optimal
+solution, its gap is proven. If a time limit stops a solver, PuLP does not report its bound; the
+bound of the relaxation is used instead, which the duals of HiGHS prove (`autopar.solve.highs`).
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ from autopar.solve.memory_rows import budget_rows, unsure_bytes
 from autopar.solve.paths import refusal
 
 # --------------------------------------------------------------------------------------------------
-# Solvers by name: ``highs`` is the live model of `autopar.solve.branch_and_cut`; all others are
-# those that PuLP finds on this machine.
+# Solvers by name: ``highs`` is the live model of `autopar.solve.branch_and_cut`. All others are the
+# solvers that PuLP finds on this machine.
 
 LIVE = "highs"
-_PREFIX = "pulp:"  # before a name: PuLP's solver, also where the name alone is the live model
+_PREFIX = (
+    "pulp:"  # prefix that selects PuLP's solver, even if the name alone is that of the live model
+)
 _BUNDLED = "PULP_CBC_CMD"
 _AFFIXES = re.compile(r"^PULP_|_(CMD|PY|DLL)$")
 
@@ -61,8 +63,8 @@ class PulpSolver:
     """One of PuLP's solvers.
 
     Attributes:
-        name: PuLP's, for example ``PULP_CBC_CMD``.
-        takes: the settings that its constructor has.
+        name: its name in PuLP, for example ``PULP_CBC_CMD``.
+        takes: the parameters of its constructor.
     """
 
     name: str
@@ -72,11 +74,11 @@ class PulpSolver:
         """Build PuLP's solver object, which runs on one thread.
 
         Args:
-            gap: relative; ignored by solvers that take none.
-            time_limit_s: in seconds; may be infinite.
+            gap: relative gap; ignored by solvers without this setting.
+            time_limit_s: time limit in seconds; may be infinite.
 
         Raises:
-            AutoparError: if it takes no time limit and there is one.
+            AutoparError: if there is a time limit and the solver does not support one.
         """
         settings: dict[str, Any] = {"msg": False}
         wanted = {"gapRel": gap, "threads": 1}
@@ -88,24 +90,26 @@ class PulpSolver:
                     f"solver {self.name} does not support a time limit through PuLP", remedy=remedy
                 )
             settings["timeLimit"] = max(time_limit_s, 1.0)
-        with (
-            warnings.catch_warnings()
-        ):  # PuLP announces that version 4 comes without the bundled CBC
+        with warnings.catch_warnings():  # PuLP warns that version 4 will not include CBC
             warnings.simplefilter("ignore", DeprecationWarning)
             return pulp.getSolver(self.name, **settings)
 
     @property
     def keeps_gap(self) -> bool:
-        """Whether it stops at the gap that it is given; else what "optimal" means is its own."""
+        """Whether the solver stops at a requested gap. If not, it has its own definition of
+        optimal."""
         return "gapRel" in self.takes
 
 
 def pulp_solver(name: str) -> PulpSolver:
-    """PuLP's solver of a name: PuLP's own, or the family (``cbc``, ``scip``, ``gurobi``), in any
-    case; ``pulp:`` may stand in front.
+    """Return PuLP's solver of this name.
+
+    Args:
+        name: PuLP's name or the family (``cbc``, ``scip``, ``gurobi``), in any case, with or
+            without the prefix ``pulp:``.
 
     Raises:
-        AutoparError: if PuLP knows no such solver, or it is not installed.
+        AutoparError: if PuLP knows no such solver, or if it is not installed.
     """
     wanted = name.lower().removeprefix(_PREFIX)
     known = [
@@ -122,17 +126,17 @@ def pulp_solver(name: str) -> PulpSolver:
 
 
 def check_solver(name: str) -> None:
-    """Check that there is a solver of this name.
+    """Check that a solver of this name is available.
 
     Raises:
-        AutoparError: if there is none, or it is not installed.
+        AutoparError: if the name is unknown, or if the solver is not installed.
     """
     if name.lower() != LIVE:
         pulp_solver(name)
 
 
 def available() -> tuple[str, ...]:
-    """The names of PuLP's solvers that run on this machine."""
+    """Return the names of PuLP's solvers that run on this machine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return tuple(pulp.listSolvers(onlyAvailable=True))
@@ -162,13 +166,13 @@ def _takes(name: str) -> frozenset[str]:
     return frozenset(inspect.signature(type(solver).__init__).parameters)
 
 
-_TOLERANCE = 1e-5  # share of the budget: what solvers take for feasible is over it by less
-_GRAIN = 1e-6  # relative, of objectives: what a solver with a gap of 0 takes for equal
+_TOLERANCE = 1e-5  # largest excess that solvers accept as feasible, as a share of the budget
+_GRAIN = 1e-6  # relative difference of objectives that a solver accepts as a gap of 0
 
 
 @dataclass(frozen=True, slots=True)
 class _SolverAnswer:
-    """Values of columns by name; the proven bound in seconds."""
+    """Column name → value, and the proven bound in seconds."""
 
     values: Mapping[str, float]
     bound_s: float
@@ -177,15 +181,18 @@ class _SolverAnswer:
 def solve_modelled(
     problem: Problem, solver: str, gap: float, time_limit_s: float
 ) -> Solution | None:
-    """The best plan by one of PuLP's solvers; None if none fits, or none was found in time.
+    """Return the best plan that one of PuLP's solvers finds. Return None if no plan fits the
+    budget, or if none is found in time.
 
     Args:
-        solver: its name.
+        problem: the problem.
+        solver: name of the solver.
+        gap: relative gap at which the solver may stop.
         time_limit_s: time limit of all solves together, in seconds.
 
     Raises:
         InfeasibleError: if no assignment of layouts is legal, regardless of memory.
-        AutoparError: if the solver is not there, or fails.
+        AutoparError: if the solver is not available, or if it fails.
     """
     used, ends = pulp_solver(solver), time.monotonic() + time_limit_s
     program = Formulation(problem)
@@ -201,8 +208,8 @@ def solve_modelled(
         strategies, recomputed, kept, regions = program.read_choices(found.values)
         evaluation = evaluate(
             problem, strategies, recomputed, kept, regions if active else None
-        )  # else regions cost nothing yet
-        if not tightened:  # under a row that was made tighter, what is proven is not of all plans
+        )  # regions cost nothing without budget rows
+        if not tightened:  # a tightened row excludes plans from the bound
             bound_s = max(bound_s, found.bound_s)
             free_s = bound_s if not any(unsure_bytes(problem, rows[r]) for r in active) else free_s
         broken = {
@@ -230,7 +237,7 @@ def solve_modelled(
             for phase in sorted(exceeds):
                 excess.add(phase, evaluation.objective_s)
             outlasted |= exceeds
-        if broken and broken <= active:  # by the solver's tolerance
+        if broken and broken <= active:  # within the solver's tolerance
             tightened += 1
             margin = math.ceil(problem.budget_bytes * _TOLERANCE * 2**tightened)
             for r in sorted(broken):
@@ -241,18 +248,22 @@ def solve_modelled(
 
 
 def _exceeded_phases(evaluation: Evaluation) -> set[int]:
-    """The phases whose excess is to come in: both, or none."""
+    """Return the phases whose excess is added: both or none."""
     return set(range(len(PHASES))) if evaluation.outlasted else set()
 
 
 def _solve_once(
     model: Model, solver: PulpSolver, gap: float, left_s: float, free: Problem | None
 ) -> _SolverAnswer | None:
-    """Run the solver once; None if it found nothing.
+    """Run the solver once. Return None if it found no solution.
 
     Args:
-        free: the problem, where no budget row is in, so that without a solution no layouts are
-            legal.
+        model: the program.
+        solver: the solver.
+        gap: relative gap at which it may stop.
+        left_s: remaining time in seconds.
+        free: the problem if the program has no budget rows, else None. In this case an infeasible
+            program means that no assignment of layouts is legal.
     """
     made = to_pulp(model)
     try:
@@ -280,11 +291,12 @@ def _solve_once(
 def to_pulp(
     model: Model, columns: Mapping[str, str] | None = None, rows: list[str] | None = None
 ) -> pulp.LpProblem:
-    """Convert a model to PuLP's classes; each row has one side, or two that are equal.
+    """Convert a model to a PuLP model. Each row must have one side, or two equal sides.
 
     Args:
-        columns: names to use in place of those of the model, for each.
-        rows: names of the rows, which have none by themselves.
+        model: the model.
+        columns: name of a column → name to use instead.
+        rows: names of the rows; the model has none.
     """
     made = pulp.LpProblem("autopar", pulp.LpMinimize)
     names = [c.name if columns is None else columns[c.name] for c in model.columns]
@@ -312,25 +324,24 @@ def to_pulp(
 
 
 # --------------------------------------------------------------------------------------------------
-# The program as a file in LP format, which PuLP, HiGHS and CBC read, with names that a reader can
-# follow.
+# The program as a file in LP format, which PuLP, HiGHS and CBC read, with descriptive names.
 #
 #     x3_1.layers.0.up.mm.R_S_0__to_S_0_      op 3 with strategy 1: its key, and the layouts that it
-#                                             reads and makes
+#                                             reads and produces
 #     rc3_1. …                                backward recomputes it
 #     k5_2.layers.0.act.S_0_                  value variant 5 is kept for backward in layout 2;
 #                                             h5_2: on the hosts
-#     f17.layers.0.act.S_0__to_R              the collective between two layouts; others that start
-#                                             with f are kernels and routes
+#     f17.layers.0.act.S_0__to_R              the collective between two layouts; other names that
+#                                             start with f are kernels and routes
 #     choose3. …, flow5_0_0_2. …, share,      rows
 #     keep, again, host, hidden_forward,
 #     memory0.start_of_backward
 #
-# The objective is in microseconds. All budget rows are in, and both rows of early communication.
-# Characters that LP files do not allow everywhere are underscores, and a long key loses its middle;
-# what stands before the first point makes a name unique.
+# The objective is in microseconds. The file has all budget rows, and both rows of early
+# communication. Characters that LP files do not allow everywhere are replaced by underscores. A
+# long key is shortened in the middle. The part before the first point makes a name unique.
 
-_MOST = 100  # characters of a name
+_MOST = 100  # largest number of characters of a name
 _KINDS = {
     CHOOSE: "choose",
     SHARE: "share",
@@ -346,8 +357,10 @@ def write_lp(problem: Problem, objective_s: float, path: str | Path) -> None:
     """Write the integer program of a problem to a file in LP format.
 
     Args:
-        objective_s: of a plan that is known; early communication that compute cannot hide is
-            counted up to it.
+        problem: the problem.
+        objective_s: objective of a known plan in seconds. Early communication that compute cannot
+            hide is counted up to it.
+        path: the file.
 
     Raises:
         AutoparError: if the file cannot be written.
@@ -371,7 +384,7 @@ def write_lp(problem: Problem, objective_s: float, path: str | Path) -> None:
 
 
 def _name(unique: str, *words: object) -> str:
-    """The unique part, then the words, as far as there is room."""
+    """Return the unique part and the words, shortened to the largest number of characters."""
     said = re.sub(r"[^A-Za-z0-9_.]", "_", ".".join(str(word) for word in words))
     room = _MOST - len(unique) - 1
     if len(said) > room:
@@ -380,7 +393,7 @@ def _name(unique: str, *words: object) -> str:
 
 
 def _column_names(program: Formulation, keys: list[RowKey]) -> dict[str, str]:
-    """Name of each column → a name that says what it is."""
+    """Return name of a column → descriptive name."""
     problem = program.problem
     names = {column.name: column.name for column in program.model.columns}
     rows = [*enumerate(program.x), *program.again.items()]
@@ -403,8 +416,8 @@ def _column_names(program: Formulation, keys: list[RowKey]) -> dict[str, str]:
 
 
 def _collectives(program: Formulation, keys: list[RowKey]) -> dict[str, tuple[int, int, int]]:
-    """Flow → variant, and the layouts that it leads between: rows (3) say which it leaves and
-    which it reaches."""
+    """Return name of a flow → its variant and the layouts between which it leads. Rows (3) show the
+    layouts that it leaves and reaches."""
     model, sources, targets = (
         program.model,
         dict[int, tuple[int, int]](),

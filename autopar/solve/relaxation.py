@@ -3,8 +3,8 @@ minimum cost of a part of a problem.
 
 The relaxation is that of `autopar.solve.formulation` with rows (9), but an op has a set of
 strategies x[n,g,s] for each *group* g of its instances, whose neighbours are equal. A row of a
-variant is an average over its tensors: each group has the share of the tensors that it makes or
-reads as its coefficient. So the multipliers of a row are those of each of its tensors, as needed
+variant is an average over its tensors: the coefficient of each group is the share of the tensors
+that it computes or reads. So the multipliers of a row are those of each of its tensors, as needed
 for a bound over instances.
 """
 
@@ -39,7 +39,7 @@ class Spread:
 
     Attributes:
         times: per op and group, the multiplicity of its time.
-        made: per variant, the share of its tensors that each group of the producer makes.
+        made: per variant, the share of its tensors that each group of the producer computes.
         read: per variant and use, the share that each group of the reader reads.
         apart: variants without rows for readers in backward of values from forward.
     """
@@ -62,7 +62,7 @@ class _Grouped(Formulation):
     """The program with groups; `x` and `again` of an op have the variables of all groups."""
 
     spread: Spread = field(kw_only=True)
-    _now: int = -1  # the variant whose rows are made
+    _now: int = -1  # the variant whose rows are being added
 
     def _strategies(self) -> None:
         useful = self._useful_again()
@@ -130,7 +130,7 @@ class _Grouped(Formulation):
         return []  # no certificate has multipliers of these rows
 
     def _also(self, kernel: OverlapKernel) -> Iterator[tuple[int, list[Column]]]:
-        yield from ()  # nor of these
+        yield from ()  # nor multipliers of these
 
     def _host(self) -> None:
         """Omit row (19), since a certificate has no multiplier for it."""
@@ -150,17 +150,18 @@ def _by_layout(shares: Shares, variables: list[Column], layouts: list[int]) -> D
 def relax_problem(
     problem: Problem, time_limit_s: float = math.inf, spread: Spread | None = None
 ) -> Multipliers:
-    """Compute the multipliers of rows (3) and of the first of rows (9), rounded to a few digits,
-    and the relaxation's value. Those of the other rows follow from these.
+    """Return the multipliers of rows (3) and of the first of rows (9), rounded to a few digits, and
+    the relaxation's value. Those of the other rows follow from these.
 
     Args:
-        time_limit_s: multipliers that are found in no time prove nothing.
-        spread: groups of instances; by default equal ops take one decision.
+        problem: the problem.
+        time_limit_s: time limit in seconds. If it is exceeded, the multipliers prove nothing.
+        spread: groups of instances; by default equal ops share one decision.
     """
     problem = at_best(problem)
     values = tuple(
         replace(value, away_s=()) for value in problem.values
-    )  # where memory is free, nothing is stored
+    )  # nothing is stored on the hosts if memory is free
     problem = replace(problem, values=values)
     program = _Grouped(problem, spread=spread or Spread.one_group_per_op(problem))
     engine = Engine(program.model, time_limit_s)

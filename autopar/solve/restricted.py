@@ -1,8 +1,8 @@
-"""Restricted programs: the search for plans over columns of small reduced cost
-(`autopar.solve.highs`), first few columns, then more.
+"""Restricted programs: the search for plans over columns with small reduced costs
+(`autopar.solve.highs`), with few columns first and then more.
 
-With a memory limit many versions have nearly the same cost, so a share of the bound hardly predicts
-the number of columns that are needed. Few columns are better than many: with more than some
+With a memory limit many versions have nearly the same cost, so a share of the bound does not
+predict the required number of columns well. Few columns are better than many: with more than some
 thousands, each node of a search tree takes seconds.
 """
 
@@ -22,18 +22,22 @@ from autopar.solve.lazy_rows import Excess, Incoming
 from autopar.solve.lp import Columns, Floats, Rows
 from autopar.solve.multipliers import complete_duals
 
-_RUNGS = (2000, 4000, 8000)  # columns
-SMALL = 4000  # columns: below, one program over all is cheaper than several
-# columns: from here on a program is large, and its vertex is known sooner than a point within
+_RUNGS = (2000, 4000, 8000)  # numbers of columns
+SMALL = 4000  # number of columns below which one program over all columns is cheaper than several
+# number of columns from which a program is large: its vertex is known sooner than an interior point
 LARGE = 20_000
 _NODES = 20
-_SHARES = (1e-6, 1e-5, 1e-4)  # of the bound: reduced costs in those that begin from a vertex
-_WIDE_SHARE = 1e-3  # the same, of a program that is not large
-_USED = 1e-6  # of a column: from here on a solution takes it
+_SHARES = (
+    1e-6,
+    1e-5,
+    1e-4,
+)  # reduced costs of columns in programs from a vertex, as shares of the bound
+_WIDE_SHARE = 1e-3  # the same for a program that is not large
+_USED = 1e-6  # value of a column from which a solution uses it
 
 
 def is_large(engine: Engine) -> bool:
-    """Whether a program is large (see `LARGE`)."""
+    """Return whether a program is large (see `LARGE`)."""
     return len(engine.names) >= LARGE
 
 
@@ -51,9 +55,10 @@ class Climb:
     def up(self, point: Point | None, free: Floats, rungs: Sequence[int] = ()) -> list[int]:
         """Search restricted programs from small to large, until the gap is closed.
 
-        point: the vertex to start from.
-        free: as in `from_vertex`.
-        rungs: numbers of columns, if they differ from the default.
+        Args:
+            point: the vertex to start from.
+            free: as in `from_vertex`.
+            rungs: numbers of columns, if they differ from the default.
         """
         if self.plans.is_close():
             return []
@@ -66,7 +71,7 @@ class Climb:
         return [] if relaxation is None else self._over_rungs(relaxation, rungs or _RUNGS)
 
     def _over_rungs(self, relaxation: Relaxation, rungs: Sequence[int]) -> list[int]:
-        """Search over the columns of least reduced cost, more and more of them."""
+        """Search over the columns with the smallest reduced costs, and then over more of them."""
         for most in rungs:
             if self.plans.is_close() or (self._has_plan and most == _RUNGS[-1]):
                 return []
@@ -81,8 +86,8 @@ class Climb:
         return []
 
     def from_vertex(self, point: Point, free: Floats, *, soon: bool) -> list[int]:
-        """Search over the columns that are the cheapest at a vertex, then over the best layouts
-        without a budget, with free choice of kept versions and recomputation.
+        """Search over the cheapest columns at a vertex, then over the best layouts without a
+        budget, with free choice of kept versions and recomputation.
 
         Args:
             point: the vertex.
@@ -120,12 +125,15 @@ class Climb:
 
     def prove(self, max_nodes: int, point: Point | None = None) -> list[int]:
         """Solve the program over all columns that could belong to a better plan, if these are few
-        or there is no plan yet. If communication outlasts compute, half of one tree of collectives
-        and half of another cost less than either; so flows are integers then.
+        or there is no plan yet.
+
+        If communication outlasts compute, half of one tree of collectives and half of another cost
+        less than either. Flows must be integers in this case.
 
         Args:
-            point: a vertex whose reduced costs say which, where a relaxation with all rows would
-                take long; by default that one's do.
+            max_nodes: limit of the nodes of the search tree.
+            point: a vertex whose reduced costs select the columns, if a relaxation with all rows
+                would take long; by default that of this relaxation.
         """
         budget = self.extra.matrix(self.extra.active)
         relaxation = self.extra.engine.relax(budget) if point is None else point
@@ -155,7 +163,7 @@ class Climb:
         return bool(np.isfinite(self.plans.best_s))
 
     def _among(self, known: Floats, point: Point) -> list[int]:
-        """Search over the strategies that a solution takes, whole or in part, without the columns
+        """Search over the strategies that a solution uses, in full or in part, without the columns
         that no better plan has."""
         columns = point.reduced <= self.plans.best_s * SCALE - point.bound
         for row in self.extra.program.x:
@@ -169,28 +177,29 @@ class Climb:
 
 
 # --------------------------------------------------------------------------------------------------
-# The balance of large programs, found without dense rows.
+# The balance of large programs, without dense rows.
 #
 # A row over all columns (`autopar.solve.lazy_rows`) makes each step of the simplex method as
-# dear as the program is large. So the whole program is solved at the prices of a balance, by a live
-# relaxation that knows its basis; then the rows over the few columns whose reduced cost was small
-# at a balance so far, which takes a twentieth of the time; its duals are the next balance. The
-# first proves a bound, the second says how much better another balance could prove at most, as far
-# as its columns go. Plans are looked for among the cheapest columns of all balances so far: at one
-# of them alone compute or communication is too cheap. Three or four rounds are enough.
+# expensive as the program is large. So two programs alternate. First, a live relaxation, which
+# keeps its basis, solves the whole program at the prices of a balance. It proves a bound. Then the
+# dense rows are solved over the few columns whose reduced cost was small at a balance so far, which
+# takes a twentieth of the time. The result limits how much another balance could improve the bound,
+# as far as these columns go, and its duals are the next balance. Plans are searched for among the
+# cheapest columns of all balances so far, since at any single balance either compute or
+# communication is too cheap. Three or four rounds are enough.
 
 _SMALL, _USEFUL = (
     1e-5,
     1e-4,
-)  # shares of the bound: reduced costs of what plans are looked for in, and of what the rows know
+)  # reduced costs, as shares of the bound, of columns for plans, and of columns in dense rows
 _ROUNDS = 8
-_NEAR = 1e-3  # of what is proven to what could be, relative
+_NEAR = 1e-3  # relative distance of the proven bound from the best possible one
 
 
 @dataclass(frozen=True, slots=True)
 class Sifted:
-    """The bound of the relaxation at a balance, and the columns that are cheap there or at an
-    earlier balance: plans use some of each."""
+    """The bound of the relaxation at a balance, and the columns that are cheap at it or at an
+    earlier balance. Plans use some of each."""
 
     point: Point
     balance: OverlapWeights
@@ -206,15 +215,18 @@ def sift_balances(
     first: Sequence[OverlapWeights],
     learn_mixture: Callable[[Floats], None],
 ) -> Iterator[Sifted]:
-    """Generate better and better balances.
+    """Yield better and better balances.
 
     Args:
+        program: the program.
+        engine: its arrays.
         live: the relaxation without rows of excess.
+        excess: the excess of each phase.
         phases: the phases whose excess counts; λ of the others is 1.
         first: the first balances to try. The more they differ, the better are the rows over few
             columns.
-        learn_mixture: called with the columns with which the rows over few columns are solved.
-            Unlike the vertex at a balance they mix the best columns at several balances.
+        learn_mixture: called with the columns of the program with rows over few columns. Unlike the
+            vertex at a balance, they mix the best columns at several balances.
     """
     lines = Rows.of([excess.line(engine, phase) for phase in phases])
     waiting, best = [*first], -np.inf
@@ -255,13 +267,13 @@ def middle(phases: Sequence[int]) -> OverlapWeights:
 # (`autopar.solve.dual_ascent`), and a price of memory.
 
 _SWEEPS = (
-    8  # fewer leave the simplex method more to do than they take, more take longer than they save
+    8  # fewer leave more work to the simplex method than they save; more take longer than they save
 )
 _SWEEPS_PER_PRICE = 3
 _FIRST, _MOST = (
     0.01,
     16.0,
-)  # prices of memory that are tried, of the whole budget, as shares of the bound
+)  # prices of the whole budget that are tried, as shares of the bound
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.core.problem import MemoryPoint, Op, OverlapKernel, Problem
 from autopar.core.solution import Solution
 
-_Kept = Mapping[int, tuple[int, ...]]  # op → the strategies that are left, of ops that lose some
+_Kept = Mapping[int, tuple[int, ...]]  # op → its remaining strategies, for ops that lose some
 _Live = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -17,8 +17,9 @@ class SmallerProblem:
     """A problem without some strategies.
 
     Attributes:
-        problem: the problem, in which strategies are numbered anew.
-        kept: op → the numbers that its strategies have in the whole problem, of ops that lose some.
+        problem: the problem, with its strategies renumbered.
+        kept: op → the numbers of its remaining strategies in the whole problem, for ops that lose
+            some.
     """
 
     problem: Problem

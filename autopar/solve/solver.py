@@ -89,11 +89,11 @@ def solve(
 
 
 def shortage(what: str, needed_bytes: int = 0) -> InfeasibleError:
-    """Make the error for a memory budget that no plan fits.
+    """Return the error for a memory budget that no plan fits.
 
     Args:
-        what: what happened.
-        needed_bytes: per device, if that is known; else 0.
+        what: the description of the failure.
+        needed_bytes: required bytes per device, if known; else 0.
     """
     remedy = "use more devices, a smaller batch or shorter sequence, or pass a larger memory_bytes"
     return InfeasibleError(what, remedy=remedy, needed_bytes=needed_bytes)
@@ -165,7 +165,7 @@ def choices_or_least(
         waits: whether the search continues after the time limit as long as it has no plan.
         only_plan: whether to end with a plan, regardless of its bound, in a large problem or if
             memory binds (`Solution.unfinished`).
-        common: what searches for the same problem with other moments have found; this search adds
+        common: the results of searches for the same problem with other moments; this search adds
             to it.
         met: a known solution, and its bound, if any, from which HiGHS' search starts. The result is
             at least as good.

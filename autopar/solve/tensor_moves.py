@@ -31,27 +31,28 @@ from autopar.solve.pick_kernels import (
 from autopar.solve.prices import arc_loads, tree_costs
 
 # --------------------------------------------------------------------------------------------------
-# Which communication may run beside compute: the slack of each collective of given choices.
+# Communication that may overlap with compute: the slack of each collective for given choices.
 #
-# prefetchable   its source is there at the start of the phase: parameters, buffers, inputs, values
+# prefetchable   its source exists at the start of the phase: parameters, buffers, inputs, values
 #                from another stage, kept values, and results of other prefetchable collectives of
 #                the same tensor
 # deferrable     its result is read only at the end of the phase: gradients, outputs, values kept
 #                for backward
 # critical       all others: some op waits for it, and it waits for some op
 #
-# A slice moves nothing between devices: it has the slack of its place, and is no communication.
-# Slack follows from the choices alone. Emission and explanation use it as computed here; pricing
-# counts only slack that exists whatever is chosen (`autopar.solve.prices`).
+# A slice moves nothing between devices: it has the slack of its place, but is not communication.
+# Slack follows from the choices alone. Emission and explanation use it as computed here. Pricing
+# counts only slack that exists for all choices (`autopar.solve.prices`).
 
 
 def slacks(
     arcs: Sequence[Arc], at_hand: Collection[int], waited_for: Collection[int]
 ) -> tuple[Slack, ...]:
-    """Compute the slack of each arc of a tree. Each arc begins where one before it ended.
+    """Return the slack of each arc of a tree. Each arc begins at the end of an earlier one.
 
     Args:
-        at_hand: layouts (node indices) of the tensor that are there at the start of the phase.
+        arcs: the arcs of the tree, in order.
+        at_hand: layouts (node indices) of the tensor that exist at the start of the phase.
         waited_for: layouts in which ops read it before the end of the phase.
     """
     there = set(at_hand)
@@ -70,10 +71,18 @@ def slacks(
 
 @dataclass(frozen=True, slots=True)
 class Redistribution:
-    """The collectives of one variant in one phase: `sources` at hand, `arcs` in order, `wanted`
-    layouts (node indices), the slack of each arc, whether it counts as early
-    (`autopar.solve.prices`), and the kernels that do some (position among `arcs` → which). Times
-    are of one instance; `load` is without what kernels save."""
+    """The collectives of one variant in one phase, for one instance.
+
+    Attributes:
+        sources: available layouts (node indices).
+        arcs: the collectives, in order.
+        wanted: layouts (node indices) that are read.
+        time_s: seconds of the collectives.
+        slacks: slack of each arc.
+        early: whether it counts as early (`autopar.solve.prices`).
+        load: the load, without the savings of kernels.
+        taken: position among `arcs` → the kernel that runs the arc.
+    """
 
     sources: tuple[int, ...]
     arcs: tuple[Arc, ...]
@@ -86,15 +95,15 @@ class Redistribution:
 
 
 Moves = tuple[Redistribution, Redistribution, tuple[int, ...]]
-"""Of a variant: in its own phase, in backward of values from forward, and the versions that are
-kept between the two."""
+"""Collectives of a variant in its own phase, those in backward of a forward value, and the versions
+that are kept between the two."""
 
 
 def demand(problem: Problem, use: Use, chosen: Mapping[int, int] | Sequence[int]) -> Layout:
-    """Look up the layout in which a use reads.
+    """Return the layout in which a use reads.
 
     Args:
-        problem: that has the use.
+        problem: the problem.
         use: an operand of an op.
         chosen: strategy index by op.
     """
@@ -109,13 +118,13 @@ def moves_of(
     kept: Mapping[int, tuple[int, ...]] | None,
     balance: OverlapWeights = COMPUTE_BOUND,
 ) -> Moves:
-    """Find the collectives of a variant, and which of its versions are kept.
+    """Return the collectives of a variant, and its kept versions.
 
     Args:
-        problem: that has the variant.
+        problem: the problem.
         v: index of the variant.
         strategies, recomputed, kept: as in `autopar.solve.evaluate.evaluate`.
-        balance: the prices at which trees are the cheapest.
+        balance: overlap weights at whose prices the trees are cheapest.
 
     Raises:
         LayoutError: if some layout cannot be reached.
@@ -141,7 +150,7 @@ def moves_of(
     kept_here = None if kept is None else kept.get(v, ())
     allowed, stored = _versions_allowed(value, {made, *wanted}, kept_here)
     free = {made} if value.resident else set[int]()
-    allowed |= free  # it may always be kept in its layout at rest
+    allowed |= free  # it may always be kept in its storage layout
     if value.op in recomputed:
         free.add(_layout_made(problem, value, recomputed[value.op]))
 
@@ -166,8 +175,8 @@ def moves_of(
         n % len(graph.layouts) for n in keep
     ):
         return _add_stores(value, first, keep, at_hand, awaited), second, keep
-    # A result that a kernel scatters or norms as it is computed never exists by itself: either it
-    # is not kept in that layout, or the kernel is not taken.
+    # A result that a kernel scatters or norms as it is computed never exists separately. So either
+    # it is not kept in that layout, or the kernel is not used.
     plain = pick_kernels(
         problem, v, first.arcs, wanted, [k for k in usable(problem, v, False, chosen) if not k.also]
     )
@@ -189,7 +198,7 @@ def moves_of(
 
 
 def _layout_made(problem: Problem, value: Value, strategy: int) -> int:
-    """Return the layout in which a strategy of its op makes a value."""
+    """Return the layout in which a strategy of its op produces a value."""
     return value.graph.index[
         problem.ops[value.op].strategies[strategy].layouts.outputs[value.result]
     ]
@@ -198,12 +207,12 @@ def _layout_made(problem: Problem, value: Value, strategy: int) -> int:
 def _versions_allowed(
     value: Value, versions: set[int], kept: Collection[int] | None
 ) -> tuple[set[int], set[int]]:
-    """Which versions may be kept on the devices, and which are stored on the hosts.
+    """Return the versions that may be kept on the devices, and those that are stored on the hosts.
 
     Args:
-        value: that is kept.
+        value: the value.
         versions: the layouts in which it exists in forward.
-        kept: the versions that are to be kept; None allows all, on the devices.
+        kept: the versions to keep; None allows all, on the devices.
     """
     keepable = versions if value.keepable is None else versions & value.keepable
     if kept is None:
@@ -220,7 +229,8 @@ def _versions_allowed(
 def _add_stores(
     value: Value, first: Redistribution, keep: Sequence[int], at_hand: set[int], awaited: set[int]
 ) -> Redistribution:
-    """Find the collectives of forward, with the copies of versions that are stored on the hosts."""
+    """Return the collectives of forward, with the copies of versions that are stored on the
+    hosts."""
     stores = tuple(_copy(value, n, "store") for n in keep if value.on_host(n))
     if not stores:
         return first
@@ -236,7 +246,7 @@ def _add_stores(
 
 
 def _copy(value: Value, version: int, kind: Kind) -> Arc:
-    """Make the copy of a stored version, to the hosts or from them."""
+    """Return the copy of a stored version to the hosts or from them."""
     layout, time_s = (
         version - len(value.graph.layouts),
         value.away(version - len(value.graph.layouts)),
@@ -248,10 +258,10 @@ def _copy(value: Value, version: int, kind: Kind) -> Arc:
 
 
 def moved_load(problem: Problem, v: int, moves: Moves) -> Load:
-    """Compute the communication of all instances of a variant, less what kernels save.
+    """Return the communication of all instances of a variant, minus the savings of kernels.
 
     Args:
-        problem: that has the variant.
+        problem: the problem.
         v: index of the variant.
         moves: its collectives in both phases.
     """
@@ -269,7 +279,7 @@ def _layouts_wanted(
     uses: Iterable[Use],
     chosen: Mapping[int, int] | Sequence[int],
 ) -> tuple[set[int], set[int]]:
-    """Return the layouts that the uses read, and those of them that ops wait for; parameters and
+    """Return the layouts that the uses read, and those of them that ops wait for. Parameters and
     outputs read theirs at the end of a phase."""
     read = [(graph.index[demand(problem, use, chosen)], problem.ops[use.op].kind) for use in uses]
     return {layout for layout, _ in read}, {layout for layout, kind in read if kind == "compute"}

@@ -1,5 +1,5 @@
-"""The effect of communication steps, casts and buckets on states: one rule each, from the arguments
-of the node alone."""
+"""The effect of communication steps, casts and buckets on states. Each has one rule, which reads
+only the arguments of the node."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _JOINING = ("all_gather", "all_to_all")
 
 
 class MoveError(Exception):
-    """Raised if a step does not result in what it should."""
+    """Raised if a node does not compute the value that it must compute."""
 
 
 def move(
@@ -45,17 +45,19 @@ def move(
     length: int | None,
     mesh_shape: Sequence[int],
 ) -> Any:
-    """Return the state that results from a step.
+    """Return the state that results from a communication step.
 
     Args:
-        traced: the model. state: of the operand. kind: the step. settings: of the step, the axis
-            last.
-        length: the whole length of the dim that it joins, if its parts differ. mesh_shape: the
-            sizes of the mesh axes.
+        traced: the traced model.
+        state: state of the operand.
+        kind: kind of the step.
+        settings: settings of the step; the mesh axis is the last.
+        length: global length of the joined dim if its shards differ in length, else None.
+        mesh_shape: sizes of the mesh axes.
 
     Raises:
-        MoveError: if the result is no part of the traced value, or is reduced in too narrow a
-            dtype.
+        MoveError: if the result is not a part of the traced value, or if partial sums are reduced
+            in too narrow a dtype.
     """
     if isinstance(state, Packed):
         return _move_bucket(traced, state, kind, settings, mesh_shape)
@@ -91,8 +93,8 @@ def _check_reduction(traced: Traced, state: State) -> None:
 
 
 def _step_of(layout: Layout, kind: Kind, settings: Sequence[Any]) -> tuple[Collective, Layout]:
-    """Return a step by its settings, and the layout that says which halo is meant and which way a
-    swap goes."""
+    """Return the collective with these settings, and the layout that determines the halo and the
+    direction of a swap."""
     if kind in ("fetch", "store"):
         return Collective(kind, -1, -1, -1, "", "", 0), layout
     *rest, axis = settings
@@ -114,8 +116,8 @@ def _step_of(layout: Layout, kind: Kind, settings: Sequence[Any]) -> tuple[Colle
 def _move_bucket(
     traced: Traced, packed: Packed, kind: Kind, settings: Sequence[Any], mesh_shape: Sequence[int]
 ) -> Packed:
-    """Return the state of a moved bucket: each member moves as it would alone. A bucket that is
-    gathered or scattered has a row for each rank of the axis."""
+    """Return the state of a bucket after a collective. Each member moves as it would alone. A
+    bucket that is gathered or scattered has a row for each rank of the axis."""
     *_, axis = settings
     size, rows = (
         mesh_shape[axis],
@@ -164,11 +166,13 @@ def pack(node: fx.Node, states: Sequence[Any]) -> Packed:
 
 
 def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]) -> Several:
-    """Return the tensors that a node takes out of a bucket.
+    """Return the states of the tensors that a node unpacks from a bucket.
 
     Args:
-        traced: the model. node: the unpack. packed: the bucket. mesh_shape: the sizes of the mesh
-            axes.
+        traced: the traced model.
+        node: the node that unpacks.
+        packed: state of the bucket.
+        mesh_shape: sizes of the mesh axes.
 
     Raises:
         MoveError: if the bucket was packed differently.
@@ -182,7 +186,7 @@ def unpack(traced: Traced, node: fx.Node, packed: Any, mesh_shape: Sequence[int]
     for member, size, dim, dtype in zip(packed.members, sizes, dims, dtypes, strict=True):
         lengths = local_lengths(traced.shape(member.ref), member.layout, mesh_shape)
         held = tuple(size) or (1,)
-        if packed.count < packed.parts:  # the bucket has some of the parts of tensors of this size
+        if packed.count < packed.parts:  # the bucket has only some parts of each tensor
             held = (*held[:dim], held[dim] * packed.count // packed.parts, *held[dim + 1 :])
         if held != (lengths or (1,)):
             raise MoveError(f"{member.ref[0]} is unpacked as {held}, expected {lengths}")
@@ -194,7 +198,9 @@ def cast(traced: Traced, state: Any, dtype: torch.dtype) -> State:
     """Return the state of a tensor in another dtype.
 
     Args:
-        traced: the model. state: of the tensor. dtype: the new one.
+        traced: the traced model.
+        state: state of the tensor.
+        dtype: the new dtype.
 
     Raises:
         MoveError: if the cast rounds partial sums, or drops digits that the traced value has.

@@ -1,13 +1,13 @@
-"""Check the order of a pipeline's step: all stages and microbatches run as ranks run them, on
-symbols instead of tensors.
+"""Check the order of a pipeline's step: run all stages and microbatches in the order of the ranks,
+on symbols instead of tensors.
 
-`StageWork` does what a schedule requests of a stage. Here it does so in the order of the schedule,
-with an executor that computes no numbers, and passes symbols to the stages that ranks would pass
-tensors to. If autopar runs a rank's order itself, as for interleaved stages, that code runs, with
-transfers between symbols (`Wires`). Each call must get the right symbols: the parts of the batch of
-its microbatch, the neighbours' results of the same microbatch under the same names, the values that
-its own forward saved, and one and the same sums, which the first backward writes and each later one
-adds to.
+`StageWork` runs the actions of a schedule on one stage. Here it runs them with an executor that
+computes no numbers, and passes symbols where ranks pass tensors. If autopar itself runs a rank's
+order, as for interleaved stages, the same code runs here, with transfers of symbols (`Wires`).
+
+Each call must receive the right symbols: the slices of the batch for its microbatch, the
+neighbours' results for the same microbatch under the same names, the values that its own forward
+saved, and the same sums of gradients, which the first backward writes and each later one adds to.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from autopar.validation.states import invalid
 # --------------------------------------------------------------------------------------------------
 # Transfers of symbols between ranks in one process.
 #
-# A transfer is one start of all tensors that a stage passes on at once. Between two ranks the n-th
-# start of one must meet the n-th of the other, of which one sends and one receives: that is how
-# process groups pair them. Received tensors are valid after the wait, and every start must be
-# waited for.
+# A transfer starts all tensors that a stage passes on at once. Between two ranks, the n-th start of
+# one must meet the n-th start of the other, and one of them must send and the other receive:
+# process groups pair them in this way. Received tensors are valid after the wait. Every started
+# transfer must be waited for.
 
 Steps = Iterator[list[Any]]
-"""A rank's step in pieces; each yields the transfers that it waits for."""
+"""A rank's step as a generator. It yields each transfer that it waits for."""
 
 
 @dataclass(eq=False)
@@ -45,10 +45,13 @@ class _Transfer:
     """One side of a transfer.
 
     Attributes:
-        rank, other: of this side, and of the one that it names. kind, stage: see
-            `autopar.program.transfers.peer`.
-        tensors: symbols, or buffers for them. is_done: whether it was waited for. meets: the other
-            side.
+        rank: the rank of this side.
+        other: the rank that this side names as its peer.
+        kind: see `autopar.program.transfers.peer`.
+        stage: see `autopar.program.transfers.peer`.
+        tensors: symbols to send, or buffers to receive them.
+        is_done: whether the rank waited for it.
+        meets: the other side, once it has started.
     """
 
     rank: int
@@ -74,9 +77,10 @@ class Wires:
     """All transfers of a step.
 
     Attributes:
-        size: the number of ranks. in_one_order: whether sends and receives between two ranks are
-            paired in one order; else each direction by itself, as if they are started as a batch.
-        started: all sides so far.
+        size: number of ranks.
+        in_one_order: whether sends and receives between two ranks are paired in a single order. If
+            not, each direction has its own order, as for transfers started as a batch.
+        started: all sides started so far.
     """
 
     size: int
@@ -91,11 +95,16 @@ class Wires:
         return _Transfers(self, rank)
 
     def start(self, rank: int, kind: str, tensors: list[Any], stage: int) -> list[_Transfer]:
-        """Start a side of a transfer, and pair it with the other side if that was started.
+        """Start one side of a transfer. Pair it with the other side if that has started.
 
         Args:
-            rank: that starts it. kind, stage: see `autopar.program.transfers.peer`. tensors:
-                symbols, or buffers for them.
+            rank: the rank that starts it.
+            kind: see `autopar.program.transfers.peer`.
+            tensors: symbols to send, or buffers to receive them.
+            stage: see `autopar.program.transfers.peer`.
+
+        Returns:
+            The side; no side if there are no tensors.
         """
         if not tensors:
             return []
@@ -135,7 +144,7 @@ class _Transfers:
         return self.wires.size
 
     def start(self, kind: str, tensors: Sequence[Any], stage: int) -> list[_Transfer]:
-        """See `autopar.program.transfers.Transfers.start`.
+        """Start a transfer; see `autopar.program.transfers.Transfers.start`.
 
         Args:
             kind, tensors, stage: see there.
@@ -146,13 +155,14 @@ class _Transfers:
 
 
 def run_ranks(wires: Wires, steps: Mapping[int, Callable[[], Steps]]) -> None:
-    """Run all ranks, each until it waits for a transfer that was not started.
+    """Run all ranks. Each rank runs until it waits for a transfer that its peer has not started.
 
     Args:
-        wires: their transfers. steps: rank → starts its step.
+        wires: the transfers of all ranks.
+        steps: rank → function that starts its step.
 
     Raises:
-        ValidationError: if ranks wait for each other, or do not wait for a transfer.
+        ValidationError: if ranks wait for each other, or if a rank does not wait for a transfer.
     """
     running = {rank: make() for rank, make in steps.items()}
     pending: dict[int, list[_Transfer]] = {rank: [] for rank in running}
@@ -186,7 +196,7 @@ _DEVICE = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class _Symbol:
-    """A tensor's name and its microbatch; −1 if all microbatches share it."""
+    """A tensor's name and its microbatch; −1 if all microbatches share the tensor."""
 
     name: str
     microbatch: int = -1
@@ -200,7 +210,7 @@ class _Symbol:
 
 
 class _Buffer:
-    """A buffer that a symbol is received into."""
+    """A buffer that receives a symbol."""
 
     came: _Symbol | None = None
 
@@ -209,15 +219,16 @@ class _Buffer:
 
 
 def check_order(program: Program, schedule: str, num_ranks: int) -> None:
-    """Run a step of forwards and, if anything is trained, backwards.
+    """Check the order of a step: all forwards and, if anything is trained, all backwards.
 
     Args:
-        program: of all stages. schedule: its name. num_ranks: in the pipeline, each with equally
-            many stages.
+        program: the program with all stages.
+        schedule: name of the schedule.
+        num_ranks: number of ranks of the pipeline. All have equally many stages.
 
     Raises:
-        ValidationError: with the stage, the microbatch and what it got; or the ranks that wait for
-            each other.
+        ValidationError: with the stage, the microbatch and the wrong operand; or with the ranks
+            that wait for each other.
     """
     trained = any(t.has_gradient for stage in program.stages for t in stage.parameters)
     kinds = ("forward", "backward") if trained else ("forward",)
@@ -245,7 +256,7 @@ def _check_interleaved(stages: Sequence[_Stage], num_ranks: int, *, trained: boo
 
 
 def _forwards_first(stages: Sequence[_Stage], kind: str) -> None:
-    """Run one stage per rank without backwards among forwards, as `ForwardsFirst` does."""
+    """Run one stage per rank, as `ForwardsFirst` does: no backward runs between forwards."""
     wires, steps = Wires(len(stages), in_one_order=False), {}
     for stage in stages:
         between: Any = wires.of(stage.stage)
@@ -255,13 +266,13 @@ def _forwards_first(stages: Sequence[_Stage], kind: str) -> None:
 
 
 _Sent = dict[tuple[int, int], deque[list[Any]]]
-"""From stage to stage, what was sent and not yet received."""
+"""(source stage, target stage) → symbols sent and not yet received."""
 
 
 def _check_scheduled(
     stages: Sequence[_Stage], lists: Sequence[Sequence[Action]], kinds: Sequence[str]
 ) -> None:
-    """Run one stage per rank, in the order of torch's schedules, which run `StageWorker`."""
+    """Run one stage per rank in the order of torch's schedules, which call `StageWorker`."""
     sent: _Sent = defaultdict(deque)
     left = [[action for action in actions if action.kind in kinds] for actions in lists]
     while any(left):
@@ -284,15 +295,16 @@ def _source(stages: Sequence[_Stage], action: Action) -> int | None:
 
 
 def _is_ready(stages: Sequence[_Stage], action: Action, sent: _Sent) -> bool:
-    """Return whether a stage's operands were sent and, for backward, its forward has run."""
+    """Return whether a stage's operands were sent and, for a backward, whether its forward has
+    run."""
     source, ahead = _source(stages, action), action.kind == "forward"
     came = source is None or bool(sent[source, action.stage])
     return came and (ahead or stages[action.stage].runs["forward", action.microbatch] > 0)
 
 
 def _run(stages: Sequence[_Stage], action: Action, sent: _Sent) -> None:
-    """Run one forward or backward, with its receives before and its sends after, one tensor after
-    the other, as ranks do."""
+    """Run one forward or backward. Receive before it and send after it, one tensor after the other,
+    as ranks do."""
     stage, number = stages[action.stage], action.microbatch
     source, ahead = _source(stages, action), action.kind == "forward"
     buffers = stage.work.arriving_inputs(number) if ahead else stage.work.arriving_gradients(number)
@@ -310,7 +322,7 @@ def _run(stages: Sequence[_Stage], action: Action, sent: _Sent) -> None:
 
 
 class _Work(StageWork):
-    """A stage's work on symbols."""
+    """The work of a stage, on symbols."""
 
     def _empty(self, tensor: ProgramTensor) -> Any:
         return _Buffer(tensor.name)
@@ -321,24 +333,24 @@ class _Work(StageWork):
         return _Symbol(f"the tangent of {output.name}", number)
 
     def forward(self, number: int) -> None:
-        """See `StageWork.forward`."""
+        """Run a forward; see `StageWork.forward`."""
         self._run(super().forward, "forward", number)
 
     def backward(self, number: int) -> None:
-        """See `StageWork.backward`."""
+        """Run a backward; see `StageWork.backward`."""
         self._run(super().backward, "backward", number)
 
     def _run(self, run: Callable[[int], None], kind: str, number: int) -> None:
-        stage: Any = self.executor  # which has to know which microbatch comes
+        stage: Any = self.executor  # it checks operands against this microbatch
         stage.number = number
         try:
             run(number)
-        except (StopIteration, KeyError):  # of what it looks for there is nothing
+        except (StopIteration, KeyError):  # an operand does not exist yet
             raise stage.error(number, f"{kind} runs before its operands were received") from None
 
 
 class _Stage:
-    """One stage, and the executor of its work."""
+    """One stage of the pipeline; the executor of its own work."""
 
     groups = ()
 
@@ -380,14 +392,14 @@ class _Stage:
         if self.sums and "backward" in self.kinds and not self.ended:
             raise self.error(self.num - 1, "the sums of gradients are never read")
 
-    # The interface of an executor.
+    # The interface of `Executor`.
 
     def begin(self, parameters: Sequence[Any]) -> list[Any]:
-        """Return the symbols of parameters as microbatches read them."""
+        """Return symbols for the parameters as microbatches read them."""
         return [_Symbol(f"the gathered {p.name}") for p in parameters]
 
     def new_sums(self) -> list[Any]:
-        """Return the symbols of the sums of gradients."""
+        """Return symbols for the sums of gradients."""
         return list(self.sums)
 
     def forward(
@@ -398,7 +410,7 @@ class _Stage:
         *,
         keep: bool,
     ) -> tuple[list[Any], list[Any]]:
-        """Check the operands of one microbatch's forward and return its results.
+        """Check the operands of one microbatch's forward, and return symbols for its results.
 
         Args:
             parameters, buffers, inputs, keep: see `autopar.program.executor.Executor.forward`.
@@ -421,7 +433,7 @@ class _Stage:
         first: bool = False,
         absent: frozenset[int] = frozenset(),
     ) -> list[Any]:
-        """Check the operands of one microbatch's backward and return its gradients.
+        """Check the operands of one microbatch's backward, and return symbols for its gradients.
 
         Args:
             saved, tangents, sums, first, absent: see `autopar.program.executor.Executor.backward`.
@@ -458,7 +470,8 @@ class _Stage:
         self._check("backward", [tangent], [_Symbol(f"{name} {output.name}", self.number)])
 
     def end(self, sums: Sequence[Any]) -> list[Any]:
-        """Check the sums and return gradients as parameters rest."""
+        """Check the sums, and return the gradients in the layouts in which parameters are
+        stored."""
         self._check("the end of a step", sums, self.sums)
         self.ended = True
         return [torch.zeros(1) for _ in sums]

@@ -1,10 +1,10 @@
 """Match nodes of a microbatch's graph with nodes of the batch's graph.
 
-As a rule nodes of the same key match. But the two graphs differ where an op does nothing in one of
-them: a microbatch of one sample needs no ``expand`` to all samples, no sum over them and no
-division by their number, and more of its tensors are contiguous. Capture removes such ops, and the
-keys of later nodes move up. So a node matches one of the same target, module and phase whose
-operands match its own operands, up to ops that a microbatch lacks.
+Nodes with the same key usually match. The two graphs differ if an op has no effect in one of them:
+a microbatch of one sample needs no ``expand`` to all samples, no sum over them and no division by
+their number, and more of its tensors are contiguous. Capture removes such ops, and the numbers in
+the keys of later nodes shift. So a node matches a node of the same target, module and phase whose
+operands match its own operands, up to ops that the microbatch does not need.
 
 A match proves nothing: the result of a node is compared for every match, and so is each op that is
 missing (`without`).
@@ -34,20 +34,21 @@ _PRODUCTS = {
     aten.mul.Scalar: -1,
     aten.div.Tensor: 1,
     aten.div.Scalar: 1,
-}  # with the power that a microbatch without them has
+}  # → the change of `TimePlacement.power` without them
 _SUM, _EXPAND = aten.sum.dim_IntList, aten.expand.default
 _MISSING = _COPIES | VIEWS | _PRODUCTS.keys() | {_SUM, _EXPAND}
-_MOST_MISSING = 8  # ops in a row
+_MOST_MISSING = 8  # consecutive ops
 Missing = tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
 class Match:
-    """A node of the batch's graph that a node of a microbatch's graph may stand for.
+    """A node of the batch's graph that may correspond to a node of a microbatch's graph.
 
     Attributes:
-        node: of the batch's graph. missing: per operand the nodes of the batch's graph between the
-            microbatch's operand and `node`, in order.
+        node: the node of the batch's graph.
+        missing: for each operand, the nodes of the batch's graph between the microbatch's operand
+            and `node`, in order.
         product: the product to which `node` adds a bias, if the microbatch has one op for both.
     """
 
@@ -57,8 +58,8 @@ class Match:
 
     @property
     def is_one_view(self) -> bool:
-        """Whether the microbatch has one view for several views and copies of the batch, which
-        order elements as one view does."""
+        """Whether a single view of the microbatch replaces several views and copies of the batch.
+        They order elements as one view does."""
         seen = (self.node, *self.missing[0]) if len(self.missing) == 1 else ()
         return (
             len(seen) > 1
@@ -69,31 +70,31 @@ class Match:
 
 @dataclass
 class Matching:
-    """Nodes of a batch's graph for those of a microbatch's.
+    """A map from the nodes of a microbatch's graph to nodes of the batch's graph.
 
     Attributes:
-        whole: the batch's graph. same: name of a node of the microbatch's graph → name of its
-            match.
+        whole: the batch's graph.
+        same: name of a node of the microbatch's graph → name of its match.
     """
 
     whole: Traced
     same: dict[str, str] = field(default_factory=dict)
-    _alike: Mapping[str, list[fx.Node]] = field(init=False)
+    _by_kind: Mapping[str, list[fx.Node]] = field(init=False)
     _users: Mapping[Ref, list[fx.Node]] = field(init=False)
 
     def __post_init__(self) -> None:
-        alike: dict[str, list[fx.Node]] = defaultdict(list)
+        by_kind: dict[str, list[fx.Node]] = defaultdict(list)
         users: dict[Ref, list[fx.Node]] = defaultdict(list)
         for key, node in self.whole.by_key.items():
-            alike[_kind(key)].append(node)
+            by_kind[_kind(key)].append(node)
             for ref in dict.fromkeys(self.whole.reads(node)):
                 users[ref].append(node)
-        self._alike, self._users = alike, users
+        self._by_kind, self._users = by_kind, users
 
     def add_placeholders(self, part: Traced) -> None:
-        """Match the placeholders of the two graphs, by names.
+        """Match the placeholders of the two graphs by name.
 
-        Values that a microbatch gets from the batch match the node of that name.
+        A value that microbatches receive from the batch matches the node of that name.
         """
         names = _placeholders(self.whole)
         for name, node in _placeholders(part).items():
@@ -105,11 +106,12 @@ class Matching:
                 self.same[i.node] = known.name
 
     def matches(self, node: fx.Node, reads: Sequence[Ref]) -> Iterator[Match]:
-        """Iterate over the nodes that a node may stand for, given the matches of its operands, the
-        likeliest first.
+        """Iterate over the possible matches of a node whose operands have matches, the most likely
+        first.
 
         Args:
-            node: of the microbatch's graph. reads: its operands there.
+            node: a node of the microbatch's graph.
+            reads: the values that it reads there.
         """
         due = [self.whole_ref(read) for read in reads]
         for other in self._candidates(node, due):
@@ -120,16 +122,16 @@ class Matching:
             yield from self._with_bias(node, due)
 
     def take(self, node: fx.Node, match: Match) -> None:
-        """Record a node's match."""
+        """Record the match of a node."""
         self.same[node.name] = match.node.name
 
     def _with_bias(self, node: fx.Node, due: Sequence[Ref]) -> Iterator[Match]:
-        """Match a product and the addition of a bias with one op of the microbatch.
+        """Match one op of the microbatch with a product and the addition of a bias.
 
         Torch adds the bias of a linear layer within the product only if the operand is contiguous.
         """
         kind = _kind(str(node.meta["key"])).replace("/dot/", "/add.Tensor/")
-        for other in self._alike.get(kind, ()):
+        for other in self._by_kind.get(kind, ()):
             product = other.args[0]
             if getattr(product, "target", None) is not ops.dot or len(other.args) != 2:
                 continue
@@ -143,12 +145,13 @@ class Matching:
                 yield Match(other, tuple(p for p in paths if p is not None), product)
 
     def whole_ref(self, ref: Ref) -> Ref:
-        """Return the batch's value that a microbatch's value stands for, or an unknown one."""
+        """Return the batch's value that corresponds to a microbatch's value, or an unknown
+        value."""
         return self.same.get(ref[0], ""), ref[1]
 
     def missing_between(self, found: Ref, due: Ref) -> Missing | None:
-        """Return the ops between two values of the batch's graph, in order; None if another path
-        leads to `found`, or an op on it cannot be missing."""
+        """Return the ops between two values of the batch's graph, in order. Return None if another
+        path leads to `found`, or if the microbatch must have one of these ops."""
         path: list[fx.Node] = []
         while found != due:
             node = self.whole.nodes[found[0]]
@@ -160,22 +163,23 @@ class Matching:
         return tuple(reversed(path))
 
     def _candidates(self, node: fx.Node, due: Sequence[Ref]) -> Iterator[fx.Node]:
-        """Iterate over nodes of the batch that a node may stand for, the likeliest first.
+        """Iterate over nodes of the batch's graph that a node may correspond to, the most likely
+        first.
 
-        If an op is missing, later ops may count as of another module.
+        If an op is missing, later ops may be counted under another module.
         """
         key = str(node.meta["key"])
         own = self.whole.by_key.get(key)
         if own is not None:
             yield own
         behind = self._behind(due[0]) if due else iter(())
-        for other in (*self._alike.get(_kind(key), ()), *behind):
+        for other in (*self._by_kind.get(_kind(key), ()), *behind):
             if other is not own and other.target is node.target:
                 yield other
 
     def _behind(self, ref: Ref) -> Iterator[fx.Node]:
         """Iterate over readers of a value of the batch's graph, also through ops that a microbatch
-        may lack."""
+        may not need."""
         values = [ref]
         while values:
             value = values.pop()
@@ -204,7 +208,7 @@ def _kind(key: str) -> str:
 
 
 def _placeholders(traced: Traced) -> dict[str, str]:
-    """Return placeholders by descriptions that the graphs of batch and microbatch share."""
+    """Return the placeholders by descriptions that both graphs share."""
     trace = traced.trace
     found = {f"tensor {p.name}": p.node for p in (*trace.parameters, *trace.buffers)}
     found |= {f"input {i.path}": i.node for i in trace.inputs if not i.given}
@@ -215,12 +219,14 @@ def without(
     missing: Missing, whole: Traced, shape: Sequence[int], read: TimePlacement, num: int
 ) -> TimePlacement:
     """Return the placement of a microbatch's tensor relative to the result of ops that the
-    microbatch lacks.
+    microbatch's graph does not have.
 
     Args:
-        missing: nodes of the batch's graph, in order. whole: the batch's graph. shape: of the
-            microbatch's tensor.
-        read: its placement relative to the operand of the first of them. num: of microbatches.
+        missing: the nodes of the batch's graph that are missing, in order.
+        whole: the batch's graph.
+        shape: shape of the microbatch's tensor.
+        read: placement of the tensor relative to the operand of the first missing node.
+        num: number of microbatches.
     """
     for node in missing:
         read = _without(whole.call(node), tuple(shape), read, num)
@@ -246,7 +252,7 @@ def _without(call: Call, shape: tuple[int, ...], read: TimePlacement, num: int) 
 def _without_expand(
     call: Call, shape: tuple[int, ...], read: TimePlacement, num: int
 ) -> TimePlacement:
-    """Undo an expansion to all samples, of which a microbatch has one."""
+    """Return the placement without an expansion to all samples. A microbatch has one sample."""
     dim = split_dim(call.outputs[0].shape, shape, num)
     fits = read.kind in ("whole", "zero") and read.dim < 0 and call.inputs[0].shape == shape
     if not fits or dim < 0:
@@ -257,7 +263,8 @@ def _without_expand(
 def _without_view(
     call: Call, shape: tuple[int, ...], read: TimePlacement, num: int
 ) -> TimePlacement:
-    """Undo a view, which a microbatch lacks if its tensor has the right shape without it."""
+    """Return the placement without a view. The microbatch's tensor must have the right shape
+    without it."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
     if call.target not in VIEWS:
         return TimePlacement("wrong")
@@ -269,7 +276,7 @@ def _without_view(
 
 
 def _without_product(call: Call, read: TimePlacement, num: int) -> TimePlacement:
-    """Undo a factor of the number of microbatches, which is one in a microbatch."""
+    """Return the placement without a multiplication or division by the number of microbatches."""
     by_number = len(call.args) == 2 and call.args[1] == num and type(call.args[1]) in (int, float)
     if not by_number or read.kind == "place" or not call.outputs[0].dtype.is_floating_point:
         return TimePlacement("wrong")
@@ -277,8 +284,8 @@ def _without_product(call: Call, read: TimePlacement, num: int) -> TimePlacement
 
 
 def _without_sum(call: Call, shape: tuple[int, ...], read: TimePlacement) -> TimePlacement:
-    """Undo a sum over samples, of which a microbatch has one; other summed dims have one
-    element."""
+    """Return the placement without a sum over samples. A microbatch has one sample; all other
+    summed dims have one element."""
     before = call.inputs[0].shape
     keeps = len(call.args) > 2 and call.args[2] is True and call.outputs[0].shape == shape
     dims = {dim % len(before) for dim in call.args[1]} if keeps else set()

@@ -1,12 +1,12 @@
-"""`validate_microbatches`: the graph of one microbatch against that of the batch, forward and
-backward, on an axis in time.
+"""`validate_microbatches`: compare the graph of one microbatch with the graph of the batch, forward
+and backward, on an axis in time.
 
-Each node of a microbatch's graph is compared with the node of the batch's for which it stands
-(`autopar.validation.matching`), by the labels below. The runtime joins outputs as
-`Microbatches.outputs` says and adds gradients up: so outputs have to be split, whole or terms of
-the stated power of the number of microbatches, and every gradient has to be a term. Nothing of the
-analysis that decided how the batch is cut is used, but what it says: which inputs are cut, what is
-given of the whole batch, and how outputs are joined.
+Each node of a microbatch's graph is compared with the corresponding node of the batch's graph
+(`autopar.validation.matching`), by the placements below. The runtime joins outputs as
+`Microbatches.outputs` states, and adds gradients. So an output must be split, whole or a term with
+the stated power of the number of microbatches, and a gradient must be a term. The analysis that cut
+the batch is not trusted. Only its results are read: which inputs are cut, which values microbatches
+receive from the batch, and how outputs are joined.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from autopar.validation.time_trials import TERM, WHOLE, TimePlacement, split_dim
 from autopar.validation.traced import Nodes, Traced
 
 # --------------------------------------------------------------------------------------------------
-# What a tensor of one microbatch is of the batch's: placements on an axis in time, found op by op
-# by numbers, forward and backward.
+# Placements on an axis in time: the relation of a microbatch's tensor to the batch's tensor. They
+# are derived op by op from trials on numbers, forward and backward.
 #
-# With M microbatches, and w the batch's value of a tensor, a microbatch m has, up to a power of M,
+# With M microbatches and the batch's tensor w, microbatch m has, up to a power of M:
 #
 #     split(d)    the m-th of M parts of w along dim d
 #     whole       w
 #     term        a term: the M terms add up to w
-#     place(d)    positions along dim d, which w counts from the batch's first sample and each
-#     microbatch from its own
+#     place(d)    positions along dim d; w counts from the batch's first sample, each microbatch
+#                 from its own first sample
 #
-# and `power` e says that it has M^e times as much: a mean over a microbatch's samples is a term
-# with e = 1. No rule of the op says which of these a result is. The op is run on small numbers: on
-# the batch's, and on those of M microbatches, whose operands are what their labels say and whose
-# settings are what stands in the graph of one microbatch. A result has a label if, for M = 2 and
-# for M = 3, the M results are that of the batch's result. It has none where they are not; then it
-# must not reach an output or a gradient.
+# `power` e means M^e times this value: a mean over a microbatch's samples is a term with e = 1. No
+# rule of the op determines the placement of a result. The op runs on small numbers instead: once
+# for the batch, and once for each of M microbatches. Their operands have the given placements, and
+# their settings are those in the graph of one microbatch. A result has a placement if the M results
+# relate to the batch's result in this way for M = 2 and for M = 3. Otherwise it has none, and must
+# not reach an output or a gradient.
 
 
 aten = torch.ops.aten
@@ -78,13 +78,14 @@ _CONSTANTS = frozenset(
 def placements_in_time(
     whole: Call, part: Call, reads: Sequence[TimePlacement], num: int
 ) -> tuple[TimePlacement, ...]:
-    """Return the placements of a node's results in one of `num` microbatches; of kind ``open`` if
-    nothing can be said.
+    """Return the placements of a node's results in one of `num` microbatches. Their kind is
+    ``open`` if neither trials nor a rule determine them.
 
     Args:
-        whole, part: the calls in the graphs of the batch and of one microbatch. reads: the
-            operands' placements.
-        num: of microbatches.
+        whole: the call in the graph of the batch.
+        part: the call in the graph of one microbatch.
+        reads: placements of the operands.
+        num: number of microbatches.
     """
     found = _place_results(whole.keyed, part.keyed, tuple(reads), num)
     return found if found else tuple(TimePlacement("open") for _ in whole.outputs)
@@ -98,9 +99,9 @@ def _place_results(
     if whole.target is not part.target or len(whole.outputs) != len(part.outputs):
         return ()
     if whole.target in DRAWS:
-        return _drawn(whole, part, reads, num)
+        return _place_draws(whole, part, reads, num)
     if whole.target in _CONSTANTS:
-        return _constant(whole, part, num)
+        return _place_constant(whole, part, num)
     if whole.key == part.key and all(r == WHOLE for r in reads):
         return tuple(WHOLE for _ in whole.outputs)
     if whole.target is aten.arange.default:
@@ -121,10 +122,11 @@ def _positions(whole: Call, part: Call, num: int) -> tuple[TimePlacement, ...]:
 def _by_rule(
     whole: Call, part: Call, reads: Sequence[TimePlacement], num: int
 ) -> tuple[TimePlacement, ...]:
-    """Return the placements that follow from the op's rule on an axis of `num` ranks, if there is
-    no small call: microbatches are like ranks.
+    """Return the placements that follow from the op's rule on an axis of `num` ranks. Microbatches
+    correspond to ranks. This serves ops without small calls.
 
-    A power of one operand is passed on if the rule has the op linear in that operand alone.
+    The power of an operand is passed on only if the rule states that the op is linear in that
+    operand alone.
     """
     scaled = [number for number, r in enumerate(reads) if r.power]
     if len(scaled) > 1 or any(r.kind == "place" for r in reads):
@@ -137,22 +139,22 @@ def _by_rule(
     if scaled and linear not in options:
         return ()
     for option in options:
-        if all(map(_may_lie, reads, option.inputs)) and _is_called(whole, part, option, num):
+        if all(map(_agrees_with, reads, option.inputs)) and _is_called(whole, part, option, num):
             power = reads[scaled[0]].power if scaled else 0
             return tuple(_placement_of(p, power) for p in option.outputs)
     return ()
 
 
 def _placement_of(placement: Placement, power: int) -> TimePlacement:
-    """Return the placement in time of a tensor with a placement on an axis of ranks that stand for
+    """Return the placement in time for a placement on an axis of ranks. Ranks correspond to
     microbatches."""
     if isinstance(placement, Shard):
         return TimePlacement("split", placement.dim, power)
     return TimePlacement("term" if placement == PARTIAL else "whole", -1, power)
 
 
-def _may_lie(read: TimePlacement, placement: Placement) -> bool:
-    """Return whether a tensor is placed so, on an axis of ranks that stand for microbatches."""
+def _agrees_with(read: TimePlacement, placement: Placement) -> bool:
+    """Return whether a placement in time agrees with a placement on an axis of ranks."""
     if read.dim >= 0:
         return placement == Shard(read.dim)
     return placement in {"term": (PARTIAL,), "zero": (PARTIAL, REPLICATE)}.get(
@@ -173,13 +175,14 @@ def _is_called(whole: Call, part: Call, option: AxisOption, num: int) -> bool:
     )
 
 
-def _drawn(
+def _place_draws(
     whole: Call, part: Call, reads: Sequence[TimePlacement], num: int
 ) -> tuple[TimePlacement, ...]:
-    """Each microbatch draws anew; the batch's numbers are as good as any.
+    """Return the placements of random draws. Each microbatch draws new numbers, which have the same
+    distribution as the batch's.
 
-    Numbers that no sample has (of dropout of a weight) count as the batch's, although each
-    microbatch draws its own.
+    Numbers that do not depend on the sample (dropout of a weight) count as equal to the batch's,
+    although each microbatch draws its own.
     """
     if any(r != WHOLE for r in reads):
         return ()
@@ -189,8 +192,9 @@ def _drawn(
     return (TimePlacement("split", dim),) if dim >= 0 else ()
 
 
-def _constant(whole: Call, part: Call, num: int) -> tuple[TimePlacement, ...]:
-    """Place a tensor of one value by its shapes, if the value is the same."""
+def _place_constant(whole: Call, part: Call, num: int) -> tuple[TimePlacement, ...]:
+    """Return the placement of a tensor with a single value, from its shapes, if both calls have the
+    same value."""
     values = [
         [a for a in call.args if isinstance(a, int | float) and not isinstance(a, bool)]
         for call in (whole, part)
@@ -242,13 +246,17 @@ Placements = dict[Ref, TimePlacement]
 def validate_microbatches(
     whole: Trace, part: Trace, how: Microbatches, *, promised: bool = False
 ) -> Validation:
-    """Show that microbatches compute the batch's outputs and gradients.
+    """Check that microbatches compute the batch's outputs and gradients.
 
     Args:
-        whole, part: the traces of the batch and of one microbatch. how: how microbatches make up
-            the batch.
-        promised: whether the user promised that samples are independent. Then differences that
-            cannot be excluded are reported instead of raised.
+        whole: the trace of the batch.
+        part: the trace of one microbatch.
+        how: how microbatches make up the batch.
+        promised: whether the user promised that samples are independent. If so, possible
+            differences are reported instead of raised.
+
+    Returns:
+        The report. With `promised`, it lists what was not shown.
 
     Raises:
         ValidationError: for the node at which an output or a gradient differs from the batch's,
@@ -261,12 +269,12 @@ def validate_microbatches(
 
 @dataclass
 class _InTime:
-    """One comparison.
+    """One comparison of a microbatch's graph with the batch's graph.
 
     Attributes:
-        placed: the placement of each value of the microbatch's graph. matching: the batch's nodes
-            for its nodes.
-        open: keys of nodes of which nothing is known.
+        placed: placement of each value of the microbatch's graph.
+        matching: matches of the microbatch's nodes.
+        open: keys of nodes without a known placement.
     """
 
     whole: Traced
@@ -278,7 +286,7 @@ class _InTime:
     matching: Matching = field(init=False)
 
     def validation(self) -> Validation:
-        """Return the report."""
+        """Run the comparison and return the report."""
         self.matching = Matching(self.whole)
         self.matching.add_placeholders(self.part)
         self._place_inputs()
@@ -295,7 +303,7 @@ class _InTime:
         sizes = {i.path: i.shape for i in self.whole.trace.inputs}
         for i in trace.inputs:
             if i.given:
-                self.placed[i.node, 0] = WHOLE  # `_count` shows it
+                self.placed[i.node, 0] = WHOLE  # `_count` checks it
             elif i.path in how.inputs:
                 dim = how.inputs[i.path]
                 if split_dim(sizes[i.path], i.shape, how.num) != dim:
@@ -312,7 +320,7 @@ class _InTime:
             self.placed[o.tangent, 0] = self._tangent(o.path, is_loss=o.is_loss)
 
     def _tangent(self, path: str, *, is_loss: bool) -> TimePlacement:
-        """Return the placement of a microbatch's tangent, as the runtime passes it
+        """Return the placement of a microbatch's tangent as the runtime passes it
         (`Microbatches.weight` and `tangents`)."""
         if is_loss:
             weights = {1.0: 0, 1.0 / self.how.num: -1}
@@ -330,9 +338,9 @@ class _InTime:
         )
 
     def _count(self, count: Count) -> None:
-        """Check that a value which microbatches get from the batch is the batch's value of the node
-        that it matches."""
-        graph = copy_graph(count.graph.graph)  # whose placeholders get values here
+        """Check a value that microbatches receive from the batch: it must equal the batch's value
+        at the node that it matches."""
+        graph = copy_graph(count.graph.graph)  # a copy, as placeholders get values here
         named = {b.name: (b.node, 0) for b in self.part.trace.buffers} | {
             i.path: (i.node, 0) for i in self.part.trace.inputs
         }
@@ -370,10 +378,10 @@ class _InTime:
                 )
 
     def _place(self, nodes: Nodes, placed: Placements, matching: Matching) -> None:
-        """Place every node of a graph: of the microbatch's, or of a count's."""
+        """Place every node of a graph: the microbatch's graph, or the graph of a `Count`."""
         for node in nodes.graph.nodes:
             if node.op != "call_function" or nodes.ref(node) != (node.name, 0):
-                continue  # no compute node, or a getitem
+                continue  # not a compute node, or a getitem
             reads = [
                 placed.get(ref, TimePlacement("open", origin=node.meta["key"]))
                 for ref in nodes.reads(node)
@@ -403,7 +411,7 @@ class _InTime:
     def _as_match(
         self, match: Match, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes
     ) -> Sequence[TimePlacement]:
-        """Return the placements of a node's results, for a match."""
+        """Return the placements of a node's results if it corresponds to the node of a match."""
         call, whole = nodes.call(node), self.whole.call(match.node)
         if match.is_one_view:
             whole = replace(whole, inputs=self.whole.call(match.missing[0][0]).inputs)
@@ -422,7 +430,8 @@ class _InTime:
     def _place_bias(
         self, product: Call, addition: Call, call: Call, reads: Sequence[TimePlacement]
     ) -> tuple[TimePlacement, ...]:
-        """Place a product with a bias, for which the batch has a product and an addition."""
+        """Return the placement of a product with a bias. The batch's graph has a product and an
+        addition."""
         plain = replace(call, args=call.args[:3], inputs=call.inputs[:2])
         (made,) = placements_in_time(product, plain, reads[:2], self.how.num)
         if not made.is_known:
@@ -442,8 +451,8 @@ class _InTime:
     def _place_multiplied(
         self, node: fx.Node, reads: Sequence[TimePlacement], nodes: Nodes, matching: Matching
     ) -> list[TimePlacement]:
-        """Place a node that only a microbatch's graph has: it multiplies its operand by the number
-        of microbatches."""
+        """Return the placement of a node that only a microbatch's graph has. It multiplies its
+        operand by the number of microbatches."""
         own = node.meta["key"].endswith(TIMES) and node.target is _MULTIPLY
         if not own or len(reads) != 1 or node.args[1] != self.how.num:
             return []
@@ -451,12 +460,12 @@ class _InTime:
         matching.same[node.name] = matching.whole_ref(nodes.reads(node)[0])[0]
         return [read if not read.is_known else replace(read, power=read.power + 1)]
 
-    # What comes out.
+    # Outputs and gradients.
 
     def _outputs(self) -> Iterator[str]:
         for o in self.part.trace.outputs:
             if o.path not in self.how.outputs:
-                continue  # it is not asked for of several microbatches
+                continue  # the step of several microbatches does not return it
             kind, dim = self.how.outputs[o.path]
             due: Mapping[str, tuple[TimePlacement, ...]] = {
                 "split": (TimePlacement("split", dim),),
@@ -495,7 +504,7 @@ class _InTime:
     def _compare_returned(
         self, node: fx.Node, own: fx.Node, due: Sequence[TimePlacement], what: str
     ) -> Iterator[str]:
-        """Compare a result of a microbatch with `own`, the batch's result."""
+        """Compare a result of a microbatch with `own`, the corresponding result of the batch."""
         ref = self.part.ref(node)
         missing = self.matching.missing_between(self.whole.ref(own), self.matching.whole_ref(ref))
         found = self.placed[ref]

@@ -21,8 +21,8 @@ Splitters = tuple[tuple[int, int], ...]
 
 
 def place_of(node: fx.Node, env: Mapping[fx.Node, Any]) -> Place | None:
-    """Return the state of a node that computes a rank's first index or the length of its part; None
-    for other nodes."""
+    """Return the state of a node that computes a rank's first index or the length of its part.
+    Return None for other nodes."""
     if node.target in steps.PLACES:
         size, splitters = node.args
         kind = "start" if node.target is steps.local_start else "length"
@@ -38,7 +38,7 @@ def place_of(node: fx.Node, env: Mapping[fx.Node, Any]) -> Place | None:
 
 
 def written_operand(node: fx.Node) -> fx.Node | None:
-    """Return the operand that a node writes its result into, if any."""
+    """Return the operand into which a node writes its result, if any."""
     form = functional_form(node.target) if node.op == "call_function" else None
     if form is None:
         return None
@@ -49,11 +49,13 @@ def written_operand(node: fx.Node) -> fx.Node | None:
 def expected_call(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> Local:
     """Return the call that a rank must make.
 
-    Sizes of views and of draws are derived here; those of other ops by `localize`, which `law`
-    tests.
+    Sizes of views and of random draws are derived here, those of other ops by `localize`, which
+    `op_law` tests.
 
     Args:
-        call: on global tensors. strategy: the layouts. mesh_shape: the sizes of the mesh axes.
+        call: the call on global tensors.
+        strategy: layouts of its operands and results.
+        mesh_shape: sizes of the mesh axes.
     """
     if call.target in VIEWS and call.target is not aten.unsqueeze.default:
         return Local(
@@ -85,12 +87,14 @@ def _local_sizes(
 def differences(
     node: fx.Node, local: Local, env: Mapping[fx.Node, Any], mesh_shape: Sequence[int]
 ) -> Iterator[str]:
-    """Iterate over the differences between a node's call and the call that it must make, in words.
-    Operands are compared by `operands_in`.
+    """Iterate over the differences between a node's call and the expected call, as text.
+    `operands_in` serves to compare the operands.
 
     Args:
-        node: of the emitted graph. local: the call that it must make. env: the states so far.
-            mesh_shape: the sizes of the mesh axes.
+        node: a node of the emitted graph.
+        local: the expected call.
+        env: the states so far.
+        mesh_shape: sizes of the mesh axes.
     """
     target, without = functional_form(node.target) or (node.target, "")
     wanted = dispatched.STEPS.get(local.target, local.target)
@@ -100,7 +104,7 @@ def differences(
     kwargs = {name: value for name, value in node.kwargs.items() if name != without}
     args = (
         node.args[:-1] if wanted in dispatched.TOGETHER else node.args
-    )  # the last says how rows go
+    )  # the last argument is the exchange of rows
     due = local.args[:-1] if wanted in dispatched.TOGETHER else local.args
     for where, made, value in _pairs(args, kwargs, due, local.kwargs):
         if not matches(made, value, env, mesh_shape):
@@ -108,7 +112,7 @@ def differences(
 
 
 class _Missing:
-    """Stands for an argument that does not exist."""
+    """Marks an argument that does not exist."""
 
     def __repr__(self) -> str:
         return "missing"
@@ -131,14 +135,16 @@ def _pairs(
 
 
 def matches(made: Any, due: Any, env: Mapping[fx.Node, Any], mesh_shape: Sequence[int]) -> bool:
-    """Return whether an argument of a node is the right one.
+    """Return whether an argument of a node is the expected one.
 
     Args:
-        made: the node's argument. due: the argument of the call that it must make. env: the states
-            so far. mesh_shape: the sizes of the mesh axes.
+        made: the argument of the node.
+        due: the argument of the expected call.
+        env: the states so far.
+        mesh_shape: sizes of the mesh axes.
     """
     if isinstance(due, Operand):
-        return isinstance(made, fx.Node)  # which one, `operands_in` says
+        return isinstance(made, fx.Node)  # `operands_in` finds which one
     if isinstance(due, Start):
         return _is_place(made, "start", due, env, mesh_shape)
     if isinstance(due, Length):
@@ -150,7 +156,7 @@ def matches(made: Any, due: Any, env: Mapping[fx.Node, Any], mesh_shape: Sequenc
         return alike and all(matches(a, b, env, mesh_shape) for a, b in zip(made, due, strict=True))
     return type(made) is type(due) and (
         made == due or (made != made and due != due)
-    )  # a setting that is no number is itself
+    )  # NaN differs from itself
 
 
 def _is_place(
@@ -165,7 +171,9 @@ def splitters_of(layout: Layout, dim: int, mesh_shape: Sequence[int]) -> Splitte
     """Return (axis, axis size) of the axes that split a dim, outermost first.
 
     Args:
-        layout: of the tensor. dim: the dim. mesh_shape: the sizes of the mesh axes.
+        layout: layout of the tensor.
+        dim: the dim.
+        mesh_shape: sizes of the mesh axes.
     """
     return tuple((axis, mesh_shape[axis]) for axis in layout.splitters(dim))
 
@@ -175,8 +183,8 @@ def _as_tuple(value: Any) -> Any:
 
 
 def operands_in(made: Any, due: Any) -> Iterator[tuple[int, fx.Node]]:
-    """Iterate over the numbers of the operands that a call must read, each with the node at its
-    place. Both arguments have one structure (`differences`)."""
+    """Iterate over the numbers of the operands that a call must read, each with the node in its
+    position. Both arguments must have the same structure (`differences`)."""
     if isinstance(due, Operand):
         yield due.index, made
     elif isinstance(due, tuple | list):

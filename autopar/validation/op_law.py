@@ -1,14 +1,15 @@
-"""Check whether an op on parts results in the parts of a strategy: by trials on small numbers or,
-for ops that only move elements, by counting.
+"""Check whether an op on parts computes the parts that a strategy states: by trials on small
+numbers or, for ops that only move elements, by counting.
 
-One mesh axis at a time. A call is shrunk to small sizes (`autopar.rules.small_calls`). Its operands
-are split as the strategy places them on the axis (a partial sum into random addends), every rank
-runs its local call, and the results, joined as the strategy places them, must be those of the whole
-call. The op's row in the table of rules is not used. The effect of several axes follows from the
-effect of each, since they split along one and the same order of axes (`autopar.rules.is_strategy`).
+The check covers one mesh axis at a time. A call is shrunk to small sizes
+(`autopar.rules.small_calls`). Its operands are split as the strategy places them on the axis (a
+partial sum into random addends), and every rank runs its local call. The results, joined as the
+strategy places them, must equal the results of the whole call. The op's row in the table of rules
+is not used. The effect of several axes follows from the effect of each, since all tensors are split
+in the same order of axes (`autopar.rules.is_strategy`).
 
-A view cannot be shrunk. Its strategies follow from which dims hold the same elements
-(`keeps_parts`). Random draws follow from the indices of elements alone.
+A view cannot be shrunk. Its strategies follow from the dims that hold the same elements
+(`keeps_parts`). Random draws depend only on the indices of elements.
 """
 
 from __future__ import annotations
@@ -48,13 +49,12 @@ _ZEROS = {
     aten.empty.memory_format: aten.zeros.default,
     aten.empty_like.default: aten.zeros_like.default,
     aten.new_empty.default: aten.new_zeros.default,
-}  # uninitialised tensors have no numbers to compare; zeros of the same shape have
+}  # uninitialised tensors cannot be compared; zeros of the same shape can
 _RECIPES = ("mixed", "positive")
 
 
 class Verdict(Enum):
-    """The verdict on a strategy: shown to be right by numbers or by counting, shown to be wrong, or
-    neither."""
+    """The verdict on a strategy: proven right by numbers or by counting, proven wrong, or open."""
 
     PROVEN = "proven"
     WRONG = "wrong"
@@ -65,7 +65,9 @@ def judge(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Ve
     """Return the verdict on a call's strategy, and the reason if it is wrong.
 
     Args:
-        call: on global tensors. strategy: the layouts. mesh_shape: the sizes of the mesh axes.
+        call: the call on global tensors.
+        strategy: layouts of its operands and results.
+        mesh_shape: sizes of the mesh axes.
     """
     return _judge(call.keyed, strategy.plain, tuple(mesh_shape))
 
@@ -132,7 +134,7 @@ def _draws_parts(option: AxisOption) -> bool:
 
 
 def _on_trials(keyed: KeyedCall, option: AxisOption, nums: Sequence[int]) -> tuple[Verdict, str]:
-    """Check an option on small calls with numbers.
+    """Check placements by small calls on numbers.
 
     Args:
         keyed: the call.
@@ -159,8 +161,8 @@ def _trials(keyed: KeyedCall) -> tuple[Trial, ...]:
 
 
 def _can_split(small: Call, option: AxisOption, num: int) -> bool:
-    """Return whether each split dim has a part for every rank, and all dims are split evenly or
-    have one length."""
+    """Return whether each split dim has a part for every rank, and whether all dims are split
+    evenly or have the same length."""
     pairs = zip((*small.inputs, *small.outputs), (*option.inputs, *option.outputs), strict=True)
     lengths = {info.shape[p.dim] for info, p in pairs if isinstance(p, Shard) and info != NO_TENSOR}
     even = all(length % num == 0 for length in lengths)
@@ -175,12 +177,15 @@ def _can_split(small: Call, option: AxisOption, num: int) -> bool:
 
 
 def keeps_parts(call: Call, option: AxisOption, *, uneven: bool = False) -> bool:
-    """Return whether a view of parts gives the parts of the view: elements are split by the leading
-    dims of groups of dims that hold the same elements.
+    """Return whether a view of the parts of its operand gives the parts of its result.
+
+    A view groups dims that hold the same elements. The leading dim of a group determines how its
+    elements are split.
 
     Args:
-        call: the view. option: the placements on one axis. uneven: whether parts differ in length;
-            then the two dims must have one size.
+        call: the view.
+        option: the placements on one axis.
+        uneven: whether parts differ in length. If so, the two dims must have the same size.
     """
     (before,), (after,) = option.inputs, option.outputs
     if not isinstance(before, Shard) or not isinstance(after, Shard):
@@ -196,10 +201,10 @@ def keeps_parts(call: Call, option: AxisOption, *, uneven: bool = False) -> bool
 
 
 def leading_dims(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Iterate over pairs of dims, before and after, that come first in the smallest groups of dims
+    """Iterate over pairs (dim before, dim after) that come first in the smallest groups of dims
     with equally many elements in the same order.
 
-    Such dims begin where equally many elements follow on both sides.
+    From both dims of a pair on, the shapes have equally many elements.
     """
     behind = [
         {math.prod(shape[dim:]): dim for dim in range(len(shape)) if shape[dim] > 1}

@@ -1,10 +1,10 @@
 """`validate_program`: check that every value of an emitted program is the stated part of a traced
 value, up to the outputs and every gradient.
 
-The trace, the plan's strategies, and the layouts of the program's operands and results are taken as
-given; these layouts are compared with the plan's. Nothing that emission says of a node is taken as
-given except its key. One pass goes over each graph (`walk`), and one over the memory that its nodes
-share (`storage`).
+The trace and the plan's strategies are trusted. The layouts of the program's operands and results
+are compared with the plan's and then trusted. Of the information that emission attaches to a node,
+only its key is trusted. One pass goes over each graph (`walk`), and another over the memory that
+its nodes share (`storage`).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from autopar.validation.traced import Traced
 from autopar.validation.walk import GraphWalk
 
 # --------------------------------------------------------------------------------------------------
-# Check random draws of a trace: no two of them share their numbers, and the state that all of them
-# read is increased by one at each call.
+# Random draws of a trace: no two of them may share their numbers, and the state that they read must
+# increase by one at each call.
 
 
 # --------------------------------------------------------------------------------------------------
 # Random numbers by position: draws, steps and seeds must be independent, and a rank's part of a
 # draw must equal that part of the whole draw.
 #
-# The functions run on few elements, from fixed states, so that the verdict is always the same. With
-# n numbers the correlation of independent draws exceeds 6 / √n once in 10⁹ times.
+# The functions draw few elements from fixed states, so that the verdict is reproducible. With n
+# numbers, the correlation of independent draws exceeds 6 / √n once in 10⁹ times.
 
 _ROWS, _COLUMNS = 48, 64
 _FAR = 6.0 / (_ROWS * _COLUMNS) ** 0.5
@@ -51,16 +51,21 @@ _SETTINGS: dict[Callable[..., Tensor], tuple[tuple[Any, ...], float, float]] = {
     random.normal: ((0.0, 1.0, torch.float32), 0.0, 1.0),
     random.randint: ((0, 1001, torch.int64), 500.0, (1001.0**2 / 12.0) ** 0.5),
 }
-"""Function → its settings, and the mean and the standard deviation of its numbers with them."""
+"""Function → its settings, and the mean and standard deviation of its numbers with these
+settings."""
 _PARTS = ((0, 24, 0, 64), (24, 24, 0, 64), (0, 48, 32, 32), (47, 1, 63, 1))
-"""First row, rows, first column, columns."""
+"""(first row, number of rows, first column, number of columns) of each part."""
 
 
 def check_generator(kinds: Iterable[Callable[..., Tensor]]) -> None:
-    """Test these functions of `autopar.ops.random`.
+    """Test random functions of `autopar.ops.random`.
+
+    Args:
+        kinds: the functions.
 
     Raises:
-        ValidationError: if draws are correlated, or a part of a draw is not the draw's part.
+        ValidationError: if draws are correlated, or if a part of a draw differs from that part of
+            the whole draw.
     """
     for kind in sorted(kinds, key=lambda k: k.__name__):
         _check_independent(kind)
@@ -121,11 +126,14 @@ _LARGEST = 2**31
 
 
 def check_draws(trace: Trace) -> None:
-    """Check that draws are independent of each other and differ from step to step.
+    """Check that random draws are independent of each other and differ from step to step.
+
+    Args:
+        trace: the traced model.
 
     Raises:
-        ValidationError: for a draw that is correlated with an earlier one, or a state that is not
-            increased.
+        ValidationError: for a draw that is correlated with an earlier one, or if the random state
+            does not advance.
     """
     seen: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in trace.graph.nodes:
@@ -164,18 +172,20 @@ def _check_state(trace: Trace, states: set[fx.Node]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The program's tensors at its border, which the runtime relies on, against the trace. Their layouts
-# are compared with the plan's in `_Program`.
+# Inputs, outputs, parameters and buffers of the program, on which the runtime relies, compared with
+# the trace. `_Program` compares their layouts with the plan's.
 
 Facts = Mapping[str, object]
 
 
 def check_borders(trace: Trace, plan: Plan, program: StageProgram) -> None:
-    """Compare names, shapes, dtypes and flags of parameters, buffers, inputs and outputs with the
-    trace's.
+    """Compare names, shapes, dtypes and flags of parameters, buffers, inputs and outputs with those
+    of the trace.
 
     Args:
-        trace: the model. plan: its plan. program: what the plan was emitted into.
+        trace: the traced model.
+        plan: its plan.
+        program: the program emitted from the plan.
 
     Raises:
         ValidationError: for the first tensor that differs, with the difference.
@@ -237,20 +247,26 @@ def _whole(path: str, shape: tuple[int, ...]) -> dict[str, object]:
 
 
 def validate_program(trace: Trace, plan: Plan, program: StageProgram) -> Validation:
-    """Justify every node of the graphs of one program.
+    """Justify every node in the graphs of one program.
 
     Args:
-        trace: that the program was made of: the whole batch's, or a stage's for one microbatch.
-        plan: the decisions on that trace. program: what the plan was emitted into.
+        trace: the trace that the program was emitted from: that of the whole batch, or that of a
+            stage for one microbatch.
+        plan: the decisions for that trace.
+        program: the program emitted from the plan.
+
+    Returns:
+        How the nodes were justified.
 
     Raises:
-        ValidationError: for the first node, result or border that does not follow from the trace.
+        ValidationError: for the first node, result, parameter, buffer or input that does not follow
+            from the trace.
     """
     return _Program(trace, plan, program).validation()
 
 
 class _Program:
-    """One validation while it runs."""
+    """The validation of one program."""
 
     def __init__(self, trace: Trace, plan: Plan, program: StageProgram) -> None:
         self.trace, self.plan, self.program, self.traced = trace, plan, program, Traced(trace)
@@ -260,7 +276,7 @@ class _Program:
         self.gradients = {name: self.traced.gradient_of(at) for name, at in positions.items()}
 
     def validation(self) -> Validation:
-        """Return the report if everything is justified."""
+        """Run the validation and return the report."""
         check_draws(self.trace)
         check_borders(self.trace, self.plan, self.program)
         self._check_borders()
@@ -299,7 +315,7 @@ class _Program:
         self.walks.append(walk)
         return walk
 
-    # What goes in.
+    # Operands.
 
     def _states_at_rest(self) -> list[State]:
         pairs = zip(self.trace.parameters, self.program.parameters, strict=True)
@@ -314,8 +330,8 @@ class _Program:
         return [State((i.node, 0), tensor.layout, tensor.dtype) for i, tensor in pairs]
 
     def _tangents(self) -> list[State]:
-        """Return the states of tangents. That of the loss is whole on every rank; the others have
-        the outputs' layouts."""
+        """Return the states of tangents. The tangent of the loss is whole on every rank; the others
+        have the layouts of the outputs."""
         ends = {t.name: t for t in self.program.outputs}
         whole = Layout.replicated(len(self.program.mesh.axes))
         return [
@@ -341,7 +357,7 @@ class _Program:
             raise invalid("a parameter with a gradient has no sum in the program")
         return found
 
-    # What comes out.
+    # Results.
 
     def _check_outputs(self, made: Sequence[Any]) -> None:
         due = [
@@ -400,8 +416,8 @@ class _Program:
             )
 
     def _check_resting(self, made: Sequence[Any]) -> None:
-        """Check gradients at the end of a step: in the layouts and dtypes in which parameters
-        rest."""
+        """Check the gradients at the end of a step. They must have the layouts and dtypes in which
+        parameters are stored."""
         layouts = {t.name: t.layout for t in self.program.parameters}
         trained = [p for p in self.trace.parameters if p.gradient is not None]
         for p, state in zip(trained, made, strict=True):
@@ -416,10 +432,10 @@ class _Program:
         if found != due:
             raise invalid(f"{what} is {shown(found)}, expected {shown(due)}")
 
-    # Borders and memory.
+    # Layouts and memory.
 
     def _check_borders(self) -> None:
-        """Check that the layouts of operands and results are the plan's, and have no partial
+        """Check that the layouts of operands and results match the plan and have no partial
         sums."""
         for kind, tensors in (
             ("parameter", self.program.parameters),
@@ -448,7 +464,7 @@ class _Program:
             placeholders[: program.num_saved],
             placeholders[len(placeholders) - len(program.sums) :] if program.sums else [],
         )
-        own = [*self._given_up(saved, forward_memory), *sums]
+        own = [*self._reusable_saved(saved, forward_memory), *sums]
         check_writes(program.forward.graph, "forward", mesh_shape, ())
         memory = check_writes(program.backward.graph, "backward", mesh_shape, own)
         names = [*self.gradients, *(i.path for i in self.trace.inputs if i.gradient is not None)]
@@ -460,9 +476,9 @@ class _Program:
             own = [n for n in program.end.graph.nodes if n.op == "placeholder"]
             check_apart(program.end.graph, "step", memory, names, own)
 
-    def _given_up(self, saved: Sequence[fx.Node], memory: Memory) -> list[fx.Node]:
-        """Return the saved values into whose memory backward may write: forward allocated it, and
-        returns nothing else that lies in it."""
+    def _reusable_saved(self, saved: Sequence[fx.Node], memory: Memory) -> list[fx.Node]:
+        """Return the saved values into whose memory backward may write. Forward must have allocated
+        this memory, and must not return another value in it."""
         results = next(iter(reversed(self.program.forward.graph.nodes))).args[0]
         owners = [memory.owners.get(node) for node in results]
         of_saved = owners[len(owners) - self.program.num_saved :]

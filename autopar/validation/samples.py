@@ -1,5 +1,5 @@
-"""Small calls of ops whose operands must fit each other, so that arbitrary numbers make no valid
-call."""
+"""Small calls of ops whose operands must be consistent with each other, so that arbitrary numbers
+do not form a valid call."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from autopar.rules.trial import run
 aten = torch.ops.aten
 
 # --------------------------------------------------------------------------------------------------
-# Small calls of convolutions and poolings: few samples and channels, and spatial dims that windows
-# fit into as into the large ones.
+# Small calls of convolutions and poolings: few samples and channels, and spatial dims into which
+# windows fit as they do in the large call.
 
 
 _WINDOW_BATCH, _CHANNELS, _STEPS, _FEW_STEPS, _WIDE = 4, 4, 12, 6, 4
 
 
 def numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Multiples of 1/8 of both signs, the same ones each time; hardly two of a window are equal."""
+    """Return multiples of 1/8 of both signs, equal for equal seeds. Two values in a window are
+    rarely equal."""
     random = torch.Generator().manual_seed(seed)
     return torch.randint(-2048, 2049, tuple(shape), generator=random).double() / 8
 
 
 def _space(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of a small space: as many strides as two and three ranks share; what is smaller
-    stays."""
+    """Return small spatial sizes with as many strides as two and three ranks can share. A size that
+    is already smaller is kept."""
     steps = [_STEPS if stride < _WIDE else _FEW_STEPS for stride in strides]
     return tuple(
         min(size, stride * n) if size % stride == 0 else size
@@ -45,8 +46,8 @@ def _space(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def _channels(groups: int, channels: int, made: int) -> tuple[int, int, int]:
-    """Return small numbers of groups, and of channels before and behind. Groups of several channels
-    keep their numbers."""
+    """Return small numbers of groups, of input channels and of output channels. Groups of several
+    channels keep their numbers."""
     if groups == 1:
         return 1, min(channels, _CHANNELS), min(made, _CHANNELS + 2)
     if groups == channels:
@@ -140,9 +141,8 @@ def _window_trial(
     results: Sequence[torch.Tensor | None],
     changed: Mapping[str, Any],
 ) -> list[Trial]:
-    """The call on these operands, with some settings changed, where its operands come in this
-    order.
-    """
+    """Return the call on these operands, with some settings changed. Return nothing if the numbers
+    of operands or results differ from the call's."""
     infos = [
         TensorInfo((0,), torch.uint8) if x is None else TensorInfo(tuple(x.shape), x.dtype)
         for x in results
@@ -185,17 +185,17 @@ WINDOW_SAMPLES: Mapping[Any, Callable[[Call], list[Trial]]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Small calls of attention whose scores go through functions.
+# Small calls of attention with score and mask functions.
 #
-# Heads, samples and queries are few. A dim of a captured tensor that is indexed by one of their
-# coordinates has as many elements; every other dim stays as it is, since numbers in the function
-# may say how long it is. A function is tried as it is, and with its large whole numbers made small,
-# so that a window or a block of thousands of places ends within a few.
+# Heads, samples and queries are few. A dim of a captured tensor that is indexed by one of these
+# coordinates gets the coordinate's number of elements. Every other dim keeps its size, since
+# numbers in the function may depend on it. A function is tried unchanged, and also with its large
+# integers made small, so that a window or a block of thousands of positions ends within a few.
 
 
 _FLEX_BATCH, _HEADS, _FLEX_QUERIES, _FLEX_KEYS, _FLEX_WIDTH = 4, 4, 12, 10, 4
 _LARGE = re.compile(r"(?<=[\[,])\d{2,}(?=[\],])")
-_MANY = 3  # captured whole numbers are below it, or below the smallest dim that they may index
+_MANY = 3  # bound of captured integers; smaller if a dim that they may index is smaller
 
 
 def _flex_numbers(info: TensorInfo, seed: int, bound: int = _MANY) -> torch.Tensor:
@@ -208,8 +208,8 @@ def _flex_numbers(info: TensorInfo, seed: int, bound: int = _MANY) -> torch.Tens
 
 
 def _flex_sizes(call: Call) -> tuple[dict[str, int], int]:
-    """Return the small call's numbers of samples, query heads, queries and keys; and of key
-    heads."""
+    """Return the small call's numbers of samples, query heads, queries and keys by coordinate, and
+    its number of key heads."""
     (batch, heads, queries, _), (_, shared, keys, _) = (info.shape for info in call.inputs[:2])
     few = 1 if shared == 1 else 2
     num = min(heads, _HEADS) if heads == shared else few * (heads // shared)
@@ -236,7 +236,7 @@ def _captured_tensors(call: Call, sizes: Mapping[str, int]) -> list[torch.Tensor
 
 
 def _tensors(call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Queries, keys and values; and what the functions capture."""
+    """Return queries, keys and values, and the tensors that the functions capture."""
     sizes, shared = _flex_sizes(call)
     own_keys = 1 if call.inputs[1].shape[0] == 1 else sizes["b"]
     wide = _FLEX_WIDTH if call.inputs[2].shape[3] == call.inputs[0].shape[3] else 2 * _FLEX_WIDTH
@@ -252,7 +252,8 @@ def _tensors(call: Call) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def _functions(call: Call) -> Iterator[Call]:
-    """The call; and with the large whole numbers of its functions made small."""
+    """Iterate over the call itself, and the call with the large integers of its functions made
+    small."""
     yield call
     texts = {name: argument(call, name) for name in ("score", "mask")}
     short = {
@@ -272,7 +273,7 @@ def _forward_of(call: Call) -> list[Trial]:
     settings = _settings(call, 4)
     try:
         results = ops.flex_attention(*q_k_v, captured, *settings)
-    except (IndexError, RuntimeError):  # numbers of a function may say how long a tensor is
+    except (IndexError, RuntimeError):  # numbers in a function may depend on the size of a tensor
         return []
     return [_flex_trial(call, [*q_k_v, *captured], results)]
 
@@ -321,16 +322,16 @@ FLEX_SAMPLES: Mapping[Any, Callable[[Call], list[Trial]]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Small calls of ops whose results are larger than their operands: sizes of results are among their
-# settings.
+# Small calls of ops whose results are larger than their operands: their settings contain sizes of
+# results.
 
 
-_LADDER = (6, 12, 8, 10, 4)  # sizes of dims in turn; two divides them
+_LADDER = (6, 12, 8, 10, 4)  # sizes of successive dims; all are even
 _MARGIN, _LENGTH, _ROWS = 4, 8, 16
 
 
 def _scatter_sizes(shape: Sequence[int]) -> list[int]:
-    """A small size for each dim; dims of size 1 keep it."""
+    """Return a small size for each dim. Dims of size 1 keep it."""
     return [
         1 if size == 1 else _LADDER[min(dim, len(_LADDER) - 1)] for dim, size in enumerate(shape)
     ]
@@ -393,7 +394,7 @@ def _embedding_backward(call: Call) -> list[Trial]:
 
 
 def _index_put(call: Call) -> list[Trial]:
-    """Rows written at one index tensor, which lies where the call has it."""
+    """Return a small call that writes rows at one index tensor, in the call's position."""
     indices = call.args[1]
     places = [at for at, index in enumerate(indices) if index is not None]
     index = call.inputs[1]
@@ -402,7 +403,7 @@ def _index_put(call: Call) -> list[Trial]:
     (at,) = places
     shape = _scatter_sizes(call.inputs[0].shape)
     looked_up = [1 if size == 1 else 4 for size in index.shape]
-    rows = max(shape[at], math.prod(looked_up))  # each may be written once
+    rows = max(shape[at], math.prod(looked_up))  # enough to write each row at most once
     shape[at] = rows
     written = [*shape[:at], *looked_up, *shape[at + 1 :]]
     values = call.inputs[2].shape
@@ -450,7 +451,8 @@ def _attention(call: Call, first: int) -> list[Trial]:
     heads.
 
     Args:
-        call: the large call. first: the number of the operand that is the query.
+        call: the large call.
+        first: number of the operand that is the query.
     """
     b, h, g, s, t = _sizes(call.inputs[first].shape, call.inputs[first + 1].shape)
     width, value_width = (call.inputs[first + n].shape[3] for n in (0, 2))
@@ -474,10 +476,11 @@ def _attention(call: Call, first: int) -> list[Trial]:
 
 
 def _sizes(query: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int, int]:
-    """Return small numbers of samples, of heads of queries and of keys, of queries and of keys.
+    """Return small numbers of samples, query heads, key heads, queries and keys.
 
     Args:
-        query, key: shapes [b, h, s, d] and [b, g, t, d] of the large call.
+        query: shape [b, h, s, d] of the large call's query.
+        key: shape [b, g, t, d] of the large call's key.
     """
     (batch, heads, queries, _), (_, shared, keys, _) = query, key
     ratio = heads // shared

@@ -1,9 +1,9 @@
-"""The part of a tensor that a device holds in a layout, and the layout that a collective leads to:
-the layouts' own arithmetic, written a second time.
+"""The part of a tensor that a device holds in a layout, and the layout that results from a
+collective. This is a second, independent implementation of the arithmetic in `autopar.core.layout`.
 
 A dim is split by its axes from the outermost to the innermost, each time into parts of
-``ceil(length / devices)``; the first device has the largest part. An axis can be gathered only if
-it is the innermost splitter, and becomes the innermost where it splits.
+``ceil(length / devices)``. The first device has the largest part. An axis can be gathered only if
+it is the innermost splitter. A new splitter becomes the innermost.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from autopar.core.layout import Layout
 from autopar.core.placements import Halo, Mirrored
 
 SHARING = ("all_reduce", "reduce_scatter", "all_gather")
-"""Collectives that may be in a bucket, of elements that are"""
+"""Collectives that buckets may combine, for elements of the dtypes in `FLOATS`."""
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 
 
 def local_lengths(
     shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]
 ) -> tuple[int, ...]:
-    """Shape of the largest part.
+    """Return the shape of the largest part of a tensor.
 
     Args:
-        shape: of the whole tensor.
-        layout: whose axes split the dims, in its order.
+        shape: shape of the whole tensor.
+        layout: its layout; axes split dims in the layout's order.
         mesh_shape: number of devices along each mesh axis.
 
     Returns:
-        One length per dim, what a halo adds included.
+        One length per dim, including halos.
     """
     lengths = list(shape)
     for axis in layout.order:
@@ -51,12 +51,12 @@ def local_lengths(
 def held_bytes(
     shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh_shape: Sequence[int]
 ) -> int:
-    """Bytes of the largest part.
+    """Return the size of the largest part of a tensor in bytes.
 
     Args:
-        shape: of the whole tensor.
-        dtype: of its elements.
-        layout: whose axes split the dims, in its order.
+        shape: shape of the whole tensor.
+        dtype: dtype of its elements.
+        layout: its layout; axes split dims in the layout's order.
         mesh_shape: number of devices along each mesh axis.
     """
     size = dtype.itemsize
@@ -67,12 +67,12 @@ def held_bytes(
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a collective finds along its mesh axis.
+    """The placement along its mesh axis that a collective starts from.
 
     Attributes:
         step: the collective.
         before: placement of the source along the axis.
-        wanted: placement along the axis of the layout that is asked for.
+        wanted: placement of the requested layout along the axis.
         is_innermost: whether the axis is the innermost of those that split dim `step.dim`.
     """
 
@@ -83,7 +83,7 @@ class _Start:
 
     @property
     def is_part(self) -> bool:
-        """Whether the devices hold parts of dim `step.dim` that can be put together."""
+        """Whether the devices hold shards of dim `step.dim` that can be joined."""
         return self.is_innermost and self.before == Shard(self.step.dim)
 
     @property
@@ -93,17 +93,17 @@ class _Start:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether the devices hold mirrored parts of dim `step.dim`."""
+        """Whether the devices hold mirrored shards of dim `step.dim`."""
         return self.is_innermost and self.before == Mirrored(self.step.dim)
 
     @property
     def asks_for_mirrored(self) -> bool:
-        """Whether mirrored parts of dim `step.dim` are asked for."""
+        """Whether mirrored shards of dim `step.dim` are requested."""
         return self.wanted == Mirrored(self.step.dim)
 
     @property
     def asks_for_halo(self) -> bool:
-        """Whether parts of dim `step.dim` with a halo are asked for."""
+        """Whether shards of dim `step.dim` with a halo are requested."""
         return isinstance(self.wanted, Halo) and self.wanted.dim == self.step.dim
 
 
@@ -125,19 +125,19 @@ _PLACEMENTS: Mapping[str, tuple[Callable[[_Start], bool], Callable[[_Start], Pla
     ),
     "halo": (lambda s: s.is_part and s.asks_for_halo, lambda s: s.wanted),
 }
-"""Kind of collective → its precondition, and the placement that it makes along its axis"""
+"""Kind of collective → its precondition, and the placement along its axis that it produces."""
 
 
 def apply_collective(source: Layout, step: Collective, wanted: Layout) -> Layout | None:
-    """The layout that a collective makes of `source`.
+    """Return the layout that a collective produces.
 
     Args:
-        source: the layout in which the collective finds the tensor.
-        step: its kind, mesh axis, dims and reduction are read.
-        wanted: says which halo is meant, where the step is one, and which way a swap goes.
+        source: layout of the tensor before the collective.
+        step: the collective; its kind, mesh axis, dims and reduction are read.
+        wanted: the requested layout; determines the halo and the direction of a swap.
 
     Returns:
-        The layout; None where the collective cannot start from `source`.
+        The layout; None if the collective cannot start from `source`.
     """
     if step.kind in ("fetch", "store"):
         return _move_between_host_and_device(source, step)
@@ -174,11 +174,11 @@ def _move_between_host_and_device(source: Layout, step: Collective) -> Layout | 
 
 
 def is_even(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether all devices hold equal parts.
+    """Return whether all devices hold parts of the same shape.
 
     Args:
-        layout: of the tensor.
-        shape: of the whole tensor.
+        layout: layout of the tensor.
+        shape: shape of the whole tensor.
         sizes: number of devices along each mesh axis.
     """
     num = [1] * len(shape)

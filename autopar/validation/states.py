@@ -1,8 +1,9 @@
-"""States: what a node of an emitted graph holds, in terms of the traced model.
+"""States: the relation of a node of an emitted graph to the traced model.
 
-A *state* of a local value names the traced value, layout and dtype of which it is the part. A node
-that holds something other than one tensor (a bucket, a step that was started, a rank's first index)
-has one of the other classes as its state. `Validation` is the result of a validation.
+The *state* of a local tensor names a traced value, and the layout and dtype in which the tensor is
+a part of it. A node that holds something other than one tensor (a bucket, a started collective, a
+rank's first index) has one of the other classes as its state. `Validation` is the result of a
+validation.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from autopar.errors import ValidationError, Where
 from autopar.rules import where_of
 
 Ref = tuple[str, int]
-"""A traced value: the name of the node that makes it, and which of its results it is."""
+"""A traced value: the name of the node that computes it, and its number among the node's
+results."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A local tensor: the part of `ref` in `layout`, in `dtype`."""
+    """A local tensor: the part of `ref` in `layout`, with dtype `dtype`."""
 
     ref: Ref
     layout: Layout
@@ -34,7 +36,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """The results of a node that makes several tensors; None where one is left out."""
+    """The results of a node with several results; None for an omitted result."""
 
     parts: tuple[State | None, ...]
 
@@ -56,10 +58,11 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step between its start and its finish.
+    """A collective between its start and its finish.
 
     Attributes:
-        made: the state that it results in. settings: of the step.
+        made: state of its result.
+        settings: settings of the collective.
     """
 
     made: Any
@@ -71,9 +74,11 @@ class Packed:
     """A bucket.
 
     Attributes:
-        members: the states of its tensors. count: how many of `parts` equal parts along `dims` it
-            holds.
-        dtype: its dtype.
+        members: states of its tensors.
+        dims: for each tensor, the dim along which its parts are split.
+        parts: number of equal parts of each tensor.
+        count: number of these parts that the bucket holds.
+        dtype: dtype of the bucket.
     """
 
     members: tuple[State, ...]
@@ -89,8 +94,10 @@ class Place:
 
     Attributes:
         kind: ``start`` for the first index of the rank's part of a dim, less `before`; ``length``
-            for the part's length.
-        size: of the dim. splitters: (axis, axis size) of the axes that split it.
+            for the length of the part.
+        size: size of the dim.
+        splitters: (axis, axis size) of the axes that split the dim.
+        before: number that is subtracted from the first index.
     """
 
     kind: str
@@ -100,8 +107,10 @@ class Place:
 
 
 def invalid(what: str, where: Where | None = None) -> ValidationError:
-    """Return the error for a program that does not follow from its plan, because emission has a
-    fault or the program was changed."""
+    """Return the error for a program that does not follow from its plan.
+
+    The cause is a fault of emission or a change of the program.
+    """
     remedy = (
         "if the program was changed by hand, validate it as `emit` creates it from the plan; "
         "otherwise report the model and the plan"
@@ -110,17 +119,19 @@ def invalid(what: str, where: Where | None = None) -> ValidationError:
 
 
 def unjustified_error(node: fx.Node, phase: str, why: str) -> ValidationError:
-    """Return the error for a node whose value does not follow.
+    """Return the error for a node whose value does not follow from the trace.
 
     Args:
-        node: of the emitted graph. phase: the graph's name. why: the reason.
+        node: a node of the emitted graph.
+        phase: name of the graph.
+        why: the reason.
     """
     name = str(node.meta.get("key") or node.name)
     return invalid(f"{name} in the {phase} graph is not justified: {why}", where_of(node))
 
 
 def shown(state: object) -> str:
-    """Return a state in words."""
+    """Return a state as text."""
     if isinstance(state, State):
         name, result = state.ref
         return (
@@ -139,20 +150,21 @@ Env = Mapping[fx.Node, Any]
 
 
 # --------------------------------------------------------------------------------------------------
-# What validation found.
+# The result of a validation.
 
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """A program whose every value was justified.
+    """The result for a program in which every value was justified.
 
     Attributes:
-        how: how many nodes were justified in which way: ``proven`` by numbers or by counting,
-            ``open`` by the op's rule alone, ``step`` and ``cast`` by the rule of that step.
-        open: keys of the nodes of which only the op's own rule says that they are right.
-        unproven: parts of the program that nothing here looks at, in words.
+        how: number of nodes by kind of justification: ``proven`` by numbers or by counting,
+            ``open`` by the op's rule alone, ``step`` and ``cast`` by the rule of the communication
+            step or cast.
+        open: keys of the nodes that only the op's own rule justifies.
+        unproven: parts of the program that were not checked, as text.
     """
 
     how: Counter[str] = field(default_factory=Counter)
@@ -161,11 +173,11 @@ class Validation:
 
     @property
     def num_nodes(self) -> int:
-        """The number of justified nodes of all graphs."""
+        """The number of justified nodes in all graphs."""
         return sum(self.how.values())
 
     def join(self, other: Validation) -> Validation:
-        """Return both results together, each name once."""
+        """Return the union of both results."""
         return Validation(
             self.how + other.how,
             tuple(dict.fromkeys((*self.open, *other.open))),

@@ -1,9 +1,9 @@
 """Memory that nodes of an emitted graph share, and the writes into it.
 
 Two nodes share memory if one is a view of the other, returns it, or writes its result into it. A
-node may write only into memory that no other value needs later: no value that is read later or
-returned, and no operand of the graph, except the sum that it adds to, and a saved value of which
-nothing else is left.
+node may write only into memory that no other value needs later. Values that are read later or
+returned need their memory. So do operands of the graph, with two exceptions: the sum that a node
+adds to, and a saved value that has no other use.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from autopar.validation.states import unjustified_error
 aten = torch.ops.aten
 _MAY_ALIAS = frozenset((aten.reshape.default, aten._reshape_alias.default, aten.contiguous.default))
 Owner = tuple[fx.Node, int]
-"""Memory, by the node that made it and which of its results lies there."""
+"""A piece of memory: the node that allocated it, and the number of the node's result in it."""
 
 
 class Memory:
-    """The memory that each node of a graph lies in.
+    """The memory that each node of a graph uses.
 
     Args:
-        graph: the emitted graph. mesh_shape: the sizes of the mesh axes; a step along an axis of
-            one device returns its operand.
+        graph: the emitted graph.
+        mesh_shape: sizes of the mesh axes. A communication step along an axis of one device returns
+            its operand.
     """
 
     def __init__(self, graph: fx.Graph, mesh_shape: Sequence[int]) -> None:
@@ -46,8 +47,8 @@ class Memory:
         return (node, 0) if shared is None else shared
 
     def _shares_with(self, node: fx.Node) -> Owner | None:
-        """Return the memory of the operand that a node's result lies in, or None if it has its
-        own."""
+        """Return the memory of the operand that a node's result shares, or None if the result has
+        its own."""
         if node.op != "call_function":
             return None
         if node.target is operator.getitem:
@@ -76,7 +77,7 @@ class Memory:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node's result may lie in its operand's memory, by the schema of its op."""
+    """Return whether a node's result may share its operand's memory, by the schema of its op."""
     schema = getattr(node.target, "_schema", None)
     if node.target in _MAY_ALIAS:
         return True
@@ -102,12 +103,17 @@ def check_writes(
     """Check every write of a graph.
 
     Args:
-        graph: the emitted graph. phase: its name. mesh_shape: the sizes of the mesh axes. owned:
-            the placeholders into which it may write: sums, and saved values whose memory nothing
-            else has.
+        graph: the emitted graph.
+        phase: name of the graph.
+        mesh_shape: sizes of the mesh axes.
+        owned: placeholders into which the graph may write: sums, and saved values whose memory no
+            other value uses.
+
+    Returns:
+        The memory of the graph's nodes.
 
     Raises:
-        ValidationError: for the first node that overwrites what another value needs.
+        ValidationError: for the first node that overwrites a value which another node needs.
     """
     memory = Memory(graph, mesh_shape)
     places = {node: place for place, node in enumerate(graph.nodes)}
@@ -123,7 +129,7 @@ def check_writes(
             raise unjustified_error(
                 node, phase, f"it writes into {owner[0].name}, which it does not own"
             )
-        if _lies_over_itself(written, memory):
+        if _overlaps_itself(written, memory):
             raise unjustified_error(
                 node, phase, f"elements of {written.name}, which it writes into, share memory"
             )
@@ -139,13 +145,13 @@ def check_writes(
 
 
 def _read_later(value: fx.Node, writer: fx.Node, places: Mapping[fx.Node, int]) -> fx.Node | None:
-    """Return a reader of a value that runs after the value's memory was overwritten. Values that
-    the writer computes, or that follow from it, do not count."""
+    """Return a reader of a value that runs after the value's memory was overwritten. Readers of
+    values that the writer computes, or that follow from these, do not count."""
     if places[value] >= places[writer]:
         return None
     for user in value.users:
         last = places[user]
-        if user.target is steps.start:  # it reads until it is finished
+        if user.target is steps.start:  # it reads until its finish
             last = max([places[finish] for finish in user.users], default=last)
         if user is not writer and last > places[writer]:
             return user
@@ -155,12 +161,14 @@ def _read_later(value: fx.Node, writer: fx.Node, places: Mapping[fx.Node, int]) 
 def check_apart(
     graph: fx.Graph, phase: str, memory: Memory, names: Sequence[str], owned: Collection[fx.Node]
 ) -> None:
-    """Check that results which are written to after the graph has run have memory of their own.
+    """Check that results which are written to after the graph has run do not share memory.
 
     Args:
-        graph: the emitted graph. phase: its name. memory: of its nodes. names: of the first
-            results, which are checked.
-        owned: placeholders whose memory only this graph has.
+        graph: the emitted graph.
+        phase: name of the graph.
+        memory: memory of the graph's nodes.
+        names: names of the first results of the graph, which are checked.
+        owned: placeholders whose memory only this graph uses.
 
     Raises:
         ValidationError: for two results that share memory.
@@ -177,20 +185,20 @@ def check_apart(
             raise unjustified_error(
                 node, phase, f"the gradient of {name!r} uses memory of {owner[0].name}"
             )
-        if _lies_over_itself(node, memory):
+        if _overlaps_itself(node, memory):
             raise unjustified_error(
                 node, phase, f"elements of the gradient of {name!r} share memory"
             )
         seen[owner] = name
 
 
-def _lies_over_itself(node: fx.Node, memory: Memory) -> bool:
-    """Return whether several elements of a tensor may share one place in memory."""
+def _overlaps_itself(node: fx.Node, memory: Memory) -> bool:
+    """Return whether elements of a tensor may share a position in memory."""
     return any(x.target is aten.expand.default for x in _views_from(node, memory))
 
 
 def _views_from(node: fx.Node, memory: Memory) -> list[fx.Node]:
-    """Return the views that lead from the owner of a node's memory to the node."""
+    """Return the views between the owner of a node's memory and the node."""
     found = []
     while is_view(node) and node.target is not aten.reshape.default:
         found.append(node)

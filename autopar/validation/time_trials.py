@@ -1,4 +1,4 @@
-"""Trials of an op on small numbers: those of a batch, and those of its microbatches."""
+"""Trials of an op on small numbers: one call for the batch, and one for each microbatch."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from autopar.rules.trial import run
 from autopar.validation.samples import SAMPLES
 
 # --------------------------------------------------------------------------------------------------
-# The placements of tensors on the axis in time, as `autopar.validation.microbatch_graphs` finds
-# them.
+# Placements of tensors on the axis in time, as defined in `autopar.validation.microbatch_graphs`.
 
 Kind = Literal["split", "whole", "term", "place", "zero", "wrong", "open"]
 
 
 @dataclass(frozen=True, slots=True)
 class TimePlacement:
-    """The placement of a microbatch's tensor in the batch's (see
+    """The placement of a microbatch's tensor relative to the batch's (see
     `autopar.validation.microbatch_graphs`).
 
     Attributes:
-        origin: key of the node from which a ``wrong`` or an ``open`` one follows.
+        kind: kind of the placement.
+        dim: the split dim, or the dim of positions; −1 for other kinds.
+        power: exponent of the number of microbatches.
+        origin: key of the node at which a ``wrong`` or an ``open`` placement originates.
     """
 
     kind: Kind
@@ -44,7 +46,7 @@ class TimePlacement:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is neither ``wrong`` nor ``open``."""
+        """Whether the kind is neither ``wrong`` nor ``open``."""
         return self.kind not in ("wrong", "open")
 
     def __str__(self) -> str:
@@ -56,10 +58,12 @@ WHOLE, TERM = TimePlacement("whole"), TimePlacement("term")
 
 
 def split_dim(whole: Sequence[int], part: Sequence[int], num: int) -> int:
-    """Return the one dim along which a shape is `num` times shorter, else −1.
+    """Return the single dim along which a shape is `num` times shorter; −1 if there is none.
 
     Args:
-        whole, part: the shapes. num: of microbatches.
+        whole: shape of the batch's tensor.
+        part: shape of the microbatch's tensor.
+        num: number of microbatches.
     """
     differs = [dim for dim, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b]
     cut = (
@@ -70,8 +74,8 @@ def split_dim(whole: Sequence[int], part: Sequence[int], num: int) -> int:
     return differs[0] if cut else -1
 
 
-_SIZES = (6, 12, 18, 24, 30, 36, 42, 48)  # two and three divide them
-_RECIPES = (("mixed", "positive"), ("unit",))  # the second for ops that refuse the first
+_SIZES = (6, 12, 18, 24, 30, 36, 42, 48)  # divisible by 2 and 3
+_RECIPES = (("mixed", "positive"), ("unit",))  # the second for ops that reject the first
 _POWERS = (0, 1, -1, 2, -2, 3, -3)
 _SEED = 7
 Tensors = list[torch.Tensor]
@@ -80,16 +84,17 @@ Tensors = list[torch.Tensor]
 def try_on_numbers(
     whole: Call, part: Call, reads: Sequence[TimePlacement], num: int
 ) -> tuple[TimePlacement, ...]:
-    """Find the placements of a call's results by trials with two and three microbatches.
+    """Return the placements of a call's results, from trials with two and three microbatches.
 
     Args:
-        whole, part: the calls in the graphs of the batch and of one microbatch. reads: the
-            operands' placements.
-        num: of microbatches.
+        whole: the call in the graph of the batch.
+        part: the call in the graph of one microbatch.
+        reads: placements of the operands.
+        num: number of microbatches.
     """
     found: list[tuple[TimePlacement, ...]] = []
     for many in (2, 3):
-        for small, tensors in _small(whole, many):
+        for small, tensors in _small_calls(whole, many):
             settings = _part_settings(whole, part, small, num, many)
             if settings is None or not _splits(small, reads, many):
                 continue
@@ -102,26 +107,26 @@ def try_on_numbers(
 def _agree_on_trials(
     found: Sequence[tuple[TimePlacement, ...]], num: int
 ) -> tuple[TimePlacement, ...]:
-    """Return the placements on which all trials agree. All zeros agree with every placement."""
+    """Return the placements on which all trials agree. Zeros agree with every placement."""
     results = []
     for place in range(num):
         said = {made[place] for made in found} - {TimePlacement("open")}
         if any(placement.kind != "zero" for placement in said):
             said = {
                 placement for placement in said if placement.kind != "zero"
-            }  # zeros are any part of zeros
+            }  # zeros have every placement in zeros
         results.append(said.pop() if len(said) == 1 else TimePlacement("wrong" if said else "open"))
     return tuple(results) if found else ()
 
 
-def _small(whole: Call, many: int) -> Iterator[tuple[Call, Tensors]]:
-    """Small calls with numbers."""
+def _small_calls(whole: Call, many: int) -> Iterator[tuple[Call, Tensors]]:
+    """Iterate over small calls with numbers."""
     made = SAMPLES.get(whole.target)
     if made is not None:
         yield from made(whole) if many == 2 else ()
         return
     if num_elements(whole.outputs) > LARGEST >= num_elements(whole.inputs):
-        return  # smaller operands would not make its results smaller
+        return  # its results do not shrink with its operands
     for scaled in scalings(whole, _SIZES):
         for infos in dict.fromkeys((in_double(scaled.inputs), scaled.inputs)):
             for recipes in _RECIPES:
@@ -134,8 +139,8 @@ def _small(whole: Call, many: int) -> Iterator[tuple[Call, Tensors]]:
 
 
 def _trials(small: Call, recipes: Sequence[str], bound: int) -> Iterator[tuple[Call, Tensors]]:
-    """Iterate over a small call with the numbers of each recipe that it accepts, conditions also
-    inverted."""
+    """Iterate over a small call with the numbers of each recipe that it accepts. Conditions are
+    also tried inverted."""
     for recipe in recipes:
         tensors = tensors_for(small.inputs, recipe, bound)
         made = [tensors]
@@ -150,8 +155,8 @@ def _trials(small: Call, recipes: Sequence[str], bound: int) -> Iterator[tuple[C
 def _part_settings(
     whole: Call, part: Call, small: Call, num: int, many: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the settings of a microbatch's small call: those of the batch's, changed as in the
-    large calls; None if that is unclear."""
+    """Return the settings of a microbatch's small call: those of the batch's small call, changed as
+    between the large calls. Return None if the change is unclear."""
     if len(whole.args) != len(part.args) or whole.kwargs.keys() != part.kwargs.keys():
         return None
     try:
@@ -169,8 +174,8 @@ def _part_settings(
 
 
 class _UnclearError(Exception):
-    """Raised for a setting that is neither equal nor a multiple or fraction by the number of
-    microbatches."""
+    """Raised if two settings are neither equal nor related by the number of microbatches as a
+    factor."""
 
 
 def _change_sizes(whole: Any, part: Any, small: Any, num: int, many: int) -> Any:
@@ -188,16 +193,18 @@ def _change_sizes(whole: Any, part: Any, small: Any, num: int, many: int) -> Any
 
 
 def _scale(whole: float, part: float, small: Any, num: int, many: int) -> Any:
-    """Return a setting divided or multiplied by `many`, if the batch's is `num` times the
-    microbatch's, or the other way round.
+    """Return a setting divided by `many` if the batch's setting is `num` times the microbatch's, or
+    multiplied by `many` in the reverse case.
 
     Args:
-        whole, part: the setting in the large calls of batch and microbatch.
+        whole: the setting in the large call of the batch.
+        part: the setting in the large call of one microbatch.
         small: the setting in the batch's small call.
-        num, many: numbers of microbatches of the large and the small calls.
+        num: number of microbatches of the large calls.
+        many: number of microbatches of the small calls.
 
     Raises:
-        _UnclearError: if it is neither.
+        _UnclearError: in all other cases.
     """
     if _is_near(whole, part * num) and not (isinstance(small, int) and small % many):
         return small // many if isinstance(small, int) else small / many
@@ -226,7 +233,7 @@ def _answer(
     reads: Sequence[TimePlacement],
     many: int,
 ) -> tuple[TimePlacement, ...]:
-    """Return the placements of the results; empty if the microbatches cannot be run."""
+    """Return the placements of the results; empty if the calls of microbatches fail."""
     tensors = [_made_for(x, r) for x, r in zip(tensors, reads, strict=True)]
     expected = run(small.target, small.args, small.kwargs, tensors, (), ())
     parts = [
@@ -256,7 +263,7 @@ def _made_for(x: torch.Tensor, read: TimePlacement) -> torch.Tensor:
 
 
 def _parts(x: torch.Tensor, read: TimePlacement, many: int, number: int) -> Tensors:
-    """Return the tensors of M microbatches."""
+    """Return the tensor of each of M microbatches."""
     times = float(many) ** read.power
     scaled = x * times if read.power and (x.is_floating_point() or x.is_complex()) else x
     if read.kind == "whole" or (read.kind == "zero" and read.dim < 0):
@@ -277,7 +284,7 @@ def _parts(x: torch.Tensor, read: TimePlacement, many: int, number: int) -> Tens
 
 
 def _placement(whole: torch.Tensor, parts: Tensors, many: int, *, zeros: bool) -> TimePlacement:
-    """Return the placement of parts in a whole."""
+    """Return the placement of the microbatches' tensors relative to the batch's tensor."""
     for kind, dim, joined in _readings(whole, parts, many):
         if not whole.is_floating_point() and not whole.is_complex():
             if torch.equal(joined, whole):
@@ -291,7 +298,7 @@ def _placement(whole: torch.Tensor, parts: Tensors, many: int, *, zeros: bool) -
             none = zeros and not any(bool(part.any()) for part in parts)
             return (
                 TimePlacement("zero", dim) if none else TimePlacement("open")
-            )  # they are any part of zeros
+            )  # zeros have every placement in zeros
         for power in _POWERS:
             due = b * float(many) ** power
             if bool(((a - due).abs() <= _tolerance(whole) * float(due.abs().max())).all()):
@@ -306,7 +313,8 @@ def _tolerance(x: torch.Tensor) -> float:
 def _readings(
     whole: torch.Tensor, parts: Tensors, many: int
 ) -> Iterator[tuple[Kind, int, torch.Tensor]]:
-    """Iterate over the placements that parts may have, each with what they would join to."""
+    """Iterate over the placements that the microbatches' tensors may have, each with the batch's
+    tensor that would follow from it."""
     shape, first = tuple(whole.shape), parts[0]
     if tuple(first.shape) == shape:
         if all(torch.equal(first, part) for part in parts):

@@ -1,4 +1,4 @@
-"""The traced model as validation sees it: nodes by key, the value of every name, and the dtypes in
+"""The traced model with look-ups for validation: nodes by key, values by name, and the dtypes in
 which gradients must be reduced."""
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ _VIEWS = (
 
 
 class Nodes:
-    """A graph of traced ops, with look-ups.
+    """A graph of traced ops with look-ups.
 
     Attributes:
-        graph: the graph. nodes: by name. by_key: the compute nodes by key.
+        graph: the graph.
+        nodes: name → node.
+        by_key: key → compute node.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -46,7 +48,7 @@ class Nodes:
         self._calls: dict[str, Call] = {}
 
     def ref(self, node: fx.Node) -> Ref:
-        """Return the value that a node computes; for a getitem the result that it picks."""
+        """Return the value that a node computes. For a getitem, return the selected result."""
         result = 0
         while node.target is operator.getitem:
             node, result = node.args
@@ -73,12 +75,13 @@ class Nodes:
 
 
 class Traced(Nodes):
-    """A trace, with look-ups.
+    """A trace with look-ups.
 
     Attributes:
-        trace: the trace. results: the nodes that the graph returns, in order.
-        widest: traced value → the dtype in which its partial sums must be reduced, if that is wider
-            than its own.
+        trace: the trace.
+        results: the nodes that the graph returns, in order.
+        widest: traced value → dtype in which its partial sums must be reduced, if wider than its
+            own.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -88,8 +91,8 @@ class Traced(Nodes):
         self.widest: Mapping[Ref, torch.dtype] = self._widest()
 
     def gradient_of(self, position: int) -> tuple[Ref, tuple[Ref, ...]]:
-        """Return a result that is a gradient, and the values of which it is only a cast: one of
-        these may be added instead."""
+        """Return a result that is a gradient, and the values of which it is only a cast. One of
+        these may be added to a sum instead."""
         node = self.results[position]
         before, casts = node, list[Ref]()
         while before.target is _CAST and not before.kwargs.keys() - {"dtype"}:
@@ -102,8 +105,8 @@ class Traced(Nodes):
         return self.widest.get(ref, self.value(ref).dtype)
 
     def _widest(self) -> dict[Ref, torch.dtype]:
-        """Compute `widest`: gradients of parameters in fp32 at least, and a value that is only cast
-        to a gradient in the dtype of the cast."""
+        """Compute `widest`. Gradients of parameters are reduced in at least fp32, and a value that
+        is only cast to a gradient in the dtype of the cast."""
         found: dict[Ref, torch.dtype] = {}
         for p in self.trace.parameters:
             if p.gradient is None:
@@ -129,7 +132,7 @@ class Traced(Nodes):
         return found
 
     def _is_passed_on(self, node: fx.Node) -> bool:
-        """Return whether a node returns its operand, cast or as a view."""
+        """Return whether a node returns its operand, as a cast or a view."""
         source = node.args[0] if node.op == "call_function" and node.args else None
         if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
             return False

@@ -1,8 +1,8 @@
-"""One pass over an emitted graph that derives each node's state from those of its operands.
+"""One pass over an emitted graph that derives each node's state from the states of its operands.
 
-A node that computes must make the call that one rank makes for the traced node of its key, on the
-right parts of that node's operands, with a strategy of which `law` finds no counterexample. All
-other nodes move, cast, pack or add, and have a rule each.
+A compute node must make the call that one rank makes for the traced node of the same key, on the
+right parts of that node's operands, with a strategy for which `op_law` finds no counterexample. All
+other nodes move, cast, pack or add, and each kind has a rule.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from autopar.validation.states import InFlight, Ref, Several, State, Sum, shown,
 from autopar.validation.traced import Traced
 
 # --------------------------------------------------------------------------------------------------
-# States of kernels that do a product and the collective at its border: those of one after the
-# other.
+# States of kernels that combine a product with a collective: the states of one after the other.
 
 
 _FACTORS = 2
 
 
 class Walking(Protocol):
-    """One pass over an emitted graph (`autopar.validation.walk`)."""
+    """The part of `GraphWalk` that the states of kernels need."""
 
     traced: Traced
     mesh_shape: tuple[int, ...]
@@ -54,7 +53,7 @@ class Walking(Protocol):
 
 
 def product_states(walk: Walking, node: fx.Node) -> State | Several:
-    """Return the state of a kernel's node."""
+    """Return the states of the results of a kernel's node."""
     origin, strategy = _planned_strategy(walk, node, str(node.meta["key"]))
     if node.target is fused.all_gather_matmul:
         return _state_gathered(walk, node, origin, strategy)
@@ -64,8 +63,8 @@ def product_states(walk: Walking, node: fx.Node) -> State | Several:
 
 
 def _planned_strategy(walk: Walking, node: fx.Node, key: str) -> tuple[fx.Node, Strategy]:
-    """Return a traced node and its strategy; for a recomputed node the one with which it runs
-    again."""
+    """Return a traced node and its planned strategy. For a recomputed node, this is the strategy of
+    the recomputation."""
     again = walk.again.get(key) if node.meta.get("recomputed") else None
     if key not in walk.traced.by_key or key not in walk.chosen:
         raise MoveError(f"the model or the plan has no {key}")
@@ -87,7 +86,7 @@ def _state_scattered(walk: Walking, node: fx.Node, origin: fx.Node, strategy: St
     others = node.meta["kernel"].others
     strategy = (
         walk.chosen[str(node.meta["key"])] if others else strategy
-    )  # a sum runs again as its own strategies say
+    )  # the recomputation of a sum has its own strategy
     summed = _product(walk, node, origin, strategy, [a, b], str(equation), {})
     if (addend is None) != (not others):
         raise MoveError("its residual addition does not match the plan")
@@ -128,7 +127,7 @@ def _state_added(walk: Walking, node: fx.Node, key: str, one: Any, other: Any) -
 def _state_of_result(
     walk: Walking, origin: fx.Node, strategy: Strategy, states: Sequence[Any]
 ) -> State:
-    """Return the state of a traced node's result, after checking its operands' states."""
+    """Return the state of a traced node's result after checking the states of its operands."""
     refs = walk.traced.reads(origin)
     if len(refs) != len(states):
         raise MoveError(f"it reads {len(states)} tensors, expected {len(refs)}")
@@ -153,9 +152,9 @@ def _product(
     equation: str,
     instead: Mapping[int, State],
 ) -> State:
-    """Return the state of the product of factors and a bias.
+    """Return the state of the product of two factors, with a bias if the node has one.
 
-    Some factors have the states `instead` of those that the node reads.
+    `instead` replaces the states of factors: number of the factor → state.
     """
     local = expected_call(walk.traced.call(origin), strategy, walk.mesh_shape)
     bias, starts = node.kwargs.get("bias"), node.kwargs.get("starts", ())
@@ -177,15 +176,18 @@ aten = torch.ops.aten
 
 @dataclass
 class GraphWalk:
-    """The states of one emitted graph.
+    """The states of the nodes of one emitted graph.
 
     Attributes:
-        phase: its name. chosen, again: key → the plan's strategy, and the one with which backward
-            runs the node again.
-        gradients: parameter → its gradient, and the values that the gradient is a cast of. env: the
-            states so far.
-        how: number of nodes by the way in which they were justified. open: keys of nodes whose
-            strategy only the op's rule supports.
+        traced: the traced model.
+        mesh_shape: sizes of the mesh axes.
+        phase: name of the graph.
+        chosen: key → planned strategy.
+        again: key → planned strategy of the recomputation in backward.
+        gradients: parameter → its gradient, and the values of which the gradient is a cast.
+        env: node → state, for the nodes so far.
+        how: number of nodes by kind of justification.
+        open: keys of nodes whose strategy only the op's rule supports.
     """
 
     traced: Traced
@@ -202,7 +204,8 @@ class GraphWalk:
         """Return the states of the graph's results.
 
         Args:
-            graph: the emitted graph. given: the states of its placeholders, in order.
+            graph: the emitted graph.
+            given: states of its placeholders, in order.
 
         Raises:
             ValidationError: for the first node that is not justified.
@@ -312,8 +315,8 @@ class GraphWalk:
         return node.target in (aten._to_copy.default, aten.clone.default)
 
     def _reads_as(self, node: fx.Node, origin: fx.Node) -> bool:
-        """Return whether a cast or a copy is that of the trace, and not another one under its
-        key."""
+        """Return whether a cast or a copy is the traced one, and not an additional one under the
+        same key."""
         state = self.env[node.args[0]]
         return (
             origin.target is node.target
@@ -322,7 +325,8 @@ class GraphWalk:
         )
 
     def _passed_on(self, node: fx.Node) -> State:
-        """Return the state of a cast or a copy that the trace does not have: the same value."""
+        """Return the state of a cast or a copy that the trace does not have. Its value is that of
+        its operand."""
         if not self._passes_on(node):
             raise MoveError("the model has no such op")
         state = self.env[node.args[0]]
@@ -331,10 +335,12 @@ class GraphWalk:
         return cast(self.traced, state, dtype)
 
     def result_of(self, node: fx.Node, origin: fx.Node, strategy: Strategy) -> State | Several:
-        """Return the state of a node that computes what a traced node does.
+        """Return the state of a node that computes the same as a traced node.
 
         Args:
-            node: the emitted node. origin: the traced node. strategy: the plan's.
+            node: the emitted node.
+            origin: the traced node.
+            strategy: the planned strategy.
 
         Raises:
             MoveError: if the node makes another call, or has other operands.
@@ -351,11 +357,12 @@ class GraphWalk:
         """Check that each operand is the right part of the traced node's operand.
 
         Args:
-            origin: the traced node. strategy: the plan's. operands: operand's number → the emitted
-                node that it is.
+            origin: the traced node.
+            strategy: the planned strategy.
+            operands: number of the operand → emitted node.
 
         Raises:
-            MoveError: if one is not.
+            MoveError: for the first operand that is not.
         """
         for number, (ref, layout) in enumerate(
             zip(self.traced.reads(origin), strategy.inputs, strict=True)
@@ -366,7 +373,7 @@ class GraphWalk:
                 raise MoveError(f"its operand {number} is {shown(found)}, expected {shown(due)}")
 
     def made_by(self, origin: fx.Node, strategy: Strategy) -> State | Several:
-        """Return the state of a traced node's results, after checking its strategy."""
+        """Return the states of a traced node's results, after checking its strategy."""
         self.check_strategy(origin, strategy)
         value = origin.meta["val"]
         if not isinstance(value, tuple | list):
@@ -380,10 +387,10 @@ class GraphWalk:
         )
 
     def check_strategy(self, origin: fx.Node, strategy: Strategy) -> None:
-        """Check that the op turns such operands into such results.
+        """Check that the op turns operands in the strategy's layouts into results in its layouts.
 
         Raises:
-            MoveError: if it does not, or no rule of the op has this strategy.
+            MoveError: if it does not, or if no rule of the op has this strategy.
         """
         call = self.traced.call(origin)
         try:

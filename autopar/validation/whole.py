@@ -21,13 +21,14 @@ from autopar.validation.program_states import validate_program
 from autopar.validation.states import Validation, invalid
 
 # --------------------------------------------------------------------------------------------------
-# `check_stages`: the traces of a pipeline's stages are together the trace of one microbatch.
+# `check_stages`: check that the traces of a pipeline's stages together are the trace of one
+# microbatch.
 #
-# Every node of a stage's trace has to be the node of that name in the whole trace, or the sum of a
-# stage's terms of the gradient of a parameter that several stages hold. A value that a stage reads
-# and does not make has to leave the stage before it, and a gradient has to come back the same way.
-# Every output and every gradient has to be returned by some stage; the stages' terms of a gradient
-# are those of the whole.
+# Every node of a stage's trace must be the node of that name in the whole trace, or the sum of a
+# stage's terms of the gradient of a parameter that several stages hold. The previous stage must
+# send every value that a stage reads and does not compute, and the gradient must return the same
+# way. Some stage must return every output and every gradient. The stages' terms of a gradient must
+# be those of the whole trace.
 
 
 _ADD = torch.ops.aten.add.Tensor
@@ -36,9 +37,12 @@ _ADD = torch.ops.aten.add.Tensor
 def check_stages(part: Trace, stages: Sequence[Trace]) -> None:
     """Compare the traces of all stages with the trace of one microbatch.
 
+    Args:
+        part: the trace of one microbatch.
+        stages: the traces of the stages.
+
     Raises:
-        ValidationError: naming the first node, output or gradient of a stage that is not the
-            microbatch's.
+        ValidationError: for the first node, output or gradient of a stage that differs.
     """
     own = {node.name: node for node in part.graph.nodes}
     for number, stage in enumerate(stages):
@@ -48,7 +52,7 @@ def check_stages(part: Trace, stages: Sequence[Trace]) -> None:
 
 
 def _check_nodes(own: dict[str, fx.Node], stage: Trace, number: int) -> None:
-    """Check that each node of a stage makes the same call as the node of its name in the whole
+    """Check that each node of a stage makes the same call as the node of that name in the whole
     trace."""
     for node in stage.graph.nodes:
         if node.op != "call_function":
@@ -56,7 +60,7 @@ def _check_nodes(own: dict[str, fx.Node], stage: Trace, number: int) -> None:
         origin = own.get(node.name)
         if (
             origin is None or origin.meta.get("key") != node.meta["key"]
-        ):  # names of a stage's own nodes may be those of others
+        ):  # a node that only a stage has may have the name of another node
             if not _is_sum(node):
                 raise _error(node, number, "the trace of one microbatch has no such node")
             continue
@@ -74,16 +78,16 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
-    """Check a stage's placeholders: tensors of the model and of the batch, and what its neighbours
-    pass under the same name."""
+    """Check a stage's placeholders: tensors of the model and of the batch, and values that other
+    stages send under the same name."""
     stage = stages[number]
-    handed = _gradients_handed(stages[number - 1]) if number else {}
+    sent = _gradients_of_sent(stages[number - 1]) if number else {}
     crossing = {i.node: i.gradient for i in stage.inputs if i.crosses}
     for name, gradient in crossing.items():
-        _check_handed(stage, number, name, gradient, handed)
+        _check_received(stage, number, name, gradient, sent)
     known = {p.node for p in (*part.parameters, *part.buffers)} | {i.node for i in part.inputs}
     known |= {o.tangent for o in part.differentiable}
-    known |= crossing.keys() | set(_gradients_handed(stage).values())
+    known |= crossing.keys() | set(_gradients_of_sent(stage).values())
     for node in stage.graph.nodes:
         if node.op == "placeholder" and node.name not in known:
             raise _error(
@@ -91,48 +95,47 @@ def _check_arrivals(part: Trace, stages: Sequence[Trace], number: int) -> None:
                 number,
                 "it is not a tensor of the model or the batch, and no other stage sends it",
             )
-    if left := sorted(handed.keys() - crossing.keys()):
+    if left := sorted(sent.keys() - crossing.keys()):
         what = "the previous stage sends it, but this stage does not receive it"
         raise _missing_error(stage, number, left[0], what)
 
 
-def _check_handed(
-    stage: Trace, number: int, name: str, gradient: int | None, handed: dict[str, str]
+def _check_received(
+    stage: Trace, number: int, name: str, gradient: int | None, sent: dict[str, str]
 ) -> None:
-    """Check that the stage before passes a value under its name, and waits for its gradient.
+    """Check that the previous stage sends a value under its name, and waits for its gradient.
 
     Args:
-        stage: the stage that takes the value.
-        number: the stage's index.
-        name: the value's placeholder.
+        stage: the stage that receives the value.
+        number: index of the stage.
+        name: placeholder of the value.
         gradient: index of the value's gradient in the stage's results; None if it has none.
-        handed: values that the stage before passes → the gradients that it waits for.
+        sent: values that the previous stage sends → the gradients that it waits for.
     """
-    if name not in handed:
+    if name not in sent:
         raise _missing_error(stage, number, name, "the previous stage does not send it")
     returned = _results(stage)[gradient].name if gradient is not None else ""
-    if returned != handed[name]:
+    if returned != sent[name]:
         what = (
             f"its gradient returns as {returned or 'nothing'}, but the previous stage expects"
-            f" {handed[name] or 'none'}"
+            f" {sent[name] or 'none'}"
         )
         raise _missing_error(stage, number, name, what)
 
 
-def _gradients_handed(stage: Trace) -> dict[str, str]:
-    """Return the values that a stage passes to the next → the gradients that come back, ``""`` for
-    none."""
+def _gradients_of_sent(stage: Trace) -> dict[str, str]:
+    """Return the values that a stage sends to the next one → the gradients that come back; ``""``
+    if there is none."""
     return {o.node: o.tangent for o in stage.outputs if o.crosses}
 
 
 def _check_returns(part: Trace, stages: Sequence[Trace]) -> None:
-    """Check that the stages together return all of the model's outputs, new buffers and
-    gradients."""
+    """Check that the stages together return all outputs, new buffers and gradients of the model."""
     returned = {(o.path, o.node) for stage in stages for o in stage.outputs if not o.crosses}
     for o in part.outputs:
         if (o.path, o.node) not in returned:
             raise invalid(f"no stage returns output {o.path!r}")
-    for stage in (part, *stages):  # of a buffer that a stage changes it returns the new value
+    for stage in (part, *stages):  # a stage that changes a buffer returns the new value
         for name, position in stage.mutated.items():
             if _results(stage)[position].name != _results(part)[part.mutated[name]].name:
                 raise invalid(f"a stage writes a different value to buffer {name!r} than the model")
@@ -157,7 +160,7 @@ def _stage_terms(stage: Trace, parameter: str) -> Iterator[str]:
 
 
 def _terms(node: fx.Node) -> Iterator[str]:
-    """Iterate over the names of the values that a node is the sum of."""
+    """Iterate over the names of the terms of a node that is a sum."""
     if node.op == "call_function" and _is_sum(node):
         for operand in node.args:
             yield from _terms(operand)
@@ -193,14 +196,15 @@ def _missing_error(stage: Trace, number: int, name: str, why: str) -> Validation
 
 @collected_seldom()
 def validate(trace: Trace, plan: Plan, program: Program) -> Validation:
-    """Show that a program computes the traced model, before it runs.
+    """Check that a program computes the traced model, before it runs.
 
     Args:
-        trace: of the whole batch, for which the plan was made. plan: the plan. program: what the
-            plan was emitted into.
+        trace: trace of the whole batch, for which the plan was made.
+        plan: the plan.
+        program: the program emitted from the plan.
 
     Returns:
-        What was justified, and how.
+        How the nodes of the program were justified.
 
     Raises:
         ValidationError: for the first node, output or gradient that does not follow from the trace.
@@ -231,8 +235,8 @@ def validate(trace: Trace, plan: Plan, program: Program) -> Validation:
 
 
 def _check_sums(program: Program) -> None:
-    """Check that gradients of several microbatches are added to sums. Else each backward would
-    replace those of the microbatch before."""
+    """Check that gradients of several microbatches are added to sums. Without sums, each backward
+    would replace the gradients of the previous microbatch."""
     for number, stage in enumerate(program.stages):
         trained = [t.name for t in stage.parameters if t.has_gradient]
         if trained and program.microbatches.num > 1 and not stage.accumulates:
@@ -244,7 +248,8 @@ def _check_sums(program: Program) -> None:
 
 
 def _check_crossings(program: Program) -> None:
-    """Check that what leaves a stage arrives at the next in the same layout and dtype."""
+    """Check that values arrive at a stage in the layout and dtype in which the previous stage sends
+    them."""
     for number, (before, after) in enumerate(zip(program.stages, program.stages[1:], strict=False)):
         leaving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in before.outputs if t.crosses}
         arriving = {t.name: (t.layout, t.dtype, t.has_gradient) for t in after.inputs if t.crosses}
@@ -258,8 +263,8 @@ def _check_crossings(program: Program) -> None:
 
 
 def _check_shared(stages: tuple[Trace, ...], program: Program) -> None:
-    """Check that gradients of a parameter that several stages hold are added over these stages, and
-    that its copies rest in one layout."""
+    """Check that gradients of a parameter that several stages hold are summed over these stages,
+    and that its copies are stored in the same layout."""
     holders: dict[str, tuple[int, ...]] = {}
     for number, stage in enumerate(stages):
         for p in stage.parameters:

@@ -1,4 +1,4 @@
-"""All ranks of a program in one process, compared with the plain model."""
+"""Comparison of a program with the plain model. All ranks run in one process."""
 
 from autopar.verification.check import verify_program
 from autopar.verification.comparison import Verification, relative_error

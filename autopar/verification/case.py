@@ -1,5 +1,5 @@
-"""One comparison of a program with the plain model: its inputs, and its three computations, all in
-one dtype.
+"""One comparison of a program with the plain model: its inputs and its three computations, all in
+the same dtype.
 
     plain       the user's model, copied and converted, eager forward and backward;
     traced      the captured normal-form graph, interpreted on one device;
@@ -38,17 +38,18 @@ from autopar.verification.comparison import Results
 from autopar.verification.drawing import PositionalDraws, draws_by_sample
 
 # --------------------------------------------------------------------------------------------------
-# Run the plain model with the parts that it computes in a smaller dtype computed in the requested
-# one, as its traced graph computes them.
+# Run the plain model in the requested dtype throughout, also in parts that it computes in a smaller
+# dtype, as its traced graph does.
 #
 # Models written for 16 bits cast to float32 in norms, softmaxes and rotary embeddings. In a float64
-# run these parts still round to 24 bits, and the ops after them may magnify that. In this mode
-# nothing rounds, and a program is compared with the model under float64's own tolerance.
+# run these parts still round to 24 bits, and later ops may magnify the error. In this mode all
+# parts compute in the requested dtype, and the program is compared with the model under the
+# tolerance of float64.
 
 
 class Widened(TorchDispatchMode):
-    """A mode in which ops that are asked for a floating or complex dtype smaller than `dtype` get
-    `dtype` (or its complex twin) instead."""
+    """A mode in which ops that request a floating or complex dtype smaller than `dtype` get `dtype`
+    (or its complex counterpart) instead."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Widened(TorchDispatchMode):
         made = func(*args, **kwargs)
         if isinstance(made, Tensor) and not any(
             isinstance(x, Tensor) for x in args
-        ):  # a factory without a dtype takes the default one
+        ):  # a factory function without a dtype uses the default dtype
             wanted = self._wide(made.dtype)
             return made if wanted == made.dtype else made.to(wanted)
         return made
@@ -75,11 +76,12 @@ class Widened(TorchDispatchMode):
 
 
 # --------------------------------------------------------------------------------------------------
-# The eps that a norm takes from its dtype if none is given, while the model is promoted.
+# The default eps of a norm depends on its dtype. A promoted model must keep the eps of its own
+# dtype.
 
 
 class OwnEps(TorchFunctionMode):
-    """A mode in which rms_norm without eps takes the eps of `dtype`, the model's own dtype, as its
+    """A mode in which rms_norm without eps uses the eps of `dtype`, the model's own dtype, as the
     traced graph does."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -98,10 +100,10 @@ class OwnEps(TorchFunctionMode):
 
 @functools.cache
 def _eps_of(dtype: torch.dtype) -> float:
-    """Return the eps that torch takes for a norm in a dtype.
+    """Return the default eps of a norm in a dtype.
 
-    It is that of the dtype itself or, since torch 2.13, of the dtype in which torch computes a
-    norm. It is found by norming one small number, which becomes x / √(x² + eps).
+    It is the eps of the dtype itself or, since torch 2.13, the eps of the dtype in which torch
+    computes the norm. To find it, one small number is normed: x becomes x / √(x² + eps).
     """
     known = [torch.finfo(each).eps for each in dict.fromkeys((dtype, torch.float32))]
     x = torch.tensor([1e-3], dtype=dtype)
@@ -110,7 +112,7 @@ def _eps_of(dtype: torch.dtype) -> float:
     return min(zip(known, wanted, strict=True), key=lambda pair: float((pair[1] - normed).abs()))[0]
 
 
-# Ops that make or move numbers in a small dtype lose nothing that a run in a larger one would keep.
+# Ops that create or move numbers in a small dtype are as exact as in a larger one.
 _NO_COMPUTING = (
     "zeros",
     "ones",
@@ -128,21 +130,25 @@ _NO_COMPUTING = (
 
 
 class PlainModelError(VerificationError):
-    """The plain model cannot be run, or its result is no finite number."""
+    """Raised if the plain model cannot run, or if its loss is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A traced model, its program, and a batch.
+    """A traced model, its program and a batch.
 
     Attributes:
-        tensors: parameters and buffers by every name.
-        inputs: the trace's inputs, in order.
-        dtype: to which floating tensors are converted; None for no conversion.
-        computed: the dtype that is computed in.
+        trace: the traced call of the model.
+        program: the program emitted from a plan for `trace`.
+        model: the plain model, with values.
+        args, kwargs: arguments of the call, with values.
+        tensors: parameters and buffers, by all of their names.
+        inputs: inputs of the trace, in order.
+        dtype: dtype to which floating tensors are converted; None for no conversion.
+        computed: dtype of the computation.
         own: the model's own dtype.
-        widened: whether the plain model computes in `computed` what it would compute in a smaller
-            dtype (see `Widened`).
+        widened: whether the plain model computes in `computed` the parts that it would compute in a
+            smaller dtype (see `Widened`).
     """
 
     trace: Trace
@@ -166,17 +172,18 @@ class Case:
         kwargs: Mapping[str, Any],
         dtype: torch.dtype | None,
     ) -> Case:
-        """Collect what a comparison needs.
+        """Collect the inputs of a comparison.
 
         Args:
             trace: the traced call of the model.
-            program: emitted from a plan for `trace`.
+            program: the program emitted from a plan for `trace`.
             model: the plain model, with values.
-            args, kwargs: the call, with values.
-            dtype: to which floating tensors are converted; None computes in the model's own.
+            args, kwargs: arguments of the call, with values.
+            dtype: dtype to which floating tensors are converted; None computes in the model's own
+                dtype.
 
         Raises:
-            VerificationError: if a tensor is on meta and has no values.
+            VerificationError: if a tensor is on the meta device and has no values.
         """
         leaves = dict(flatten_call(args, dict(kwargs))[0])
         named = [
@@ -219,12 +226,12 @@ class Case:
 
     @property
     def by_path(self) -> dict[str, Tensor]:
-        """The inputs by path."""
+        """The inputs by their paths."""
         return {i.path: x for i, x in zip(self.trace.inputs, self.inputs, strict=True)}
 
     @property
     def num_draws(self) -> int:
-        """The number of random draws of a step up to the last one that is read."""
+        """The number of random draws of a step, up to the last draw that is read."""
         return 1 + max(
             (node.kwargs["draw"] for node in self.trace.graph.nodes if "draw" in node.kwargs),
             default=-1,
@@ -237,8 +244,7 @@ class Case:
 
     @property
     def num_draws_apart(self) -> int:
-        """The number of microbatches that draw random numbers of their own; 1 if nothing is
-        drawn."""
+        """The number of microbatches that draw their own random numbers; 1 if nothing is drawn."""
         return self.program.microbatches.num if self.num_draws else 1
 
     def run_program(self, observe: Observer | None = None) -> Lockstep:
@@ -274,16 +280,17 @@ class Case:
     def run_plain(self) -> tuple[Results, dict[str, torch.dtype]]:
         """Run a step of the plain model.
 
-        If microbatches draw random numbers, each sample gets those of its own microbatch. If a draw
-        is for all samples of a microbatch, the plain model is run on each microbatch.
+        If microbatches draw random numbers, each sample gets the numbers of its own microbatch. If
+        a draw is shared by all samples of a microbatch, the plain model runs on each microbatch
+        separately.
 
         Returns:
             The results, and the ops that the model computes in a smaller dtype than `computed`,
-                each with that dtype.
+            with these dtypes.
 
         Raises:
-            VerificationError: if the model is run on each microbatch, and its loss is divided by a
-                count over the whole batch.
+            VerificationError: if the model must run on each microbatch, but its loss is divided by
+                a count over the whole batch.
         """
         state = self.tensors[random.STATE]
         by_sample: PositionalDraws | None = PositionalDraws(state)
@@ -321,16 +328,16 @@ class Case:
         return Results(outputs, steps[-1].buffers, gradients), found
 
     def _returned_outputs(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Select the outputs that calls of the program return: with several microbatches, those
-        that can be put together."""
+        """Select the outputs that the program returns. With several microbatches, these are the
+        outputs that can be joined."""
         made = self.program.microbatches.outputs
         return {path: x for path, x in outputs.items() if path in made}
 
     def _tangents_of_parts(self) -> list[dict[str, Tensor]]:
-        """Return the gradients with which backward of each microbatch begins.
+        """Return the gradients with which the backward of each microbatch begins.
 
-        They are computed by autograd through the function that puts outputs together, independently
-        of the program.
+        Autograd computes them through the function that joins outputs, independently of the
+        program.
         """
         program = self.program
         found: list[dict[str, Tensor]] = [{} for _ in range(program.microbatches.num)]
@@ -355,13 +362,13 @@ class Case:
     ) -> tuple[Results, dict[str, torch.dtype]]:
         plain = _copy_model(self.model)._apply(
             self._promote
-        )  # Module.to would make complex buffers real
+        )  # Module.to would convert complex buffers to real ones
         plain.zero_grad(set_to_none=True)
         for parameter in plain.parameters():
             parameter.data = self._narrow(parameter.data)
         watch = _LowerDtypes(self.computed)
         args, kwargs = tree_map(self._input, (args, dict(kwargs)))
-        own_eps = OwnEps(self.own)  # made before anything is watched: it norms a number to know
+        own_eps = OwnEps(self.own)  # before `watch` is entered, since it runs a norm
         trained = bool(self.trace.differentiable)
         with torch.set_grad_enabled(trained), self._refused_by_kernels():
             drawn = draws if self.num_draws else nullcontext()
@@ -373,11 +380,11 @@ class Case:
                     drawn,
                     watch,
                     own_eps,
-                    self._as_written(),
-                ):  # the draws themselves are not watched
+                    self._uncompiled(),
+                ):  # `watch` does not see the ops within draws
                     returned = plain(*args, **kwargs)
                 outputs = dict(flatten_with_paths(returned)[0])
-                with outside():  # as users are to run it
+                with outside():  # as users should run backward
                     self._backward(outputs, answers)
         parameters = dict(plain.named_parameters(remove_duplicate=False))
         buffers = dict(plain.named_buffers(remove_duplicate=False))
@@ -399,20 +406,21 @@ class Case:
             )
         return results, watch.found
 
-    def _as_written(self) -> AbstractContextManager[None]:
-        """Let code that the model compiles around flex attention run uncompiled, so that it has
-        gradients on CPUs, too."""
+    def _uncompiled(self) -> AbstractContextManager[None]:
+        """Let code that the model compiles around flex attention run uncompiled. Then it has
+        gradients on CPUs too."""
         calls = any(node.target is ops.flex_attention for node in self.trace.graph.nodes)
         return flex_attention_eager() if calls else nullcontext()
 
     @contextmanager
     def _refused_by_kernels(self) -> Iterator[None]:
-        """Turn errors of the plain model into `PlainModelError` if it runs in another dtype than
-        its own.
+        """Convert errors of the plain model to `PlainModelError` if it does not run in its own
+        dtype.
 
-        An op may have no kernel for this dtype, or a constant may not fit. A precision is not the
-        model's own dtype either: ops may have no kernel for parameters in it and buffers that are
-        not. In the model's own dtype errors are raised as they are.
+        An op may have no kernel for the dtype, or a constant may overflow. With a planned
+        precision, the model does not run in its own dtype either: ops may have no kernel for
+        parameters in this precision and buffers in another. In the model's own dtype, errors are
+        raised unchanged.
         """
         try:
             yield
@@ -422,13 +430,13 @@ class Case:
                 raise
             said = next(iter(str(error).splitlines()), type(error).__name__)
             where = f" with parameters in {self.own} and buffers as they are" if as_asked else ""
-            # In another dtype than its own nobody is told: it is verified in its own then.
+            # Without a precision, the caller catches this error and verifies in the model's dtype.
             remedy = "verify in a wider dtype: pass dtype=torch.float64"
             raise PlainModelError(f"the plain model fails{where}: {said}", remedy=remedy) from error
 
     def _backward(self, outputs: Mapping[str, Any], answers: Mapping[str, Tensor]) -> None:
-        """Run backward from the loss, or from the gradients that stand for a user's loss: from
-        `answers` if only a part of the batch ran."""
+        """Run backward from the loss, or from the tangents that replace a user's loss. `answers`
+        holds the tangents if only a part of the batch ran."""
         ends = [(outputs[o.path], o) for o in self.trace.differentiable]
         whole = [
             None if o.path in answers else tangent_of(o.path, x.shape, x.dtype, is_loss=o.is_loss)
@@ -442,8 +450,8 @@ class Case:
             torch.autograd.backward([x for x, _ in ends], tangents)
 
     def _autocast(self) -> AbstractContextManager[Callable[[], AbstractContextManager[Any]]]:
-        """Enter autocast as in capture; on a GPU, as the model does itself. Yields a function that
-        makes a context outside of autocast."""
+        """Enter autocast as in capture. On a GPU the model enters it itself. Yields a function that
+        returns a context outside of autocast."""
         on_gpu = any(x.is_cuda for x in (*self.tensors.values(), *self.inputs))
         return (
             nullcontext(lambda: torch.autocast("cuda", enabled=False))
@@ -452,8 +460,8 @@ class Case:
         )
 
     def _input(self, x: Any) -> Any:
-        """Return a leaf of the call for the plain model: a copy with a gradient of its own if the
-        user's tensor requires one."""
+        """Return a leaf of the call for the plain model. It is a copy with its own gradient if the
+        user's tensor requires a gradient."""
         given = self._narrow(self._promote(x))
         return (
             given.detach().requires_grad_()
@@ -462,14 +470,14 @@ class Case:
         )
 
     def _of_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the gradients of inputs that `_input` made, by the paths that outputs and
+        """Return the gradients of inputs that `_input` returned, by the names that outputs and
         gradients use."""
         leaves = dict(flatten_call(args, dict(kwargs))[0])
         return {i.gradient_name: _gradient(leaves[i.path]) for i in self.trace.given_back}
 
     def _narrow(self, x: Any) -> Any:
-        """Convert a parameter or an input to the plan's precision, unless everything is computed in
-        another dtype."""
+        """Convert a parameter or an input to the plan's precision, unless the whole computation
+        runs in another dtype."""
         return (
             x.to(narrow_dtype(x.dtype, self.trace.precision))
             if self.dtype is None and isinstance(x, Tensor)
@@ -481,8 +489,8 @@ class Case:
 
 
 class _LowerDtypes(TorchDispatchMode):
-    """A mode that records the ops that compute in a floating dtype smaller than `dtype`, each with
-    its dtype. For complex numbers the dtype of their parts counts."""
+    """A mode that records the ops that compute in a floating dtype smaller than `dtype`, with their
+    dtypes. A complex dtype counts as the dtype of its parts."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -506,8 +514,8 @@ class _LowerDtypes(TorchDispatchMode):
 
 
 def _copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model. Tensors that a module holds besides its parameters and buffers may have been
-    computed, as `weight_norm` does."""
+    """Return a copy of a model. Tensor attributes other than parameters and buffers may be
+    computed, as by `weight_norm`; they are detached."""
     held = [
         value
         for module in model.modules()

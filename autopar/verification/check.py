@@ -1,16 +1,22 @@
-"""`verify_program`: the program against the plain model.
+"""`verify_program`: compare a program with the plain model.
 
-It must equal the plain model in loss, outputs, mutated buffers and every gradient. Where the model
-itself computes a part in a smaller dtype than asked for (``logits.float()`` in a float64 run), the
-plain result is only that precise; then the program is also held against the traced graph, which
-computes everything in the dtype asked for, with that dtype's own tolerance. Where the model
-magnifies what it rounds so, it is run once more with these parts in the dtype asked for, too, and
-the program held against that, strictly. Where no dtype is asked for, nothing is more precise than
-the smallest dtype that the model computes in (under autocast a 16-bit one). Where the plain model
-cannot be run in the dtype asked for (an op of it has no such kernel, a constant of it overflows),
-or magnifies what it computes in a smaller one (the sine of a large float32 number) while the
-program is its traced graph's equal, the comparison is in the model's own, and says so; so it is
-where in its own dtype only the program's sums round too far (`_exactly`).
+The program must equal the model in the loss, outputs, mutated buffers and every gradient. Four
+cases need more than one comparison in the requested dtype:
+
+- The model computes a part in a smaller dtype than requested (``logits.float()`` in a float64 run).
+  The plain result is then less precise, and the tolerance is wider. The program is also compared
+  with the traced graph, which computes everything in the requested dtype, with the tolerance of
+  this dtype.
+- The model magnifies the rounding of such a part. The model then runs once more with these parts in
+  the requested dtype (`_compare_widened`). If this is not possible, the program must equal the
+  traced graph in the requested dtype, and the comparison with the model is in the model's own
+  dtype, which the result states (`_compare_magnified`).
+- The plain model cannot run in the requested dtype, since an op has no kernel for it or a constant
+  overflows. The comparison is in the model's own dtype, which the result states. If only the
+  program's sums round too much in this dtype, the program runs in the requested dtype
+  (`_compare_across_dtypes`).
+- No dtype is requested. The result is only as precise as the smallest dtype that the model computes
+  in, such as a 16-bit dtype under autocast.
 """
 
 from __future__ import annotations
@@ -50,16 +56,20 @@ from autopar.verification.comparison import (
 from autopar.verification.rounding import noise_of_rounding, scale_of_zeros, scales_of_sums
 
 # --------------------------------------------------------------------------------------------------
-# Find the node that is wrong: every emitted node is joined to a full tensor and compared with the
-# traced node that it stands for.
+# Find the wrong node: join the values of every emitted node to a full tensor, and compare it with
+# the traced node.
 
 
 def diagnose(case: Case, summary: str) -> None:
-    """Run the program again and compare each emitted node with the node of the traced graph that it
-    stands for. Returns if none differs.
+    """Run the program again and compare each emitted node with its node of the traced graph. Return
+    if none differs.
+
+    Args:
+        case: the comparison.
+        summary: the last line of the message: what differs.
 
     Raises:
-        VerificationError: naming the first emitted node that differs.
+        VerificationError: for the first emitted node that differs.
     """
     values: dict[str, tuple[Any, ...]] = {}
 
@@ -74,17 +84,17 @@ def diagnose(case: Case, summary: str) -> None:
     seen: set[fx.Node] = set()
 
     def check(phase: str, node: fx.Node, locals: list[Any]) -> None:
-        """Compare the ranks' results of an emitted node with those of its traced node.
+        """Compare the ranks' results of an emitted node with the results of its traced node.
 
         Args:
-            phase: forward or backward.
+            phase: name of the graph.
             node: the emitted node.
             locals: its result on each rank.
 
         Raises:
             VerificationError: if they differ by more than rounding explains.
         """
-        if node in seen:  # in a later microbatch
+        if node in seen:  # the node runs again for a later microbatch
             return
         seen.add(node)
         if (
@@ -93,9 +103,9 @@ def diagnose(case: Case, summary: str) -> None:
             or not isinstance(locals[0], Tensor)
             or "empty" in str(node.target)
         ):
-            return  # an empty tensor holds anything
+            return  # an uninitialised tensor may hold any value
         (name, result), layout = node.meta["holds"]
-        if name not in values:  # a part of a gradient that stages share
+        if name not in values:  # one stage's part of a shared gradient
             return
         reference = values[name][result]
         try:
@@ -107,7 +117,9 @@ def diagnose(case: Case, summary: str) -> None:
             error, told = float("inf"), str(failure)
         if error > limit:
             raise VerificationError(
-                _story(phase, node, layout, told, summary), where=where_of(node), remedy=_REMEDY
+                _describe_difference(phase, node, layout, told, summary),
+                where=where_of(node),
+                remedy=_REMEDY,
             )
 
     case.run_program(check)
@@ -132,9 +144,9 @@ def _run_reference(case: Case, remember: Callable[[fx.Node, Any], None]) -> Trac
 def _floors(
     trace: Trace, values: dict[str, tuple[Any, ...]], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Return the magnitude below which errors of a node do not count, by node name.
+    """Return, by node name, the magnitude below which errors of a node do not count.
 
-    A difference of large numbers is only as precise as its operands: the floor is a share of the
+    A difference of large numbers is only as precise as its operands. So the floor is a share of the
     largest magnitude that a node reads.
     """
 
@@ -150,7 +162,7 @@ def _floors(
     }
 
 
-def _story(phase: str, node: fx.Node, layout: Layout, told: str, summary: str) -> str:
+def _describe_difference(phase: str, node: fx.Node, layout: Layout, told: str, summary: str) -> str:
     operands = [n for n in node.all_input_nodes if "holds" in n.meta or n.target is from_bucket]
     reads = ", ".join(
         f"{node_name(n)} as {n.meta['holds'][1]}" if "holds" in n.meta else node_name(n)
@@ -164,10 +176,10 @@ def _story(phase: str, node: fx.Node, layout: Layout, told: str, summary: str) -
     )
 
 
-# how many times closer the model has to be in its own dtype, where what was captured wrongly is as
-# far away
+# least ratio of the error in a larger dtype to the error in the model's own dtype;
+# the error of a wrong capture would be the same in both
 _MAGNIFIED = 3.0
-# how many times the noise of rounding two programs may be apart: each has that of all its sums
+# largest difference of two programs as a multiple of the noise of rounding: all sums add to it
 _NOISES = 4.0
 
 
@@ -181,22 +193,30 @@ def verify_program(
     dtype: torch.dtype | None = torch.float64,
     tolerance: float | None = None,
 ) -> Verification:
-    """Run all ranks of `program` in one process and compare loss, outputs, buffers and every
+    """Run all ranks of `program` in one process, and compare the loss, outputs, buffers and every
     gradient with the plain model.
 
-    The model is run in its present mode; it is copied and never changed. Where it returns no loss,
-    backward begins on both sides with the same numbers in place of the gradients that a user's loss
-    would give (`autopar.capture.normalize.tangents`).
+    The model runs in its current mode. A copy of it runs; the model never changes. If it returns no
+    loss, backward begins with the same tangents on both sides, which replace the gradients of a
+    user's loss (`autopar.capture.normalize.tangents`).
 
     Args:
-        dtype: floating tensors are converted to it on both sides; None computes in the model's own.
-        tolerance: largest relative error (see `autopar.verification.comparison`); by default 1e-9
-            in float64, 2e-6 where the model itself computes a part in float32, 1e-4 in float32,
-            5e-2 in 16-bit types and where a part is in one.
+        trace: the traced call of the model.
+        program: the program emitted from a plan for `trace`.
+        model: the plain model, with values.
+        args, kwargs: arguments of the call, with values.
+        dtype: dtype to which floating tensors are converted on both sides; None computes in the
+            model's own dtype.
+        tolerance: largest relative error (see `autopar.verification.comparison`). The default is
+            1e-9 in float64, 2e-6 if the model computes a part in float32, 1e-4 in float32, and 5e-2
+            in 16-bit dtypes and if a part is in one.
+
+    Returns:
+        The errors, all within the tolerance.
 
     Raises:
-        VerificationError: naming the first node that differs; or where the model or the batch has
-            no values (meta), or the plain loss is no finite number.
+        VerificationError: for the first node that differs; if the model or the batch has no values
+            (meta); or if the plain loss is not finite.
     """
     case = Case.of(trace, program, model, args, kwargs, dtype)
     with _exact_on_a_gpu() if device_of(case.tensors.values()).type == "cuda" else nullcontext():
@@ -205,7 +225,7 @@ def verify_program(
 
 @contextmanager
 def _exact_on_a_gpu() -> Iterator[None]:
-    """Let convolutions be deterministic, and float32 not be rounded to TF32."""
+    """Make convolutions deterministic, and do not round float32 to TF32."""
     kinds = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
     deterministic, precisions = (
         torch.backends.cudnn.deterministic,
@@ -229,19 +249,21 @@ def _check_case(case: Case, dtype: torch.dtype | None, tolerance: float | None) 
         if dtype is None or dtype == case.own:
             raise
         try:
-            return _in_its_own(case, error.what, tolerance)
+            return _compare_in_own_dtype(case, error.what, tolerance)
         except VerificationError:
-            if (exact := _exactly(case, error.what, tolerance)) is None:
+            if (exact := _compare_across_dtypes(case, error.what, tolerance)) is None:
                 raise
             return exact
 
 
-def _exactly(case: Case, why_not: str, tolerance: float | None) -> Verification | None:
-    """The program in the dtype asked for against the model in its own, and strictly against what
-    was traced; None where it differs.
+def _compare_across_dtypes(
+    case: Case, why_not: str, tolerance: float | None
+) -> Verification | None:
+    """Compare the program in the requested dtype with the model in its own dtype, and strictly with
+    the traced graph. Return None if they differ.
 
-    In the model's own dtype a right program may be farther away: it adds up in another order, and
-    torch's kernels may add up in a larger dtype inside, as those of batch norms on CPUs do.
+    In the model's own dtype a correct program may have a larger error. It sums in another order,
+    and torch's kernels may accumulate in a larger dtype, as batch norms on CPUs do.
     """
     plain, lower = _plain(replace(case, dtype=None, computed=case.own))
     smallest = min((case.own, *lower.values()), key=lambda d: d.itemsize)
@@ -253,7 +275,7 @@ def _exactly(case: Case, why_not: str, tolerance: float | None) -> Verification 
         RuntimeError,
         ValueError,
         TypeError,
-    ):  # what the model cannot, the program may not either
+    ):  # the program may have no kernel in this dtype either
         return None
     dtype, own = (str(d).removeprefix("torch.") for d in (case.computed, smallest))
     return (
@@ -267,8 +289,9 @@ def _exactly(case: Case, why_not: str, tolerance: float | None) -> Verification 
     )
 
 
-def _in_its_own(case: Case, why_not: str, tolerance: float | None) -> Verification:
-    """The comparison in the model's own dtype, and why it is not in the one that was asked for."""
+def _compare_in_own_dtype(case: Case, why_not: str, tolerance: float | None) -> Verification:
+    """Return the comparison in the model's own dtype, with the reason why it is not in the
+    requested dtype."""
     own = replace(case, dtype=None, computed=case.own)
     return replace(
         _compare_case(own, *_plain(own), tolerance),
@@ -325,11 +348,11 @@ def _compare_widened(
     lower: Mapping[str, torch.dtype],
     tolerance: float | None,
 ) -> Verification | None:
-    """The comparison with the model whose parts in a smaller dtype are computed in the one asked
-    for.
+    """Return the comparison with a model that computes in the requested dtype throughout
+    (`Widened`).
 
-    None where it differs or cannot be run so, or where `result` is farther off than a model that is
-    all in that smaller dtype may be.
+    Return None if they differ, if the model cannot run so, or if the error in `result` is larger
+    than if the whole model ran in the smaller dtype.
     """
     off = result.traced is None or result.traced > result.traced_tolerance
     if (
@@ -353,13 +376,13 @@ def _compare_widened(
 def _compare_magnified(
     case: Case, result: Verification, tolerance: float | None
 ) -> Verification | None:
-    """The comparison in the model's own dtype, where the model rounds so that in a larger one
-    nothing can be said of it, else None.
+    """Return the comparison in the model's own dtype if the model magnifies its rounding in a
+    larger dtype; None otherwise.
 
-    The program has to be its traced graph's equal in the larger dtype, and in the model's own
-    within the same tolerance, or closer to it. What was captured wrongly is as far away in every
-    dtype; what the model magnifies is there only between its parts in a smaller one and all in the
-    larger one.
+    The program must equal the traced graph in the larger dtype. In the model's own dtype its error
+    must be within the same tolerance, or smaller by `_MAGNIFIED`. A wrong capture has the same
+    error in every dtype. A magnified rounding only separates the model with parts in a smaller
+    dtype from the model in the larger dtype throughout.
     """
     if (
         result.traced is None
@@ -372,7 +395,7 @@ def _compare_magnified(
         f" {result.max_error:.0e}"
     )
     try:
-        own = _in_its_own(
+        own = _compare_in_own_dtype(
             case,
             f"{apart}; the program is within {result.traced:.0e} of the traced graph",
             tolerance,
@@ -390,11 +413,11 @@ def _worst_value(errors: Errors) -> float:
 def _noise(case: Case, plain: Results, limit: float) -> dict[str, float]:
     """Return the noise of rounding in each gradient of the plain model.
 
-    It is at most the largest gradient: a weight at a kink makes noise that would excuse anything.
+    It is limited to the largest gradient, as the noise of a weight at a kink would hide any error.
 
     Args:
-        case: what is compared.
-        plain: the plain model's results.
+        case: the comparison.
+        plain: results of the plain model.
         limit: the tolerance.
     """
     most = max(magnitude(x) for x in plain.gradients.values())
@@ -420,7 +443,7 @@ def _judge(
     if errors.worst > limit:
         errors = compare(ours, plain, wide, scale, summed)
     others = _worst_value(errors)
-    # In a smaller dtype noise may hide an error; there `_exactly` compares in a larger one.
+    # In a smaller dtype noise may hide an error. `_compare_across_dtypes` compares in a larger one.
     if case.computed == torch.float64 and others <= limit < errors.worst < math.inf:
         noise = _noise(case, plain, limit)
         errors = compare(ours, plain, wide, scale, summed, noise)

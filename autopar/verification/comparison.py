@@ -1,11 +1,11 @@
-"""Relative errors of results, and the tolerances that they have to meet.
+"""Relative errors of results, and their tolerances.
 
 The error of a tensor a against its reference b is max|a − b| / max(max|b|, floor). Some gradients
-are truly zero (such as that of a key projection's bias: softmax does not see it) and hold only
-rounding noise. So the floor of a gradient is a share of the largest magnitude among all gradients.
-With tolerance t and share f, an error below t · f of that magnitude passes: in float64 1e-13 of the
-largest gradient. `autopar.verification.rounding` describes steps whose gradients are all truly
-zero, and the floors of outputs and buffers.
+are exactly zero in theory and contain only rounding noise, such as that of a key projection's bias,
+which cancels in the softmax. So the floor of a gradient is a share of the largest magnitude among
+all gradients. With tolerance t and share f, an error below t · f of that magnitude passes: in
+float64 1e-13 of the largest gradient. `autopar.verification.rounding` covers steps in which all
+gradients are zero, and the floors of outputs and buffers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 TOLERANCE_16_BIT = 5e-2
-TOLERANCE_WITH_LOWER_PARTS = 2e-6  # some roundings of float32, whose mantissa has 24 bits
+TOLERANCE_WITH_LOWER_PARTS = 2e-6  # a few roundings of float32 with its 24-bit mantissa
 _FLOOR_SHARES = {torch.float64: 1e-4, torch.float32: 1e-2}
 _FLOOR_SHARE_16_BIT = 1e-1
 _FLOOR_SHARE_WITH_LOWER_PARTS = (
-    0.5  # times that tolerance 1e-6 of the largest gradient, as where all is in float32
+    0.5  # times this tolerance, 1e-6 of the largest gradient, as in float32 throughout
 )
 
 
@@ -33,8 +33,8 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 def tolerance_with(lower: Iterable[torch.dtype]) -> float:
-    """Return the largest relative error allowed against a model that computes parts in these
-    smaller dtypes."""
+    """Return the largest relative error allowed if the reference computes parts in these smaller
+    dtypes."""
     return max(
         (TOLERANCE_WITH_LOWER_PARTS if d.itemsize >= 4 else TOLERANCE_16_BIT for d in lower),
         default=0.0,
@@ -48,7 +48,8 @@ def floor_share_of(dtype: torch.dtype) -> float:
 
 
 def floor_share_with(lower: Iterable[torch.dtype]) -> float:
-    """Return the floor's share against a model that computes parts in these smaller dtypes."""
+    """Return the floor as a share of the largest magnitude, if the reference computes parts in
+    these smaller dtypes."""
     smallest = min((d.itemsize for d in lower), default=None)
     return (
         0.0
@@ -61,8 +62,8 @@ def floor_share_with(lower: Iterable[torch.dtype]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results of one step: full tensors by name. Tensors without a gradient are missing from
-    `gradients`."""
+    """The results of one step: full tensors by name. `gradients` omits tensors without a
+    gradient."""
 
     outputs: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
@@ -91,18 +92,18 @@ def compare(
     summed: Mapping[str, float] = MappingProxyType({}),
     noise: Mapping[str, float] = MappingProxyType({}),
 ) -> Errors:
-    """Compute the error of every tensor of `reference`. A gradient that `ours` lacks counts as
-    zeros.
+    """Return the error of every tensor of `reference`. A gradient that is missing in `ours` counts
+    as zeros.
 
     Args:
         ours: results of the program.
         reference: results to compare with.
-        share: the gradients' floor as a share of the largest magnitude among them, or of `scale` if
+        share: floor of gradients, as a share of the largest magnitude among them, or of `scale` if
             that is larger.
         scale: a magnitude of gradients.
-        summed: by name of outputs and buffers, the scale of the terms that were summed for them;
-            their floor is the same share of it.
-        noise: by name of gradients, a floor of their own
+        summed: name of an output or buffer → scale of the terms that were summed for it; its floor
+            is the same share of this scale.
+        noise: name of a gradient → its own floor
             (`autopar.verification.rounding.noise_of_rounding`).
     """
     floor = share * max((scale, *(magnitude(x) for x in reference.gradients.values())))
@@ -130,14 +131,13 @@ def _relative(
 def relative_error(ours: Tensor | None, reference: Tensor, floor: float = 0.0) -> float:
     """Return max|a − b| / max(max|b|, floor).
 
-    Elements that are equal count as no difference, equal infinities and pairs of NaN included. The
-    error is infinite if shapes or kinds differ, or if one side has a NaN or an infinity and the
-    other a number.
+    Equal elements have no difference, including equal infinities and pairs of NaN. The error is
+    infinite if shapes or kinds of dtypes differ, or if only one side has a NaN or an infinity.
 
     Args:
-        ours: a; None stands for zeros.
+        ours: a; None for zeros.
         reference: b.
-        floor: the least magnitude that the error is measured against.
+        floor: the smallest magnitude by which a difference is divided.
     """
     if ours is None:
         ours = torch.zeros_like(reference)
@@ -170,23 +170,25 @@ def _wide(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Errors of a program against the plain model (see `autopar.verification.check`).
+    """Errors of a program compared with the plain model (see `autopar.verification.check`).
 
     Attributes:
         ok: whether every error is within its tolerance.
-        tolerance: largest relative error allowed against the plain model. dtype: what was computed
-            in.
-        loss: error of the loss, None where the model returns none.
-        outputs, buffers, gradients: error by output path, buffer name, parameter name.
-        lower_parts: ops that the plain model computes in a smaller dtype; where there are any, the
+        tolerance: largest relative error allowed against the plain model.
+        dtype: dtype of the computation.
+        loss: error of the loss; None if the model returns no loss.
+        outputs: error by output path.
+        buffers: error by buffer name.
+        gradients: error by parameter name.
+        lower_parts: ops that the plain model computes in a smaller dtype. If there are any, the
             tolerance is wider.
-        traced: largest error against the traced graph where there are lower parts, else None.
-        traced_tolerance: the limit of `traced`.
-        num_collectives: communication steps that ran on each rank, local slices not counted.
-        apart: its largest error as it is, where the model magnifies what these ops round, and was
-            compared with them in `dtype`.
-        instead_of: the dtype that was asked for and why the plain model cannot be compared in it,
-            or ``""``.
+        traced: largest error against the traced graph if there are lower parts, else None.
+        traced_tolerance: largest error allowed against the traced graph.
+        num_collectives: number of communication steps on each rank, without local slices.
+        instead_of: the requested dtype, and why the plain model cannot be compared in it; ``""`` if
+            it can.
+        apart: the largest error without widening, if the lower parts were computed in `dtype` for
+            the comparison; else None.
     """
 
     ok: bool
@@ -205,7 +207,7 @@ class Verification:
 
     @property
     def rows(self) -> tuple[tuple[str, str, float], ...]:
-        """(kind, name, error) of everything that was compared, the worst first."""
+        """(kind, name, error) of all compared tensors, the largest error first."""
         found = [("loss", "loss", self.loss)] if self.loss is not None else []
         found += [("output", n, e) for n, e in self.outputs.items()]
         found += [("buffer", n, e) for n, e in self.buffers.items()] + [

@@ -1,8 +1,8 @@
-"""Run the plain model with autopar's own random numbers, so that programs that draw random numbers
-can be compared with it.
+"""Run the plain model with autopar's random numbers, so that it can be compared with programs that
+draw random numbers.
 
 Eager torch draws in the order in which the trace numbers its draws. Each draw is replaced by the
-draw of that number.
+draw of its number.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class PositionalDraws(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def draw(self, kind: Callable[..., Tensor], shape: Any, *settings: Any) -> Tensor:
-        """The next draw."""
+        """Return the next draw."""
         number, self.num_draws = self.num_draws, self.num_draws + 1
         return kind(self.state, tuple(shape), *settings, draw=number)
 
 
 class DrawsBySample(PositionalDraws):
-    """Draws of a whole batch, in which each sample gets the numbers of its own one of `num`
-    microbatches.
+    """Draws of a whole batch in which each sample gets the numbers of its own microbatch, one of
+    `num`.
 
     Args:
-        dims: per draw, the dim along which the batch is cut.
+        dims: for each draw, the dim along which the batch is cut.
     """
 
     def __init__(self, state: Tensor, dims: Mapping[int, int], num: int) -> None:
@@ -71,8 +71,8 @@ class DrawsBySample(PositionalDraws):
         self._dims, self._num = dims, num
 
     def draw(self, kind: Callable[..., Tensor], shape: Any, *settings: Any) -> Tensor:
-        """The next draw."""
-        if self.num_draws not in self._dims:  # nothing reads it
+        """Return the next draw."""
+        if self.num_draws not in self._dims:  # no node reads this draw
             return super().draw(kind, shape, *settings)
         number, self.num_draws = self.num_draws, self.num_draws + 1
         dim, part = self._dims[number], list(shape)
@@ -84,14 +84,14 @@ class DrawsBySample(PositionalDraws):
 
 
 def draws_by_sample(whole: Trace, part: Trace, num: int, state: Tensor) -> DrawsBySample | None:
-    """Return the draws of a whole batch that is processed in `num` microbatches; None if some draw
-    is for all samples of a microbatch.
+    """Return the draws of a whole batch that is processed in `num` microbatches. Return None if all
+    samples of a microbatch share a draw.
 
     Args:
         whole: the trace of the batch.
         part: the trace of one microbatch.
         num: number of microbatches.
-        state: state of the generator.
+        state: state of the random generator.
     """
     shapes = [
         {n.kwargs["draw"]: tuple(n.meta["val"].shape) for n in t.graph.nodes if "draw" in n.kwargs}
@@ -131,20 +131,20 @@ def _slopes(
 
 
 def _draw_new(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
-    """Return the counterpart of an op that makes a new tensor; `settings` takes the op's
+    """Return the counterpart of an op that returns a new tensor. `settings` takes the op's
     arguments."""
 
     def run(
         mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        like = func(*args, **kwargs)  # its shape, dtype and device are the counterpart's
+        like = func(*args, **kwargs)  # the counterpart has its shape, dtype and device
         return mode.draw(kind, like.shape, *settings(*args), like.dtype)
 
     return run
 
 
 def _draw_into(kind: Callable[..., Tensor], settings: Callable[..., tuple[Any, ...]]) -> Drawn:
-    """Return the counterpart of an op that fills its operand; `settings` takes the op's
+    """Return the counterpart of an op that fills its operand. `settings` takes the op's
     arguments."""
 
     def run(
@@ -173,7 +173,8 @@ def _bernoulli(
 def _bernoulli_of(
     mode: PositionalDraws, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The last operand holds the probabilities; the first one is written where there are two."""
+    """Draw by the probabilities in the last operand. If there are two operands, the first one is
+    written."""
     drawn = mode.draw(random.uniform, args[0].shape, 0.0, 1.0, torch.float32) < args[-1]
     return args[0].copy_(drawn) if len(args) > 1 else drawn.to(args[0].dtype)
 

@@ -1,10 +1,10 @@
-"""Scales against which errors are measured if a result is zero up to rounding: the mean of centred
-values, the sum of a softmax less one, gradients of a loss that sees no parameter.
+"""Scales for the errors of results that are zero up to rounding: the mean of centred values, the
+sum of a softmax minus one, or the gradients of a loss that does not depend on the parameters.
 
-An error cannot be measured against such a value. It is measured against the terms that were summed
-for it: each sum has the scale of its terms, and the scale passes through linear ops: additions,
-factors and views. All other ops begin anew with the magnitude of their results, so that a large
-constant before them (the fill of a mask) does not affect what follows a softmax.
+An error relative to such a value is meaningless. It is measured relative to the terms that were
+summed. Each sum has the scale of its terms, and the scale passes through linear ops: additions,
+factors and views. All other ops start again from the magnitude of their results, so that a large
+constant before a softmax (the fill value of a mask) does not affect the ops after it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Scales = dict[fx.Node, float]
 
 
 def scales_of_sums(case: Case) -> dict[str, float]:
-    """Return the scale of the terms that were summed for each output and buffer in the traced
-    graph, by name; 0 if it has none."""
+    """Return, by name, the scale of the terms that were summed for each output and buffer in the
+    traced graph; 0 if it has none."""
     scales: Scales = {}
 
     def observe(node: fx.Node, value: Any) -> None:
@@ -96,7 +96,7 @@ def _scale_of_quotient(node: fx.Node, value: Tensor, scales: Scales) -> float:
 
 
 def _scale_of_sum(node: fx.Node, value: Tensor, scales: Scales) -> float:
-    """Return the number of terms of a sum times the scale of the largest."""
+    """Return the number of terms of a sum times the scale of the largest term."""
     num = node.args[0].meta["val"].numel() / max(value.numel(), 1)
     return _scale(node.args[0], scales) * num
 
@@ -145,27 +145,26 @@ _SCALES: Mapping[Any, Callable[[fx.Node, Tensor, Scales], float]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Steps whose gradients are all truly zero, and hold rounding noise alone: the loss sees no
-# parameter, as with the sum of a softmax.
+# Steps in which all gradients are exactly zero in theory and contain only rounding noise: the loss
+# does not depend on the parameters, as with the sum of a softmax.
 #
-# Then no gradient exists that an error could be measured against. Errors are measured against the
-# terms that backward adds up instead: the largest magnitude of what follows from the loss' tangent,
-# times that of parameters and inputs if this is larger than 1. All gradients are zero if none is
-# more than a rounding of that magnitude, and if those of the traced graph change when weights are
-# rounded otherwise: a true gradient, however small, hardly changes then.
+# No gradient can serve as a scale for errors then. The scale is that of the terms that backward
+# sums: the largest magnitude of the values that follow from the tangent of the loss, times the
+# largest magnitude of parameters and inputs if this exceeds 1. All gradients count as zero if none
+# exceeds a rounding of this scale, and if those of the traced graph change when the weights are
+# rounded differently. A true gradient, however small, hardly changes then.
 
-_ROUNDINGS = 3  # of the weights; noise of few numbers may be the same by chance
-_SAME = 0.1  # a share of gradients by which noise changes at least
+_ROUNDINGS = 3  # trials with other weights; the noise of few numbers may agree by chance
+_SAME = 0.1  # least change of noise, as a share of the gradients
 
 
 def scale_of_zeros(case: Case, reference: Results, rounding: float) -> float:
-    """Return the magnitude to measure gradients by that are all zero; 0 if one of the reference's
-    is not.
+    """Return the scale for errors of gradients that are all zero; 0 if one of them is not zero.
 
     Args:
-        case: the comparison; its traced graph is run.
+        case: the comparison; its traced graph runs.
         reference: results to compare with.
-        rounding: the share of that magnitude that counts as rounding.
+        rounding: share of the scale that counts as rounding.
     """
     largest, follows = 0.0, {case.trace.node(o.tangent) for o in case.trace.differentiable}
 
@@ -192,7 +191,7 @@ def scale_of_zeros(case: Case, reference: Results, rounding: float) -> float:
     ):
         return 0.0
     size = sum(float(x.abs().sum()) for x in gradients.values())
-    share = torch.finfo(case.computed).eps ** 0.5  # the lower half of the digits
+    share = torch.finfo(case.computed).eps ** 0.5  # the lower half of the digits of a weight
     moved = [
         _perturb_weights(case, seed, share).run_traced().gradients
         for seed in range(_ROUNDINGS if size else 0)
@@ -205,16 +204,15 @@ def scale_of_zeros(case: Case, reference: Results, rounding: float) -> float:
 
 
 def noise_of_rounding(case: Case) -> dict[str, float]:
-    """Return how far the gradient of each parameter moves if each weight is changed by one
-    rounding.
+    """Return the change of each parameter's gradient if every weight changes by one rounding.
 
-    Every order of summation rounds in another way, so no two programs agree more closely than that.
-    This matters for a gradient that is zero up to rounding in a step whose other gradients are not,
-    such as that of the bias of a batch norm whose result is normed again. There, noise grows
-    through each norm of nearly equal numbers.
+    Each order of summation rounds differently, so two programs cannot agree more closely. This
+    matters for a gradient that is zero up to rounding in a step with other gradients that are not,
+    such as the bias of a batch norm whose result is normed again. There, noise grows with each norm
+    of nearly equal numbers.
 
     Returns:
-        The largest change of an element, by the name of a parameter.
+        The largest change of an element, by parameter name.
     """
     eps = torch.finfo(case.computed).eps
     gradients = case.run_traced().gradients
@@ -227,7 +225,7 @@ def noise_of_rounding(case: Case) -> dict[str, float]:
 
 
 def _perturb_weights(case: Case, seed: int, share: float) -> Case:
-    """The case with weights that differ by at most half of `share`."""
+    """Return the case with weights that change by a random share of at most half of `share`."""
     generator = torch.Generator().manual_seed(seed)
     changed = {}
     for name in (p.name for p in case.trace.parameters):

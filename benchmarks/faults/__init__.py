@@ -1,1 +1,2 @@
-"""Random programs, damaged files and misbehaving ranks: is every answer right, or refused?"""
+"""Random programs, damaged files and misbehaving ranks. Every answer must be correct or a
+refusal."""

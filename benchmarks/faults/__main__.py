@@ -1,4 +1,5 @@
-"""Is every answer right, or refused? Random models and losses, damaged files, misbehaving ranks.
+"""Check that every answer is correct or a refusal, for random models and losses, damaged files and
+misbehaving ranks.
 
 Cases are numbered: `--only models:17` runs one of them again. A failing model is reduced to fewer
 ops, and its program is written to `--programs`.
@@ -26,7 +27,7 @@ Row = dict[str, Any]
 
 
 def cases(kinds: list[str], first: int, count: int) -> Iterator[tuple[str, int]]:
-    """Kinds in turn, each from its first seed on."""
+    """Yield cases of all kinds in turn, starting from the first seed of each kind."""
     from benchmarks.faults.loss_cases import combinations
 
     for seed in range(first, first + count):
@@ -36,7 +37,7 @@ def cases(kinds: list[str], first: int, count: int) -> Iterator[tuple[str, int]]
 
 
 def run_cases(listed: Iterator[tuple[str, int]], options: argparse.Namespace) -> list[Row]:
-    """Run cases until the time is over, and write the rows so far after each."""
+    """Run cases until the time limit. After each case, write all rows so far."""
     console, rows, worker = console_of(), [], Worker(options.limit)
     deadline = time.monotonic() + options.seconds
     try:
@@ -59,7 +60,8 @@ def run_cases(listed: Iterator[tuple[str, int]], options: argparse.Namespace) ->
 
 
 def reduced(worker: Worker, row: Row) -> Row:
-    """The row of a failure, with a smaller program where a model was found that fails alike."""
+    """Return the row of a failure, with a smaller program if a model with fewer ops fails in the
+    same way."""
     if row["kind"] != "models" or row["why"] in (HANG, CRASH):
         return row
     found = worker.run(REDUCE, row["seed"])
@@ -68,7 +70,7 @@ def reduced(worker: Worker, row: Row) -> Row:
 
 
 def tell(console: Console, row: Row) -> None:
-    """A line of a row."""
+    """Print a line for a row."""
     said = [row["model"], row.get("loss", ""), row["mesh"], row.get("plan", ""), row["outcome"]]
     last = (row["error"] or "").strip().split("\n")
     words = " ".join(filter(None, (*said, row["why"], last[-1 if row["why"] else 0][:160])))
@@ -76,7 +78,7 @@ def tell(console: Console, row: Row) -> None:
 
 
 def write_program(row: Row, folder: Path) -> None:
-    """The program of a failing case, with what was seen."""
+    """Write the program of a failing case, with its error."""
     folder.mkdir(parents=True, exist_ok=True)
     seen = "\n".join(f"# {line}" for line in (row["error"] or "").split("\n"))
     text = f"{row.get('program', '')}\n# {row['why']} in {row['phase']}:\n{seen}\n"
@@ -84,7 +86,7 @@ def write_program(row: Row, folder: Path) -> None:
 
 
 def summary_of(rows: list[Row]) -> dict[str, Any]:
-    """Numbers of outcomes by kind, of failures by what they are, of refusals by message."""
+    """Return the numbers of outcomes by kind, of failures by reason, and of refusals by message."""
     by_kind: dict[str, Any] = {}
     for kind in sorted({row["kind"] for row in rows}):
         outcomes = Counter(row["outcome"] for row in rows if row["kind"] == kind)
@@ -100,7 +102,7 @@ def summary_of(rows: list[Row]) -> dict[str, Any]:
 
 
 def write(path: str, rows: list[Row]) -> None:
-    """The report; programs are kept of what failed."""
+    """Write the report. It includes the programs of failures."""
     short = [
         row if not row["ok"] else {k: v for k, v in row.items() if k != "program"} for row in rows
     ]
@@ -111,16 +113,18 @@ def write(path: str, rows: list[Row]) -> None:
 
 def main(arguments: list[str]) -> int:
     flags = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    flags.add_argument("--json", metavar="FILE", help="write {env, summary, rows} here")
+    flags.add_argument("--json", metavar="FILE", help="write {env, summary, rows} to this file")
     flags.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
-    flags.add_argument("--only", action="append", metavar="KIND:SEED", help="these cases alone")
-    flags.add_argument("--first", type=int, default=0, help="the first seed of each kind")
-    flags.add_argument("--count", type=int, default=1_000_000, help="seeds of each kind")
-    flags.add_argument("--seconds", type=float, default=SECONDS, help="begin no case after that")
+    flags.add_argument("--only", action="append", metavar="KIND:SEED", help="only these cases")
+    flags.add_argument("--first", type=int, default=0, help="first seed of each kind")
+    flags.add_argument("--count", type=int, default=1_000_000, help="number of seeds of each kind")
     flags.add_argument(
-        "--limit", type=float, default=LIMIT_S, help="seconds after which a case hangs"
+        "--seconds", type=float, default=SECONDS, help="start no case after this time"
     )
-    flags.add_argument("--programs", metavar="FOLDER", help="write the programs of failures here")
+    flags.add_argument(
+        "--limit", type=float, default=LIMIT_S, help="seconds after which a case counts as hung"
+    )
+    flags.add_argument("--programs", metavar="FOLDER", help="folder for the programs of failures")
     options = flags.parse_args(arguments)
     kinds = options.kinds.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:

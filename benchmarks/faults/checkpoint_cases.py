@@ -1,8 +1,8 @@
-"""Damaged checkpoints: refused without a change, or loaded as they were saved.
+"""Damaged checkpoints. They must be refused without a change of state, or load as they were saved.
 
-Two checkpoints, of steps 1 and 2, are saved once a process; each case damages a copy and loads it.
-The second is written in the background.
-Code that a file brings along is never run: a planted pickle would leave a file.
+Two checkpoints, of steps 1 and 2, are saved once per process. Each case damages a copy and loads
+it. The second checkpoint is written in the background. Code in a file must never run: a planted
+pickle would write a file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ABOUT = "autopar.json"
 
 
 class Planted:
-    """Unpickling it leaves a file."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -42,13 +42,13 @@ class Planted:
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The small model, compiled for this process, and its optimizer."""
+    """Return the small model, compiled for this process, and its optimizer."""
     module = autopar.compile(build(), example_inputs=batch())
     return module, torch.optim.AdamW(module.parameters(), lr=0.1)
 
 
 def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """All that a checkpoint restores, by name."""
+    """Return the state that a checkpoint restores, by name."""
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     for index, entries in optimizer.state_dict()["state"].items():
         state |= {
@@ -59,7 +59,7 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 @cache
 def saved() -> tuple[Path, dict[int, State]]:
-    """A folder with checkpoints of two steps, and what each of them holds."""
+    """Return a folder with checkpoints of two steps, and the state in each of them."""
     folder = Path(tempfile.mkdtemp(prefix="autopar_checkpoints_"))
     module, optimizer = training()
     checkpoints, states = autopar.Checkpoints(folder), {}
@@ -75,17 +75,17 @@ def saved() -> tuple[Path, dict[int, State]]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files below a folder."""
+    """Return all files below a folder."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def newest(folder: Path) -> Path:
-    """The folder of the newest checkpoint."""
+    """Return the folder of the newest checkpoint."""
     return max(path for path in folder.iterdir() if path.is_dir())
 
 
 def flip(folder: Path, mark: Path, rng: random.Random) -> str:
-    """One bit of a file is another."""
+    """Flip one bit of a file."""
     path = rng.choice([p for p in files_of(newest(folder)) if p.stat().st_size])
     data = bytearray(path.read_bytes())
     place = rng.randrange(len(data))
@@ -95,7 +95,7 @@ def flip(folder: Path, mark: Path, rng: random.Random) -> str:
 
 
 def truncate(folder: Path, mark: Path, rng: random.Random) -> str:
-    """The end of a file is missing."""
+    """Remove the end of a file."""
     path = rng.choice(files_of(newest(folder)))
     size = rng.randrange(path.stat().st_size)
     path.write_bytes(path.read_bytes()[:size])
@@ -103,24 +103,24 @@ def truncate(folder: Path, mark: Path, rng: random.Random) -> str:
 
 
 def delete(folder: Path, mark: Path, rng: random.Random) -> str:
-    """A file is missing."""
+    """Remove a file."""
     path = rng.choice(files_of(newest(folder)))
     path.unlink()
     return f"{path.name}: removed"
 
 
 def swap_steps(folder: Path, mark: Path, rng: random.Random) -> str:
-    """A file is that of the other step."""
+    """Replace a file by that of the other step."""
     old, new = sorted(path for path in folder.iterdir() if path.is_dir())
     path = rng.choice(files_of(new))
     other = old / path.relative_to(new)
     if other.is_file():
         shutil.copy(other, path)
-    return f"{path.name}: of the other step"
+    return f"{path.name}: replaced by that of the other step"
 
 
 def swap_files(folder: Path, mark: Path, rng: random.Random) -> str:
-    """Two files of a step have each other's names."""
+    """Swap the names of two files of a step."""
     a, b = rng.sample(files_of(newest(folder)), 2)
     first, second = a.read_bytes(), b.read_bytes()
     a.write_bytes(second)
@@ -129,7 +129,7 @@ def swap_files(folder: Path, mark: Path, rng: random.Random) -> str:
 
 
 def other_step(folder: Path, mark: Path, rng: random.Random) -> str:
-    """The folder of one step is copied to the name of another."""
+    """Copy the folder of one step to the name of another."""
     old, new = sorted(path for path in folder.iterdir() if path.is_dir())
     target = rng.choice((new, new.with_name("step_000000007")))
     shutil.rmtree(target, ignore_errors=True)
@@ -138,7 +138,7 @@ def other_step(folder: Path, mark: Path, rng: random.Random) -> str:
 
 
 def replace(folder: Path, mark: Path, rng: random.Random) -> str:
-    """A file is of something else."""
+    """Replace a file by another kind of file."""
     path = rng.choice(files_of(newest(folder)))
     content = rng.choice((b"", b"null", b"{}", b"[" * 100_000, b"\x80\x04.", os.urandom(64)))
     path.write_bytes(content)
@@ -146,7 +146,7 @@ def replace(folder: Path, mark: Path, rng: random.Random) -> str:
 
 
 def plant(folder: Path, mark: Path, rng: random.Random) -> str:
-    """A file is a pickle that leaves a mark, and the checksums say that it belongs there."""
+    """Replace a file by a pickle that writes a file, with matching checksums."""
     path = rng.choice(files_of(newest(folder)))
     code = pickle.dumps(Planted(mark))
     path.write_bytes(rng.choice((code, code + path.read_bytes())))
@@ -156,7 +156,7 @@ def plant(folder: Path, mark: Path, rng: random.Random) -> str:
 
 
 def plant_beside(folder: Path, mark: Path, rng: random.Random) -> str:
-    """A pickle lies beside the files under a name that a reader may look for."""
+    """Add a pickle under a name that a reader may look for."""
     place = rng.choice((folder, newest(folder)))
     name = rng.choice(
         (".metadata", "__0_9.distcp", "state.pt", "others.pt", "rank_00001.safetensors")
@@ -164,11 +164,11 @@ def plant_beside(folder: Path, mark: Path, rng: random.Random) -> str:
     (place / name).write_bytes(pickle.dumps(Planted(mark)))
     if place != folder:
         forge(place)
-    return f"{name}: a pickle beside the files"
+    return f"{name}: a pickle next to the files"
 
 
 def forged_json(folder: Path, mark: Path, rng: random.Random) -> str:
-    """A fact of a JSON file is falsified, and the checksums say that it belongs there."""
+    """Falsify a value in a JSON file, with matching checksums."""
     path = rng.choice([p for p in files_of(newest(folder)) if p.suffix == ".json"])
     damaged = WAYS[rng.choice(("structure", "falsified"))](path.read_text(encoding="utf-8"), rng)
     path.write_text(damaged.text, encoding="utf-8", errors="replace")
@@ -177,7 +177,7 @@ def forged_json(folder: Path, mark: Path, rng: random.Random) -> str:
 
 
 def forge(place: Path) -> None:
-    """Write the checksums of the files as they are now, as whoever can write there may."""
+    """Write the checksums of the current files, as an attacker with write access could."""
     from autopar.checkpoint.files import about_text, checksums
 
     try:
@@ -186,12 +186,11 @@ def forge(place: Path) -> None:
         about["files"] = checksums(place, about["files"])
         (place / ABOUT).write_text(about_text(about), encoding="utf-8")
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
-        return  # what is damaged is what the checksums are kept in
+        return  # the file with the checksums is itself damaged
 
 
 def forged_bytes(folder: Path, mark: Path, rng: random.Random) -> str:
-    """A file of tensors is cut, or its header is damaged, and the checksums say that it belongs
-    there."""
+    """Truncate a file of tensors, or damage its header, with matching checksums."""
     path = rng.choice([p for p in files_of(newest(folder)) if p.suffix == ".safetensors"])
     data = bytearray(path.read_bytes())
     end = 8 + int.from_bytes(data[:8], "little")
@@ -225,11 +224,11 @@ DAMAGES: tuple[Callable[[Path, Path, random.Random], str], ...] = (
 
 
 def run(seed: int, notes: Notes) -> None:
-    """The case of a seed.
+    """Run the case of a seed.
 
     Raises:
-        WrongResult: where code was run, something else was loaded, or a refusal changed something.
-        AutoparError: as autopar refuses.
+        WrongResult: if code ran, another state was loaded, or a refusal changed the state.
+        AutoparError: if autopar refuses.
     """
     rng = random.Random(seed)
     whole, states = saved()
@@ -246,15 +245,15 @@ def run(seed: int, notes: Notes) -> None:
             step = autopar.Checkpoints(folder).load(module, optimizer)
         except AutoparError:
             if not same(before, state_of(module, optimizer)):
-                raise WrongResult("the checkpoint was refused, and the state is another") from None
+                raise WrongResult("the checkpoint was refused, but the state changed") from None
             raise
         finally:
             if mark.exists():
-                raise WrongResult("code of a file was run")
+                raise WrongResult("code from a file ran")
         if not same(states.get(step, {}), state_of(module, optimizer)):
-            raise WrongResult(f"loaded as step {step}, and the state is not that of step {step}")
+            raise WrongResult(f"loaded as step {step}, but the state is not that of step {step}")
 
 
 def same(a: State, b: State) -> bool:
-    """Whether two states are equal, bit by bit."""
+    """Return whether two states are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

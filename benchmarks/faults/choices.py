@@ -1,4 +1,4 @@
-"""Which mesh and which plan a random program is run under."""
+"""The mesh and the plan of a random program."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import random
 from collections.abc import Callable
 
 MESHES = ((1,), (2,), (2,), (3,), (4,), (2, 2), (2, 2), (2, 3))
-Choice = tuple[str, bool]  # the expression of a plan, and whether it is of inference
+Choice = tuple[str, bool]  # (expression of a plan, whether it is for inference)
 
 
 def random_choice(rng: random.Random) -> tuple[tuple[int, ...], str, bool]:
-    """A mesh, an expression that makes a plan of `arguments`, and whether it is of inference."""
+    """Return a mesh, an expression that plans with `arguments`, and whether the plan is for
+    inference."""
     mesh = rng.choice(MESHES)
     options = ON_ONE if mesh == (1,) else ON_ONE + ON_SEVERAL
     plan, inference = rng.choice(options)(rng, "ab"[: len(mesh)], mesh)
@@ -18,12 +19,12 @@ def random_choice(rng: random.Random) -> tuple[tuple[int, ...], str, bool]:
 
 
 def planned(options: str) -> str:
-    """A plan of these options."""
+    """Return the expression of a plan with these options."""
     return f"autopar.plan(**arguments, {options})" if options else "autopar.plan(**arguments)"
 
 
 def forced(constraint: str, others: str = "") -> str:
-    """A plan under that constraint."""
+    """Return the expression of a plan under a constraint."""
     return planned(f"constraints=[autopar.constraints.{constraint}]{others}")
 
 

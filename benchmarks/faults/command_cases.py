@@ -1,8 +1,8 @@
-"""Commands on damaged files: each refuses, or its answer is that of the whole file.
+"""Commands on damaged files. Each must refuse the file, or give the answer for the undamaged file.
 
-The commands run in this process. A file is refused where the command ends with 1 and says what to
-do. Whatever a file holds, no control character of it is printed, no exception but an `AutoparError`
-leaves a command, and no more memory is taken than `MOST_BYTES`.
+The commands run in this process. A file is refused if the command ends with status 1 and states a
+remedy. For any file, no control character may be printed, no exception other than `AutoparError`
+may leave a command, and memory must not exceed `MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORMAT, VERSION = "autopar-plan", 4
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A command that ended: its exit status, and what it wrote to the terminal."""
+    """The result of a command: its exit status and its terminal output."""
 
     status: int
     said: str
@@ -50,7 +50,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A damaged file in a folder, and the whole text."""
+    """A damaged file in a folder, and the undamaged text."""
 
     folder: Path
     path: Path
@@ -59,7 +59,8 @@ class Case:
     notes: Notes
 
     def refused(self, *arguments: str | Path) -> bool:
-        """Run a command that reads the file. Raises as `command`, and WrongResult as `said`."""
+        """Run a command that reads the file, and return whether it was refused. Raises the errors
+        of `command`, and WrongResult as in `said`."""
         ended = command(*arguments)
         self.notes.entries["said"] = ended.said[:300]
         return ended.status != 0
@@ -69,7 +70,7 @@ def command(*arguments: str | Path) -> Ended:
     """Run a command of autopar.
 
     Raises:
-        WrongResult: where it prints control characters, or ends with 1 and does not say what to do.
+        WrongResult: if it prints control characters, or ends with status 1 without a remedy.
     """
     said = io.StringIO()
     handler = logging.StreamHandler(said)
@@ -89,12 +90,12 @@ def command(*arguments: str | Path) -> Ended:
     text = said.getvalue()
     file_cases.refuse_escapes(text)
     if status and "what to do: " not in text and "NOT certified" not in text:
-        raise WrongResult(f"{arguments[0]} ends with {status} and does not say what to do:\n{text}")
+        raise WrongResult(f"{arguments[0]} ends with status {status} and states no remedy:\n{text}")
     return Ended(status, text)
 
 
 def show(case: Case) -> None:
-    """`explain`, `diff` and `report` of a plan."""
+    """Run `explain`, `diff` and `report` on a plan."""
     name, file, whole = case.path, case.folder / "shown", case.folder / "whole.json"
     whole.write_text(case.whole, encoding="utf-8")
     refused = [case.refused("explain", name), case.refused("explain", name, "--only", "layers.*")]
@@ -105,7 +106,7 @@ def show(case: Case) -> None:
         if not refused[-1]:
             text = picture.read_text(encoding="utf-8")
             if "<script>alert" in text:
-                raise WrongResult(f"a script of the file is in the {suffix} picture")
+                raise WrongResult(f"the {suffix} figure contains a script from the file")
     if len(set(refused)) > 1:
         raise WrongResult(f"some commands read the file, others refuse it: {refused}")
     case.notes.entries["note"] = "refused" if refused[0] else "shown"
@@ -114,7 +115,7 @@ def show(case: Case) -> None:
 
 
 def check(case: Case) -> None:
-    """`check` of a plan: what it vouches for is as it was."""
+    """Run `check` on a plan. The fields that it verifies must be unchanged."""
     found = case.folder / "certificate.json"
     if case.refused("check", case.path, "--module", MODEL, "--json", found):
         case.notes.entries["note"] = "refused"
@@ -136,13 +137,13 @@ class Unlisted:
 
 
 def ask_what_if(case: Case) -> None:
-    """`what-if` of a plan on another mesh."""
+    """Run `what-if` on a plan for another mesh."""
     refused = case.refused("what-if", case.path, "--module", MODEL, "--hardware", "cpu-gloo")
     case.notes.entries["note"] = "refused" if refused else "answered"
 
 
 def run_plan(case: Case) -> None:
-    """`compile(plan=...)`: the loss and the gradients are those of the plain model."""
+    """Run `compile(plan=...)`. The loss and the gradients must equal those of the plain model."""
     plain = file_cases.build()
     expected = plain(**file_cases.batch())
     expected.backward()
@@ -163,19 +164,19 @@ def run_plan(case: Case) -> None:
 
 
 def differs(name: str) -> Callable[[str], str]:
-    """The message of a comparison that fails."""
-    return lambda why: f"the damaged plan runs, and {name} differs: {why}"
+    """Return a function that formats the message of a failed comparison."""
+    return lambda why: f"the damaged plan runs, but {name} differs: {why}"
 
 
 def refuse_version(case: Case) -> None:
-    """Raises WrongResult where a file of another format or version was read."""
+    """Raise WrongResult if a file of another format or version was read."""
     data = json.loads(case.path.read_bytes())
     if (data.get("format"), data.get("version")) != (FORMAT, VERSION):
         raise WrongResult(f"a plan of {data.get('format')!r} {data.get('version')!r} is read")
 
 
 def plan_on(case: Case) -> None:
-    """`plan --hardware` with a profile."""
+    """Run `plan --hardware` with a profile."""
     file = case.folder / "plan.json"
     arguments = ("plan", "--module", MODEL, "--mesh", "gpu=2", "--hardware", case.path)
     if case.refused(*arguments, "--out", file):
@@ -191,7 +192,7 @@ def plan_on(case: Case) -> None:
 
 
 def check_on(case: Case) -> None:
-    """`check --hardware` of a plan that was made on the whole profile."""
+    """Run `check --hardware` on a plan for the undamaged profile."""
     file = case.folder / "plan.json"
     file.write_text(file_cases.plan_text("fsdp"), encoding="utf-8")
     refused = case.refused("check", file, "--module", MODEL, "--hardware", case.path)
@@ -199,24 +200,24 @@ def check_on(case: Case) -> None:
     with contextlib.suppress(ValueError, RecursionError):
         same = json.loads(case.path.read_bytes()) == json.loads(case.whole)
     if not refused and not same:
-        raise WrongResult("a plan is certified on another profile than its own")
-    case.notes.entries["note"] = "refused" if refused else "the profile is as it was"
+        raise WrongResult("a plan is certified on a profile that differs from its own")
+    case.notes.entries["note"] = "refused" if refused else "the profile is unchanged"
 
 
-PLAN_DEEDS = (show, show, check, ask_what_if, run_plan)
-PROFILE_DEEDS = (plan_on, plan_on, check_on)
+PLAN_ACTIONS = (show, show, check, ask_what_if, run_plan)
+PROFILE_ACTIONS = (plan_on, plan_on, check_on)
 
 
 @cache
 def whole_weights() -> dict[str, torch.Tensor]:
-    """What `export` writes of the whole checkpoint."""
+    """Return the weights that `export` writes for the undamaged checkpoint."""
     with tempfile.TemporaryDirectory() as scratch:
         autopar.Checkpoints(checkpoint_cases.saved()[0]).export(scratch)
         return weights_in(Path(scratch))
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the safetensors files in a folder."""
+    """Return all tensors of the safetensors files in a folder."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)
@@ -224,7 +225,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def export(rng: random.Random, notes: Notes, folder: Path) -> None:
-    """`export` of a damaged folder of checkpoints."""
+    """Run `export` on a damaged folder of checkpoints."""
     saved, mark, out = folder / "run", folder / "mark", folder / "out"
     shutil.copytree(checkpoint_cases.saved()[0], saved)
     expected = whole_weights()
@@ -236,28 +237,28 @@ def export(rng: random.Random, notes: Notes, folder: Path) -> None:
     ended = command("export", saved, out)
     notes.entries["said"] = ended.said[:300]
     if mark.exists():
-        raise WrongResult("code of a file was run")
+        raise WrongResult("code from a file ran")
     if ended.status:
         if out.exists() and weights_in(out):
-            raise WrongResult("the checkpoint was refused, and weights were written")
+            raise WrongResult("the checkpoint was refused, but weights were written")
         notes.entries["note"] = "refused"
         return
     states = checkpoint_cases.saved()[1]
     steps = [weights_of(state, expected) for state in states.values()]
     if not any(checkpoint_cases.same(weights_in(out), each) for each in (expected, *steps)):
-        raise WrongResult("weights were written that are of no step")
+        raise WrongResult("the written weights belong to no step")
     notes.entries["note"] = "exported"
 
 
 def weights_of(
     state: checkpoint_cases.State, like: dict[str, torch.Tensor]
 ) -> checkpoint_cases.State:
-    """The weights among all that a checkpoint restores."""
+    """Return the weights in the state that a checkpoint restores."""
     return {name: state[name] for name in like}
 
 
 def damage_metadata(saved: Path, rng: random.Random) -> str:
-    """A JSON file of the newest checkpoint is damaged in any way; its checksum may fit."""
+    """Damage a JSON file of the newest checkpoint in any way, possibly with a matching checksum."""
     place = checkpoint_cases.newest(saved)
     path = rng.choice([p for p in checkpoint_cases.files_of(place) if p.suffix == ".json"])
     damaged = FURTHER_WAYS[rng.choice(tuple(FURTHER_WAYS))](path.read_text(encoding="utf-8"), rng)
@@ -269,12 +270,12 @@ def damage_metadata(saved: Path, rng: random.Random) -> str:
 
 
 def run(seed: int, notes: Notes) -> None:
-    """The case of a seed.
+    """Run the case of a seed.
 
     Raises:
-        WrongResult: where what is damaged has an effect and is not refused.
-        Misbehaviour: where a command takes too much memory.
-        AutoparError: as autopar refuses.
+        WrongResult: if damage has an effect and is not refused.
+        Misbehaviour: if a command uses too much memory.
+        AutoparError: if autopar refuses.
     """
     rng = random.Random(seed)
     kind = rng.choice(("plan", "plan", "plan", "profile", "profile", "export"))
@@ -287,28 +288,28 @@ def run(seed: int, notes: Notes) -> None:
             run_file(kind, rng, notes, Path(scratch))
     taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     if taken > MOST_BYTES:
-        raise Misbehaviour("memory", f"it takes {taken} bytes")
+        raise Misbehaviour("memory", f"it uses {taken} bytes")
     if notes.entries.get("note") == "refused":
         raise AutoparError(str(notes.entries["said"]), remedy="as the command says")
 
 
 def run_file(kind: str, rng: random.Random, notes: Notes, folder: Path) -> None:
-    """A deed on a damaged plan or profile."""
+    """Run a command on a damaged plan or profile."""
     way = rng.choice(tuple(FURTHER_WAYS))
     if kind == "plan":
-        deed = rng.choice(PLAN_DEEDS)
+        action = rng.choice(PLAN_ACTIONS)
         alone = ("one device", "microbatches")
-        name = rng.choice(alone if deed is run_plan else tuple(file_cases.PLANS))
+        name = rng.choice(alone if action is run_plan else tuple(file_cases.PLANS))
         notes.phase = "whole plan"
         whole = file_cases.plan_text(name)
     else:
-        deed, name = rng.choice(PROFILE_DEEDS), rng.choice(file_cases.PROFILES)
-        name = "h100-sxm" if deed is check_on else name
+        action, name = rng.choice(PROFILE_ACTIONS), rng.choice(file_cases.PROFILES)
+        name = "h100-sxm" if action is check_on else name
         whole = (ROOT / "cost_models" / f"{name}.json").read_text(encoding="utf-8")
     damaged = FURTHER_WAYS[way](whole, rng)
     path = folder / f"{kind}.json"
     path.write_bytes(damaged.data)
-    notes.entries |= {"plan": f"{deed.__name__} {kind} {name}", "damage": damaged.how}
+    notes.entries |= {"plan": f"{action.__name__} {kind} {name}", "damage": damaged.how}
     notes.entries["field"] = pattern_of(damaged.path)
-    notes.phase = deed.__name__
-    deed(Case(folder, path, whole, damaged, notes))
+    notes.phase = action.__name__
+    action(Case(folder, path, whole, damaged, notes))

@@ -1,4 +1,4 @@
-"""Ways to damage a file: bytes, the structure of JSON, and single facts in it."""
+"""Ways to damage a file: its bytes, the structure of its JSON, and single values in it."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ DANGEROUS = (
     "{}",
     "[]",
 )
-"""JSON of values, as text."""
+"""Dangerous values, as JSON text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """A damaged text, and how it was made."""
+    """A damaged text, and a description of the damage."""
 
     text: str
     how: str
@@ -96,12 +96,12 @@ class Damaged:
 
     @property
     def data(self) -> bytes:
-        """What is written to the file."""
+        """The bytes that are written to the file."""
         return self.text.encode(errors="surrogateescape")
 
 
 def places(data: Any, path: Path = ()) -> Iterator[Path]:
-    """The path of every value in JSON data, its root left out."""
+    """Yield the path of every value in JSON data, except its root."""
     entries = (
         data.items()
         if isinstance(data, dict)
@@ -115,24 +115,26 @@ def places(data: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def at(data: Any, path: Path) -> Any:
-    """The value at a path."""
+    """Return the value at a path."""
     for key in path:
         data = data[key]
     return data
 
 
 def pattern_of(path: Path) -> str:
-    """A path without indices, by which findings are grouped."""
+    """Return a path without indices, by which findings are grouped."""
     return ".".join("*" if isinstance(key, int) else key for key in path)
 
 
 def differences(one: Any, other: Any, unordered: Collection[str] = ()) -> list[Path]:
-    """The paths at which two JSON data differ.
+    """Return the paths at which two JSON documents differ.
 
     Args:
-        unordered: names of lists, by `names_of`, whose order has no meaning: they are sorted,
-            their equal entries left out, and the others compared in turn. Indices are of the
-            sorted lists of the first.
+        one: the first document.
+        other: the second document.
+        unordered: names of lists, as by `names_of`, whose order has no meaning. They are sorted and
+            their equal entries are removed. The other entries are compared in turn. Indices are
+            those of the sorted lists of the first document.
     """
     sort = [in_one_order(each, unordered) for each in (one, other)]
     return list(_differences(sort[0], sort[1], frozenset(unordered), ()))
@@ -156,18 +158,20 @@ def _differences(one: Any, other: Any, unordered: frozenset[str], path: Path) ->
 
 
 def names_of(path: Path) -> str:
-    """The keys of a path without indices; of a plan's stage as of a plan."""
+    """Return the keys of a path without indices. The path of a plan's stage is like that of a
+    plan."""
     names = [key for key in path if isinstance(key, str)]
     return ".".join(names[2:] if names[:2] == ["pipeline", "stages"] else names)
 
 
 def is_unordered(path: Path, unordered: Collection[str]) -> bool:
-    """Whether a path is that of a list of these names, and not of a list in one."""
+    """Return whether a path is that of a list with one of these names, and not of a list inside
+    one."""
     return bool(path) and isinstance(path[-1], str) and names_of(path) in unordered
 
 
 def in_one_order(data: Any, unordered: Collection[str], path: Path = ()) -> Any:
-    """The same with the lists of these names sorted."""
+    """Return the document with the lists of these names sorted."""
     if isinstance(data, dict):
         return {key: in_one_order(data[key], unordered, (*path, key)) for key in sorted(data)}
     if not isinstance(data, list):
@@ -177,7 +181,8 @@ def in_one_order(data: Any, unordered: Collection[str], path: Path = ()) -> Any:
 
 
 def without_equal(entries: list[Any], other: list[Any]) -> list[tuple[int, Any]]:
-    """Entries with their indices, without as many equal ones as the other list has."""
+    """Return entries with their indices, without those that have equal entries in the other
+    list."""
     left, found = Counter(map(json.dumps, other)), []
     for index, entry in enumerate(entries):
         if left[text := json.dumps(entry)]:
@@ -188,7 +193,8 @@ def without_equal(entries: list[Any], other: list[Any]) -> list[tuple[int, Any]]
 
 
 def random_place(data: Any, rng: random.Random) -> Path:
-    """A path: fields of any depth are as likely, however many entries lists have."""
+    """Return a random path. Fields at all depths are equally likely, regardless of the number of
+    entries of lists."""
     by_pattern: dict[str, list[Path]] = {}
     for path in places(data):
         by_pattern.setdefault(pattern_of(path), []).append(path)
@@ -196,7 +202,7 @@ def random_place(data: Any, rng: random.Random) -> Path:
 
 
 def damage_bytes(text: str, rng: random.Random) -> Damaged:
-    """One to four bytes changed, removed or added; or the end is missing."""
+    """Change, remove or add one to four bytes, or remove the end."""
     data = bytearray(text.encode())
     if rng.random() < 0.2:
         end = rng.randrange(len(data))
@@ -214,7 +220,7 @@ def damage_bytes(text: str, rng: random.Random) -> Damaged:
 
 
 def damage_structure(text: str, rng: random.Random) -> Damaged:
-    """A value is removed, replaced by one of another form, doubled, renamed, swapped or nested."""
+    """Remove a value, replace it by one of another type, or duplicate, rename, swap or nest it."""
     data = json.loads(text)
     path = random_place(data, rng)
     parent, key, value = at(data, path[:-1]), path[-1], at(data, path)
@@ -238,13 +244,13 @@ def damage_structure(text: str, rng: random.Random) -> Damaged:
 
 
 def nested(text: str, data: Any, path: Path) -> str:
-    """The text with a value in lists that are nested too deep for most readers."""
+    """Return the text with a value in lists that are nested too deeply for most readers."""
     at(data, path[:-1])[path[-1]] = MARK
     return json.dumps(data).replace(json.dumps(MARK), "[" * DEPTH + "]" * DEPTH)
 
 
 def falsify(text: str, rng: random.Random) -> Damaged:
-    """A plausible other value in one place: another number, flag, or word of the same field."""
+    """Replace a value by another plausible one: another number, flag, or word of the same field."""
     data = json.loads(text)
     for _ in range(100):
         path = random_place(data, rng)
@@ -258,7 +264,7 @@ def falsify(text: str, rng: random.Random) -> Damaged:
 
 
 def other_value(data: Any, path: Path, old: Any, rng: random.Random) -> Any:
-    """Another value of that kind."""
+    """Return another value of the same kind."""
     if isinstance(old, bool):
         return not old
     if isinstance(old, int):
@@ -274,7 +280,8 @@ def other_value(data: Any, path: Path, old: Any, rng: random.Random) -> Any:
 
 
 def replace_value(text: str, rng: random.Random) -> Damaged:
-    """A value, or a key, is a text or a number that is dangerous to show, to format or to hold."""
+    """Replace a value or a key by a text or a number that is dangerous to show, to format or to
+    store."""
     data = json.loads(text)
     path = random_place(data, rng)
     parent, key, raw = at(data, path[:-1]), path[-1], rng.choice(DANGEROUS)
@@ -288,7 +295,7 @@ def replace_value(text: str, rng: random.Random) -> Damaged:
 
 
 def double_key(text: str, rng: random.Random) -> Damaged:
-    """A key stands twice in an object, with another value or the same."""
+    """Duplicate a key of an object, with the same value or another one."""
     data = json.loads(text)
     path = random_place(data, rng)
     while not isinstance(path[-1], str):
@@ -305,7 +312,7 @@ def double_key(text: str, rng: random.Random) -> Damaged:
 
 
 def replace_file(text: str, rng: random.Random) -> Damaged:
-    """The file is empty, in another encoding, no JSON, or JSON of something else."""
+    """Make the file empty, not JSON, JSON of something else, or use another encoding."""
     whole = text.encode()
     data = rng.choice(
         (
@@ -341,7 +348,7 @@ def replace_file(text: str, rng: random.Random) -> Damaged:
 
 
 def other_version(text: str, rng: random.Random) -> Damaged:
-    """The file says that it is of another version or format."""
+    """Change the version or the format that the file states."""
     data = json.loads(text)
     name = rng.choice([name for name in ("version", "format") if name in data] or sorted(data))
     old = data[name]
@@ -363,4 +370,4 @@ FURTHER_WAYS = {
     "file": replace_file,
     "version": other_version,
 }
-"""Of what commands read; seeds of `WAYS` stay what they are."""
+"""Further ways for files that commands read, so that the seeds of `WAYS` do not change."""

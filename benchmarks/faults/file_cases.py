@@ -1,7 +1,7 @@
-"""Damaged plans and profiles: refused, rejected by `check`, or as good as they were.
+"""Damaged plans and profiles. They must be refused, rejected by `check`, or have no effect.
 
-A plan whose facts are falsified is rejected by `check`, or names the field as not verified. A
-damaged profile is refused, or what is planned with it is right.
+For a plan with a falsified value, `check` must reject it, or list the field as not verified. A
+damaged profile must be refused, or the plan made with it must be correct.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 class Small(nn.Module):
-    """A few equal layers with a head and a loss."""
+    """A small model of a few equal layers with a head and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,26 +63,26 @@ class Small(nn.Module):
 
 
 def build() -> nn.Module:
-    """The small model, with the weights of one seed."""
+    """Return the small model, with the weights of one seed."""
     torch.manual_seed(0)
     return Small()
 
 
 def batch() -> dict[str, Tensor]:
-    """Its batch."""
+    """Return its batch."""
     made = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 16, (8, 4), generator=made)
     return {"ids": ids, "labels": ids.roll(1, 1)}
 
 
 def model_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Both, as `--module` of the command line takes them."""
+    """Return both, in the form of `--module` on the command line."""
     return build(), batch()
 
 
 @cache
 def plan_text(name: str) -> str:
-    """The file of a plan that is whole."""
+    """Return the text of an undamaged plan."""
     mesh, options = PLANS[name]
     planned = autopar.plan(
         build(), autopar.Mesh(mesh), example_inputs=batch(), hardware="h100-sxm", **options
@@ -91,11 +91,11 @@ def plan_text(name: str) -> str:
 
 
 def run(seed: int, notes: Notes) -> None:
-    """The case of a seed.
+    """Run the case of a seed.
 
     Raises:
-        WrongResult: where `check` accepts what is falsified, or a plan computes something else.
-        AutoparError: as autopar refuses.
+        WrongResult: if `check` accepts a falsified value, or if a plan computes another result.
+        AutoparError: if autopar refuses.
     """
     rng = random.Random(seed)
     way = rng.choice(tuple(WAYS))
@@ -115,7 +115,7 @@ def run(seed: int, notes: Notes) -> None:
 
 
 def run_plan(damaged: Damaged, whole: str, notes: Notes) -> None:
-    """Load a damaged plan, show it, check it, and run it where it is certified."""
+    """Load a damaged plan, show it, check it, and run it if it is certified."""
     notes.phase = "load"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
@@ -123,7 +123,7 @@ def run_plan(damaged: Damaged, whole: str, notes: Notes) -> None:
         plan = autopar.Plan.load(path)
     original = autopar.Plan.loads(whole)
     if plan == original:
-        notes.entries["note"] = "the plan is as it was"
+        notes.entries["note"] = "the plan is unchanged"
         return
     notes.phase = "show"
     for shown in (str(autopar.explain(plan)), str(autopar.diff(original, plan)), repr(plan)):
@@ -137,26 +137,26 @@ def run_plan(damaged: Damaged, whole: str, notes: Notes) -> None:
     notes.phase = "verify"
     found = autopar.verify(plan, build(), batch())
     if not found.ok:
-        raise WrongResult(f"check accepts a plan that computes something else:\n{found}")
+        raise WrongResult(f"check accepts a plan with wrong results:\n{found}")
     notes.entries["note"] = refuse_changes(certificate, whole, plan.dumps(), damaged.how)
 
 
 def refuse_changes(certificate: Certificate, whole: str, text: str, how: str) -> str:
-    """What a certified plan differs in from the whole one.
+    """Return how a certified plan differs from the undamaged one.
 
     Raises:
-        WrongResult: where the certificate vouches for a field that differs.
+        WrongResult: if the certificate verifies a field that differs.
     """
     changed = differences(json.loads(whole), json.loads(text), UNORDERED)
     if wrong := [".".join(map(str, path)) for path in changed if certificate.vouches_for(path)]:
-        raise WrongResult(f"check accepts another {', '.join(wrong)}: {how}")
+        raise WrongResult(f"check accepts a changed {', '.join(wrong)}: {how}")
     if not changed:
         return "certified: the order differs"
-    return "certified: what differs is listed as not verified"
+    return "certified: the fields that differ are listed as not verified"
 
 
 def run_profile(damaged: Damaged, notes: Notes) -> None:
-    """Load a damaged profile, and plan with it where it is taken."""
+    """Load a damaged profile, and plan with it if it is accepted."""
     notes.phase = "load"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
@@ -175,7 +175,7 @@ def run_profile(damaged: Damaged, notes: Notes) -> None:
 
 
 def refuse_escapes(text: str) -> None:
-    """Raises WrongResult where a file's control characters would reach the terminal."""
+    """Raise WrongResult if control characters of a file would reach the terminal."""
     found = next((c for c in text if c not in "\n\t\r" and category(c) in ("Cc", "Cs")), None)
     if found is not None:
         raise WrongResult(f"a control character of the file is printed: {found!r}")

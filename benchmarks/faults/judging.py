@@ -1,10 +1,10 @@
-"""What became of a case: correct, refused or failed.
+"""The outcome of a case: correct, refused, failed or invalid.
 
 - *correct*: it ran to its end.
-- *refused*: an `AutoparError` with a remedy, before anything wrong was computed.
+- *refused*: an `AutoparError` with a remedy, before a wrong result was computed.
 - *failed*: a wrong result, an `AutoparError` without a remedy, any other exception, a crash of the
-  process, or a hang. `why` says which.
-- *invalid*: the case itself does not hold (the plain model raises): a fault of this benchmark.
+  process, or a hang. `why` states which.
+- *invalid*: the case itself is wrong (the plain model raises), which is a fault of this benchmark.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ MAX_MESSAGE = 3000
 
 
 class WrongResult(Exception):
-    """A result differs from what it has to be, or what is damaged was accepted."""
+    """Raised if a result is wrong, or if damage was accepted."""
 
 
 class InvalidCase(Exception):
-    """The case does not hold without autopar."""
+    """Raised if the case fails without autopar."""
 
 
 class Misbehaviour(Exception):
-    """A failure that is neither a wrong result nor raised here; `why` names it."""
+    """Raised for a failure of another process or a limit. `why` names it."""
 
     def __init__(self, why: str, message: str) -> None:
         super().__init__(message)
@@ -40,14 +40,14 @@ class Misbehaviour(Exception):
 
 @dataclass(slots=True)
 class Notes:
-    """What a case says of itself while it runs: the present phase, and entries of its row."""
+    """The notes of a running case: its current phase, and entries of its row."""
 
     phase: str = "begin"
     entries: dict[str, Any] = field(default_factory=dict)
 
 
 def judge(run: Callable[[Notes], None]) -> dict[str, Any]:
-    """Run a case and tell what became of it.
+    """Run a case and return its outcome.
 
     Returns:
         `outcome`, `why` (of a failure), `phase`, `error`, `ok`, and the entries of its notes.
@@ -66,7 +66,7 @@ def judge(run: Callable[[Notes], None]) -> dict[str, Any]:
         outcome, error = REFUSED, f"{type(raised).__name__}: {raised}"
         if not raised.remedy:
             outcome, why = FAILED, NO_REMEDY
-    except BaseException:  # torch.distributed.checkpoint raises one that is no Exception
+    except BaseException:  # torch.distributed.checkpoint raises one that is not an Exception
         outcome, why, error = FAILED, RAW, traceback.format_exc()
     short = None if error is None else error[-MAX_MESSAGE:]
     ok = outcome in (CORRECT, REFUSED)
@@ -75,6 +75,6 @@ def judge(run: Callable[[Notes], None]) -> dict[str, Any]:
 
 
 def refusal_of(error: str) -> str:
-    """A refusal without names and numbers, by which refusals are counted."""
+    """Return the text of a refusal without names and numbers, by which refusals are counted."""
     first = error.partition("\n")[0]
     return re.sub(r"'[^']*'|\"[^\"]*\"|\b[a-z_]+(\.\w+)+\b|\d+(\.\d+)?", "…", first)[:160]

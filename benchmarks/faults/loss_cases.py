@@ -1,4 +1,5 @@
-"""Every loss in microbatches and in stages: loss and every gradient against the plain model."""
+"""Every loss in microbatches and in stages: the loss and every gradient are compared with the plain
+model."""
 
 from __future__ import annotations
 
@@ -41,18 +42,18 @@ print(autopar.verify(plan, loss.build(), loss.batch()))
 
 @cache
 def combinations() -> tuple[tuple[Loss, str], ...]:
-    """Every loss in every variant, in the order of seeds, which is mixed."""
+    """Return every loss in every variant, in the order of seeds, which is shuffled."""
     made = [(loss, variant) for loss in all_losses() for variant in VARIANTS]
     random.Random(0).shuffle(made)
     return tuple(made)
 
 
 def run(seed: int, notes: Notes) -> None:
-    """The case of a seed.
+    """Run the case of a seed.
 
     Raises:
-        WrongResult: where loss or gradients differ from the plain model's.
-        AutoparError: as autopar refuses.
+        WrongResult: if the loss or gradients differ from the plain model's.
+        AutoparError: if autopar refuses.
     """
     loss, variant = combinations()[seed]
     mesh, options = VARIANTS[variant]

@@ -1,16 +1,17 @@
 """Losses of every common form, each in a small model whose forward returns it.
 
-A loss is a function whose parameters are named after what it reads: values of the model (`z`
-logits, `h` hidden states, `gates` router logits, `net` the model) and entries of the batch
-(`x`, `y`, ...: see `make_batch`). `all_losses` gives those of `losses_of_counts`,
+A loss is a function whose parameters have the names of the values that it reads: values of the
+model (`z` logits, `h` hidden states, `gates` router logits, `net` the model) and entries of the
+batch (`x`, `y`, ...: see `make_batch`). `all_losses` returns the losses of `losses_of_counts`,
 `losses_of_terms` and `losses_coupled`.
 
-Samples differ in how many labels and tokens count, so that parts of a batch have other counts,
-weights and means than the whole. `expect` says what a plan that cuts the batch may do:
+The numbers of counted labels and tokens differ between samples, so that parts of a batch have other
+counts, weights and means than the whole. `expect` states the allowed outcomes of a plan that cuts
+the batch:
 
-- ``exact``: a sum over samples divided by values of inputs: it can be computed in parts.
-- ``either``: exact only for a planner that knows more, for example that a mean of an input is known
-  beforehand. Both an exact plan and a refusal are right.
+- ``exact``: a sum over samples divided by values of inputs, which can be computed in parts.
+- ``either``: exact only for a planner with more knowledge, for example that the mean of an input is
+  known beforehand. Both an exact plan and a refusal are correct.
 - ``refused``: samples are coupled by values that depend on parameters.
 """
 
@@ -33,7 +34,7 @@ LossFunction = Callable[..., Any]
 
 
 class LossModel(nn.Module):
-    """Four layers, a router and a head; forward returns the loss."""
+    """Four layers, a router and a head. Forward returns the loss."""
 
     def __init__(self, loss: LossFunction) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class LossModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One loss: its function, whether it is of sequences, and what may become of it in parts."""
+    """One loss: its function, whether it reads sequences, and its allowed outcome in parts."""
 
     name: str
     compute: LossFunction
@@ -91,28 +92,29 @@ class Loss:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether it returns more than the loss."""
+        """Whether it returns further outputs."""
         return self.name.partition("/")[2].startswith("loss")
 
     def build(self) -> nn.Module:
-        """The model, with the weights of one seed."""
+        """Return the model, with the weights of one seed."""
         torch.manual_seed(0)
         return LossModel(self.compute)
 
     def batch(self, seed: int = 0, size: int = BATCH) -> dict[str, Tensor]:
-        """The entries of the batch that the loss reads, and `x`."""
+        """Return the entries of the batch that the loss reads, and `x`."""
         reads = {"x", *inspect.signature(self.compute).parameters}
         made = make_batch(self.tokens, seed, size)
         return {name: entry for name, entry in made.items() if name in reads}
 
 
 def make_batch(tokens: bool, seed: int, size: int = BATCH) -> dict[str, Tensor]:
-    """All that a loss may read. Early samples have fewer valid labels, smaller weights and values.
+    """Return all entries that a loss may read. Early samples have fewer valid labels, smaller
+    weights and smaller values.
 
     Returns:
         `x` features; `y` labels, some of them ignored; `c` labels, none ignored; `w` positive
-        weights; `mask` (bool); `target` (float, one a class); `value` (float, one a row); `old`
-        (earlier log-probabilities, one a row); `lengths` (of the sequences); `spans` (label
+        weights; `mask` (bool); `target` (float, one per class); `value` (float, one per row); `old`
+        (earlier log-probabilities, one per row); `lengths` (of the sequences); `spans` (label
         sequences for CTC).
     """
     made = torch.Generator().manual_seed(seed)
@@ -141,8 +143,8 @@ TOKENS: dict[str, tuple[LossFunction, str]] = {}
 
 
 def register(name: str, *, on: str = "rows", expect: str = "exact") -> Callable[[Any], Any]:
-    """Put a loss into the table: on ``rows`` [batch, classes], ``tokens`` [batch, seq, classes]
-    or ``both``."""
+    """Add a loss to the table, on ``rows`` [batch, classes], ``tokens`` [batch, seq, classes] or
+    ``both``."""
 
     def put(compute: LossFunction) -> LossFunction:
         for kind, table in (("rows", ROWS), ("tokens", TOKENS)):
@@ -156,28 +158,29 @@ def register(name: str, *, on: str = "rows", expect: str = "exact") -> Callable[
 
 
 def rows_of(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and labels as one list of rows."""
+    """Return logits and labels as one list of rows."""
     return z.flatten(0, -2), y.flatten()
 
 
 def cross_entropy(z: Tensor, y: Tensor, **options: Any) -> Tensor:
-    """torch's cross entropy over all rows, in the shape of the labels where not reduced."""
+    """Return torch's cross entropy over all rows, in the shape of the labels if it is not
+    reduced."""
     found = F.cross_entropy(*rows_of(z, y), **options)
     return found.view_as(y) if options.get("reduction") == "none" else found
 
 
 def log_probability(z: Tensor, c: Tensor) -> Tensor:
-    """The log-probability of each label."""
+    """Return the log-probability of each label."""
     return z.log_softmax(-1).gather(-1, c.unsqueeze(-1)).squeeze(-1)
 
 
 def class_weights() -> Tensor:
-    """Unequal weights of the classes."""
+    """Return unequal weights of the classes."""
     return torch.tensor([0.5, 1.0, 2.0, 0.25, 1.5])
 
 
 def all_losses() -> tuple[Loss, ...]:
-    """Every loss of the modules of functions, which register themselves."""
+    """Return every loss of the modules of functions, which register themselves."""
     for module in MODULES:
         import_module(f"benchmarks.faults.{module}")
 
@@ -187,5 +190,5 @@ def all_losses() -> tuple[Loss, ...]:
 
 
 def find_loss(name: str) -> Loss:
-    """The loss of that name."""
+    """Return the loss of a name."""
     return next(loss for loss in all_losses() if loss.name == name)

@@ -1,7 +1,7 @@
-"""Losses in which a value of one sample changes the gradient of another one: ratios and products
-of sums, roots, extremes, contrastive and balancing losses.
+"""Losses in which a value of one sample changes the gradient of another one: ratios and products of
+sums, roots, extremes, contrastive and balancing losses.
 
-In parts of a batch they are refused, or a planner computes what couples the samples first.
+For parts of a batch they must be refused, unless a planner computes the coupling value first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OF_A_MEAN = {
 
 
 def of_a_mean(function: Callable[..., Tensor]) -> LossFunction:
-    """That function of the mean cross entropy."""
+    """Return a function of the mean cross entropy."""
     return lambda z, y: function(cross_entropy(z, y))
 
 
@@ -140,7 +140,7 @@ EXTREMES = {
 
 
 def of_extremes(function: Callable[..., Tensor]) -> LossFunction:
-    """That function of all rows' cross entropies."""
+    """Return a function of the cross entropies of all rows."""
     return lambda z, c: function(cross_entropy(z, c, reduction="none").flatten())
 
 

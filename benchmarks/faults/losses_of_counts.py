@@ -1,5 +1,5 @@
-"""Cross entropies divided by counts or weights of the whole batch: exact in parts of the batch,
-where the counts are known first."""
+"""Cross entropies divided by counts or weights of the whole batch. They are exact in parts of the
+batch if the counts are known first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 
 def plain(options: dict[str, Any], labels: str) -> LossFunction:
-    """A cross entropy of these options, of all labels (`c`) or with ignored ones (`y`)."""
+    """Return a cross entropy with these options, of all labels (`c`) or with ignored ones (`y`)."""
 
     def call(z: Tensor, target: Tensor) -> Tensor:
         weight = class_weights().to(z) if "weight" in options else None
@@ -129,7 +129,7 @@ COUNTS = {
 
 
 def over_count(count: Callable[..., Tensor]) -> LossFunction:
-    """A sum of cross entropies over the count in that form."""
+    """Return a sum of cross entropies divided by a count of a given form."""
     return lambda z, y: cross_entropy(z, y, reduction="sum") / count(y)
 
 

@@ -1,5 +1,5 @@
 """Losses other than cross entropy, penalties, losses of reinforcement learning, and losses with
-further outputs: exact in parts of the batch, where the means of inputs are known first."""
+further outputs. They are exact in parts of the batch if the means of inputs are known first."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _(z: Tensor, target: Tensor) -> Tensor:
 
 
 def of_targets(loss: Callable[..., Tensor]) -> LossFunction:
-    """That loss of the logits and the targets."""
+    """Return a loss of the logits and the targets."""
     return lambda z, target: loss(z, target)
 
 
@@ -160,7 +160,7 @@ def _(z: Tensor, target: Tensor) -> Tensor:
 
 
 def squares(net: nn.Module) -> Tensor:
-    """The sum of squares of all parameters."""
+    """Return the sum of squares of all parameters."""
     return torch.stack([p.square().sum() for p in net.parameters()]).sum()
 
 

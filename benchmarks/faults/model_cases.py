@@ -1,4 +1,5 @@
-"""Random models under random plans: outputs and every gradient against the plain model."""
+"""Random models under random plans: outputs and every gradient are compared with the plain
+model."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ _numbers = itertools.count()
 
 
 def run(seed: int, notes: Notes) -> None:
-    """The case of a seed."""
+    """Run the case of a seed."""
     run_recipe(random_recipe(seed), f"models:{seed}", notes, **extent_of(seed))
 
 
 def extent_of(seed: int) -> dict[str, bool]:
-    """What is asked of the plan of a seed besides `verify`: some are checked, few run."""
+    """Return the checks of a seed's plan in addition to `verify`. Some plans are checked, and few
+    are run."""
     checked = {"certified": seed % CHECKED_EVERY == 0}
     return {**checked, "with_processes": seed % RUN_EVERY == RUN_EVERY - 1}
 
@@ -40,13 +42,16 @@ def run_recipe(
     """Plan the program of a recipe and compare it with the plain model.
 
     Args:
-        certified: whether `autopar.check` is asked, too.
-        with_processes: whether real processes train a step, where they are few.
+        recipe: the recipe.
+        title: title of the program.
+        notes: the notes of the case.
+        certified: whether to run `autopar.check` as well.
+        with_processes: whether to train a step on real processes, if there are few.
 
     Raises:
-        InvalidCase: where the plain model does not run.
-        WrongResult: where results differ, or `check` rejects the plan that was just made.
-        AutoparError: as autopar refuses.
+        InvalidCase: if the plain model does not run.
+        WrongResult: if results differ, or if `check` rejects the plan.
+        AutoparError: if autopar refuses.
     """
     text = text_of(recipe, title)
     notes.entries |= {"mesh": "x".join(map(str, recipe.mesh)), "plan": recipe.plan, "program": text}
@@ -70,11 +75,11 @@ def run_recipe(
             profile = module.hardware()
             certificate = autopar.check(plan, module.build(), module.batch(), hardware=profile)
             if not certificate.ok:
-                raise WrongResult(f"check rejects a plan that was just made:\n{certificate}")
+                raise WrongResult(f"check rejects a plan that the planner returned:\n{certificate}")
 
 
 def load(text: str, folder: Path) -> ModuleType:
-    """Import that text from a file, so that errors name its lines."""
+    """Import a text from a file, so that errors refer to its lines."""
     name = f"random_program_{next(_numbers)}"
     path = folder / f"{name}.py"
     path.write_text(text, encoding="utf-8")
@@ -87,10 +92,10 @@ def load(text: str, folder: Path) -> ModuleType:
 
 
 def run_plain(module: Any, recipe: Recipe) -> None:
-    """The plain model on batches of two sizes, forward and backward.
+    """Run the plain model on batches of two sizes, forward and backward.
 
     Raises:
-        InvalidCase: where it raises, or something is not finite.
+        InvalidCase: if it raises, or if a value is not finite.
     """
     for size in (recipe.batch, OTHER_BATCH):
         model = module.build()

@@ -1,7 +1,7 @@
 """A random program: a model, its batch, a mesh and a plan, as the text of a module.
 
-The text stands alone: a failing case is reported as such a file. All of it follows from a
-`Recipe`: `random_recipe` draws one, and `smaller` gives those that a failing one may be reduced to.
+The text is self-contained: a failing case is reported as such a file. It follows from a `Recipe`:
+`random_recipe` draws one, and `smaller` returns those to which a failing one may be reduced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.faults.steps import ACTIVATIONS, DIMS, LABELS, VOCABULARY, WIDTH
 from benchmarks.faults.steps_further import STEPS
 
 MAX_TRIES, MAX_ELEMENTS, SEQ = 60, 400, 6
-PER_TOKEN = ("keep", "ids", "lengths")  # inputs of SEQ tokens
+PER_TOKEN = ("keep", "ids", "lengths")  # inputs with SEQ tokens
 BATCHES = (12, 12, 12, 24, 8, 7)
 STARTS: dict[str, tuple[str, Shape, str]] = {
     "features": ("tokens", (SEQ, 8), ""),
@@ -43,13 +43,17 @@ ENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a program is made of.
+    """The parts of a program.
 
     Attributes:
-        steps: names in `STEPS`, each with the seed of its choices. Those that do not fit the shape
-            that they meet are left out.
-        mesh: sizes of its axes, which are named a, b, ...
-        plan: an expression that makes the plan of `arguments`.
+        source: kind of the input.
+        steps: names in `STEPS`, each with the seed of its choices. Steps that do not fit their
+            operand's shape are omitted.
+        end: the end of forward.
+        batch: number of samples.
+        mesh: sizes of the mesh axes, which are named a, b, ...
+        plan: an expression that plans with `arguments`.
+        inference: whether the plan is for inference.
     """
 
     source: str
@@ -62,7 +66,7 @@ class Recipe:
 
 
 def random_recipe(seed: int) -> Recipe:
-    """The recipe of a seed, with steps drawn until as many fit as were wanted."""
+    """Return the recipe of a seed. Steps are drawn until the wanted number of them fit."""
     rng = random.Random(seed)
     source = rng.choice(tuple(STARTS))
     kind, shape, _ = STARTS[source]
@@ -83,7 +87,7 @@ def random_recipe(seed: int) -> Recipe:
 
 
 def sizes_of(step: Step, shape: Shape, choice: int) -> dict[str, Any]:
-    """The names that a step's text may use, some of them drawn."""
+    """Return the names that a step's text may use, some of them drawn."""
     rng = random.Random(choice)
     sizes: dict[str, Any] = dict(zip(DIMS[step.kind], shape, strict=True))
     width = sizes.get("D", sizes.get("C", 1))
@@ -93,14 +97,14 @@ def sizes_of(step: Step, shape: Shape, choice: int) -> dict[str, Any]:
 
 
 def result_of(step: Step, shape: Shape, choice: int) -> tuple[str, Shape]:
-    """Kind and shape after a step."""
+    """Return the kind and the shape after a step."""
     sizes = sizes_of(step, shape, choice)
-    out = eval(f"({step.out},)", {}, sizes) if step.out else shape  # the text is of our own table
+    out = eval(f"({step.out},)", {}, sizes) if step.out else shape  # the text is from our own table
     return step.to or step.kind, out
 
 
 def fits(step: Step, kind: str, shape: Shape, choice: int) -> bool:
-    """Whether a step takes that shape, and its result is neither empty nor too large."""
+    """Return whether a step accepts a shape, and its result is neither empty nor too large."""
     if step.kind != kind or not eval(step.needs, {}, sizes_of(step, shape, choice)):
         return False
     if kind == "tokens" and shape[0] != SEQ and any(name in step.forward for name in PER_TOKEN):
@@ -110,7 +114,7 @@ def fits(step: Step, kind: str, shape: Shape, choice: int) -> bool:
 
 
 def smaller(recipe: Recipe) -> Iterator[Recipe]:
-    """Recipes of fewer steps, the smallest first; then those of a plainer end."""
+    """Yield recipes with fewer steps, the smallest first; then those with a simpler end."""
     num = len(recipe.steps)
     size = num
     while size >= 1:
@@ -122,7 +126,7 @@ def smaller(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def text_of(recipe: Recipe, title: str) -> str:
-    """The module of a recipe."""
+    """Return the text of a recipe's module."""
     kind, shape, start = STARTS[recipe.source]
     lines = ["h = self.embedding(ids)" if recipe.source == "ids" else "h = x"]
     made = [start] if start else []
@@ -155,7 +159,7 @@ def text_of(recipe: Recipe, title: str) -> str:
 
 
 def inputs_of(source: str, rows: tuple[int, ...], forward: str) -> dict[str, str]:
-    """The inputs that forward reads, each with the expression of its values."""
+    """Return the inputs that forward reads, each with the expression of its values."""
     x = STARTS[source][1]
     labels = ", ".join(map(str, ("size", *rows)))
     all_inputs = {

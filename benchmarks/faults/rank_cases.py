@@ -1,7 +1,7 @@
-"""Ranks that misbehave: all that are left raise an error, within seconds, that names the rank.
+"""Misbehaving ranks. All other ranks must raise an error within seconds that names the rank.
 
-Two real processes train a small model; from some step on one of them does something else than the
-other. What has no effect, as an additional call where no rank waits for another, may pass, where
+Two real processes train a small model. From some step on, one of them behaves differently.
+Differences without an effect, such as an additional call if no rank waits for another, may pass if
 all losses are those of an undisturbed run.
 """
 
@@ -24,15 +24,18 @@ from benchmarks.common import ROOT
 from benchmarks.faults.judging import HANG, RAW, InvalidCase, Misbehaviour, Notes, WrongResult
 
 NUM_RANKS, NUM_STEPS = 2, 5
-START_S, NOTICE_S = 150.0, 60.0  # until the deed, and from it until all ranks have ended
+START_S, NOTICE_S = (
+    150.0,
+    60.0,
+)  # limits in seconds: until the misbehaviour, and from it until all ranks have ended
 PLANS = {
     "ddp": "constraints=[autopar.constraints.ddp()]",
     "fsdp": "constraints=[autopar.constraints.fsdp()]",
     "tensor parallel": 'constraints=[autopar.constraints.tensor_parallel(axes="gpu")]',
     "stages": 'constraints=[autopar.constraints.pipeline("gpu", microbatches=2)], outputs="loss"',
 }
-# What the odd rank does at one step, by name; a statement each.
-DEEDS = {
+# Name → statement that the misbehaving rank runs at one step.
+FAULTS = {
     "additional evaluation": "with torch.no_grad(): pm(**data)",
     "additional call": "pm(**data)",
     "additional training step": "pm(**data).backward()",
@@ -49,7 +52,7 @@ DEEDS = {
     "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(600)",
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     "exit": "sys.exit(3)",
-    "exit without a word": "os._exit(0)",
+    "silent exit": "os._exit(0)",
     "saves alone": "autopar.Checkpoints(folder).save(step, pm, optimizer)",
     "saves weights alone": "autopar.save_weights(pm, folder)",
     "clips alone": "pm.clip_grad_norm_(1.0)",
@@ -57,16 +60,16 @@ DEEDS = {
     "no optimizer step": "pm(**data).backward(); optimizer.zero_grad(); continue",
     "weights changed": "next(pm.parameters()).data.mul_(1.5)",
     "sleeps": "time.sleep(8)",
-    "other seed": "",  # from the begin: see the script
+    "other seed": "",  # from the beginning (see the script)
 }
-# Plans in which other ranks hold a copy of what the deed changes. A rank that changes a shard which
-# it alone holds, or the weights of its stage, does what it may do.
+# Plans in which other ranks hold a copy of the changed tensor. A rank may change a shard that only
+# this rank holds, or the weights of its stage.
 PLANS_WITH_COPIES = {"weights changed": ("ddp",)}
 OTHER_SEED = 5
 HARMLESS = ("sleeps",)
-ENDED = ("exception", "interrupt", "SIGTERM", "SIGKILL", "exit", "exit without a word")
+ENDED = ("exception", "interrupt", "SIGTERM", "SIGKILL", "exit", "silent exit")
 
-SCRIPT = '''"""{title}: rank {odd}, {deed}, at step {step}, {plan}"""
+SCRIPT = '''"""{title}: rank {odd}, {fault}, at step {step}, {plan}"""
 
 import os
 import signal
@@ -116,81 +119,83 @@ print("end", flush=True)
 
 
 def run(seed: int, notes: Notes) -> None:
-    """The case of a seed.
+    """Run the case of a seed.
 
     Raises:
-        Misbehaviour: on a hang, or where a rank ends otherwise than by an `AutoparError`.
-        WrongResult: where nobody notices, or another rank is blamed.
+        Misbehaviour: on a hang, or if a rank ends other than by an `AutoparError`.
+        WrongResult: if no rank detects it, or if another rank is blamed.
     """
     rng = random.Random(seed)
-    deeds = tuple(DEEDS)
-    deed = deeds[seed % len(deeds)]  # each in turn, so that few seeds have all of them
-    plan = rng.choice(PLANS_WITH_COPIES.get(deed, tuple(PLANS)))
+    faults = tuple(FAULTS)
+    fault = faults[seed % len(faults)]  # in turn, so that few seeds cover all of them
+    plan = rng.choice(PLANS_WITH_COPIES.get(fault, tuple(PLANS)))
     odd, step = rng.randrange(NUM_RANKS), rng.randrange(1, 4)
-    dropout = 0.1 if deed == "other random numbers" else rng.choice((0.0, 0.1))
-    notes.entries |= {"mesh": "gpu=2", "plan": f"{plan}: rank {odd}, {deed}"}
-    text = script_of(f"ranks:{seed}", plan, odd, deed, step, dropout)
+    dropout = 0.1 if fault == "other random numbers" else rng.choice((0.0, 0.1))
+    notes.entries |= {"mesh": "gpu=2", "plan": f"{plan}: rank {odd}, {fault}"}
+    text = script_of(f"ranks:{seed}", plan, odd, fault, step, dropout)
     notes.entries["program"] = text
     notes.phase = "undisturbed"
-    usual = undisturbed(plan, dropout, OTHER_SEED if (deed, odd) == ("other seed", 0) else 0)
+    usual = undisturbed(plan, dropout, OTHER_SEED if (fault, odd) == ("other seed", 0) else 0)
     notes.phase = "run"
-    judge_ranks(launch(text), usual, odd, deed)
+    judge_ranks(launch(text), usual, odd, fault)
 
 
 def script_of(
-    title: str, plan: str, odd: int, deed: str, step: int, dropout: float, seed: int = 0
+    title: str, plan: str, odd: int, fault: str, step: int, dropout: float, seed: int = 0
 ) -> str:
-    """The script of both ranks; of no odd rank where `odd` is -1."""
+    """Return the script of both ranks. If `odd` is -1, no rank misbehaves."""
     return SCRIPT.format(
         title=title,
         odd=odd,
-        deed=deed,
+        fault=fault,
         step=step,
         plan=plan,
         dropout=dropout,
-        seed=f"{OTHER_SEED} if rank == {odd} else {seed}" if deed == "other seed" else seed,
+        seed=f"{OTHER_SEED} if rank == {odd} else {seed}" if fault == "other seed" else seed,
         options=PLANS[plan],
         num_steps=NUM_STEPS,
-        statement=DEEDS[deed] or "pass",
+        statement=FAULTS[fault] or "pass",
     )
 
 
 class Ended:
-    """How one rank ended: its status (None where it was still there), output and errors."""
+    """The end of one rank: its status (None if it was still running), output and errors."""
 
     def __init__(self, status: int | None, out: str, err: str) -> None:
         self.status, self.out, self.err = status, out, err
 
     @property
     def losses(self) -> list[str]:
-        """The loss of each step that it made."""
+        """The loss of each step that it completed."""
         return re.findall(r"^loss \d+ (\S+)$", self.out, re.MULTILINE)
 
     @property
     def finished(self) -> bool:
-        """Whether it came to the end of the script."""
+        """Whether it reached the end of the script."""
         return "end" in self.out.split("\n")
 
     @property
     def refusal(self) -> str:
-        """The AutoparError with which it ended, empty where there is none."""
-        text = re.sub(r"^\[rank\d+\]: ?", "", self.err, flags=re.MULTILINE)  # torch's excepthook
+        """The AutoparError with which it ended; empty if there is none."""
+        text = re.sub(
+            r"^\[rank\d+\]: ?", "", self.err, flags=re.MULTILINE
+        )  # the prefix of torch's excepthook
         start = max(text.rfind("\nautopar.errors."), text.rfind("autopar.errors.AutoparError"))
         return text[start:].strip() if start >= 0 else ""
 
 
 @cache
 def undisturbed(plan: str, dropout: float, seed: int) -> tuple[str, ...]:
-    """The losses of a run without an odd rank, from rank 0's seed: every rank takes the parameters
-    of rank 0."""
+    """Return the losses of a run without misbehaviour, from rank 0's seed, since every rank takes
+    the parameters of rank 0."""
     ranks = launch(script_of("undisturbed", plan, -1, "sleeps", 0, dropout, seed))
     if not all(rank.finished for rank in ranks):
-        raise InvalidCase(f"an undisturbed run does not end:\n{ranks[0].err[-1500:]}")
+        raise InvalidCase(f"an undisturbed run does not finish:\n{ranks[0].err[-1500:]}")
     return tuple(ranks[0].losses)
 
 
 def launch(text: str) -> list[Ended]:
-    """Both ranks of a script, joined as torchrun joins them; whatever is left is killed."""
+    """Run both ranks of a script, joined as by torchrun. Remaining processes are killed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -207,13 +212,13 @@ def launch(text: str) -> list[Ended]:
 
 
 def written(folder: Path, rank: int) -> tuple[str, str]:
-    """What a rank wrote, output and errors."""
+    """Return the output and the errors of a rank."""
     out, err = (folder / f"{rank}.{kind}" for kind in ("out", "err"))
     return out.read_text(errors="replace"), err.read_text(errors="replace")
 
 
 def start_rank(rank: int, folder: Path, port: int) -> subprocess.Popen[bytes]:
-    """A process of that rank, whose output goes into files."""
+    """Start the process of a rank, with its output in files."""
     joined: Mapping[str, str] = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -221,7 +226,7 @@ def start_rank(rank: int, folder: Path, port: int) -> subprocess.Popen[bytes]:
         "LOCAL_WORLD_SIZE": str(NUM_RANKS),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not one of the ranks'
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not on a rank
         "OMP_NUM_THREADS": "1",
     }
     environment = {**os.environ, **joined, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -231,7 +236,7 @@ def start_rank(rank: int, folder: Path, port: int) -> subprocess.Popen[bytes]:
 
 
 def wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Wait until all have ended, or the time is over."""
+    """Wait until all processes have ended, or until the time limit."""
     deadline, done = time.monotonic() + START_S, False
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         if not done and any("odd" in path.read_text().split("\n") for path in folder.glob("*.out")):
@@ -239,9 +244,9 @@ def wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
         time.sleep(0.2)
 
 
-def judge_ranks(ranks: list[Ended], usual: tuple[str, ...], odd: int, deed: str) -> None:
-    """Raises where a rank did not end as it has to."""
-    gone = deed in ENDED or (ranks[odd].status == 0 and ranks[odd].finished)
+def judge_ranks(ranks: list[Ended], usual: tuple[str, ...], odd: int, fault: str) -> None:
+    """Raise an error if a rank did not end as it must."""
+    gone = fault in ENDED or (ranks[odd].status == 0 and ranks[odd].finished)
     left = [rank for rank in range(NUM_RANKS) if not (rank == odd and gone)]
     waiting = [rank for rank in left if ranks[rank].status is None]
     if waiting:
@@ -251,10 +256,10 @@ def judge_ranks(ranks: list[Ended], usual: tuple[str, ...], odd: int, deed: str)
     passed = all(rank.finished for rank in ranks)
     if passed and all(tuple(rank.losses) == usual for rank in ranks):
         return
-    if deed in HARMLESS:
-        raise WrongResult(f"a harmless deed changes something\n{said(ranks)}")
+    if fault in HARMLESS:
+        raise WrongResult(f"harmless behaviour changes the result\n{said(ranks)}")
     if passed:
-        raise WrongResult(f"nobody notices\n{said(ranks)}")
+        raise WrongResult(f"no rank detects it\n{said(ranks)}")
     for rank in left:
         if not ranks[rank].refusal:
             raise Misbehaviour(RAW, f"rank {rank} ends without an AutoparError\n{said(ranks)}")
@@ -264,7 +269,7 @@ def judge_ranks(ranks: list[Ended], usual: tuple[str, ...], odd: int, deed: str)
 
 
 def said(ranks: list[Ended]) -> str:
-    """How the ranks ended, in their own words."""
+    """Return how the ranks ended, with their output."""
     return "\n".join(
         f"rank {number}: status {rank.status}, {len(rank.losses)} losses\n{rank.err[-999:].strip()}"
         for number, rank in enumerate(ranks)

@@ -1,4 +1,5 @@
-"""A random model on real processes: its loss and every gradient against the plain model's."""
+"""A random model on real processes: its loss and every gradient are compared with the plain
+model's."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from benchmarks.faults.judging import WrongResult
 from benchmarks.faults.programs import Recipe
 from benchmarks.ranks import run_ranks
 
-TOLERANCE, LIMIT_S = 1e-3, 200.0  # of float32, relative to the largest gradient
+TOLERANCE, LIMIT_S = 1e-3, 200.0  # relative to the largest gradient, in float32; seconds
 MAX_RANKS = 4
-ROUNDED = ("dropout", "autocast", "casts")  # steps whose plain results are others
+ROUNDED = ("dropout", "autocast", "casts")  # steps whose plain results differ
 
 
 def may_run(recipe: Recipe) -> bool:
-    """Whether real processes compute what the plain model does, and there are few of them."""
+    """Return whether real processes compute the same as the plain model, and are few."""
     num_ranks = torch.tensor(recipe.mesh).prod().item()
     plain = not any(word in name for name, _ in recipe.steps for word in ROUNDED)
     return (
@@ -35,8 +36,8 @@ def run_processes(text: str, plan: autopar.Plan) -> None:
     """Train one step on as many processes as the plan has devices.
 
     Raises:
-        WrongResult: where a loss or a gradient differs.
-        AutoparError: where a rank fails, with its traceback.
+        WrongResult: if a loss or a gradient differs.
+        AutoparError: if a rank fails, with its traceback.
     """
     num_ranks = plan.mesh.num_devices
     for rank, (error, name) in enumerate(
@@ -47,10 +48,11 @@ def run_processes(text: str, plan: autopar.Plan) -> None:
 
 
 def step(rank: int, tell: Callable[[Any], None], text: str, plan: str) -> tuple[float, str]:
-    """One step on this rank.
+    """Run one step on this rank.
 
     Returns:
-        The largest error relative to the plain model's largest gradient, and of what it is.
+        The largest error relative to the plain model's largest gradient, and the name of its
+        tensor.
     """
     from benchmarks.faults.model_cases import load
 
@@ -70,7 +72,7 @@ def step(rank: int, tell: Callable[[Any], None], text: str, plan: str) -> tuple[
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss, or a sum over what is returned instead."""
+    """Return the loss, or a sum over the outputs if there is none."""
     if isinstance(result, dict) and "loss" in result:
         result = result["loss"]
     leaves = [whole(t) for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
@@ -78,18 +80,18 @@ def loss_of(result: Any) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor."""
+    """Return the full tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The whole gradient of each parameter that this rank holds."""
+    """Return the full gradient of each parameter that this rank holds."""
     named = module.named_parameters()
     return {name: None if p.grad is None else whole(p.grad) for name, p in named}
 
 
 def difference(found: Tensor | None, wanted: Tensor | None) -> float:
-    """The largest difference; no gradient is one of zeros."""
+    """Return the largest difference. A missing gradient counts as zeros."""
     if found is None or wanted is None:
         given = found if wanted is None else wanted
         return 0.0 if given is None else float(given.abs().max())

@@ -1,4 +1,4 @@
-"""A failing random model with as few steps as still fail in the same way."""
+"""Reduction of a failing random model to as few steps as still fail in the same way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUDGET_S = 120.0
 
 
 def run(seed: int, notes: Notes) -> None:
-    """Reduce the model of a seed, then run what is left; its row is the reduced failure's."""
+    """Reduce the model of a seed, then run the result. Its row is that of the reduced failure."""
     title, extent = f"models:{seed}, reduced", extent_of(seed)
     recipe = random_recipe(seed)
     failure = failure_of(recipe, title, extent)
@@ -30,6 +30,6 @@ def run(seed: int, notes: Notes) -> None:
 
 
 def failure_of(recipe: Recipe, title: str, extent: dict[str, bool]) -> tuple[str, str] | None:
-    """How a recipe fails: what it is and in which phase; None where it does not."""
+    """Return how a recipe fails: the reason and the phase; None if it does not."""
     row = judge(lambda notes: run_recipe(recipe, title, notes, **extent))
     return (row["why"], row["phase"]) if row["outcome"] == FAILED else None

@@ -1,4 +1,4 @@
-"""Steps of vectors and images: see `steps`."""
+"""Steps of vectors and images (see `steps`)."""
 
 from __future__ import annotations
 

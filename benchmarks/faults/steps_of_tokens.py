@@ -1,4 +1,4 @@
-"""Steps of tokens: see `steps`."""
+"""Steps of tokens (see `steps`)."""
 
 from __future__ import annotations
 

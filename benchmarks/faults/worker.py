@@ -1,6 +1,6 @@
-"""A process that runs cases, one after another, and one that starts such processes.
+"""A process that runs cases one after another, and a class that starts such processes.
 
-A case that crashes or hangs costs its process, not the run: the next case has a new one.
+A case that crashes or hangs only ends its process: the next case has a new one.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ KINDS = {
     "checkpoints": "checkpoint_cases",
     "ranks": "rank_cases",
 }
-REDUCE = "reduce"  # a failing model, not a kind of its own
-CASES_PER_PROCESS = 60  # then a new one, as captures of a process add up
+REDUCE = "reduce"  # reduces a failing model; not a kind of cases
+CASES_PER_PROCESS = 60  # then a new process, as captures accumulate in memory
 TAIL = 3000
 
 
 def run_case(kind: str, seed: int) -> dict[str, Any]:
-    """The row of one case, in this process."""
+    """Return the row of one case, run in this process."""
     module = importlib.import_module(f"benchmarks.faults.{KINDS.get(kind, 'reduce_cases')}")
     return judge(lambda notes: module.run(seed, notes))
 
 
 @dataclass(slots=True)
 class Worker:
-    """Runs cases in a process of its own, and replaces it where it crashes or takes too long."""
+    """Runs cases in a separate process, and replaces it if it crashes or takes too long."""
 
     limit_s: float
     process: subprocess.Popen[str] | None = None
@@ -56,7 +56,7 @@ class Worker:
     num_cases: int = 0
 
     def run(self, kind: str, seed: int) -> dict[str, Any]:
-        """The row of a case, whatever becomes of the process."""
+        """Return the row of a case, even if the process fails."""
         if self.process is None or self.num_cases >= CASES_PER_PROCESS:
             self._start()
         assert self.process is not None and self.process.stdin is not None
@@ -69,12 +69,12 @@ class Worker:
         return {**row, "row_s": round(time.monotonic() - start, 2)}
 
     def close(self) -> None:
-        """End the process, for good."""
+        """Stop the process."""
         self._stop()
         self.log.close()
 
     def _stop(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all processes that it started."""
         if self.process is None:
             return
         assert self.process.stdin is not None
@@ -106,7 +106,7 @@ class Worker:
         self.num_cases = 0
 
     def _answer(self, deadline: float) -> str | None:
-        """A line; empty where the process ended, None where the time is over."""
+        """Return a line; empty if the process ended, None at the time limit."""
         found = b""
         while not found.endswith(b"\n"):
             ready = select.select([self.answers], [], [], max(0.0, deadline - time.monotonic()))[0]
@@ -118,10 +118,10 @@ class Worker:
         return found.decode()
 
     def _lost(self, *, hung: bool) -> dict[str, Any]:
-        """The row of a case that gave no answer, with what the process last wrote."""
+        """Return the row of a case without an answer, with the last output of the process."""
         assert self.process is not None
         if hung:
-            self.process.send_signal(signal.SIGUSR1)  # it writes its stacks
+            self.process.send_signal(signal.SIGUSR1)  # the process writes its stacks
             time.sleep(1.0)
         self._stop()
         self.log.seek(0)

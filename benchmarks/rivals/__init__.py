@@ -1,8 +1,8 @@
-"""Memory against recomputation on one process: autopar's plans beside what a user would pick
-instead.
+"""Memory and recomputation on one process: autopar's plans compared with the alternatives of a
+user.
 
 Terms. A *variant* is one way to run forward and backward of one model. Its *activation peak* is the
-peak of live tensor bytes without parameters, buffers, inputs and gradients; a gradient is a storage
-that is some parameter's `.grad` when backward ends. *Flops* are those of the ops that ran, counted
-as they ran, in torch's graphs as in autopar's.
+peak of live tensor bytes without parameters, buffers, inputs and gradients. A gradient is a storage
+that is some parameter's `.grad` at the end of backward. *Flops* are those of the executed ops, in
+torch's graphs and in autopar's.
 """

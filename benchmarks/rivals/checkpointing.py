@@ -1,4 +1,4 @@
-"""What torch offers in eager mode: checkpoints around layers, whole or selective, and a loss in
+"""Methods of torch in eager mode: checkpoints around layers, whole or selective, and a loss in
 chunks."""
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Patch = Callable[[], AbstractContextManager[object]]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The longest list of modules of one class.
+    """Return the longest list of modules of one class.
 
     Raises:
-        AutoparError: where there is none.
+        AutoparError: if there is none.
     """
     lists = [
         list(m)
@@ -41,21 +41,21 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     if not lists:
         raise AutoparError(
             "the model has no list of equal layers",
-            remedy="rivals checkpoint layers; name a model that has some",
+            remedy="the other methods checkpoint layers; pass a model with a list of equal layers",
         )
     return max(lists, key=len)
 
 
 def checkpointed(layers: Sequence[nn.Module], context_fn: Callable[[], Any] | None = None) -> Patch:
-    """Each of `layers` under a checkpoint of its own."""
+    """Return a patch that puts each of `layers` under a separate checkpoint."""
     return partial(
         _forwards, {layer: _under_checkpoint(layer.forward, context_fn) for layer in layers}
     )
 
 
 def in_segments(layers: Sequence[nn.Module], size: int) -> Patch:
-    """`size` layers under one checkpoint: the first of them runs all, the others pass on what
-    they get."""
+    """Return a patch that puts `size` layers under one checkpoint. The first of them runs all, and
+    the others return their operands."""
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for start in range(0, len(layers), size):
         members = layers[start : start + size]
@@ -85,7 +85,7 @@ def _pass_on(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """With other `forward` functions for some modules."""
+    """Replace the `forward` functions of some modules."""
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
     try:
@@ -96,12 +96,12 @@ def _forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
 
 def keeping(ops: Sequence[Any]) -> Callable[[], Any]:
-    """Selective checkpointing that keeps the results of `ops`."""
+    """Return a selective checkpoint policy that keeps the results of `ops`."""
     return partial(create_selective_checkpoint_contexts, list(ops))
 
 
 def keeping_every_second_matmul() -> Any:
-    """As torchtitan's policy per op (torchtitan/distributed/activation_checkpoint.py):
+    """Return torchtitan's policy per op (torchtitan/distributed/activation_checkpoint.py): keep
     attention, and the first, third, … matmul."""
     counts: Counter[bool] = Counter()
 
@@ -114,7 +114,7 @@ def keeping_every_second_matmul() -> Any:
 
 
 def methods(model: nn.Module) -> Mapping[str, Patch]:
-    """The variants by name."""
+    """Return the variants by name."""
     layers = layers_of(model)
     every = {f"ckpt_every{k}": checkpointed(layers[::k]) for k in (2, 3)}
     segments = {f"ckpt_seg{k}": in_segments(layers, k) for k in (2, 3)}
@@ -130,15 +130,22 @@ def methods(model: nn.Module) -> Mapping[str, Patch]:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Cross entropy of ``hidden @ weightᵀ``, some rows at a time; forward makes the gradients,
-    so that no logits are kept."""
+    """Cross entropy of ``hidden @ weightᵀ``, several rows at a time. Forward computes the
+    gradients, so that no logits are kept."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int
     ) -> Tensor:
-        """hidden [n, d], weight [v, d], labels [n] → the mean over rows whose label is not
-        ignored."""
+        """Return the mean loss over rows whose label is not ignored.
+
+        Args:
+            ctx: the context of autograd.
+            hidden: [n, d].
+            weight: [v, d].
+            labels: [n].
+            num_chunks: number of chunks of rows.
+        """
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         seen = labels != IGNORED
         count, total = seen.sum(), hidden.new_zeros(())
@@ -164,10 +171,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def chunked_loss(model: Any, batch: Mapping[str, Tensor], num_chunks: int = 8) -> Tensor:
-    """The loss of a causal language model of transformers.
+    """Return the loss of a causal language model of transformers.
 
     Raises:
-        AutoparError: where the model is none, or its head has a bias.
+        AutoparError: if the model is not one, or if its head has a bias.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if (
@@ -176,8 +183,8 @@ def chunked_loss(model: Any, batch: Mapping[str, Tensor], num_chunks: int = 8) -
         or head.bias is not None
     ):
         raise AutoparError(
-            "the loss in chunks is written for causal language models of transformers",
-            remedy="leave the method out",
+            "the loss in chunks supports only causal language models of transformers",
+            remedy="omit the method",
         )
     rest = {name: x for name, x in batch.items() if name != "labels"}
     hidden = model.base_model(**rest).last_hidden_state

@@ -1,4 +1,4 @@
-"""What the comparison is to show, checked on its rows."""
+"""Expected results of the comparison, checked on its rows."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from benchmarks.rivals.plans import METHOD
 
 MIB = 2**20
 PEAKS = {"activations": "activation_peak_bytes", "all": "peak_above_parameters_bytes"}
-SMALL_RISE = 0.02  # of the budget
+SMALL_RISE = 0.02  # share of the budget
 KNOWN_RISE = (
-    "a plan is chosen for its time: of two with room to spare, the one of the smaller budget may"
-    " use a little more of it"
+    "a plan is chosen for its time: if two plans are below budget, that of the smaller budget"
+    " may use slightly more memory"
 )
-SLACK = 1e-4  # of extra flops, as a share of eager's
-# By model and budget of activations in MiB: the most extra flops. From an earlier measurement, with
-# a program of its own for what to keep.
+SLACK = 1e-4  # share of eager's flops
+# (model, budget of activations in MiB) → largest extra flops. From an earlier measurement with
+# a separate program for the choice of kept values.
 AIMS: Mapping[str, Mapping[int, float]] = {"llama-12x512": {142: 0.065, 115: 0.115, 95: 0.155}}
-# By what sets a rival apart from a choice of what to keep: why a plan need not reach it.
+# Difference of another method from a choice of kept values → why a plan need not reach its result.
 KNOWN = {
     "fused": (
         "Inductor's fused kernels hold no results between the ops they join; these plans run op"
@@ -30,7 +30,7 @@ KNOWN = {
 
 
 def plans_of(rows: Sequence[Row], model: str, counts: str) -> list[Row]:
-    """autopar's measured rows, from the largest budget to the smallest."""
+    """Return autopar's measured rows, from the largest budget to the smallest."""
     here = (
         r
         for r in rows
@@ -40,13 +40,12 @@ def plans_of(rows: Sequence[Row], model: str, counts: str) -> list[Row]:
 
 
 def rivals_of(rows: Sequence[Row], model: str) -> list[Row]:
-    """The measured rows of all others."""
+    """Return the measured rows of all other methods."""
     return [r for r in rows if r["model"] == model and r["method"] != METHOD and "flops" in r]
 
 
 def front(rows: Sequence[Row], key: str) -> list[Row]:
-    """The rows that no other beats in peak or flops without losing in the other; from the
-    largest peak down."""
+    """Return the rows of the Pareto front of peak and flops, from the largest peak down."""
     best: list[Row] = []
     for row in sorted(rows, key=lambda r: (r[key], r["extra_flops"])):
         if not best or row["extra_flops"] < best[-1]["extra_flops"] - SLACK:
@@ -55,21 +54,21 @@ def front(rows: Sequence[Row], key: str) -> list[Row]:
 
 
 def to_beat(rivals: Sequence[Row], key: str) -> list[Row]:
-    """The front of the rivals that only choose what to keep, and that of those that do something
-    else."""
+    """Return the front of the other methods that only choose kept values, and the front of those
+    with further differences."""
     return front([r for r in rivals if r["kind"] not in KNOWN], key) + front(
         [r for r in rivals if r["kind"] in KNOWN], key
     )
 
 
 def at_most(plans: Sequence[Row], key: str, peak: int) -> Row | None:
-    """Of the plans whose peak is no higher the one with the fewest flops."""
+    """Return the plan with the fewest flops of those whose peak is not higher."""
     return min((p for p in plans if p[key] <= peak), key=lambda p: p["extra_flops"], default=None)
 
 
 def claims(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Each claim of each model: whether it holds, and where it does not, why that is known, if
-    it is."""
+    """Return each claim about each model: whether it holds and, if it does not, the known reason,
+    if any."""
     found = []
     for model in dict.fromkeys(row["model"] for row in rows):
         for counts, key in PEAKS.items():
@@ -135,7 +134,7 @@ def _against(plans: Sequence[Row], rivals: Sequence[Row], key: str) -> Iterator[
 
 
 def aims(rows: Sequence[Row], model: str) -> list[dict[str, Any]]:
-    """The model's aims, and what was reached."""
+    """Return the aims for a model, and the results."""
     found = []
     for size, most in AIMS.get(model, {}).items():
         ours = at_most(plans_of(rows, model, "activations"), PEAKS["activations"], size * MIB)

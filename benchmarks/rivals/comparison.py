@@ -1,4 +1,4 @@
-"""Every variant of one model in one process: measured alone, then timed in turn."""
+"""All variants of one model in one process: measured separately, then timed in turn."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from benchmarks.rivals.claims import AIMS, MIB, PEAKS, to_beat
 from benchmarks.rivals.measuring import Measured, Variant, gradient_error, measure, time_ratios
 from benchmarks.rivals.plans import METHOD, Compiled, Planner, least
 
-TOLERANCE = 1e-4  # of gradients in float32; by autopar.verify's default
+TOLERANCE = 1e-4  # relative error of gradients in float32: the default of autopar.verify
 PEAK_TOLERANCE = 0.01
-ALL, ACTIVATIONS = "all", "activations"  # what a budget counts
-GRID = {ACTIVATIONS: 8, ALL: 4}  # budgets between the least and enough for everything
+ALL, ACTIVATIONS = "all", "activations"  # bytes that a budget counts
+GRID = {ACTIVATIONS: 8, ALL: 4}  # number of budgets between the least and an ample one
 Make = Callable[[], Variant]
 
 
 @dataclass
 class _Comparison:
-    """One model: its variants so far, each with its row."""
+    """One model with its variants so far, each with its row."""
 
     model: nn.Module
     batch: Mapping[str, Tensor]
@@ -39,7 +39,7 @@ class _Comparison:
     plain: tuple[Measured, dict[str, Tensor]] | None = None
 
     def variant(self, method: str, forward: Callable[[], Tensor], **how: Any) -> Variant:
-        """One that runs the model itself."""
+        """Return a variant that runs the model itself."""
         return Variant(
             method,
             dict(self.model.named_parameters()),
@@ -53,15 +53,15 @@ class _Comparison:
         return loss
 
     def rival(self, method: str, kind: str, make: Make) -> None:
-        """Measure one. The first is eager, to which the others are held."""
+        """Measure another method. The first one is eager, with which the others are compared."""
         row = {**self.base, "method": method, "kind": kind, "counts": None, "budget_bytes": None}
         try:
             self._measured(row, replace(make(), method=method))
-        except Exception as error:  # the others are still worth measuring
+        except Exception as error:  # the others are still measured
             self.rows.append({**row, **failed(error)})
 
     def plan(self, counts: str, budget: int, made: Compiled) -> Row:
-        """Measure a plan under a budget in bytes beside the resident ones."""
+        """Measure a plan under a budget in bytes, in addition to the resident ones."""
         row = {
             **self.base,
             "method": METHOD,
@@ -110,14 +110,15 @@ class _Comparison:
         return measured
 
     def _place(self, variant: Variant, decisions: object) -> int:
-        """Its place among those to be timed; of equal plans the first is."""
+        """Return the position of a variant among those to be timed. Equal plans share the position
+        of the first."""
         if decisions is None or decisions not in self.places:
             self.variants.append(variant)
             self.places[decisions] = len(self.variants) - 1
         return self.places[decisions]
 
     def timed(self, rounds: int) -> list[Row]:
-        """All rows, with the time ratios of those that were measured."""
+        """Return all rows, with the time ratios of the measured ones."""
         ratios = (
             time_ratios(self.variants, rounds) if rounds else [(None, None)] * len(self.variants)
         )
@@ -141,7 +142,7 @@ def row(
     rounds: int,
     inductor: bool,
 ) -> list[Row]:
-    """All rows of one model."""
+    """Return all rows of one model."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     compiled.show_buffers()
     built = ModelSpec(**spec)
@@ -166,7 +167,7 @@ def _rivals(told: _Comparison, inductor: bool) -> None:
         told.rival(
             f"aot b={share}", "graph", partial(_compiled, told, "aot_eager_decomp_partition", share)
         )
-    why_not = compiled.why_not_inductor() if inductor else "not asked for"
+    why_not = compiled.why_not_inductor() if inductor else "not requested"
     for share in compiled.INDUCTOR_BUDGETS:
         if why_not:
             told.rows.append(
@@ -188,8 +189,8 @@ def _compiled(told: _Comparison, backend: str, share: float) -> Variant:
 
 
 def _plans(told: _Comparison, planner: Planner) -> None:
-    """A plan under each budget that a rival needed, and under some between the least that will
-    do and enough."""
+    """Plan under each budget that another method needed, and under several between the least
+    feasible and an ample one."""
     makers = {ACTIVATIONS: planner.activations_within, ALL: planner.within}
     rivals = [row for row in told.rows if "variant" in row]
     for counts, key in PEAKS.items():
@@ -207,8 +208,8 @@ def _plans(told: _Comparison, planner: Planner) -> None:
 
 
 def _found(make: Callable[[int], Compiled], budget: int) -> Iterator[Compiled]:
-    """The plan within a budget, where there is one: what can be had is not quite monotonic in
-    the budget, see the claims."""
+    """Yield the plan within a budget, if there is one. Feasibility is not quite monotonic in the
+    budget (see the claims)."""
     try:
         yield make(budget)
     except InfeasibleError:

@@ -1,5 +1,5 @@
-"""Training steps of one Llama on several gloo processes: autopar's programs and torch's own
-counterparts."""
+"""Training steps of one Llama on several gloo processes: autopar's programs and their counterparts
+in torch."""
 
 from __future__ import annotations
 
@@ -38,31 +38,32 @@ METHODS = (*dict.fromkeys(COUNTERPARTS.values()), *COUNTERPARTS)
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A model that is trained in one way.
+    """A model that is trained with one method.
 
     Attributes:
-        run: forward and backward of one batch, which return the loss of this rank's part, None
-            on ranks that have none; the gradients are left in the parameters.
-        optimizer: of this rank's parameters.
+        run: runs forward and backward of one batch and leaves the gradients in the parameters.
+            Returns the loss of this rank's part; None on ranks without a loss.
+        optimizer: the optimizer of this rank's parameters.
     """
 
     run: Run
     optimizer: torch.optim.Optimizer
 
     def step(self) -> None:
-        """One training step; afterwards no gradient is held."""
+        """Run one training step, and release the gradients."""
         self.run()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
 def trained(method: str, model: nn.Module, batch: Batch, microbatches: int) -> Trained:
-    """Make a method of `METHODS` on the processes of this job.
+    """Set up a method of `METHODS` on the processes of this job.
 
     Args:
+        method: name of the method.
         model: a Llama of transformers, which is not kept unless the method trains it in place.
         batch: the whole batch, ``input_ids`` and ``labels``.
-        microbatches: of the pipelines, with one stage for each process.
+        microbatches: number of microbatches of the pipelines, which have one stage per process.
     """
     whose, way = method.split()
     if whose == "torch":
@@ -142,8 +143,8 @@ def _pipelined(model: nn.Module, batch: Batch, microbatches: int) -> tuple[Run, 
 
 
 def _cuts(model: Any, num_stages: int) -> list[int]:
-    """The layers with which the later stages begin. The head counts as a layer; each stage has
-    one layer at least."""
+    """Return the first layers of the later stages. The head counts as a layer, and each stage has
+    at least one layer."""
     num = len(model.model.layers)
     sizes = [
         (num + 1) // num_stages + (stage < (num + 1) % num_stages) for stage in range(num_stages)
@@ -164,7 +165,8 @@ class _StageOfLlama(nn.Module):
         self.head = model.lm_head if last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token ids of the first stage, [batch, seq], or hidden states, [batch, seq, hidden]."""
+        """Run the stage on token ids [batch, seq] (first stage) or hidden states [batch, seq,
+        hidden]."""
         hidden = x if self.embedding is None else self.embedding(x)
         positions = torch.arange(hidden.shape[1])[None]
         angles = self.rotary(hidden, position_ids=positions)
@@ -189,8 +191,8 @@ _TORCH: Mapping[str, Callable[..., tuple[Run, nn.Module]]] = {
 
 
 class StorageBytes(TorchDispatchMode):
-    """Bytes of the live storages of tensors that were made while the mode was active. Tensors
-    without memory (meta and fake ones) do not count.
+    """Bytes of the live storages of tensors that were created while the mode was active. Tensors
+    without memory (meta and fake tensors) do not count.
 
     Unlike `autopar.program.abstract_executor.LiveBytes`, it reads the sizes of storages after each
     op, since FSDP2 resizes them.
@@ -199,7 +201,7 @@ class StorageBytes(TorchDispatchMode):
         ignored: tensors whose storages do not count.
 
     Attributes:
-        peak_bytes: the largest so far.
+        peak_bytes: the peak so far.
     """
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
@@ -211,12 +213,12 @@ class StorageBytes(TorchDispatchMode):
 
     @property
     def live_bytes(self) -> int:
-        """Of all storages now."""
+        """The bytes of all live storages."""
         return sum(storage.nbytes() for storage in self._alive())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its ops on local tensors come here
+            return NotImplemented  # its ops on local tensors are dispatched again
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -244,18 +246,19 @@ class StorageBytes(TorchDispatchMode):
 def memory_of(
     method: str, model: nn.Module, batch: Batch, microbatches: int
 ) -> tuple[Trained, dict[str, int]]:
-    """Make a method of a copy of a model, and measure it.
+    """Set up a method on a copy of a model, and measure its memory.
 
     Returns:
-        The method, and of this rank ``resting_bytes``, of all storages that were made since and
-        live between steps (parameters, the optimizer's state, buckets, the method's part of the
-        batch), and ``peak_bytes``, the most from the start of forward to the end of backward.
+        The method, and figures of this rank: ``resting_bytes``, the storages that were created
+            since and are live between steps (parameters, state of the optimizer, buckets, the
+            method's part of the batch); and ``peak_bytes``, the peak from the start of forward to
+            the end of backward.
     """
     memory = StorageBytes([*model.parameters(), *model.buffers(), *batch.values()])
     with memory:
         given = [copy.deepcopy(model)]
         made = trained(method, given.pop(), batch, microbatches)
-        for _ in range(2):  # the second finds all buckets and buffers in place
+        for _ in range(2):  # in the second step all buckets and buffers exist
             made.step()
         gc.collect()
         resting_bytes = memory.live_bytes

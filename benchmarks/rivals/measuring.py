@@ -1,4 +1,4 @@
-"""One step of a variant, measured: live bytes, executed flops, gradients, and seconds."""
+"""Measurements of one step of a variant: live bytes, executed flops, gradients, and seconds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from autopar.program.abstract_executor import LiveBytes
 
 aten = torch.ops.aten
-# torch has no formula for the attention kernels of the CPU. Masks save no flops in its formulas of
-# other kernels, nor here; backward makes five matmuls of the forward's two.
+# torch has no formula for the attention kernels of CPUs. Masks save no flops in its formulas for
+# other kernels, nor here. Backward has five matmuls and forward two.
 _ATTENTION: Mapping[object, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: sdpa_flop_count(
         q.shape, k.shape, v.shape
@@ -35,8 +35,11 @@ class Variant:
     """One way to run a step.
 
     Attributes:
-        method: its name. parameters: by the model's names. resident: buffers and the batch.
-        forward: returns the loss. around: what the step runs in.
+        method: name of the method.
+        parameters: name in the model → parameter.
+        resident: buffers and the batch.
+        forward: returns the loss.
+        around: context in which the step runs.
     """
 
     method: str
@@ -46,12 +49,12 @@ class Variant:
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def step(self) -> None:
-        """Forward and backward; the gradients are left in the parameters."""
+        """Run forward and backward. The gradients are left in the parameters."""
         with self.around():
             self.forward().backward()
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The gradients, which the parameters no longer hold."""
+        """Return the gradients, and remove them from the parameters."""
         found = {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -60,14 +63,14 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a step took.
+    """The figures of a step.
 
     Attributes:
-        peak_bytes: of all live bytes. peak_above_parameters_bytes: without what is there before
-            forward.
-        activation_peak_bytes: also without gradients. end_of_forward_bytes: the same when forward
-            ends.
-        flops: executed.
+        peak_bytes: peak of all live bytes.
+        peak_above_parameters_bytes: peak without the bytes that exist before forward.
+        activation_peak_bytes: peak without gradients, in addition.
+        end_of_forward_bytes: the same at the end of forward.
+        flops: executed flops.
     """
 
     peak_bytes: int
@@ -78,28 +81,28 @@ class Measured:
 
 
 class Ledger(LiveBytes):
-    """Live bytes storage by storage, so that those of gradients can be told apart afterwards; and
-    flops.
+    """A mode that records live bytes storage by storage, so that those of gradients can be
+    identified afterwards, and flops.
 
     Attributes:
-        flops: executed so far.
+        flops: executed flops so far.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
-        self._serials: dict[int, int] = {}  # storage → its number; an address may be used again
-        self._events: list[tuple[int, int]] = []  # (storage's number, bytes more or less)
+        self._serials: dict[int, int] = {}  # storage → its number, since addresses are reused
+        self._events: list[tuple[int, int]] = []  # (number of the storage, change in bytes)
         self._numbers = itertools.count()
         self._resident_bytes = self._num_forward = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions run as compiled under it."""
+        """Run compiled functions in compiled form under this mode."""
         return True
 
     def begin(self, resident: Iterable[Tensor]) -> None:
-        """What is there before forward."""
+        """Record the storages that exist before forward."""
         self.register(resident)
         self.reset_peak()
         self._events, self._resident_bytes = [], self.live_bytes
@@ -108,7 +111,7 @@ class Ledger(LiveBytes):
         self._num_forward = len(self._events)
 
     def measured(self, gradients: Iterable[Tensor]) -> Measured:
-        """The step since `begin`."""
+        """Return the figures of the step since `begin`."""
         ours = {self._serials[local(g).untyped_storage()._cdata] for g in gradients}
         live = peak = at_end = 0
         for number, (serial, change) in enumerate(self._events, 1):
@@ -128,7 +131,7 @@ class Ledger(LiveBytes):
     ) -> object:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         packet = func.overloadpacket
-        if result is NotImplemented:  # it comes again, on local tensors
+        if result is NotImplemented:  # it is dispatched again on local tensors
             return result
         if packet in _ATTENTION:
             self.flops += _ATTENTION[packet](*args)
@@ -151,12 +154,12 @@ class Ledger(LiveBytes):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The tensor itself; of a DTensor, what this rank holds."""
+    """Return the tensor itself, or this rank's part of a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def measure(variant: Variant) -> tuple[Measured, dict[str, Tensor]]:
-    """One step: what it took, and its gradients by name."""
+    """Run one step, and return its figures and its gradients by name."""
     variant.take_gradients()
     with variant.around(), Ledger() as ledger:
         ledger.begin([*variant.parameters.values(), *variant.resident])
@@ -171,8 +174,8 @@ def measure(variant: Variant) -> tuple[Measured, dict[str, Tensor]]:
 
 
 def gradient_error(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Largest |a − b| over the largest |b|, of all parameters; infinite where one of them has no
-    gradient or a wrong shape."""
+    """Return the largest |a − b| over the largest |b| of all parameters; infinite if one of them
+    has no gradient or a wrong shape."""
     if gradients.keys() != expected.keys() or any(
         gradients[name].shape != b.shape for name, b in expected.items()
     ):
@@ -186,12 +189,12 @@ def gradient_error(gradients: Mapping[str, Tensor], expected: Mapping[str, Tenso
 def time_ratios(
     variants: Sequence[Variant], rounds: int
 ) -> list[tuple[float | None, float | None]]:
-    """Of each variant's step over the first variant's: seconds, and seconds of this process'
-    processor, which on a shared machine say more.
+    """Return the time of each variant's step relative to that of the first: wall time, and CPU time
+    of this process, which is more reliable on a shared machine.
 
-    The median over rounds, in each of which every variant runs once, in an order of its own. Where
-    a clock is too coarse to move in the first's step, the round says nothing of it; None where none
-    does.
+    The ratios are medians over rounds. Each round runs every variant once, in a random order. A
+    round in which a clock is too coarse for the first variant's step is ignored; if all are
+    ignored, the ratio is None.
     """
     order, found = random.Random(0), list[list[tuple[float, float]]]()
     for _ in range(rounds):

@@ -1,11 +1,11 @@
-"""autopar's plans of one device under budgets: of all bytes, as users give them, and of activations
-alone.
+"""autopar's plans for one device under budgets: of all bytes, as users set them, and of activations
+only.
 
-Gradients weigh as much as parameters, and at the end of backward all of them are there, so a budget
-of all bytes cannot go below twice the parameters. To compare activations alone, as the rivals'
-papers do, plans are also searched for under a budget that leaves gradients out: a storage that ends
-as a gradient counts for nothing, from the op that makes it, as where memory for all gradients lies
-ready. That of a head whose loss goes by rows is made in forward.
+Gradients are as large as parameters, and all of them exist at the end of backward, so a budget of
+all bytes cannot be below twice the parameters. The papers of the other methods compare activations
+only. For this comparison, plans are also searched for under a budget without gradients: a storage
+that becomes a gradient does not count from the op that creates it, as if memory for all gradients
+were preallocated. A head whose loss is computed by rows creates its gradient in forward.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from benchmarks.searching import searched
 MESH = Mesh({"d": 1})
 METHOD = "autopar"
 GAP = 0.002
-ROWS = (128, 64)  # of logits at a time, where a plan of activations alone may have fewer than all
+ROWS = (128, 64)  # rows of logits at a time, if a plan of activations only may have fewer than all
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,11 @@ class Compiled:
     """A plan that can be run.
 
     Attributes:
-        decisions: what it runs how, and what it keeps. predicted_peak_bytes: of all bytes.
-            num_recomputed: nodes that backward runs again. gap: to the proven bound.
+        variant: runs the plan.
+        decisions: the strategies of its ops, and the kept and recomputed values.
+        predicted_peak_bytes: predicted peak of all bytes.
+        num_recomputed: number of nodes that backward recomputes.
+        gap: gap to the proven bound.
     """
 
     variant: Variant
@@ -65,23 +68,27 @@ class Compiled:
 
 
 class LossAlone(nn.Module):
-    """A model of which a training loop wants the loss and no other output."""
+    """A model with the loss as its only output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
-        """What it returns holds the loss and nothing else."""
+        """Return the loss only."""
         return {"loss": self.model(**batch)["loss"]}
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans of one model and batch on one device.
+    """Plans for one model and batch on one device.
 
     Attributes:
-        resident_bytes: parameters, buffers and the batch.
+        model: the model.
+        batch: its batch.
+        trace: the trace of the call.
+        profile: the hardware.
+        resident_bytes: bytes of parameters, buffers and the batch.
     """
 
     model: nn.Module
@@ -106,10 +113,10 @@ class Planner:
         )
 
     def within(self, budget_bytes: int) -> Compiled:
-        """`autopar.compile` under a budget of all bytes beside the resident ones.
+        """Call `autopar.compile` under a budget of all bytes, in addition to the resident ones.
 
         Raises:
-            InfeasibleError: where no plan fits.
+            InfeasibleError: if no plan fits.
         """
         how: dict[str, Any] = {
             "memory_bytes": budget_bytes + self.resident_bytes,
@@ -123,10 +130,10 @@ class Planner:
         return self._compiled(module, module.plan, module.plan.prediction.peak_bytes)
 
     def activations_within(self, budget_bytes: int) -> Compiled:
-        """The same, but gradients count for nothing; see the module docstring.
+        """Plan under a budget without gradients (see the module docstring).
 
         Raises:
-            InfeasibleError: where no plan is found.
+            InfeasibleError: if no plan is found.
         """
         tried = self._tried(budget_bytes)
         program = Program.of_one_stage(tried.draft.trace, tried.program)
@@ -136,11 +143,11 @@ class Planner:
         )
 
     def _tried(self, budget_bytes: int) -> Candidate:
-        """The fastest that fits, be its loss computed at once or, where that must recompute
-        something, by rows.
+        """Return the fastest plan that fits, with the loss computed at once or, if that requires
+        recomputation, by rows.
 
         Raises:
-            InfeasibleError: where none does.
+            InfeasibleError: if none fits.
         """
         options = PlanOptions(
             memory_bytes=budget_bytes + self.resident_bytes,
@@ -160,7 +167,7 @@ class Planner:
             if not any(e.recompute for e in best.plan.entries):
                 break
         if best is None:
-            assert refusal is not None, "something was tried"
+            assert refusal is not None, "at least one plan was tried"
             raise refusal
         return best
 
@@ -203,7 +210,7 @@ class Planner:
 
 
 def _without_gradients(priced: Priced, trace: Trace) -> Priced:
-    """The problem, in which what ends as a gradient has no bytes."""
+    """Return the problem in which storages that become gradients have no bytes."""
     problem, uncounted = priced.problem, storages_of_gradients(trace)
     held = {
         v.value
@@ -226,7 +233,7 @@ def _weightless(value: Value) -> Value:
 
 
 def storages_of_gradients(trace: Trace) -> frozenset[str]:
-    """The nodes whose results lie in memory that a gradient lies in at last."""
+    """Return the nodes whose results use memory that becomes a gradient."""
     results = next(iter(reversed(trace.graph.nodes))).args[0]
     gradients = (results[p.gradient] for p in trace.parameters if p.gradient is not None)
     return frozenset(
@@ -235,11 +242,12 @@ def storages_of_gradients(trace: Trace) -> frozenset[str]:
 
 
 def _lineage(node: Any, written: Callable[[fx.Node], int | None]) -> Iterator[fx.Node]:
-    """A node, and the nodes before it whose results lie in the same memory, as far as its graph
-    shows.
+    """Yield a node, and the earlier nodes whose results use the same memory, as far as the graph
+    shows it.
 
     Args:
-        written: the place of the argument that a node writes into, or None.
+        node: the node.
+        written: function that returns the index of the argument that a node writes into, or None.
     """
     while isinstance(node, fx.Node):
         yield node
@@ -249,8 +257,8 @@ def _lineage(node: Any, written: Callable[[fx.Node], int | None]) -> Iterator[fx
 
 
 def activation_peaks(program: StageProgram, outputs: Outputs) -> tuple[NodePeak, ...]:
-    """The peak while each node of a step on one device runs, without the storages that end as
-    gradients."""
+    """Return the peak while each node of a step on one device runs, without the storages that
+    become gradients."""
     program = write_order(program)
     made: dict[fx.Node, int] = {}
     gradients = next(iter(reversed(program.backward.graph.nodes))).args[0]
@@ -273,25 +281,25 @@ def activation_peaks(program: StageProgram, outputs: Outputs) -> tuple[NodePeak,
 
 
 def _written(node: fx.Node) -> int | None:
-    """Of a node of a program."""
+    """Return the index of the argument that a node of a program writes into, or None."""
     return node.meta.get(IN_PLACE)
 
 
 class _ActivationPeaks(Peaks):
-    """Of programs in which gradients weigh nothing."""
+    """Peaks of programs in which gradients have no bytes."""
 
     def peak_bytes(self, program: StageProgram) -> int:
-        """The most of them at any moment."""
+        """Return the largest peak."""
         return max(peak.peak_bytes for peak in self.by_node(program))
 
     def by_node(self, program: StageProgram) -> tuple[NodePeak, ...]:
-        """While each node runs."""
+        """Return the peak while each node runs."""
         return activation_peaks(program, self.options.outputs)
 
 
 def least(planned: Any, low: int, high: int, share: float = 0.01) -> int:
-    """The least budget in bytes under which a plan is found, to within a share of it; `low` has
-    none, `high` has one."""
+    """Return the smallest budget in bytes under which a plan is found, up to a relative error of
+    `share`. `low` must have no plan, and `high` one."""
     while high - low > share * high:
         middle = (low + high) // 2
         try:

@@ -1,4 +1,4 @@
-"""The comparison told: claims beside the rows, a table for the README, a figure."""
+"""Report of the comparison: claims next to the rows, a table for the README, and a figure."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ KINDS = {
 
 
 def tell(path: Path, console: Console) -> bool:
-    """Put the claims and aims into a file of rows, and print those that do not hold.
+    """Write the claims and aims to a file of rows, and print those that do not hold.
 
     Returns:
-        Whether each claim holds or is known not to.
+        Whether each claim holds, or is known not to hold.
     """
     told = json.loads(path.read_text(encoding="utf-8"))
     told["claims"] = claims(told["rows"])
@@ -63,10 +63,10 @@ def tell(path: Path, console: Console) -> bool:
 
 
 def rivals_table(rows: Sequence[Row]) -> str:
-    """Per model and rival: its activation peak, extra flops and time; and autopar's at no higher
-    peak.
+    """Return a table with a line per model and method: its activation peak, extra flops and time,
+    and those of autopar's plan at a peak that is not higher.
 
-    Rivals that another one of their kind beats in both peak and flops are left out (see
+    Methods that another one of their kind beats in both peak and flops are omitted (see
     `claims.to_beat`).
     """
     lines = [
@@ -93,7 +93,8 @@ def _cells(row: Row) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Activation peak against extra flops, a panel per model, with the rivals' Pareto front."""
+    """Draw activation peak against extra flops, with a panel per model and the Pareto front of the
+    other methods."""
     import matplotlib
 
     matplotlib.use("agg")

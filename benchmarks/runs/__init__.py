@@ -1,9 +1,9 @@
-"""Training runs that others published, as data (`published_runs.csv`; its README has sources and
-caveats), and as what autopar plans.
+"""Published training runs as data (`published_runs.csv`; its README has sources and caveats), and
+as inputs of autopar's planner.
 
-A run is a model's sizes, a cluster, degrees of parallelism and batch, and what was measured:
-seconds of a step, bytes of a device's peak. `setups` says which of them can be planned, as what,
-and why others cannot.
+A run has the sizes of a model, a cluster, degrees of parallelism, a batch, and measurements:
+seconds of a step, bytes of a device's peak. `setups` determines which of them can be planned and
+how, and why others cannot.
 """
 
 from benchmarks.runs.reading import RUNS, Run

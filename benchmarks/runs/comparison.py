@@ -1,4 +1,4 @@
-"""Predicted beside measured steps of published runs, as a table and as a picture."""
+"""Predicted and measured steps of published runs, as a table and as a figure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ COLUMNS = (
 
 
 def published_table(rows: Sequence[Row]) -> str:
-    """The summary in Markdown."""
+    """Return the summary in Markdown."""
     lines = [COLUMNS, ("---",) * len(COLUMNS), *summary(rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def summarize(rows: Sequence[Row]) -> None:
-    """Per source and device: predicted over measured seconds, and how alike their orders are."""
+    """Print, per source and device, predicted over measured seconds, and the agreement of their
+    orders."""
     table = Table(title="predicted seconds of a step over measured ones")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("source", "device") else "right")
@@ -41,14 +42,14 @@ def summarize(rows: Sequence[Row]) -> None:
 
 
 def summary(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The cells of `summarize`, all runs together last."""
+    """Return the cells of `summarize`. The last line covers all runs."""
     groups = by_source(rows)
     timed = [row for some in groups.values() for row in some]
     return [_cells(*key, some) for key, some in (*groups.items(), (("all", ""), timed)) if some]
 
 
 def by_source(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """(source, device) → runs that have both times."""
+    """Return (source, device) → runs that have both times."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.get("ratio"):
@@ -57,8 +58,8 @@ def by_source(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def _per_token(rows: Sequence[Row], scale: float) -> list[list[float]]:
-    """Predicted and measured time of a token on a device: seconds of a step vary by its batch,
-    of a token in what plans differ in."""
+    """Return the predicted and the measured time per token and device. Seconds of a step vary with
+    the batch; the time per token varies with the plan."""
     tokens = [row["batch"] * row["seq"] / row["num_devices"] for row in rows]
     return [
         [scale * row[name] / num for row, num in zip(rows, tokens, strict=True)]
@@ -67,13 +68,13 @@ def _per_token(rows: Sequence[Row], scale: float) -> list[list[float]]:
 
 
 def near(ratios: Sequence[float], share: float) -> float:
-    """How many of them are within so much of 1, as a share."""
+    """Return the share of ratios that are within `share` of 1."""
     return sum(abs(math.log(ratio)) <= math.log(1 + share) for ratio in ratios) / len(ratios)
 
 
 def order_of(rows: Sequence[Row]) -> str:
-    """The rank correlation of predicted and measured time per token and device; of one or two
-    runs nothing."""
+    """Return the rank correlation of predicted and measured time per token and device; empty for
+    one or two runs."""
     return f"{spearman(*_per_token(rows, 1.0)):.2f}" if len(rows) > 2 else ""
 
 
@@ -91,8 +92,8 @@ def _cells(source: str, gpu: str, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
-    """A point per run: microseconds per token and device, measured to the right, predicted upwards;
-    between the dotted lines they are within 25 % of each other."""
+    """Draw a point per run: microseconds per token and device, measured on the horizontal axis and
+    predicted on the vertical one. Between the dotted lines they are within 25 % of each other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 5.6), layout="constrained")

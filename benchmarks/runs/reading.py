@@ -15,13 +15,15 @@ class Run:
     """One published run. Numbers that the source does not state are None.
 
     Attributes:
-        hidden, ffn: features of the residual stream, and of what lies between an MLP's linears.
-        devices_per_node: those that share a node. chunks: stages per device (Megatron's virtual
-            pipeline).
-        sharding: what is said of ZeRO or FSDP. batch: the global one, in samples; micro_batch:
-            samples of one replica at a time.
-        step_s: measured seconds of a step, or what follows from measured tokens per second.
-            peak_bytes: measured, of a device.
+        hidden: features of the residual stream.
+        ffn: features between the two linears of an MLP.
+        devices_per_node: number of devices per node.
+        chunks: number of stages per device (Megatron's virtual pipeline).
+        sharding: the statements about ZeRO or FSDP.
+        batch: global batch in samples.
+        micro_batch: number of samples that a replica processes at a time.
+        step_s: measured seconds of a step, or derived from measured tokens per second.
+        peak_bytes: measured peak of a device.
     """
 
     row_id: str

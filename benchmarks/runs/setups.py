@@ -1,23 +1,23 @@
-"""What is planned for a published run: a model of its sizes, its mesh, its plan as constraints; or
-why it is left out.
+"""The inputs of planning for a published run: a model of its sizes, its mesh, and its plan as
+constraints; or the reason why it is left out.
 
-What sources do not state is assumed, alike for all their runs:
+Facts that sources do not state are assumed, equally for all their runs:
 
-- parameters rest in fp32 and are read in bf16 (`precision`), also where a run had fp16, which moves
-  and computes as much; AdamW;
-- Megatron's data parallelism with its distributed optimizer, ZeRO's stage 1; beside tensor
-  parallelism sequence parallelism from Megatron Core on, and in nanotron, whose mode is said to be
-  a reduce-scatter;
-- "selective" recomputation is the framework's own choice of ops: what runs again is left to the
-  planner, within the device's memory, as it is where nothing is said; BigScience's runs checkpoint
+- parameters are stored in fp32 and read in bf16 (`precision`), also if a run used fp16, which has
+  the same communication and compute; the optimizer is AdamW;
+- Megatron's data parallelism uses its distributed optimizer, ZeRO stage 1; tensor parallelism
+  includes sequence parallelism since Megatron Core, and in nanotron, whose mode is documented as a
+  reduce-scatter;
+- "selective" recomputation is the framework's choice of ops: the planner chooses recomputed ops
+  within the memory of the device, as it does if nothing is stated; BigScience's runs checkpoint
   whole layers, which their formula of flops counts;
-- attention takes what the kernel of its time took (`ATTENTION`), else what the profile says, which
-  is of FlashAttention-2 and later;
-- MPT is a GPT-2 of its sizes (its linears have no biases, its positions no table), InternLM a
+- attention has the speed of its kernel at the time of the run (`ATTENTION`), or else that of the
+  profile, which is of FlashAttention-2 and later;
+- MPT is a GPT-2 of its sizes (its linears have no biases, and its positions no table), InternLM a
   Llama;
-- ranks in Megatron's order: tensor axis innermost, then context, data, stages; what of data
-  parallelism lies within a node is an axis of its own, as NCCL's rings go through all devices of a
-  node before they leave it.
+- ranks are in Megatron's order: tensor axis innermost, then context, data, stages; the part of data
+  parallelism within a node is a separate axis, as NCCL's rings visit all devices of a node before
+  they leave it.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ NODE_GBITS: Mapping[str, float] = {
     "400Gbps per node": 400.0,
     "800Gbps per node": 800.0,
 }
-"""Gb/s between nodes, where that is not what the profile's eight NICs give; Jean Zay's nodes of
+"""Gb/s between nodes, if it differs from that of the profile's eight NICs. Jean Zay's nodes of
 A100s have four Omni-Path 100 NICs."""
 ATTENTION: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "llm-foundry": {"a100": (0.40, 0.30), "h100": (0.40 * 0.35 / 0.73, 0.30 * 0.35 / 0.73)},
 }
-"""Framework → chip → share of the peak that its attention reached, forward and backward, where that
-is not what the profile assumes.
+"""Framework → chip → share of the peak that its attention reached in forward and backward, if it
+differs from the profile's.
 
-llm-foundry's benchmarks ran `attn_impl: triton`, the default of
-scripts/train/benchmarking/submit_benchmarks.py (mosaicml/llm-foundry) that sweep.sh leaves, on
-H100s at v0.0.4 with torch 2.0.1 and CUDA 11.8: the first FlashAttention, 30 to 50 % of an A100's
-peak forward, 25 to 35 % backward (Dao, "FlashAttention-2", 2023, section 1; here the middle). On an
-H100 it is taken to lose as FlashAttention-2 does, from 73 % to 35 % (Shah et al.,
-"FlashAttention-3", 2024, abstract)."""
+llm-foundry's benchmarks used `attn_impl: triton`, the default of
+scripts/train/benchmarking/submit_benchmarks.py (mosaicml/llm-foundry), which sweep.sh does not
+change, on H100s at v0.0.4 with torch 2.0.1 and CUDA 11.8. This is the first FlashAttention: 30 to
+50 % of an A100's peak in forward, 25 to 35 % in backward (Dao, "FlashAttention-2", 2023, section 1;
+here the middle). On an H100 the share is assumed to decrease as that of FlashAttention-2 does, from
+73 % to 35 % (Shah et al., "FlashAttention-3", 2024, abstract).
+"""
 _GPT, _LLAMA, _NEMOTRON = "gpt2", "llama", "nemotron"
 _FAMILIES: tuple[tuple[str, str], ...] = (
     ("nemotron4", _NEMOTRON),
@@ -74,20 +75,23 @@ _SEQUENCE = (
     "Megatron-Core",
     "Megatron-Bridge",
     "nanotron",
-)  # frameworks whose tensor parallelism splits the sequence too
-_UNBOUND = (
-    1 << 50
-)  # bytes: where it is known what ran again, the plan is that one, whatever it takes
+)  # frameworks whose tensor parallelism also splits the sequence
+_UNBOUND = 1 << 50  # bytes; unlimited if the recomputed ops are known and forced
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is planned.
+    """The inputs of planning.
 
     Attributes:
-        spec: the model, as of `autopar.hf`. batch: samples of a step. microbatches: into how many a
-            replica cuts its part.
-        memory_bytes: the plan's budget; None for what the planner takes by default.
+        spec: the model, in the form of `autopar.hf`.
+        batch: number of samples of a step.
+        seq: number of tokens per sample.
+        mesh: the mesh.
+        constraints: the plan of the run.
+        microbatches: number of microbatches into which a replica cuts its part.
+        profile: the hardware.
+        memory_bytes: budget of the plan; None for the planner's default.
     """
 
     spec: str
@@ -101,7 +105,7 @@ class Setup:
 
 
 def why_skipped(run: Run) -> str | None:
-    """Why a run is not planned; None where it is."""
+    """Return the reason why a run is not planned; None if it is."""
     missing = [
         name
         for name in ("layers", "hidden", "heads", "seq", "num_devices", "batch")
@@ -112,7 +116,7 @@ def why_skipped(run: Run) -> str | None:
         (run.gpu not in PROFILES, f"no profile of {run.gpu}"),
         (
             "fp8" in run.precision.lower() or "fp4" in run.precision.lower(),
-            f"precision {run.precision}: plans have none of 8 bits",
+            f"precision {run.precision}: plans do not support 8-bit precision",
         ),
         (
             run.framework.startswith(("MaxText", "PaxML")),
@@ -145,7 +149,7 @@ def _misfit(run: Run) -> str | None:
 
 
 def setup_of(run: Run) -> Setup:
-    """What is planned for a run that is not skipped."""
+    """Return the inputs of planning for a run that is not skipped."""
     assert run.batch and run.seq and run.dp
     microbatches = run.batch // (run.dp * run.micro_batch) if run.micro_batch else 1
     mesh, within = _mesh(run)
@@ -172,7 +176,7 @@ def setup_of(run: Run) -> Setup:
 
 
 def _mesh(run: Run) -> tuple[Mesh, tuple[str, ...]]:
-    """Axes in Megatron's order, and those of data parallelism within a node."""
+    """Return the axes in Megatron's order, and those of data parallelism within a node."""
     assert run.dp
     inner = math.gcd(run.dp, max(1, run.devices_per_node // (run.tp * run.cp)))
     sizes = {"pp": run.pp, "dp_node": run.dp // inner, "dp": inner, "cp": run.cp, "tp": run.tp}
@@ -181,7 +185,7 @@ def _mesh(run: Run) -> tuple[Mesh, tuple[str, ...]]:
 
 
 def _recompute(run: Run) -> Recompute | None:
-    """What is forced to run again; None where that is the planner's."""
+    """Return the forced recomputation; None if the planner chooses."""
     if run.recompute == "full" or run.source.startswith(_CHECKPOINTS):
         return "full"
     return "none" if run.recompute == "none" else None

@@ -1,5 +1,5 @@
-"""The model zoo: `build(name)` gives (model, batch) by name, tiny unless told otherwise; the model
-returns its own loss.
+"""The model zoo. `build(name)` returns (model, batch), by default of a tiny size. The model returns
+its own loss.
 
 `NAMES` lists decoders, encoders, sequence to sequence, mixtures of experts, vision, audio,
 multimodal, diffusion, recommendation, CNNs with BatchNorm, a 3D U-Net, a state space model and an
@@ -23,7 +23,7 @@ from benchmarks.zoo.published import PUBLISHED, Published
 
 Built = tuple[nn.Module, dict[str, Any]]
 
-# Those that take a length, and those that take none.
+# Models with a length, and models without one.
 _LONG: Mapping[str, Callable[..., Built]] = MappingProxyType(
     {"nn_transformer": sequences.nn_transformer, "lstm": sequences.lstm}
 )
@@ -50,19 +50,24 @@ def build(
     seed: int = 0,
     **settings: Any,
 ) -> Built:
-    """The model `name` in training mode and a batch: keyword arguments of its forward.
+    """Return the model `name` in training mode, and a batch as keyword arguments of its forward.
 
-    Weights and batch are drawn from `seed`; parameters that begin as zeros are drawn as well, since
-    a zero hides what is lost or misplaced. On meta nothing has values.
+    Weights and batch are drawn from `seed`. Parameters that are initialized as zeros are drawn as
+    well, since zeros would hide lost or misplaced values. On meta, tensors have no values.
 
     Args:
-        batch: samples. seq: tokens of a sample (samples of a sound), where the model has a length.
-        dropout: of every dropout in the model.
-        settings: over the tiny ones: of the configuration (``num_hidden_layers=32``), or of the
-            model's own class.
+        name: name of the model.
+        batch: number of samples.
+        seq: tokens per sample (samples of a sound), if the model has a length.
+        dropout: probability of every dropout in the model.
+        dtype: dtype of the weights and of floating inputs.
+        device: device of the model and the batch.
+        seed: seed of the random numbers.
+        settings: settings that replace those of the tiny size: of the configuration
+            (``num_hidden_layers=32``), or of the model's class.
 
     Raises:
-        AutoparError: where there is none of that name, or a setting that it does not know.
+        AutoparError: if there is no model of that name, or if it does not have a setting.
     """
     if name in PUBLISHED:
         return _published(
@@ -76,7 +81,7 @@ def build(
             seed=seed,
         )
     if name not in NAMES:
-        raise AutoparError(f"the zoo has no {name!r}", remedy=f"name one of {', '.join(NAMES)}")
+        raise AutoparError(f"the zoo has no {name!r}", remedy=f"use one of {', '.join(NAMES)}")
     with torch.random.fork_rng([]), torch.device(device):
         torch.manual_seed(seed)
         try:
@@ -94,12 +99,12 @@ def build(
 
 
 def spec_of(name: str, **settings: Any) -> str:
-    """The `autopar.hf` spec of a published architecture, for example for ``--hf``."""
+    """Return the `autopar.hf` spec of a published architecture, for example for ``--hf``."""
     return f"{PUBLISHED[name].kind}:{json.dumps(_merged(PUBLISHED[name].settings, settings))}"
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `over` written over it; nested objects entry by entry."""
+    """Return `base` updated with `over`; nested objects are merged entry by entry."""
     nested = {
         k: _merged(base[k], v)
         for k, v in over.items()
@@ -127,7 +132,7 @@ def _published(
 
 
 def _padding(ids: Tensor) -> Tensor:
-    """Ones, and zeros at the end of every other sample."""
+    """Return a mask of ones, with zeros at the end of every other sample."""
     mask = torch.ones_like(ids)
     mask[::2, -max(ids.shape[1] // 4, 1) :] = 0
     return mask
@@ -141,5 +146,5 @@ def _without_zeros(model: nn.Module) -> nn.Module:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` in that dtype where it is a tensor of floats."""
+    """Return `value` in a dtype if it is a floating tensor, else unchanged."""
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

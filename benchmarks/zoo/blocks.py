@@ -1,5 +1,4 @@
-"""One layer of a published model, of its true size: what a block class of a deep model's problem
-is made of."""
+"""One layer of a published model in its true size: a block class in the problem of a deep model."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ BATCH, SEQ = 64, 4096
 
 
 class Block(nn.Module):
-    """A decoder's layer in the middle of the model: gradients go on to what comes before it, of
-    which `before` stands for the last op."""
+    """A layer in the middle of a decoder. Gradients continue to earlier layers; `before` represents
+    their last op."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module, width: int) -> None:
         super().__init__()
@@ -33,7 +32,7 @@ Made = tuple[Block, dict[str, Tensor]]
 
 
 def block_of(name: str, *, batch: int = BATCH, seq: int = SEQ) -> Made:
-    """The layer of a size that `autopar.hf` knows, on meta, and what it reads."""
+    """Return the layer of a size that `autopar.hf` knows, on meta, and its inputs."""
     kind, settings = hf.KNOWN[name]
     spec = f"{kind}:{json.dumps({**settings, 'num_hidden_layers': 1})}"
     model: Any = hf.build(spec, dtype=torch.float32, device="meta", batch=1, seq=8)[0]
@@ -44,10 +43,10 @@ def block_of(name: str, *, batch: int = BATCH, seq: int = SEQ) -> Made:
 
 
 def llama3_8b() -> Made:
-    """Of Llama-3 8B."""
+    """Return a layer of Llama-3 8B."""
     return block_of("llama3-8b")
 
 
 def mixtral_8x7b() -> Made:
-    """Of Mixtral 8×7B: eight experts, of which each token picks two."""
+    """Return a layer of Mixtral 8×7B: eight experts, of which each token picks two."""
     return block_of("mixtral-8x7b")

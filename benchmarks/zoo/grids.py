@@ -1,9 +1,9 @@
-"""Models of transformers that read sizes of images from an input, tiny, each with a batch of two
-images of one size a sample beside text.
+"""Tiny models of transformers that read sizes of images from an input, with a batch of text and two
+images of the same size per sample.
 
-``python -m benchmarks.parity --module benchmarks/zoo/grids.py:qwen3_vl`` checks one. As models of
-Qwen and GLM are trained, positions are passed: what a model itself would make of the kinds of its
-tokens depends on where images begin.
+``python -m benchmarks.parity --module benchmarks/zoo/grids.py:qwen3_vl`` checks one. Positions are
+passed, as in the training of Qwen and GLM. Positions that a model derives from the kinds of its
+tokens would depend on where images begin.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def llava_onevision() -> Built:
 
 
 def _by_grid(kind: str, text: str, vision: dict[str, Any], **more: Any) -> Built:
-    """Images as patches of 4 × 4, four of which make a token; their sizes in patches."""
+    """Return a model and a batch of images as patches of 4 × 4, with four patches per token, and
+    their sizes in patches."""
     marks = {
         "image_token_id": MARK,
         "video_token_id": VIDEO,
@@ -162,7 +163,8 @@ def _by_grid(kind: str, text: str, vision: dict[str, Any], **more: Any) -> Built
 
 
 def _by_size(kind: str, text: str, vision: dict[str, Any], num_tokens: int, **more: Any) -> Built:
-    """An image of 32 × 32 a sample, twice where it comes in parts; its size in pixels."""
+    """Return a model and a batch with an image of 32 × 32 per sample, twice if it is split into
+    parts, and its size in pixels."""
     model = _built(kind, {**_TEXT, "model_type": text}, vision, image_token_index=MARK, **more)
     ids = torch.randint(10, 128, (SAMPLES, num_tokens + 8))
     ids[:, 1 : 1 + num_tokens] = MARK
@@ -182,6 +184,6 @@ def _built(kind: str, text: dict[str, Any], vision: dict[str, Any], **more: Any)
     model: nn.Module = AutoModelForImageTextToText.from_config(config).train()
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.any():  # a zero hides what is lost
+            if not parameter.any():  # zeros would hide lost values
                 parameter.normal_(std=0.02)
     return model

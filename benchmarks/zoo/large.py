@@ -1,5 +1,5 @@
-"""Published models whose sizes `autopar.hf` does not know, on meta: functions of the form that
-``--module FILE.py:FUNCTION`` takes."""
+"""Published models whose sizes `autopar.hf` does not know, on meta, as functions for ``--module
+FILE.py:FUNCTION``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.zoo.libraries import WithLoss, build_model
 
 
 def sdxl_unet() -> tuple[nn.Module, dict[str, Tensor]]:
-    """The U-Net of SDXL (Podell et al., 2023, table 1; the settings are those of its checkpoint
+    """Return the U-Net of SDXL (Podell et al., 2023, table 1, with the settings of its checkpoint
     ``stable-diffusion-xl-base-1.0``), and 64 latents of images of 1024 × 1024."""
     batch = 64
     settings = {
@@ -39,7 +39,7 @@ def sdxl_unet() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 class Conditioned(nn.Module):
-    """The U-Net with the conditions of a sample as arguments of their own."""
+    """The U-Net with the conditions of a sample as separate arguments."""
 
     def __init__(self, unet: nn.Module) -> None:
         super().__init__()

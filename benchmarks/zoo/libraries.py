@@ -1,5 +1,5 @@
-"""Models of other libraries (torchvision, timm, diffusers), which are imported where one is built:
-see what ``libraries.json`` says of itself."""
+"""Models of other libraries (torchvision, timm, diffusers), which are imported when a model is
+built. ``libraries.json`` describes its contents."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LIBRARIES: tuple[str, ...] = tuple(dict.fromkeys(name.partition("/")[0] for name
 
 
 class WithLoss(nn.Module):
-    """A model, and the loss of all that it returns: cross entropies of class labels where there
-    are some, else mean squares."""
+    """A model with the loss of all its outputs: cross entropies of class labels if there are any,
+    else mean squares."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -44,16 +44,16 @@ class WithLoss(nn.Module):
 def build(
     name: str, *, batch: int, dtype: torch.dtype, device: str, seed: int
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model `name` in training mode without dropout, with its loss, and a batch; parameters
-    that begin as zeros are drawn.
+    """Return the model `name` in training mode without dropout, with its loss, and a batch.
+    Parameters that are initialized as zeros are drawn.
 
     Raises:
-        AutoparError: where the list has no such name, or its library is not installed.
+        AutoparError: if the list has no such name, or if its library is not installed.
     """
     if name not in NAMES:
         raise AutoparError(
             f"the list of libraries' models has no {name!r}",
-            remedy=f"name one of {', '.join(NAMES)}",
+            remedy=f"use one of {', '.join(NAMES)}",
         )
     entry = LIST["models"][name]
     with torch.random.fork_rng([]), torch.device(device):
@@ -74,10 +74,10 @@ def build(
 
 
 def build_model(path: str, settings: Mapping[str, Any]) -> nn.Module:
-    """Build the model of a class, given its import path.
+    """Return the model of a class, given its import path and settings.
 
     Raises:
-        AutoparError: the library is not installed.
+        AutoparError: if the library is not installed.
     """
     package, _, name = path.rpartition(".")
     _operators_of_torchvision()
@@ -91,8 +91,11 @@ def build_model(path: str, settings: Mapping[str, Any]) -> nn.Module:
 
 
 def _operators_of_torchvision() -> None:
-    """Its wheel is built for torch with CUDA: beside torch for CPUs its own operators do not load,
-    and it is not imported without their names. No model here calls them."""
+    """Define torchvision's operators if they cannot be loaded.
+
+    Its wheel is built for torch with CUDA. With torch for CPUs its operators do not load, and it
+    cannot be imported without their names. No model here calls them.
+    """
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
             torch.library.define(
@@ -102,8 +105,8 @@ def _operators_of_torchvision() -> None:
 
 
 def _drawn(spec: Any, batch: int) -> Any:
-    """A tensor of a sample's shape and the batch; numbers below `below`; what is no shape is
-    itself."""
+    """Return a tensor of a sample's shape and the batch, or integers below `below`. Other values
+    are returned unchanged."""
     if isinstance(spec, list):
         return torch.randn(batch, *spec)
     if isinstance(spec, dict) and "below" in spec:

@@ -1,5 +1,5 @@
-"""Architectures of transformers, each as a tiny configuration: type and head, settings, and what
-its batch has beside labels."""
+"""Architectures of transformers as tiny configurations: type and head, settings, and inputs other
+than labels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Published:
 
     Attributes:
         kind: ``TYPE/AutoClass`` as in `autopar.hf`.
-        settings: of the tiny configuration; lists and nested objects as in JSON.
-        seq: tokens of a sample, or samples of a sound.
-        masked: whether the batch has an attention mask with padding in it.
+        settings: settings of the tiny configuration; lists and nested objects as in JSON.
+        seq: tokens per sample, or samples of a sound.
+        masked: whether the batch has an attention mask with padding.
     """
 
     kind: str

@@ -1,5 +1,5 @@
-"""Models on sequences and tables that transformers does not have: torch's own Transformer, an
-LSTM, a DLRM."""
+"""Models on sequences and tables that transformers does not have: torch's own Transformer, an LSTM
+and a DLRM."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LanguageLstm(nn.Module):
 
 class Dlrm(nn.Module):
     """A recommendation model (Naumov et al., 2019): bags of categories and dense features, their
-    pairwise products, a click."""
+    pairwise products, and a click."""
 
     def __init__(
         self, tables: int = 4, rows: int = 64, dim: int = 16, dense: int = 8, width: int = 32
@@ -95,7 +95,7 @@ class Dlrm(nn.Module):
 def nn_transformer(
     batch: int, seq: int, vocab: int = 128, **settings: Any
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The translator and three rows of tokens per sample."""
+    """Return the translator, and three rows of tokens per sample."""
     return Translator(vocab, **settings), {
         name: torch.randint(0, vocab, (batch, seq)) for name in ("source", "target", "labels")
     }
@@ -104,7 +104,7 @@ def nn_transformer(
 def lstm(
     batch: int, seq: int, vocab: int = 128, **settings: Any
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The LSTM and tokens."""
+    """Return the LSTM, and tokens."""
     return LanguageLstm(vocab, **settings), {
         name: torch.randint(0, vocab, (batch, seq)) for name in ("ids", "labels")
     }
@@ -113,7 +113,7 @@ def lstm(
 def dlrm(
     batch: int, tables: int = 4, rows: int = 64, dense: int = 8, bag: int = 3, **settings: Any
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The DLRM and dense features, categories and clicks."""
+    """Return the DLRM, and dense features, categories and clicks."""
     settings.pop("dropout", None)
     return Dlrm(tables, rows, dense=dense, **settings), {
         "dense": torch.randn(batch, dense),

@@ -1,5 +1,5 @@
-"""Architectures outside the zoo, for the question whether a first run works: see what
-``unseen.json`` says of itself."""
+"""Architectures outside the zoo, to test whether a first run works. ``unseen.json`` describes its
+contents."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ REFUSED: dict[str, str] = LIST["refused"]
 
 
 def build(name: str, **how: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """The model `name` and a batch, as `autopar.hf.build` makes them; parameters that begin as
-    zeros are drawn at random, since a zero hides what is lost.
+    """Return the model `name` and a batch, as `autopar.hf.build` does. Parameters that are
+    initialized as zeros are drawn at random, since zeros would hide lost values.
 
     Raises:
-        AutoparError: where the list has no such name.
+        AutoparError: if the list has no such name.
     """
     if name not in NAMES:
         raise AutoparError(
             f"the list of unseen architectures has no {name!r}",
-            remedy=f"name one of {', '.join(NAMES)}",
+            remedy=f"use one of {', '.join(NAMES)}",
         )
     model, batch = hf.build(
         LIST["models"][name], seq=LIST["seq"].get(name, LIST["length"]), image=LIST["image"], **how

@@ -1,4 +1,4 @@
-"""Vision models that transformers does not have: two diffusion models, a 3D U-Net on volumes, a
+"""Vision models that transformers does not have: two diffusion models, a 3D U-Net on volumes, and a
 small CNN."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def timestep_embedding(t: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Sines and cosines [b, dim] of the times `t` [b]."""
+    """Return sines and cosines [b, dim] of the times `t` [b]."""
     frequencies = torch.exp(
         -math.log(10000.0) * torch.arange(dim // 2, device=t.device, dtype=dtype) / (dim // 2)
     )
@@ -56,7 +56,7 @@ class ImageAttention(nn.Module):
 
 
 class UNet2d(nn.Module):
-    """A denoising U-Net as in DDPM (Ho et al., 2020): the loss is the mean square of predicted
+    """A denoising U-Net as in DDPM (Ho et al., 2020). The loss is the mean square of predicted
     minus added noise."""
 
     def __init__(
@@ -262,7 +262,7 @@ class Cnn(nn.Module):
 
 
 def unet2d(batch: int, side: int = 16, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The U-Net and images, times and noise."""
+    """Return the U-Net, and images, times and noise."""
     shape = (batch, 3, side, side)
     return UNet2d(**settings), {
         "x": torch.randn(shape),
@@ -272,7 +272,7 @@ def unet2d(batch: int, side: int = 16, **settings: Any) -> tuple[nn.Module, dict
 
 
 def ddpm256() -> tuple[nn.Module, dict[str, Tensor]]:
-    """The size that DDPM trains on 256 × 256 images (Ho et al., 2020, appendix B), and 64 of
+    """Return the size that DDPM trains on 256 × 256 images (Ho et al., 2020, appendix B), and 64 of
     them."""
     return unet2d(64, 256, channels=128, multipliers=(1, 1, 2, 2, 4, 4), blocks=2, heads=1)
 
@@ -280,7 +280,7 @@ def ddpm256() -> tuple[nn.Module, dict[str, Tensor]]:
 def dit(
     batch: int, side: int = 8, classes: int = 8, **settings: Any
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The transformer and latents, times, classes and noise."""
+    """Return the transformer, and latents, times, classes and noise."""
     shape = (batch, 4, side, side)
     labels = torch.randint(0, classes, shape[:1])
     inputs = {
@@ -295,7 +295,7 @@ def dit(
 def unet3d(
     batch: int, side: int = 8, classes: int = 3, **settings: Any
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The U-Net and volumes with a class per voxel."""
+    """Return the U-Net, and volumes with a class per voxel."""
     volume = (side,) * 3
     settings.pop("dropout", None)
     return UNet3d(classes=classes, **settings), {
@@ -307,7 +307,7 @@ def unet3d(
 def cnn(
     batch: int, side: int = 16, classes: int = 8, **settings: Any
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The CNN and images with a class each."""
+    """Return the CNN, and images with a class each."""
     return Cnn(classes=classes, **settings), {
         "images": torch.randn(batch, 3, side, side),
         "labels": torch.randint(0, classes, (batch,)),

@@ -370,7 +370,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
             lambda e: e.kind == "compute",
             nodes=lambda e: (replace(e.nodes[0], strategy=Strategy((), ())), *e.nodes[1:]),
         ),
-        "layouts: .* has not one layout per tensor",
+        "layouts: .* does not have one layout per tensor",
     ),
     "an entry's time": (
         entry(lambda e: e.time_s > 0, time_s=lambda e: e.time_s * 0.5),
@@ -556,7 +556,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "the peak": (prediction(peak_bytes=lambda p: p.peak_bytes - 4), "memory: the peak is"),
     "bytes by kind": (
         prediction(memory_bytes=lambda p: {**p.memory_bytes, "optimizer": 0}),
-        "memory: optimizer are",
+        "memory: optimizer: ",
     ),
     "a smaller budget": (
         lambda p: with_options(p, memory_bytes=p.prediction.peak_bytes - 1),

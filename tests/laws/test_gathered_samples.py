@@ -188,7 +188,7 @@ def test_a_batch_that_does_not_divide_is_gathered_for_what_joins_samples_with_ot
     [
         (4, THREE, "with at most 2 per shard, 1 of the devices would have none"),
         (2, THREE, "with at most 1 per shard, 1 of the devices would have none"),
-        (6, SQUARE, "shards must be equal"),
+        (6, SQUARE, "shards over several axes must be equal"),
     ],
 )
 def test_a_batch_that_has_no_part_for_each_device_is_refused_and_told_what_it_needs(

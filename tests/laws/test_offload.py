@@ -215,7 +215,7 @@ def test_the_predicted_peak_is_measured_to_the_byte(kind: str) -> None:
     [
         (
             lambda p: replace(p, prediction=replace(p.prediction, host_bytes={})),
-            "in host memory are .* not 0",
+            "host memory for .* not 0",
         ),
         (
             lambda p: replace(

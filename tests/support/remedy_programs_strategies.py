@@ -213,7 +213,7 @@ FORCED: dict[str, Program] = {
         "use one of its dims",
         _plan(layout("*.up", storage="S(1)")),
     ),
-    "sharding/resolve_constraints.py _as_elsewhere 0": Program(
+    "sharding/resolve_constraints.py _resting_layouts 0": Program(
         _plan(rests_as({"layers.0.up.weight": "S(3)"})),
         "from a plan of the same model",
         _plan(rests_as({"layers.0.up.weight": "S(0)"})),

@@ -2,12 +2,12 @@
 
 Context parallelism splits the sequence. The walk is that of `autopar.sharding.propagate`, along the
 sequence instead of the batch. If an op has no option that reads its operands in their placements,
-as attention, the smallest split operands are gathered such that the results are still split. The
-gradient of a gathered tensor is scattered in the placement that the tensor had.
+such as attention, the smallest split operands are gathered such that the results are still split.
+The gradient of a gathered tensor is scattered in the placement that the tensor had.
 
-Sequence parallelism (`autopar.sharding.presets.tensor`) walks in the same way, but continues at an
-op that cannot compute on a part of the sequence at all, such as a view that joins it with the
-batch. That op reads all operands whole, and so do later ops up to one that can compute on a part.
+Sequence parallelism (`autopar.sharding.presets.tensor`) uses the same walk, but continues at an op
+that cannot compute on a part of the sequence at all, such as a view that joins it with the batch.
+That op reads all operands whole, and so do later ops up to one that can compute on a part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from autopar.sharding.propagate import (
 
 
 def along_sequence(graph: TraceIndex, *, gathers: bool = False) -> SpreadLabels | None:
-    """Find the placements if the sequence, dim 1 of the inputs, is split.
+    """Return the placements if the sequence, dim 1 of the inputs, is split.
 
     Args:
         graph: the trace and its dependencies.
@@ -58,7 +58,7 @@ def along_sequence(graph: TraceIndex, *, gathers: bool = False) -> SpreadLabels 
 
 
 def read_otherwise(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
-    """Find the nodes that read an operand in another placement than it is made in.
+    """Return the nodes that read an operand in another placement than that in which it is produced.
 
     Free operands count as well, if an earlier node reads them in another placement.
     """
@@ -75,8 +75,8 @@ def read_otherwise(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
 
 
 def _apart_on_free(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
-    """The nodes that read a free tensor, such as a range of labels, only in placements in which it
-    cannot be made or earlier nodes cannot read it."""
+    """Return the nodes that read a free tensor, such as a range of labels, only in placements in
+    which it cannot be produced or earlier nodes cannot read it."""
     found: set[str] = set()
     read = _made_free(graph, rows)
     for name, row in rows.items():
@@ -97,7 +97,8 @@ def _apart_on_free(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
 
 
 def _made_free(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> dict[Ref, set[Placement]]:
-    """Tensor without a row → the placements in which it can be made from its operands."""
+    """Return tensor without a row → the placements in which it can be computed from its
+    operands."""
     made: dict[Ref, set[Placement]] = {}
     for name, call in graph.calls.items():
         if name in rows:
@@ -115,14 +116,15 @@ def _made_free(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> dict[Ref, set
 
 
 class ContextWalk(Propagation):
-    """The walk along the sequence; arguments as in `along_sequence`."""
+    """The walk along the sequence. Arguments are those of `along_sequence`."""
 
     def __init__(self, graph: TraceIndex, policy: Policy, *, gathers: bool) -> None:
         super().__init__(graph, policy)
         self.gathers = gathers
 
     def run(self) -> SpreadLabels:
-        """Walk, and find the nodes that read an operand in another placement than it is made in."""
+        """Walk, and add the nodes that read an operand in another placement than that in which it
+        is produced."""
         found = super().run()
         found.apart |= read_otherwise(self.graph, found.rows)
         return found
@@ -158,10 +160,10 @@ class ContextWalk(Propagation):
                 self.labels[node.name, i] = like
                 self.found.apart.update(
                     user.name for user in node.users
-                )  # it is scattered before any of them reads it
+                )  # it is scattered before its readers
 
     def _stays(self, node: fx.Node, option: AxisOption) -> bool:
-        """Whether operands are read in their placement, gathered, or sliced."""
+        """Return whether all operands are read in their placement, gathered, or sliced."""
         pairs = zip(self.graph.reads[node.name], option.inputs, strict=True)
         return not any(
             isinstance(p, Partial)
@@ -172,7 +174,7 @@ class ContextWalk(Propagation):
         )
 
     def _gathered_operands(self, node: fx.Node, option: AxisOption) -> list[Ref]:
-        """Split activations that the option reads whole."""
+        """Return the split activations that the option reads whole."""
         pairs = zip(self.graph.reads[node.name], option.inputs, strict=True)
         split = [ref for ref, p in pairs if p == REPLICATE and isinstance(self._state(ref), Shard)]
         return [ref for ref in split if self._is_activation(ref[0])]
@@ -186,13 +188,13 @@ class ContextWalk(Propagation):
 # Data parallelism on one mesh axis: the batch is split, and ops that couple samples gather them.
 #
 # The walk is that of `autopar.sharding.propagate`, along the batch. For an op that cannot compute
-# on a part of the batch (a contrastive loss, a sum over the batch), as few operands are gathered as
-# possible such that it still makes its own part, or all of them if it cannot. Readers slice a whole
-# result that has the shape of a gathered operand.
+# on a part of the batch (a contrastive loss, a sum over the batch), as few operands as possible are
+# gathered such that it still computes its own part, or all of them if it cannot. Readers slice a
+# whole result that has the shape of a gathered operand.
 #
 # A batch that the number of devices does not divide is split unevenly: the last part is shorter. An
-# op whose results do not have such parts (a view that joins samples with tokens: three of eight
-# samples are not a third of all tokens, rounded up) cannot compute on a part either.
+# op whose results do not have corresponding parts cannot compute on a part either (a view that
+# joins samples with tokens: three of eight samples are not a third of all tokens, rounded up).
 
 
 class SampleWalk(ContextWalk):
@@ -216,7 +218,8 @@ class SampleWalk(ContextWalk):
         )
 
     def _has_parts(self, call: Call, option: AxisOption) -> bool:
-        """Whether the uneven parts of operands and results fit and belong together."""
+        """Return whether the uneven parts of operands and results fit and correspond to each
+        other."""
         inputs, outputs = (
             tuple(Layout([p] * len(self.sizes)) for p in placements)
             for placements in (option.inputs, option.outputs)
@@ -247,9 +250,7 @@ class SampleWalk(ContextWalk):
                 and (like := lay.get(self.graph.shape_of((node.name, i)))) is not None
             ):
                 self.labels[node.name, i] = like
-                self.found.apart.update(
-                    user.name for user in node.users
-                )  # they slice it before they read it
+                self.found.apart.update(user.name for user in node.users)  # its readers slice it
 
 
 def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
@@ -271,7 +272,7 @@ def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
     why = (
         f"with at most {length} per shard, {without} of the devices would have none"
         if len(sizes) == 1
-        else "over several axes shards must be equal"
+        else "shards over several axes must be equal"
     )
     what = f"{plan} cannot hold: a batch of {batch} cannot be split over {num} devices: {why}"
     raise ConstraintError(
@@ -280,7 +281,7 @@ def check_batch(plan: Parallelism, batch: int, sizes: Sequence[int]) -> None:
 
 
 def notes_on(plan: Parallelism, graph: TraceIndex, found: SpreadLabels) -> tuple[str, ...]:
-    """Describe the effects of a plan of data parallelism that its name does not tell.
+    """Describe the effects of a plan of data parallelism that its name does not show.
 
     Args:
         plan: the named plan.
@@ -311,10 +312,10 @@ def notes_on(plan: Parallelism, graph: TraceIndex, found: SpreadLabels) -> tuple
 # devices. Each device computes only with its own experts.
 #
 # The walk is that of data parallelism, except for experts (`autopar.ops.experts`) and their
-# gradients. These read weights split by experts. Either tokens, picks and gates are gathered, and
-# the results are partial sums that are scattered in the placement of the tokens. Or they are read
-# in their placement and dispatched (`autopar.rules.dispatch`). If the plan does not say which, the
-# row of the node leaves it open.
+# gradients. These read weights split by experts. There are two ways. Tokens, picks and gates are
+# gathered, and the results are partial sums that are scattered in the placement of the tokens. Or
+# they are read in their placement and dispatched (`autopar.rules.dispatch`). If the plan does not
+# determine the way, the row of the node leaves it open.
 
 BY_EXPERTS = Shard(0)
 _WEIGHTS = {
@@ -326,7 +327,7 @@ _WEIGHTS = {
 def by_experts(
     graph: TraceIndex, plan: Parallelism, policy: Policy, batch: int, sizes: Sequence[int]
 ) -> SpreadLabels:
-    """Find the placements if the batch and the experts are split.
+    """Return the placements if the batch and the experts are split.
 
     Args:
         graph: the trace and its dependencies.
@@ -336,8 +337,9 @@ def by_experts(
         sizes: devices per axis of the plan.
 
     Raises:
-        ConstraintError: if the model has no experts that are one op, if the number of experts is no
-            multiple of the devices, or if tokens are to be dispatched over several axes.
+        ConstraintError: if the model has no experts that are one op; if the number of experts is
+            not a multiple of the number of devices; or if tokens would be dispatched over several
+            axes.
     """
     if plan.tokens == "dispatched" and len(sizes) > 1:
         what = (
@@ -379,7 +381,8 @@ def by_experts(
 
 
 class _ExpertWalk(SampleWalk):
-    """The walk of `by_experts`; `tokens` is how the plan moves them, or "" to leave it open."""
+    """The walk of `by_experts`. `tokens` is the way in which the plan moves them, or "" to leave it
+    open."""
 
     def __init__(
         self, graph: TraceIndex, policy: Policy, batch: int, sizes: Sequence[int], tokens: str
@@ -415,4 +418,4 @@ class _ExpertWalk(SampleWalk):
                 self.labels[node.name, i] = tokens
         self.found.apart.update(
             user.name for user in node.users
-        )  # partial sums are scattered before any of them reads them
+        )  # partial sums are scattered before their readers

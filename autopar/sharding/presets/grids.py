@@ -1,16 +1,17 @@
 """Grids of tensor parallelism (`autopar.constraints.parallel`): placements on each side of a grid.
 
 The sides that split samples, and the depth, are data parallelism. On the other sides activations
-*rest* split over a dim. The result of a product by columns is split over its features. A result
-whose partial sums are scattered is split over its samples (`SAMPLES`) or, on the second side of
-``2d``, over its features. A product with a weight is by *columns* (it reads the whole activation,
-and the weight split over dims of the result) or by *rows* (both are split over the contracted dim;
-it makes partial sums). On the second side of ``2d`` all products are by columns. On the sides of
-``3d`` a product is by rows if features are split, and by columns if samples are. So the split dim
-alternates from one product to the next, and differs between the two sides.
+are *at rest* in a placement that splits a dim. The result of a product by columns is split over its
+features. A result whose partial sums are scattered is split over its samples (`SAMPLES`) or, on the
+second side of ``2d``, over its features. A product with a weight is by *columns* (it reads the
+whole activation, and the weight split over dims of the result) or by *rows* (both are split over
+the contracted dim, and the results are partial sums). On the second side of ``2d`` all products are
+by columns. On the sides of ``3d`` a product is by rows if features are split, and by columns if
+samples are. So the split dim alternates from one product to the next, and differs between the two
+sides.
 
-All other nodes read their operands as these rest. A node that cannot (a norm over split features)
-reads them split over another dim (tokens), and its result rests as they did. The log names such
+All other nodes read their operands at rest. A node that cannot (a norm over split features) reads
+them split over another dim (tokens), and its result has their placement at rest. The log names such
 nodes. If a node can do neither, the plan is refused.
 """
 
@@ -46,18 +47,18 @@ from autopar.sharding.propagate import (
 log = logging.getLogger("autopar")
 Side = Literal[
     "columns", "inner", "outer"
-]  # the second side of 2d; of 3d, the side that splits features of the residual stream; the other
+]  # second side of 2d; side of 3d that splits features of the residual stream; other side of 3d
 SIDES: Mapping[str, tuple[Side | None, ...]] = {
     "2d": (None, "columns"),
     "2.5d": (None, "columns", None),
     "3d": (None, "inner", "outer"),
 }
-"""Per kind and axis the side; None is data parallelism."""
+"""Kind of grid → the side of each of its axes; None is data parallelism."""
 SAMPLES = Shard(0)
 
 
 def walk_sides(graph: TraceIndex, plan: Parallelism) -> dict[Side, SpreadLabels]:
-    """Find the placements on the sides of a plan's grid that are not data parallelism.
+    """Return the placements on the sides of a plan's grid that are not data parallelism.
 
     If a node cannot read its operands, `SpreadLabels.failure` names it.
 
@@ -85,9 +86,9 @@ class _Side(Propagation):
     """The walk over one side.
 
     Attributes:
-        labels: labels of tensors at rest; the rows have the labels in which they are made.
-        pending: tensors that are made as partial sums.
-        aside: node → operands that it reads split over another dim than these rest.
+        labels: labels of tensors at rest. The rows have the labels in which they are produced.
+        pending: tensors that are produced as partial sums.
+        aside: node → operands that it reads split over another dim than at rest.
     """
 
     def __init__(self, graph: TraceIndex, side: Side) -> None:
@@ -104,7 +105,8 @@ class _Side(Propagation):
                 self.demand(product_of(graph, node)[1], label)  # type: ignore[index]
 
     def run(self) -> SpreadLabels:
-        """Walk, and find the nodes that read an operand in another placement than it is made in."""
+        """Walk, and add the nodes that read an operand in another placement than that in which it
+        is produced."""
         found = super().run()
         for name, row in found.rows.items():
             pairs = [
@@ -116,11 +118,11 @@ class _Side(Propagation):
         return found
 
     def _made_label(self, ref: Ref) -> Placement | None:
-        """The label in which a node makes a tensor; None without a row."""
+        """Return the label in which a node produces a tensor; None without a row."""
         return self.found.rows[ref[0]].outputs[ref[1]] if ref[0] in self.found.rows else None
 
     def _choose(self, node: fx.Node) -> AxisOption | None:
-        """The option with the fewest operands that are moved to be read."""
+        """Return the option that reads the fewest operands in another placement than at rest."""
         options = [o for o in self._options(node) if self._is_possible(node, o)]
         for wanted in (
             self._by_table,
@@ -164,9 +166,9 @@ class _Side(Propagation):
                 )
 
     def _is_possible(self, node: fx.Node, option: AxisOption) -> bool:
-        """Whether an option reads partial sums only where that is useful.
+        """Return whether an option reads partial sums only where that is useful.
 
-        Such nodes add several of them up, or only move them, and nothing else reads the sums.
+        Such a node only adds or moves them, and nothing else reads these sums.
         """
         reads, call = self.graph.reads[node.name], self.graph.calls[node.name]
         if node.target is operator.getitem:
@@ -183,7 +185,8 @@ class _Side(Propagation):
         )
 
     def _moved_operands(self, node: fx.Node, option: AxisOption) -> list[Ref]:
-        """Activations that an option reads in another placement than they rest, by a collective."""
+        """Return the activations that an option reads in another placement than at rest, by a
+        collective."""
         pairs = zip(self.graph.reads[node.name], option.inputs, strict=True)
         return [
             ref
@@ -194,8 +197,9 @@ class _Side(Propagation):
         ]
 
     def _cost(self, node: fx.Node, option: AxisOption) -> tuple[int, ...]:
-        """The cost of an option, in order: operands moved, weights gathered, whole operands sliced,
-        partial sums added up; of equal options, the later dim is preferred."""
+        """Return the cost of an option. The numbers count, in order: moved operands, gathered
+        weights, sliced whole operands, and reduced partial sums. Of equal options, the later dim is
+        preferred."""
         gathers = slices = 0
         for ref, placement in zip(self.graph.reads[node.name], option.inputs, strict=True):
             label = self._state(ref)
@@ -211,9 +215,9 @@ class _Side(Propagation):
         return moved, gathers, slices, summed, bool(dims) != bool(moved), -max(dims, default=0)
 
     def _sum_label(self, node: fx.Node, option: AxisOption, result: int) -> Placement:
-        """The label in which partial sums rest.
+        """Return the label of partial sums at rest.
 
-        Those of a product are scattered, others are whole, and a sum of several rests as they do.
+        The sums of a product are scattered, others are whole, and a sum of several has their label.
         """
         for i, (ref, placement) in enumerate(
             zip(self.graph.reads[node.name], option.inputs, strict=True)
@@ -233,7 +237,8 @@ class _Side(Propagation):
         return target if is_product and shape[target.dim] > 1 else REPLICATE
 
     def _like_activation(self, node: fx.Node) -> Placement | None:
-        """For a node that makes the gradient of an activation: the label of that activation.
+        """Return the label of the activation of which a node computes the gradient; None for other
+        nodes.
 
         The activation is the operand of the last forward product with the same weight.
         """
@@ -246,7 +251,7 @@ class _Side(Propagation):
         return None
 
     def _by_product(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
-        """Options of a forward product with a weight: by rows or by columns."""
+        """Return the options of a forward product with a weight: by rows or by columns."""
         product = product_of(self.graph, node)
         if product is None:
             return []
@@ -269,8 +274,8 @@ class _Side(Propagation):
         ]
 
     def _by_table(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
-        """Options of a forward lookup by ids of the batch: by the label of its table, else by
-        samples or by features."""
+        """Return the options of a forward lookup by ids of the batch: by the label of its table if
+        that is split, else by samples or by features."""
         table = (
             self.graph.reads[node.name][0]
             if node.target is ops.embedding and node.meta["phase"] == "forward"
@@ -289,14 +294,15 @@ class _Side(Propagation):
         return [o for o in options if o.outputs[0] == wanted]
 
     def _by_gradient(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
-        """Options of a product that makes the gradient of a weight: by the label of the weight."""
+        """Return the options of a product that computes the gradient of a weight: by the label of
+        the weight."""
         wanted = self.labels.get((self.graph.gradient_of.get(node.name, ""), 0))
         if node.target not in HEADS or not isinstance(wanted, Shard):
             return []
         return [o for o in options if o.outputs[0] == wanted]
 
     def _by_weight(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
-        """Options of a product in backward that reads a weight with its label."""
+        """Return the options of a backward product that reads a weight with its label."""
         for i, ref in enumerate(self.graph.reads[node.name]):
             label = self.labels.get(ref)
             if node.target is ops.dot and self._is_weight(ref[0]) and isinstance(label, Shard):
@@ -304,8 +310,8 @@ class _Side(Propagation):
         return []
 
     def _by_start(self, node: fx.Node, options: Sequence[AxisOption]) -> list[AxisOption]:
-        """Options of the first op of activations, which reads inputs and weights: by samples or by
-        features."""
+        """Return the options of the first op of activations, which reads inputs and weights: by
+        samples or by features."""
         reads = self.graph.reads[node.name]
         if any(self._is_activation(name) for name, _ in reads) or not any(
             self._is_weight(name) for name, _ in reads
@@ -321,7 +327,8 @@ class _Side(Propagation):
         ]
 
     def _made_split(self, ref: Ref, label: Placement, reader: str) -> dict[str, AxisOption] | None:
-        """As in `Propagation`; partial sums and results of getitem stay as they are made."""
+        """Return the same as in `Propagation`. Partial sums and results of getitem do not
+        change."""
         node = self.graph.nodes.get(ref[0])
         fixed = node is None or ref in self.pending or node.target is operator.getitem
         return None if fixed else super()._made_split(ref, label, reader)
@@ -331,13 +338,13 @@ class _Side(Propagation):
 
 
 def _column_label(graph: TraceIndex, node: fx.Node) -> Placement | None:
-    """The last dim of a product's weight that only the weight and the result have."""
+    """Return the last dim of a product's weight that only the weight and the result have."""
     dims = [p.dim for x, p, _ in _splits_of_weight(graph, node) if x == REPLICATE]
     return Shard(max(dims)) if dims else None
 
 
 def _row_label(graph: TraceIndex, node: fx.Node) -> Placement | None:
-    """The first dim of a product's weight that is contracted."""
+    """Return the first dim of a product's weight that is contracted."""
     return next(
         (
             p
@@ -349,7 +356,8 @@ def _row_label(graph: TraceIndex, node: fx.Node) -> Placement | None:
 
 
 def _splits_of_weight(graph: TraceIndex, node: fx.Node) -> list[tuple[Placement, Shard, Placement]]:
-    """Placements of activation, weight and result for each way to split a product's weight."""
+    """Return the placements of activation, weight and result for each way to split a product's
+    weight."""
     product = product_of(graph, node)
     assert product is not None
     x, weight = (graph.reads[node.name].index(ref) for ref in product)
@@ -360,7 +368,7 @@ def _splits_of_weight(graph: TraceIndex, node: fx.Node) -> list[tuple[Placement,
 
 
 def _find_tied(graph: TraceIndex) -> Iterable[fx.Node]:
-    """The products whose weight is also the table of a lookup."""
+    """Return the products whose weight is also the table of a lookup."""
     tables = {graph.reads[n.name][0] for n in graph.nodes.values() if n.target is ops.embedding}
     return [
         n

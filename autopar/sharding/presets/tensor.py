@@ -2,10 +2,10 @@
 
 `by_columns` finds column and row products by trial. At first every product of a whole activation
 and a weight is split by columns, and every large enough table by rows. If an op cannot read a split
-tensor in its placement (a norm, a sum with the residual stream), or nothing contracts it, the
-products to blame try another dim of their weight, and finally stay whole. Then the walk begins
+tensor in its placement (a norm, a sum with the residual stream), or if nothing contracts it, the
+responsible products try another dim of their weight, and finally stay whole. Then the walk starts
 again. Equal products of repeated layers are decided together. A norm over a split dim reads it
-whole, or fails in backward at the latest, where its sums are whole and other operands split. The
+whole; otherwise it fails in backward, where its sums are whole and other operands are split. The
 log names products that stay whole.
 """
 
@@ -49,7 +49,8 @@ class _Columns:
     """The state of the trials.
 
     Attributes:
-        dims: pattern of a product → dims of its weight that are left to try; the first is current.
+        dims: pattern of a product → dims of its weight that are left to try; the first is the
+            current one.
         tables: tables that are split by rows, with their labels.
         whole: pattern of a product that stays whole → the node that cannot read its split result.
     """
@@ -60,7 +61,7 @@ class _Columns:
 
 
 def by_columns(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
-    """Split products by columns and rows; see the module docstring.
+    """Split products by columns and rows (see the module docstring).
 
     If nothing is left to try, `SpreadLabels.failure` is the node that cannot read its operands.
 
@@ -82,7 +83,7 @@ def by_columns(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
             ends = frozenset(
                 graph.pattern(n)
                 for n in nodes
-                if n.name in columns and not _ends_well(graph, n, found)
+                if n.name in columns and not _is_consumed_split(graph, n, found)
             )
             if not _try_next(graph, nodes, tried, ends, ""):
                 break
@@ -110,7 +111,7 @@ def by_columns(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
 def _try_next(
     graph: TraceIndex, nodes: Sequence[fx.Node], tried: _Columns, blamed: frozenset[str], by: str
 ) -> bool:
-    """Let the blamed products try their next dim, or stay whole because of the node `by`.
+    """Let the responsible products try their next dim, or stay whole because of the node `by`.
 
     A table that is also the weight of such a product stays whole with it.
 
@@ -124,7 +125,7 @@ def _try_next(
             changed = True
         if not tried.dims.get(
             pattern
-        ):  # the table would be split for lookups, and whole in the gradient of the product
+        ):  # otherwise lookups would split the table, and the gradient of the product would not
             alike = [n for n in nodes if graph.pattern(n) == pattern]
             weights = {product_of(graph, n)[1] for n in alike}  # type: ignore[index]
             changed |= bool(weights & tried.tables.keys())
@@ -135,7 +136,8 @@ def _try_next(
 
 
 def _column_dims(graph: TraceIndex, node: fx.Node) -> list[int]:
-    """Dims of a product's weight that only the weight and the result have, in descending order."""
+    """Return the dims of a product's weight that only the weight and the result have, in descending
+    order."""
     product = product_of(graph, node)
     assert product is not None
     x, weight = (graph.reads[node.name].index(ref) for ref in product)
@@ -149,7 +151,7 @@ def _column_dims(graph: TraceIndex, node: fx.Node) -> list[int]:
 
 
 def _tables(graph: TraceIndex) -> dict[Ref, Placement]:
-    """Tables and weights of experts to split.
+    """Return the tables and weights of experts to split, with their labels.
 
     Tables with more rows than columns that are looked up by ids of the batch are split by rows,
     unless a loss by rows reads them whole. Weights of experts are split over the features between
@@ -177,11 +179,11 @@ def _tables(graph: TraceIndex) -> dict[Ref, Placement]:
     return found
 
 
-def _ends_well(graph: TraceIndex, node: fx.Node, found: SpreadLabels) -> bool:
-    """Whether the split result of a product is contracted, or read by a cross entropy with more
-    classes than features."""
+def _is_consumed_split(graph: TraceIndex, node: fx.Node, found: SpreadLabels) -> bool:
+    """Return whether the split result of a product is contracted, or read by a cross entropy with
+    more classes than features."""
     if found.labels.get((node.name, 0)) == REPLICATE:
-        return True  # a row product, or whole
+        return True  # a product by rows, or a whole one
     pattern = graph.pattern(node)
     if pattern in found.contracted:
         return True
@@ -202,9 +204,9 @@ def _ends_well(graph: TraceIndex, node: fx.Node, found: SpreadLabels) -> bool:
 # first linears of a chain gather the sequence, and the partial sums of its last one are scattered
 # over it.
 #
-# Two kinds of nodes keep the row of tensor parallelism: nodes that add up partial sums which
-# nothing else reads, so that these are scattered once; and the ops of a cross entropy after logits
-# that are split by classes, which have one number per token.
+# Two kinds of nodes keep the row of tensor parallelism. Nodes that add partial sums which nothing
+# else reads keep it, so that these are scattered once. The ops of a cross entropy after logits that
+# are split by classes keep it, as they have one number per token.
 
 _KEEPS_SUMS = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default))
 
@@ -259,7 +261,7 @@ def beside_chains(graph: TraceIndex, chains: SpreadLabels, along: SpreadLabels) 
 
     Args:
         graph: the trace and its dependencies.
-        chains: the labels of tensor parallelism; parameters rest as in these.
+        chains: the labels of tensor parallelism, which also determine the storage of parameters.
         along: the labels along the sequence, used for nodes that `chains` leaves whole.
     """
     rows: dict[str, LabelRow] = {}
@@ -285,25 +287,25 @@ def beside_chains(graph: TraceIndex, chains: SpreadLabels, along: SpreadLabels) 
 
 
 def _contracts(node: fx.Node, row: LabelRow) -> bool:
-    """Whether a node contracts a split dim, so that it makes partial sums."""
+    """Return whether a node contracts a split dim, so that its results are partial sums."""
     return node.target in HEADS and not any(isinstance(label, Shard) for label in row.outputs)
 
 
 # --------------------------------------------------------------------------------------------------
-# The ops around the softmax of attention, which selective recomputation runs again.
+# The ops around the softmax of attention, which selective recomputation recomputes.
 #
-# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
-# section 5: the product of queries and keys, the softmax and its dropout make tensors of shape
-# [heads, s, s]. These are large, and cheap to recompute from queries, keys and values. If attention
-# is one op, it makes no such tensors and is recomputed as a whole: its result and the sums of its
-# softmax are not kept, but the operand of the next linear is.
+# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section
+# 5: the product of queries and keys, the softmax and its dropout have results of shape [heads, s,
+# s]. These are large, and cheap to recompute from queries, keys and values. If attention is one op,
+# it has no such results and is recomputed as a whole: its result and the sums of its softmax are
+# not kept, but the operand of the next linear is.
 
 _SOFTMAX = frozenset((torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default))
 
 
 def around_softmax(trace: Trace) -> frozenset[str]:
-    """Find the forward nodes from the scores of attention up to their product with the values, and
-    attention as one op. Returns names."""
+    """Return the names of the forward nodes from the scores of attention up to their product with
+    the values, and of attention as one op."""
     found: set[str] = set()
     for node in trace.graph.nodes:
         if node.op != "call_function" or node.meta["phase"] != "forward":
@@ -321,7 +323,8 @@ def around_softmax(trace: Trace) -> frozenset[str]:
 
 
 def _reach(start: fx.Node, *, backwards: bool) -> list[fx.Node]:
-    """The node and its forward neighbours with as many elements, up to and including products."""
+    """Return the node and its forward neighbours with as many elements, up to and including
+    products."""
     found, stack = {start: None}, [start]
     while stack:
         node = stack.pop()

@@ -174,7 +174,7 @@ PREFIXED = "\n".join(f"[rank0]: {line}" for line in NAMED.splitlines())  # as to
 
 
 @pytest.mark.parametrize(
-    ("ranks", "deed", "expected"),
+    ("ranks", "fault", "expected"),
     [
         ([ended(1, "1.0", error=NAMED)] * 2, "additional call", None),
         ([ended(1, "1.0", error=NAMED), ended(-9, "1.0")], "SIGKILL", None),
@@ -189,13 +189,13 @@ PREFIXED = "\n".join(f"[rank0]: {line}" for line in NAMED.splitlines())  # as to
     ],
 )
 def test_ranks_are_judged(
-    ranks: list[rank_cases.Ended], deed: str, expected: type[Exception] | None
+    ranks: list[rank_cases.Ended], fault: str, expected: type[Exception] | None
 ) -> None:
     if expected is None:
-        rank_cases.judge_ranks(ranks, ("1.0", "0.5"), 1, deed)
+        rank_cases.judge_ranks(ranks, ("1.0", "0.5"), 1, fault)
     else:
         with pytest.raises(expected):
-            rank_cases.judge_ranks(ranks, ("1.0", "0.5"), 1, deed)
+            rank_cases.judge_ranks(ranks, ("1.0", "0.5"), 1, fault)
 
 
 # A part of what the command runs. Whole runs take hours: `python -m benchmarks.faults --seconds N`.

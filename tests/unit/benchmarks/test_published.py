@@ -182,7 +182,7 @@ def test_the_picture_has_a_point_per_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "says"),
-    [("p9999", "the data has no p9999"), ("p0003", "none of the runs that were asked for")],
+    [("p9999", "the data has no p9999"), ("p0003", "none of the requested runs")],
 )
 def test_runs_that_are_not_there_or_cannot_be_planned_are_named(
     asked: str, says: str, capsys: pytest.CaptureFixture[str]
