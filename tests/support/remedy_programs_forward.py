@@ -195,14 +195,14 @@ PROGRAMS: dict[str, Program] = {
     ),
     "capture/hugging_face.py refuse_caches 0": Program(
         lambda: refuse_caches(nn.Linear(4, 4), {"past": Cache()}),
-        "leave past out, and pass the whole sequence",
+        "do not pass past; pass the whole sequence",
         lambda: refuse_caches(nn.Linear(4, 4), {}),
     ),
     "capture/execute.py _check_alike 0": Program(
         _weighed(torch.float32), "one dtype", _weighed(torch.float64)
     ),
     "capture/autocast.py gpu_autocast 0": Program(
-        _autocast("cpu", "cuda"), "under one torch.autocast", _autocast("cuda")
+        _autocast("cpu", "cuda"), "enter only the torch.autocast", _autocast("cuda")
     ),
     "capture/normalize/clean.py inline_constants 0": Program(
         forward(lambda self, x: x * _TABLE.mean()),
