@@ -191,7 +191,7 @@ PROGRAMS: dict[str, Program] = {
         captured(Returning(lambda x: x.clone())),
     ),
     "capture/dynamo/outputs.py others_detached 0 | left out": Program(
-        captured(Returning(lambda x: x)), "leave it out", captured(Returning(lambda x: None))
+        captured(Returning(lambda x: x)), "do not return it", captured(Returning(lambda x: None))
     ),
     "capture/hugging_face.py refuse_caches 0": Program(
         lambda: refuse_caches(nn.Linear(4, 4), {"past": Cache()}),

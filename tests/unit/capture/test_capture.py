@@ -290,7 +290,7 @@ def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(
 
 def test_what_torch_cannot_compute_is_refused_with_its_cause() -> None:
     with pytest.raises(
-        CaptureError, match="forward does not take this call: Unsupported dtype BFloat16"
+        CaptureError, match="forward does not accept this call: Unsupported dtype BFloat16"
     ) as refused:
         capture(
             _net(returns=lambda hidden, loss: torch.fft.rfft(hidden.bfloat16()).abs().mean()),
@@ -322,7 +322,7 @@ def test_two_parameters_over_one_memory_are_refused_and_neighbours_in_one_storag
     assert len(capture(Net(first, second), (torch.randn(2, 4),)).parameters) == 2
     assert len(capture(Net(first, first), (torch.randn(2, 4),)).parameters) == 1
     with pytest.raises(
-        CaptureError, match="'first' and 'second' are two tensors over the same memory"
+        CaptureError, match="'first' and 'second' are different tensors that share memory"
     ):
         capture(Net(first, nn.Parameter(first.data)), (torch.randn(2, 4),))
 
