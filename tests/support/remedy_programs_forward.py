@@ -183,7 +183,7 @@ PROGRAMS: dict[str, Program] = {
         _flex(lambda score, b, h, q, k: score * 1),
     ),
     "capture/dynamo/joint.py _placeholder_kind 0": Program(
-        forward(_prints), "leave out of forward what writes or prints", forward(lambda self, x: x)
+        forward(_prints), "remove writes and prints from forward", forward(lambda self, x: x)
     ),
     "capture/dynamo/outputs.py others_detached 0": Program(
         captured(Returning(lambda x: x)),
