@@ -244,7 +244,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "capture/refused_ops.py refuse_random 0": Program(
         forward(lambda self, x: x + torch.poisson(x)),
-        "draw with torch.rand",
+        "use torch.rand",
         forward(lambda self, x: x + torch.rand(8, 4)),
     ),
     "capture/refused_ops.py refuse_float8 0": Program(

@@ -301,7 +301,7 @@ def test_what_torch_cannot_compute_is_refused_with_its_cause() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_floats_of_8_bits_are_refused_with_their_place(dtype: torch.dtype) -> None:
-    with pytest.raises(CaptureError, match=rf"a tensor of {dtype}(?s:.*)test_capture\.py"):
+    with pytest.raises(CaptureError, match=rf"tensors of {dtype}(?s:.*)test_capture\.py"):
         capture(
             _net(returns=lambda hidden, loss: loss + hidden.to(dtype).to(hidden.dtype).mean()),
             _batch(),
