@@ -175,7 +175,7 @@ SEEN_BY_THE_CHECK: dict[str, tuple[Walk, str]] = {
     ),
     "a change at half depth": (
         step_by_step(lambda model, number, x: x * 2 if number >= len(model.layers) / 2 else x),
-        "layer 2 of layers lacks aten.mul.Tensor",
+        "layer 2 of layers does not run aten.mul.Tensor",
     ),
     "two layers detached": (
         step_by_step(lambda model, number, x: x + x.detach() if number in (4, 7) else x),
