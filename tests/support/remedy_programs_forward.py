@@ -211,7 +211,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "capture/normalize/clean.py inline_constants 0 | built": Program(
         forward(lambda self, x: x * _TABLE.mean()),
-        "build it with torch.arange, full or ones",
+        "create it with torch.arange, full or ones",
         forward(lambda self, x: x * torch.ones(200, 200).mean()),
     ),
     "capture/diagnostics.py _scripted_error 0": Program(

@@ -103,7 +103,7 @@ def test_the_op_may_be_named_in_three_ways() -> None:
     [
         ("m k, k n -> n m", (), "where|due"),
         ("m k, k n -> m n", [(0, 1)], "P, P -> P"),
-        ("m k, _ n -> m n", (), "a rank cannot run it"),
+        ("m k, _ n -> m n", (), "a rank cannot run the op"),
         ("m _, _ n -> m m", (), "is wrong|expected"),
     ],
 )
@@ -201,9 +201,9 @@ def test_parameters_that_have_to_be_filled_in_are_named() -> None:
 
 def test_a_kind_of_work_fits_the_flops() -> None:
     rule = "m k, k n -> m n"
-    with pytest.raises(RuleError, match="kind='matmul' without flops"):
+    with pytest.raises(RuleError, match="kind='matmul' is not allowed without flops"):
         register(scaled_mm, rule, kind="matmul")
-    with pytest.raises(RuleError, match="kind='reduction' with flops"):
+    with pytest.raises(RuleError, match="kind='reduction' is not allowed with flops"):
         register(scaled_mm, rule, flops=lambda x, w: 1, kind="reduction")
     assert not REGISTERED
     register(scaled_mm, rule, kind="reduction")
