@@ -240,7 +240,7 @@ def experiment(
         if not known or len(options) < len(known):
             options = _check_proposals(call, _proposals(call, trials[0], careful), trials, varied)
     is_split = any(isinstance(p, Shard) for option in options for p in option.inputs)
-    return options, "" if is_split else "no sharding of it reproduces the full result"
+    return options, "" if is_split else "no sharding of its operands reproduces the full result"
 
 
 def _results_that_vary(trials: Iterable[Trial]) -> list[bool]:

@@ -297,7 +297,7 @@ class Run:
         return _worthwhile(replace(self, layers=layers) for layers in pieces)
 
     def __str__(self) -> str:
-        alternating = f", {self.period} kinds in turn" if self.period > 1 else ""
+        alternating = f", {self.period} alternating kinds" if self.period > 1 else ""
         return f"{self.num_layers} layers of {self.name}{alternating}"
 
 

@@ -380,7 +380,7 @@ CHANGED: dict[str, tuple[Stack, str]] = {
     ),
     "a list of kinds beside the layers": (
         changed(set_kinds, step_by_step(by_kind), num_layers=12),
-        "12 layers of layers, 2 kinds in turn",
+        "12 layers of layers, 2 alternating kinds",
     ),
 }
 
