@@ -1,8 +1,8 @@
 """Products of two tensors without flattened dims, with an optional bias.
 
 A linear layer with a bias is one op, like torch's `addmm`: the bias is added before the result is
-rounded, without an additional pass over memory. Thus results in 16 bits equal those of the layer,
-and so does the time. If a contracted dim is split between ranks, each rank computes a partial sum,
+rounded, without an additional pass over memory. Thus its results in 16 bits and its time equal
+those of the layer. If a contracted dim is split between ranks, each rank computes a partial sum,
 and the bias must be added once: the rank with the first part adds it. To add the bias after the
 reduction would need an additional pass. A layout with the bias on one rank and zeros on the others
 would need to be computed. Instead, every rank has the full bias and the start index of its part.
@@ -142,7 +142,7 @@ def dot(
     Returns:
         The product, contiguous.
     """
-    # under a compiler, call the functions without their caches, which it would trace into the graph
+    # a compiler traces the functions behind the caches and folds the equation into constants
     sizes_of = _sizes_of.__wrapped__ if torch.compiler.is_compiling() else _sizes_of
     sizes = sizes_of(equation, a.shape, b.shape)
     plan, natural, columns = sizes.plan, sizes.natural, sizes.columns

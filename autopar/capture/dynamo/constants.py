@@ -49,7 +49,7 @@ from autopar.capture.ragged_rows.rowwise import name_of
 # known if they have values.
 
 Key: TypeAlias = int | str  # flat position of an input in the call, or name of a buffer
-_ELSEWHERE = -1  # parameters, and inputs and buffers whose values may not be known
+_ELSEWHERE = -1  # anything else, such as parameters
 _MOST_SIZES = 1 << 10  # elements of a tensor of sizes
 _MOST_ORIGINS = 1 << 16  # elements of a tensor with one dim, or with shape [2, n]
 _MOST_OF_MASKS = 1 << 22  # elements of a square mask, or of a buffer
@@ -136,8 +136,7 @@ class Origins:
             self._of[fake] = frozenset((key,))
 
     def unknown(self) -> list[frozenset[Key]]:
-        """Return the inputs and buffers of each read value that only depends on inputs and buffers
-        that may be known."""
+        """Return the inputs and buffers of each read value that depends on nothing else."""
         return [keys for keys in (*self.read, *self.picked) if _ELSEWHERE not in keys]
 
     def last_read(self) -> frozenset[Key]:
