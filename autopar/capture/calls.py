@@ -59,7 +59,7 @@ def check_call(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        what, remedy = _unbound(signature, args, kwargs, str(error))
+        what, remedy = _binding_error(signature, args, kwargs, str(error))
         raise CallError(what, remedy=remedy) from None
 
 
@@ -78,7 +78,7 @@ def bind_arguments(
     return found | found.pop(more, {})
 
 
-def _unbound(
+def _binding_error(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], otherwise: str
 ) -> tuple[str, str]:
     """Return the error and the remedy for a call that does not bind.
@@ -100,7 +100,9 @@ def _unbound(
             f" argument, pass ({needed[0]},)",
         )
     if unknown:
-        return f"forward() has no argument {unknown[0]!r}", _similar(signature, unknown[0]) + takes
+        return f"forward() has no argument {unknown[0]!r}", _suggestion(
+            signature, unknown[0]
+        ) + takes
     if len(args) > len(places) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         what = f"forward() takes {len(places)} positional arguments, but {len(args)} were passed"
         return what, takes
@@ -110,7 +112,7 @@ def _unbound(
     return f"forward(): {otherwise}", takes
 
 
-def _similar(signature: inspect.Signature, name: str) -> str:
+def _suggestion(signature: inspect.Signature, name: str) -> str:
     """Return a question with the names of arguments similar to `name`; ``""`` if there are none."""
     names = [known for known, p in signature.parameters.items() if p.kind in _BY_NAME]
     close = close_to(name, names)
@@ -163,7 +165,7 @@ def refused_by_forward(
     except Exception as error:
         text = str(error).strip()
         if _raised_by_the_model(error):
-            return _own(error, shapes_of(model, leaves))
+            return _error_of_forward(error, shapes_of(model, leaves))
         if type(error) not in _KINDS or any(mark in text.lower() for mark in _OF_FAKES):
             return None
         shapes = shapes_of(model, leaves)
@@ -247,7 +249,7 @@ def _raised_by_the_model(error: Exception) -> bool:
     )
 
 
-def _own(error: Exception, shapes: str) -> CallError:
+def _error_of_forward(error: Exception, shapes: str) -> CallError:
     text = str(error).strip()
     return CallError(
         f"forward raises {type(error).__name__}{': ' + text.splitlines()[0] if text else ''}",

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar import ops
 
-_ALSO_CALLED = {
+_ALIASES = {
     "special_erf": "erf",
     "special_expit": "sigmoid",
     "divide": "div",
@@ -60,13 +60,13 @@ def name_of(node: fx.Node) -> str:
     """Return the name of an op that is called as a function, an operator or a method; empty for
     other nodes."""
     if node.op == "call_method":
-        return _ALSO_CALLED.get(str(node.target), str(node.target))
+        return _ALIASES.get(str(node.target), str(node.target))
     name = (
         getattr(node.target, "__name__", "")
         if node.op == "call_function" and node.target in _FUNCTIONS
         else ""
     )
-    return _ALSO_CALLED.get(name, name)
+    return _ALIASES.get(name, name)
 
 
 def float_dtype(node: Any) -> torch.dtype | None:
@@ -159,7 +159,7 @@ def _is_augmented(target: Any) -> bool:
 
 Polynomial = Mapping[tuple[int, int], float]  # powers of x and of t → coefficient
 
-_NEAR = 1e-9  # relative tolerance of coefficients: √(2/π) is often written with ten digits
+_TOLERANCE = 1e-9  # relative tolerance of coefficients: √(2/π) is often written with ten digits
 _MOST_TERMS, _MOST_POWER, _MOST_SOURCES = 8, 4, 32
 
 
@@ -174,10 +174,10 @@ class _Activation:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-_FLAT = math.sqrt(2 / math.pi)
+_GELU_FACTOR = math.sqrt(2 / math.pi)
 _ACTIVATIONS: Mapping[str, _Activation] = {
     "tanh": _Activation(
-        {(1, 0): _FLAT, (3, 0): _FLAT * 0.044715},
+        {(1, 0): _GELU_FACTOR, (3, 0): _GELU_FACTOR * 0.044715},
         {(1, 0): 0.5, (1, 1): 0.5},
         torch.nn.functional.gelu,
         {"approximate": "tanh"},
@@ -198,14 +198,14 @@ def join_activations(graph: fx.Graph) -> None:
     places = FormulaPlaces(graph)
     for t in [node for node in graph.nodes if name_of(node) in _ACTIVATIONS]:
         activation = _ACTIVATIONS[name_of(t)]
-        ends = _ends(t, activation)
+        ends = _match_activation(t, activation)
         if ends is None or places.any_change(*ends):
             continue
         x, result = ends
         with graph.inserting_before(result):
             joined = graph.call_function(activation.function, (x,), dict(activation.settings))
         places.put(joined, result)
-        erase(graph, result, _WRITTEN_WITH)
+        erase(graph, result, _ACTIVATION_OPS)
 
 
 @dataclass
@@ -244,7 +244,7 @@ class _Terms:
         return found if fits else None
 
 
-def _ends(t: fx.Node, activation: _Activation) -> tuple[fx.Node, fx.Node] | None:
+def _match_activation(t: fx.Node, activation: _Activation) -> tuple[fx.Node, fx.Node] | None:
     """Return the operand and the result of the activation that `t` belongs to."""
     argument = t.args[0] if len(t.args) == 1 and not t.kwargs else None
     if not isinstance(argument, fx.Node):
@@ -288,7 +288,7 @@ def _equals(found: Polynomial | None, wanted: Polynomial) -> bool:
     if found is None or found.keys() != wanted.keys():
         return False
     return all(
-        math.isclose(found[powers], coefficient, rel_tol=_NEAR)
+        math.isclose(found[powers], coefficient, rel_tol=_TOLERANCE)
         for powers, coefficient in wanted.items()
     )
 
@@ -337,7 +337,7 @@ _RULES: Mapping[str, Callable[..., Polynomial | None]] = {
     "neg": lambda a: _product(a, -1.0),
 }
 _NUM_OPERANDS = {"square": 1, "neg": 1}  # else 2
-_WRITTEN_WITH = frozenset({*_RULES, *_ACTIVATIONS})
+_ACTIVATION_OPS = frozenset({*_RULES, *_ACTIVATIONS})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -351,9 +351,7 @@ _WRITTEN_WITH = frozenset({*_RULES, *_ACTIVATIONS})
 # ``torch.nn.functional.rms_norm`` over the last dim is the same formula with all casts.
 
 _CASTS = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16"))
-_NORMS_WRITTEN_WITH = frozenset(
-    ("add", "mul", "div", "pow", "square", "sqrt", "rsqrt", "mean", *_CASTS)
-)
+_NORM_OPS = frozenset(("add", "mul", "div", "pow", "square", "sqrt", "rsqrt", "mean", *_CASTS))
 _RMS_NORM = ("input", "normalized_shape", "weight", "eps")
 
 
@@ -381,7 +379,7 @@ def join_norms(graph: fx.Graph) -> None:
     """Replace each root-mean-square norm in a graph of torch functions."""
     places = FormulaPlaces(graph)
     for node in list(graph.nodes):
-        found = _match_call(node) if name_of(node) == "rms_norm" else _written_out(node)
+        found = _match_call(node) if name_of(node) == "rms_norm" else _match_formula(node)
         if found is None or any(
             places.any_change(reader, found.result) for reader in found.readers
         ):
@@ -393,7 +391,7 @@ def join_norms(graph: fx.Graph) -> None:
             name: value for name, value in found.result.meta.items() if name != "example_value"
         }
         places.put(joined, found.result)
-        erase(graph, found.result, _NORMS_WRITTEN_WITH)
+        erase(graph, found.result, _NORM_OPS)
 
 
 def _match_call(node: fx.Node) -> _Norm | None:
@@ -415,7 +413,7 @@ def _match_call(node: fx.Node) -> _Norm | None:
     return _Norm(x, (node,), node, eps, wide, wide, dtype, weight)
 
 
-def _written_out(root: fx.Node) -> _Norm | None:
+def _match_formula(root: fx.Node) -> _Norm | None:
     """Return the norm whose 1/√(…) or √(…) is `root`; None if there is none."""
     found = _match_mean_square(root)
     dtype = float_dtype(root)
@@ -431,7 +429,7 @@ def _written_out(root: fx.Node) -> _Norm | None:
             continue
         if other is squared or _is_cast_of(other, x, dtype):
             readers = tuple(node for node in (squared, squares, other, user) if x in node.args)
-            return _to_its_end(_Norm(x, readers, user, eps, dtype, dtype, dtype))
+            return _extend(_Norm(x, readers, user, eps, dtype, dtype, dtype))
     return None
 
 
@@ -454,7 +452,7 @@ def _match_mean_square(root: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     return (squared, squares, float(eps)) if alike else None
 
 
-def _to_its_end(norm: _Norm) -> _Norm:
+def _extend(norm: _Norm) -> _Norm:
     """Extend the norm by the casts and the weight that follow it.
 
     The norm ends at a node with several users, and before a second rounding: one cast can replace

@@ -213,7 +213,7 @@ def transformers_under_capture(
         kwargs: keyword arguments of the call.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_sounds_without_gradient(model))
+        stack.enter_context(_audio_without_gradient(model))
         if "transformers" in sys.modules:
             install_recording_hooks(model)
             stack.enter_context(_recorder_in_a_plain_variable())
@@ -225,7 +225,7 @@ def transformers_under_capture(
 
 
 @contextlib.contextmanager
-def _sounds_without_gradient(model: nn.Module) -> Iterator[None]:
+def _audio_without_gradient(model: nn.Module) -> Iterator[None]:
     """Keep speech encoders from setting `requires_grad` of the audio input, which Dynamo cannot
     trace and only reentrant checkpointing needs."""
     switched = [

@@ -171,20 +171,20 @@ def _is_used(write: Write, code: Iterable[CodeType]) -> bool:
 def _changes_value(write: Write) -> bool:
     """Whether a write changes a constant, stores a new tensor, or changes the number or shapes of
     tensors."""
-    return bool(write.attribute and write.nodes) or _outline(write.value) != _outline(
+    return bool(write.attribute and write.nodes) or _comparable(write.value) != _comparable(
         write.place.found
     )
 
 
-def _outline(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return a comparable form of a value, in which tensors of the same shape and dtype are
     equal."""
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), value.dtype
     if isinstance(value, dict):
-        return "dict", [(key, _outline(item)) for key, item in value.items()]
+        return "dict", [(key, _comparable(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple, deque)):
-        return "list", [_outline(item) for item in value]
+        return "list", [_comparable(item) for item in value]
     return type(value).__name__, value
 
 
@@ -198,9 +198,9 @@ def _state_after(
             now = vars(write.holder) if write.attribute else write.holder
             stack.callback(_refill, now, now.copy())
             if write.attribute:
-                now[write.attribute] = _remade(write.value, like)
+                now[write.attribute] = _with_new_tensors(write.value, like)
             else:
-                _refill(now, _remade(write.value, like))
+                _refill(now, _with_new_tensors(write.value, like))
         yield
 
 
@@ -209,7 +209,7 @@ def _refill(held: Any, value: Any) -> None:
     held.extend(value) if isinstance(held, (list, deque)) else held.update(value)
 
 
-def _remade(value: Any, like: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _with_new_tensors(value: Any, like: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return torch.utils._pytree.tree_map(
         lambda leaf: like(leaf) if isinstance(leaf, torch.Tensor) else leaf, value
     )

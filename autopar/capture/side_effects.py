@@ -33,7 +33,7 @@ STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
 PLAIN = (int, float, bool, str, type(None))
 _CELL = re.compile(r"(.*)\.__closure__\[(\d+)\]\.cell_contents(.*)")
 _ROOT = re.compile(r"([LG])\['(\w+)'\]")
-_OTHERS = frozenset(("torch", "autopar", "builtins", *sys.stdlib_module_names)) - {"__main__"}
+_IGNORED = frozenset(("torch", "autopar", "builtins", *sys.stdlib_module_names)) - {"__main__"}
 
 
 def steps_of(text: str) -> tuple[tuple[str, Any], ...]:
@@ -185,7 +185,7 @@ def _locate_value(
 def _of_closure(
     function: Any, position: int, rest: str
 ) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
-    if function.__module__.partition(".")[0] in _OTHERS:
+    if function.__module__.partition(".")[0] in _IGNORED:
         return None
     name = function.__code__.co_freevars[position]
     return (
@@ -207,7 +207,7 @@ def _of_globals(
     while isinstance(found, ModuleType) and len(steps) > 1:
         module, steps = found.__name__, (("", steps[1][0]), *steps[2:])
         found = vars(found)[steps[0][1]]
-    if module.partition(".")[0] in _OTHERS or isinstance(found, ModuleType):
+    if module.partition(".")[0] in _IGNORED or isinstance(found, ModuleType):
         return None
     here = vars(sys.modules[module]) if module in sys.modules else {}
     suffix = "".join(f".{attribute}" if attribute else f"[{key!r}]" for attribute, key in steps[1:])
@@ -219,7 +219,7 @@ UNKNOWN = object()  # a value that is neither a constant nor made of tensors
 _HOOK = "_hooks[list("  # in the Dynamo source name of a hook
 _OF_CLASS = re.compile(r"dict\(type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]")
 _OF_TYPE = re.compile(r"type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.((?!__)\w+)")
-_OF_THE_CALL = frozenset(
+_LOCAL_SOURCES = frozenset(
     ("TempLocalSource", "LocalCellSource", "Source")
 )  # values that forward creates have no location
 _SETATTR = (os.path.join("torch", "nn", "modules", "module.py"), "__setattr__")
@@ -313,7 +313,7 @@ def _notes(output: Any) -> Notes:
     asked = {
         f"{_name(guard)}.{guard.create_fn.keywords['attr']}"
         for guard in output.guards
-        if _asks(guard)
+        if _checks_attribute(guard)
     }
     places = [
         place
@@ -348,7 +348,7 @@ def _name(named: Any) -> str:
     return _OF_TYPE.sub(r"\1.\2", name)
 
 
-def _asks(guard: Any) -> bool:
+def _checks_attribute(guard: Any) -> bool:
     """Whether a guard checks that an attribute exists, as in ``hasattr(self, "cache")``."""
     return (
         "HASATTR" in str(getattr(guard.create_fn, "func", ""))
@@ -445,14 +445,14 @@ class _WriteReader:
     def writes(self, var: Any, effects: Any) -> Iterator[Write]:
         """Yield the writes to the value that a Dynamo variable represents."""
         stacks = getattr(effects, "mutation_user_stacks", {}).get(var, [])
-        if any(_by_torch(stack) for stack in stacks):
+        if any(_is_torch_write(stack) for stack in stacks):
             return  # a cache of torch
         attributes = effects.store_attr_mutations.get(var)
         if type(var).__name__ == "NewGlobalVariable":
             for name, value in (attributes or {}).items():
                 yield from self._outside(f"G[{name!r}]", name, value, stacks)
             return
-        if getattr(var, "source", None) is None or type(var.source).__name__ in _OF_THE_CALL:
+        if getattr(var, "source", None) is None or type(var.source).__name__ in _LOCAL_SOURCES:
             return
         source = _name(var.source)
         if source.endswith(("._buffers", "._parameters")):
@@ -479,9 +479,9 @@ class _WriteReader:
         """Yield the write to a value outside the modules, if forward reads it or a hook has it."""
         if _reads(source, self.seen):
             if not is_as_found(source, _value(value), self.scope, self.everywhere):
-                yield _elsewhere(source, name, stacks)
+                yield _outside_write(source, name, stacks)
         elif _HOOK in source:
-            yield _elsewhere(source, _of_hook(source), stacks, read=False)
+            yield _outside_write(source, _of_hook(source), stacks, read=False)
 
     def _contents(
         self, var: Any, source: str, place: ValuePlace | None, stacks: Any
@@ -493,9 +493,9 @@ class _WriteReader:
             line = _line(stacks, "")
             yield Write(place, place.found, "", left, _nodes(var, source), read, line)
         elif outside := name_outside(source, self.scope, self.everywhere):
-            yield _elsewhere(source, outside, stacks, read=False)
+            yield _outside_write(source, outside, stacks, read=False)
         elif _HOOK in source:  # mostly activations that a hook stores
-            yield _elsewhere(source, _of_hook(source), stacks, read=False)
+            yield _outside_write(source, _of_hook(source), stacks, read=False)
 
 
 def _of_hook(source: str) -> str:
@@ -504,7 +504,7 @@ def _of_hook(source: str) -> str:
     return f"{source.rpartition('.')[2]} of a hook on {path or 'the model'}"
 
 
-def _elsewhere(source: str, name: str, stacks: Iterable[Any], *, read: bool = True) -> Write:
+def _outside_write(source: str, name: str, stacks: Iterable[Any], *, read: bool = True) -> Write:
     """Return a write to a location outside the model's modules, such as a global variable or an
     attribute of a class."""
     return Write(
@@ -518,7 +518,7 @@ def _reads(source: str, seen: set[str], *, within: bool = False) -> bool:
     )
 
 
-def _by_torch(stack: Sequence[Any]) -> bool:
+def _is_torch_write(stack: Sequence[Any]) -> bool:
     frames = [
         frame
         for frame in stack

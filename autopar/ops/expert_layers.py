@@ -201,7 +201,7 @@ def _(
     return tuple(t.new_empty(t.shape) for t in (x, gates, up, down))
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.rest = inputs[5:]
 
@@ -211,7 +211,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return d_x, None, d_gates, d_up, d_down, None, None, None
 
 
-_experts.register_autograd(_differentiate, setup_context=_remember)
+_experts.register_autograd(_differentiate, setup_context=_save_for_backward)
 experts = torch.ops.autopar.experts.default
 experts_backward = torch.ops.autopar.experts_backward.default
 
@@ -338,7 +338,7 @@ class Together:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Route:
     """The pairs of one rank ``[r]`` in the order in which they are sent, the token of each, and the
     traffic."""
 
@@ -357,17 +357,19 @@ def dispatched_experts(ranks: Sequence[Operands], exchange: Exchange) -> list[Te
     Returns:
         The result of each rank's tokens, ``[t, d]``.
     """
-    ways = _ways([(ids, up, starts) for _, ids, _, up, _, _, _, starts in ranks], exchange)
-    traffic = [way.traffic for way in ways]
-    come = exchange.send("rows", [x for x, *_ in ranks], [way.tokens for way in ways], traffic)
+    routes = _routes([(ids, up, starts) for _, ids, _, up, _, _, _, starts in ranks], exchange)
+    traffic = [route.traffic for route in routes]
+    received = exchange.send(
+        "rows", [x for x, *_ in ranks], [route.tokens for route in routes], traffic
+    )
     made = [
-        experts_of_rows(come.pop(0), _places_of(way, exchange), up, down, act)
-        for (_, _, _, up, down, act, *_), way in zip(ranks, ways, strict=True)
+        experts_of_rows(received.pop(0), _places_of(route, exchange), up, down, act)
+        for (_, _, _, up, down, act, *_), route in zip(ranks, routes, strict=True)
     ]
     back = exchange.send_back("rows", made, traffic)
     return [
-        add_up(back.pop(0), way.order, *ids.shape, gates)
-        for (_, ids, gates, *_), way in zip(ranks, ways, strict=True)
+        add_up(back.pop(0), route.order, *ids.shape, gates)
+        for (_, ids, gates, *_), route in zip(ranks, routes, strict=True)
     ]
 
 
@@ -384,26 +386,26 @@ def dispatched_experts_backward(
     Returns:
         The gradients of each rank's x, gates, up and down.
     """
-    ways = _ways([(ids, up, starts) for _, _, ids, _, up, _, _, _, starts in ranks], exchange)
-    pairs = list(zip(ranks, ways, strict=True))
-    traffic = [way.traffic for way in ways]
-    come = exchange.send(
+    routes = _routes([(ids, up, starts) for _, _, ids, _, up, _, _, _, starts in ranks], exchange)
+    pairs = list(zip(ranks, routes, strict=True))
+    traffic = [route.traffic for route in routes]
+    received = exchange.send(
         "rows",
         [torch.cat((grad, x), 1) for grad, x, *_ in ranks],
-        [way.tokens for way in ways],
+        [route.tokens for route in routes],
         traffic,
     )
     weights = exchange.send(
         "gates",
         [gates.reshape(-1, 1) for _, _, _, gates, *_ in ranks],
-        [way.order for way in ways],
+        [route.order for route in routes],
         traffic,
     )
     made = [
         experts_of_rows_backward(
-            come.pop(0), weights.pop(0), _places_of(way, exchange), up, down, act
+            received.pop(0), weights.pop(0), _places_of(route, exchange), up, down, act
         )
-        for (_, _, _, _, up, down, act, *_), way in pairs
+        for (_, _, _, _, up, down, act, *_), route in pairs
     ]
     d_rows, d_weights, d_ups, d_downs = (list(results) for results in zip(*made, strict=True))
     made.clear()
@@ -412,10 +414,10 @@ def dispatched_experts_backward(
         exchange.send_back("gates", d_weights, traffic),
     )
     found = []
-    for (_, _, ids, gates, *_), way in pairs:
+    for (_, _, ids, gates, *_), route in pairs:
         d_gates = torch.zeros_like(gates).reshape(-1)
-        d_gates[way.order] = gates_back.pop(0).squeeze(1)
-        d_x = add_up(rows.pop(0), way.order, *ids.shape, None)
+        d_gates[route.order] = gates_back.pop(0).squeeze(1)
+        d_x = add_up(rows.pop(0), route.order, *ids.shape, None)
         found.append((d_x, d_gates.view(gates.shape), d_ups.pop(0), d_downs.pop(0)))
     return found
 
@@ -426,13 +428,15 @@ largest number of pairs of a rank, the mesh axis of the ranks, and whether rows 
 memory of peers, which does not affect results."""
 
 
-def _ways(ranks: Sequence[tuple[Tensor, Tensor, Sequence[int]]], exchange: Exchange) -> list[_Way]:
+def _routes(
+    ranks: Sequence[tuple[Tensor, Tensor, Sequence[int]]], exchange: Exchange
+) -> list[_Route]:
     """Return the pairs of each rank from its picks, its up projections and the starts."""
     sorts = [_sorted_pairs(ids, starts, up.shape[0]) for ids, up, starts in ranks]
     traffic = exchange.count([counts for _, counts in sorts], [ids.numel() for ids, _, _ in ranks])
     orders = [order[: sum(each.leaving)] for (order, _), each in zip(sorts, traffic, strict=True)]
     return [
-        _Way(o, o // ids.shape[1], each)
+        _Route(o, o // ids.shape[1], each)
         for o, (ids, *_), each in zip(orders, ranks, traffic, strict=True)
     ]
 
@@ -453,11 +457,11 @@ def _sorted_pairs(ids: Tensor, starts: Sequence[int], num: int) -> tuple[Tensor,
     return order, ends.diff().view(len(starts), num)
 
 
-def _places_of(way: _Way, exchange: Exchange) -> list[int]:
+def _places_of(route: _Route, exchange: Exchange) -> list[int]:
     """Return the position of the rows of each sender and expert among the received rows, followed
     by the number of rows of each."""
-    counts = list(itertools.chain.from_iterable(way.traffic.coming))
-    num = len(way.traffic.coming[0])
+    counts = list(itertools.chain.from_iterable(route.traffic.coming))
+    num = len(route.traffic.coming[0])
     order = (
         sorted(range(len(counts)), key=lambda i: (i % num, i))
         if exchange.by_expert

@@ -117,7 +117,7 @@ def attend_backward(
         keys, values = (_repeat_heads(x[block.keys], q) for x in (k, v))
         products = _products(own, keys).mul_(how.scale)
         scores, pull = torch.func.vjp(
-            _of_wanted(block, how, wanted), products, *(how.captured[n] for n in wanted)
+            _score_function_of(block, how, wanted), products, *(how.captured[n] for n in wanted)
         )
         scores = torch.where(block.seen, scores, float("-inf"))
         weights = _weights(scores, lse[block.queries])
@@ -218,7 +218,7 @@ def _score_block(block: _Block, how: Scoring) -> Callable[..., Tensor]:
     return lambda scores, *captured: every(scores, *block.scalars.values(), *captured)
 
 
-def _of_wanted(block: _Block, how: Scoring, wanted: Sequence[int]) -> Callable[..., Tensor]:
+def _score_function_of(block: _Block, how: Scoring, wanted: Sequence[int]) -> Callable[..., Tensor]:
     def function(products: Tensor, *given: Tensor) -> Tensor:
         """Return the scores, as a function of the products and the captured tensors in `wanted`."""
         captured = list(how.captured)
@@ -424,7 +424,7 @@ def _(
     return [x.new_empty(x.shape) for x in (q, k, v, *(captured[number] for number in wanted))]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, captured, *ctx.settings = inputs
     ctx.set_materialize_grads(False)
     ctx.num_captured = len(captured)
@@ -452,6 +452,6 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tu
     )  # torch expects lists as gradients of empty lists
 
 
-_flex_attention.register_autograd(_differentiate, setup_context=_remember)
+_flex_attention.register_autograd(_differentiate, setup_context=_save_for_backward)
 flex_attention = torch.ops.autopar.flex_attention.default
 flex_attention_backward = torch.ops.autopar.flex_attention_backward.default

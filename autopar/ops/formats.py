@@ -165,11 +165,11 @@ ANY_FORMAT: Mapping[Any, Callable[..., Any]] = {
 }
 """ATen op → the function that replaces it in normal form."""
 
-_STANDS_FOR = {function: op for op, function in ANY_FORMAT.items()}
+_ORIGINAL = {function: op for op, function in ANY_FORMAT.items()}
 
 
 def torchs_own(target: Callable[..., Any]) -> Callable[..., Any]:
     """Return the ATen op that a function of this module replaces; return other targets
     unchanged."""
-    found: Callable[..., Any] = _STANDS_FOR.get(target, target)
+    found: Callable[..., Any] = _ORIGINAL.get(target, target)
     return found

@@ -266,7 +266,7 @@ def _(
     )
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, ctx.eps, ctx.dtype, *_ = inputs
     ctx.save_for_backward(x, output[1], weight)
     ctx.mark_non_differentiable(output[1])
@@ -278,7 +278,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     return d_x, None if weight is None else d_weight, None, None, None, None
 
 
-_norm_whole.register_autograd(_differentiate, setup_context=_remember)
+_norm_whole.register_autograd(_differentiate, setup_context=_save_for_backward)
 normed = torch.ops.autopar.rms_norm.default
 normed_backward = torch.ops.autopar.rms_norm_backward.default
 

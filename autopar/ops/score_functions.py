@@ -215,7 +215,7 @@ def _module(
             args = [
                 args[0],
                 [
-                    _own_place(index, args[0], dim, parts, function)
+                    _local_index(index, args[0], dim, parts, function)
                     for dim, index in enumerate(args[1])
                 ],
             ]
@@ -235,7 +235,7 @@ def _module(
     return fx.GraphModule({}, graph)
 
 
-def _own_place(
+def _local_index(
     index: Any, tensor: Any, dim: int, parts: set[tuple[int, int]], function: Function
 ) -> Any:
     coordinate = coordinate_of(index, function) if (tensor.get("t"), dim) in parts else None

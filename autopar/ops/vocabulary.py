@@ -422,7 +422,7 @@ def _fake(log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(log_probs.shape[1]), log_probs.new_empty(log_probs.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1])
 
@@ -434,6 +434,6 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None
 
 for _op in (_ctc, _ctc_joined):
     _op.register_fake(_fake)
-    _op.register_autograd(_differentiate, setup_context=_remember)
+    _op.register_autograd(_differentiate, setup_context=_save_for_backward)
 ctc = torch.ops.autopar.ctc.default
 ctc_joined = torch.ops.autopar.ctc_joined.default

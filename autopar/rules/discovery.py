@@ -347,14 +347,14 @@ def _partial_sums(call: Call) -> list[tuple[Placement, ...]]:
     able = [
         i
         for i, info in enumerate(call.inputs)
-        if _adds(info) and all(exact_cast(info.dtype, out.dtype) for out in results)
+        if _is_summable(info) and all(exact_cast(info.dtype, out.dtype) for out in results)
     ]
     sizes = range(1, len(able) + 1) if len(able) <= 4 else (1, len(able))
     sets = [s for n in sizes for s in itertools.combinations(able, n)]
     return [tuple(PARTIAL if i in s else REPLICATE for i in range(len(call.inputs))) for s in sets]
 
 
-def _adds(info: TensorInfo) -> bool:
+def _is_summable(info: TensorInfo) -> bool:
     return info.dtype.is_floating_point or info.dtype.is_complex
 
 
@@ -376,10 +376,12 @@ def _joins(
         if whole.is_complex()
         else [PARTIAL, Partial("max"), Partial("min")]
     )
-    return [p for p in given or (REPLICATE, *shards, *sums) if _makes(parts, whole, p, tolerance)]
+    return [
+        p for p in given or (REPLICATE, *shards, *sums) if _joins_to(parts, whole, p, tolerance)
+    ]
 
 
-def _makes(
+def _joins_to(
     parts: list[torch.Tensor], whole: torch.Tensor, placement: Placement, tolerance: float
 ) -> bool:
     layout = Layout((placement,))
@@ -427,7 +429,7 @@ def _holds(option: AxisOption, trials: Sequence[Trial]) -> bool:
         for s in expand(trial[0], (replicated_option(trial[0]), option), (n,))[1:]
     ]
     return bool(strategies) and all(
-        _obeys(trial, strategy, (n,)) for trial, strategy, n in strategies
+        _passes(trial, strategy, (n,)) for trial, strategy, n in strategies
     )
 
 
@@ -438,10 +440,10 @@ def _agrees(
     axes."""
     before = set(expand(trial[0], tuple(kept.values()), (2, 2)))
     added = [s for s in expand(trial[0], (*kept.values(), option), (2, 2)) if s not in before]
-    return all(_obeys(trial, strategy, (2, 2)) for strategy in added)
+    return all(_passes(trial, strategy, (2, 2)) for strategy in added)
 
 
-def _obeys(trial: Trial, strategy: Strategy, mesh_shape: tuple[int, ...]) -> bool:
+def _passes(trial: Trial, strategy: Strategy, mesh_shape: tuple[int, ...]) -> bool:
     try:
         check_strategy(*trial, strategy, mesh_shape)
     except RuleError:
@@ -538,7 +540,7 @@ def _in_child(work: Callable[[], str]) -> str:
         )  # about forking a process with threads; the child uses no threads
         child = os.fork()
     if child == 0:
-        _be_child(work, read, write)
+        _run_child(work, read, write)
     os.close(write)
     pieces = []
     while (ready := select.select([read], [], [], _LONGEST_S)[0]) and (
@@ -551,7 +553,7 @@ def _in_child(work: Callable[[], str]) -> str:
     return b"".join(pieces).decode() if ready else _TOO_LONG
 
 
-def _be_child(work: Callable[[], str], read: int, write: int) -> None:
+def _run_child(work: Callable[[], str], read: int, write: int) -> None:
     """Run `work` in the child, write its text to the pipe, and exit without running the cleanup of
     the parent."""
     try:

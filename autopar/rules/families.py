@@ -111,8 +111,8 @@ def along(linear: tuple[tuple[int, ...], ...] = (), dim: int | tuple[int, ...] =
     def rule(call: Call) -> Factors:
         """Return one letter per dim, except the one that the op works along."""
         rank = max(len(i.shape) for i in (*call.inputs, *call.outputs))
-        asked = argument(call, "dim", argument(call, "dims", dim))
-        term = _whole(_letters(rank), dims_of(asked, rank))
+        given = argument(call, "dim", argument(call, "dims", dim))
+        term = _whole(_letters(rank), dims_of(given, rank))
         inputs = tuple(
             term if len(i.shape) == rank else (WHOLE,) * len(i.shape) for i in call.inputs
         )

@@ -99,14 +99,14 @@ def _local(site: Site) -> Local:
     parts = [each for each in indexed if site.strategy.inputs[operands[each[0]]].splitters(each[1])]
     of_wholes = {name for number, dim, name in indexed if (number, dim, name) not in parts}
     split = {name for dim, name in enumerate(_SPLIT) if q.splitters(dim)}
-    asked = (read.free | of_wholes) & split
+    needed = (read.free | of_wholes) & split
     changes: dict[str, Any] = {}
-    if asked:  # otherwise, local coordinates that start at 0 index the parts
+    if needed:  # otherwise, local coordinates that start at 0 index the parts
         changes["starts"] = tuple(
-            site.start(q, shape[dim], dim) if name in asked else 0
+            site.start(q, shape[dim], dim) if name in needed else 0
             for dim, name in enumerate(_SPLIT)
         )
-        changes["own"] = tuple(x for n, dim, name in parts if name in asked for x in (n, dim))
+        changes["own"] = tuple(x for n, dim, name in parts if name in needed for x in (n, dim))
     if q.splitters(1) != k.splitters(1):
         changes["heads"] = (
             site.start(q, shape[1], 1),

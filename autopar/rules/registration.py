@@ -36,7 +36,7 @@ _SIZES = (
     (5, 7, 9, 11, 13, 15, 17),
 )  # sizes of letters: even, equal, odd
 _WHOLE_SIZE = 6
-_ASK = (
+_EXAMPLES_REMEDY = (
     "pass examples=[(tensor, ...), ...] with arguments of the op, so that the dim of every letter"
     " is larger than 1 in some example"
 )
@@ -196,7 +196,9 @@ def _example(target: Any, example: Example) -> Trial:
             result = target(*args, **kwargs)
     except Exception as error:  # a custom op may raise any error
         raise RuleError(
-            f"the op does not accept the example: {error}", where=op_name(target), remedy=_ASK
+            f"the op does not accept the example: {error}",
+            where=op_name(target),
+            remedy=_EXAMPLES_REMEDY,
         ) from error
     return call_on(target, args, kwargs, result)
 
@@ -211,11 +213,11 @@ def _with_other_values(call: Call, tensors: list[torch.Tensor]) -> Iterator[Tria
             m.to(t.device) if t.dtype.is_floating_point else t
             for m, t in zip(made, tensors, strict=True)
         ]
-        if _is_taken(call, other):
+        if _is_accepted(call, other):
             yield call, other
 
 
-def _is_taken(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
+def _is_accepted(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the op accepts these operands and returns finite numbers."""
     try:
         results = run(call.target, call.args, call.kwargs, tensors, (), ())
@@ -252,7 +254,7 @@ def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
                 call, _ = call_on(
                     target, tuple(tensors), {}, results if len(results) > 1 else results[0]
                 )
-                if _is_taken(call, tensors):
+                if _is_accepted(call, tensors):
                     found = True
                     yield call, tensors
         if found:
@@ -260,7 +262,7 @@ def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
     raise RuleError(
         f"the op does not accept tensors with the shapes of the rule: {problem}",
         where=op_name(target),
-        remedy=_ASK,
+        remedy=_EXAMPLES_REMEDY,
     )
 
 
@@ -318,7 +320,7 @@ def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
         raise RuleError(
             f"no example covers letter {untried[0]!r}: its dim has size 1 in all examples",
             where=op_name(target),
-            remedy=_ASK,
+            remedy=_EXAMPLES_REMEDY,
         )
 
 

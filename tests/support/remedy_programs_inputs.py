@@ -129,7 +129,7 @@ PROGRAMS: dict[str, Program] = {
         "pass arguments that the plain model accepts",
         captured(nn.Linear(4, 4), torch.ones(8, 4)),
     ),
-    "capture/calls.py _own 0": Program(
+    "capture/calls.py _error_of_forward 0": Program(
         captured(Called(_raises), torch.ones(6, 4)),
         "check the line, and pass arguments",
         captured(Called(_raises), torch.ones(8, 4)),

@@ -136,7 +136,7 @@ _log = logging.getLogger("autopar")
 _FINITE, _INFINITE, _NAN = torch.isfinite, torch.isinf, torch.isnan
 
 
-class _Answer:
+class _Truth:
     """The result of `all` or `any` of a test for finite values. It is not a number: a model that
     computes with it raises an error and remains refused."""
 
@@ -146,56 +146,56 @@ class _Answer:
     def __bool__(self) -> bool:
         return self.answer
 
-    def __or__(self, other: _Answer) -> _Answer:
-        return _Answer(self.answer or other.answer)
+    def __or__(self, other: _Truth) -> _Truth:
+        return _Truth(self.answer or other.answer)
 
-    def __and__(self, other: _Answer) -> _Answer:
-        return _Answer(self.answer and other.answer)
+    def __and__(self, other: _Truth) -> _Truth:
+        return _Truth(self.answer and other.answer)
 
-    def item(self) -> _Answer:
+    def item(self) -> _Truth:
         """Return the object itself."""
         return self
 
 
-class _Everywhere:
+class _SameForAll:
     """The result of a test for finite values, the same for all elements. It is not a tensor: any
     other use raises an error, and the model remains refused."""
 
     def __init__(self, answer: bool) -> None:
         self.answer = answer
 
-    def all(self) -> _Answer:
+    def all(self) -> _Truth:
         """Return whether the test holds for all elements."""
-        return _Answer(self.answer)
+        return _Truth(self.answer)
 
-    def any(self) -> _Answer:
+    def any(self) -> _Truth:
         """Return whether the test holds for any element."""
-        return _Answer(self.answer)
+        return _Truth(self.answer)
 
-    def __invert__(self) -> _Everywhere:
-        return _Everywhere(not self.answer)
+    def __invert__(self) -> _SameForAll:
+        return _SameForAll(not self.answer)
 
 
 def _finite(input: Any) -> Any:
-    return _Everywhere(True) if torch.compiler.is_dynamo_compiling() else _FINITE(input)
+    return _SameForAll(True) if torch.compiler.is_dynamo_compiling() else _FINITE(input)
 
 
 def _infinite(input: Any) -> Any:
-    return _Everywhere(False) if torch.compiler.is_dynamo_compiling() else _INFINITE(input)
+    return _SameForAll(False) if torch.compiler.is_dynamo_compiling() else _INFINITE(input)
 
 
 def _not_a_number(input: Any) -> Any:
-    return _Everywhere(False) if torch.compiler.is_dynamo_compiling() else _NAN(input)
+    return _SameForAll(False) if torch.compiler.is_dynamo_compiling() else _NAN(input)
 
 
 # Dynamo traces these functions in the code of the model. Code of torch that runs meanwhile on fake
 # tensors uses the original functions.
-_ANSWERS = {"isfinite": _finite, "isinf": _infinite, "isnan": _not_a_number}
+_REPLACEMENTS = {"isfinite": _finite, "isinf": _infinite, "isnan": _not_a_number}
 
 
 def asks_for_finite(refusal: CaptureError) -> bool:
     """Whether the source line of `refusal` tests whether values are finite."""
-    return any(f"{name}(" in _line(refusal) for name in _ANSWERS)
+    return any(f"{name}(" in _line(refusal) for name in _REPLACEMENTS)
 
 
 def _line(refusal: CaptureError) -> str:
@@ -207,7 +207,7 @@ def all_finite(refusal: CaptureError) -> Iterator[None]:
     """Make Dynamo treat every value as finite; if the capture succeeds, log a warning with the
     source line of `refusal`."""
     with contextlib.ExitStack() as stack:
-        for name, answer in _ANSWERS.items():
+        for name, answer in _REPLACEMENTS.items():
             stack.enter_context(mock.patch.object(torch, name, answer))
         yield
     _log.warning(

@@ -198,22 +198,22 @@ class Origins:
                     give_value(fake, value)
             return fake
 
-        before = _FOLLOWED.set(self)
+        before = _TRACKED.set(self)
         try:
             with mock.patch.object(FakeTensorMode, "from_tensor", make_tracked):
                 yield
         finally:
-            _FOLLOWED.reset(before)
+            _TRACKED.reset(before)
 
 
-_FOLLOWED: ContextVar[Origins | None] = ContextVar("_FOLLOWED", default=None)
+_TRACKED: ContextVar[Origins | None] = ContextVar("_TRACKED", default=None)
 
 
-def note_branch(asked: Any) -> None:
-    """Record that a branch of the tracked capture depends on the values of `asked`."""
-    origins = _FOLLOWED.get()
-    if origins is not None and isinstance(asked, FakeTensor):
-        origins.note_read((asked,))
+def note_branch(condition: Any) -> None:
+    """Record that a branch of the tracked capture depends on the values of `condition`."""
+    origins = _TRACKED.get()
+    if origins is not None and isinstance(condition, FakeTensor):
+        origins.note_read((condition,))
 
 
 _MOST = 1 << 14  # elements of a known tensor, which may become a literal in the graph
@@ -261,7 +261,7 @@ def known_values(origins: Origins) -> Iterator[None]:
         if func is _ATEN.equal.default and all(x.constant is not None for x in operands):
             with no_dispatch():
                 return torch.equal(*(x.constant for x in operands))
-        with _unknown_where_many(operands, func, mode, work):
+        with _unknown_if_large(operands, func, mode, work):
             result = dispatch(mode, func, types, args, kwargs or {})
         if (
             _is_small(result, most)
@@ -285,14 +285,14 @@ def or_its_value(variable: Any) -> Any:
     """Return the truth value of a Dynamo tensor variable with one known element, for a branch;
     return other variables unchanged."""
     known = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
-    asked = (
+    condition = (
         known.as_proxy().node.meta.get("example_value")
         if isinstance(known, TensorVariable)
         else None
     )
-    value = getattr(asked, "constant", None)
+    value = getattr(condition, "constant", None)
     if value is None or value.numel() != 1:
-        note_branch(asked)
+        note_branch(condition)
         return variable
     with no_dispatch():
         return ConstantVariable.create(bool(value))
@@ -337,7 +337,7 @@ def _may_be_known(mode: FakeTensorMode, value: torch.Tensor, *, most: int) -> bo
 
 
 @contextlib.contextmanager
-def _unknown_where_many(
+def _unknown_if_large(
     operands: list[FakeTensor], func: Any, mode: FakeTensorMode, work: int
 ) -> Iterator[None]:
     """Treat the operands of a large computation as unknown, so that it is not run."""
@@ -398,7 +398,7 @@ def settle_known(graph: fx.Graph) -> None:
             node.replace_all_uses_with(number)
             graph.erase_node(node)
             continue
-        _read_by_numbers(node, written)
+        _index_by_numbers(node, written)
         value = _known(node)
         if value is None or not 0 < value.numel() <= _MOST_KNOWN or _storage(node) in written:
             continue
@@ -417,7 +417,7 @@ def settle_known(graph: fx.Graph) -> None:
                 graph.erase_node(operand)
 
 
-def _read_by_numbers(node: fx.Node, written: Collection[int | None]) -> None:
+def _index_by_numbers(node: fx.Node, written: Collection[int | None]) -> None:
     """Replace known masks and repeats in ``x[mask]``, ``x[mask] = y``, ``masked_select`` and
     ``repeat_interleave`` with indices of rows."""
     name = name_of(node)

@@ -32,7 +32,7 @@ from autopar import ops
 from autopar.capture.diagnostics import of_flex_attention, user_line
 from autopar.ops.score_functions import SEEN, UnwritableError, write_function
 
-_CHANGING = {
+_SUPPORTED_OPTIONS = {
     "PRESCALE_QK": False,
     "ROWS_GUARANTEED_SAFE": False,
     "BACKEND": "AUTO",
@@ -40,7 +40,7 @@ _CHANGING = {
 _FREE = 1 << 30  # block size of a block mask that hides nothing
 SCALARS = ("score", "b", "h", "q", "k")
 _SETTLED = ((0, 0, 0), (), ())  # start offsets, sharded dims and heads of an unsharded call
-_OPTIONS = (
+_OPTIONS_REMEDY = (
     "remove the option; options that only tune a kernel (block sizes, warps, stages) are ignored"
     " and may remain"
 )
@@ -59,7 +59,9 @@ _FILLING: dict[
     _aten.new_full.default: "@2",
     _aten.scalar_tensor.default: "@0",
 }
-_WITHIN = "call flex_attention in the model's own forward, outside of other higher-order calls"
+_NESTED_REMEDY = (
+    "call flex_attention in the model's own forward, outside of other higher-order calls"
+)
 
 
 @contextlib.contextmanager
@@ -136,7 +138,7 @@ def refuse_flex_attention(graph: fx.Graph) -> None:
             node.target, torch._ops.HigherOrderOperator
         ):
             raise of_flex_attention(
-                "is called within another higher-order call", _source(node), _WITHIN
+                "is called within another higher-order call", _source(node), _NESTED_REMEDY
             )
 
 
@@ -194,7 +196,7 @@ def _join(node: fx.Node, owner: Any) -> None:
         joined.meta = {name: value for name, value in node.meta.items() if name != "example_value"}
         joined.meta["example_value"] = node.meta["example_value"][:2]
     for user in list(node.users):
-        _take(user, joined)
+        _replace_result(user, joined)
     graph.erase_node(node)
 
 
@@ -205,16 +207,16 @@ def _example(node: Any) -> torch.Tensor:
 
 def _check(node: fx.Node, options: dict[str, Any]) -> None:
     for name, value in options.items():
-        due = _CHANGING.get(name.removeprefix("fwd_").removeprefix("bwd_"), value)
+        due = _SUPPORTED_OPTIONS.get(name.removeprefix("fwd_").removeprefix("bwd_"), value)
         if value != due:
             raise of_flex_attention(
                 f"has kernel_options that change its results ({name}={value!r})",
                 _source(node),
-                _OPTIONS,
+                _OPTIONS_REMEDY,
             )
 
 
-def _take(getitem: fx.Node, joined: fx.Node) -> None:
+def _replace_result(getitem: fx.Node, joined: fx.Node) -> None:
     """Replace a result of the higher-order op with that of the new op; the higher-order op returns
     the logsumexp to base 2."""
     assert getitem.target is operator.getitem and getitem.args[1] in (

@@ -115,7 +115,7 @@ class Prepared:
     def arguments_anew(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return copies of args and kwargs for one run of forward, which may change them."""
         made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-            torch.Tensor, _anew, (self.args, self.kwargs)
+            torch.Tensor, _fresh_copy, (self.args, self.kwargs)
         )
         return made
 
@@ -126,7 +126,7 @@ class Prepared:
             return model(*args, **kwargs)
 
 
-def _anew(tensor: torch.Tensor) -> torch.Tensor:
+def _fresh_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

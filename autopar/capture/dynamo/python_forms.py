@@ -63,13 +63,13 @@ def tensors_given_twice() -> Iterator[None]:
     call = AutogradFunctionApplyVariable.call_function
 
     def call_with_views(variable: Any, translator: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        return call(variable, translator, _views_of_the_second(translator, args), kwargs)
+        return call(variable, translator, _with_views_of_repeated(translator, args), kwargs)
 
     with mock.patch.object(AutogradFunctionApplyVariable, "call_function", call_with_views):
         yield
 
 
-def _views_of_the_second(translator: Any, args: Sequence[Any]) -> list[Any]:
+def _with_views_of_repeated(translator: Any, args: Sequence[Any]) -> list[Any]:
     seen: list[Any] = []
     given = []
     for arg in args:

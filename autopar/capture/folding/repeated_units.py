@@ -138,7 +138,7 @@ class Units:
         starts = [units.index(unit) for unit in order]
         final = max(position for position, unit in enumerate(units) if unit is not None)
         ends = [*starts[1:], final + 1]
-        self._lengthen(starts, ends, order, len(nodes))
+        self._extend_last(starts, ends, order, len(nodes))
         for start, end, unit in zip(starts, ends, order, strict=True):
             if start >= end or any(other not in (unit, None) for other in units[start:end]):
                 raise NotFoldable(
@@ -148,7 +148,7 @@ class Units:
             unit: nodes[start:end] for start, end, unit in zip(starts, ends, order, strict=True)
         }
 
-    def _lengthen(
+    def _extend_last(
         self, starts: list[int], ends: list[int], order: Sequence[int], num_nodes: int
     ) -> None:
         """Extend the slice of the last unit by the ops after its layers (``x = x + layer(x)``), up
@@ -184,7 +184,8 @@ def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
         (
             entry,
             merge.value(
-                results[_full(units, units.one, entry)], results[_full(units, units.two, entry)]
+                results[_full_name(units, units.one, entry)],
+                results[_full_name(units, units.two, entry)],
             ),
         )
         for entry in made
@@ -194,7 +195,7 @@ def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
     return Pattern(forward, backward, own, tuple(found))
 
 
-def _full(units: Units, unit: int, entry: tuple[str, str]) -> tuple[str, str]:
+def _full_name(units: Units, unit: int, entry: tuple[str, str]) -> tuple[str, str]:
     return entry[0], units.path(unit, entry[1])
 
 
@@ -363,18 +364,18 @@ class _Readers:
         units = self.units
         for unit, behind in ((units.one, units.two), (units.two, units.last)):
             for node in units.forward[unit]:
-                self._only(
+                self._check_users(
                     node,
                     unit,
                     {(phase, near) for phase in ("forward", "backward") for near in (unit, behind)},
                 )
         for node in units.backward[units.two]:
-            self._only(node, units.two, {("backward", units.two), ("backward", units.one)})
+            self._check_users(node, units.two, {("backward", units.two), ("backward", units.one)})
         for node, (home, _) in units.own.items():
             if home and home[0] in (units.one, units.two):
-                self._only(node, home[0], {("forward", home[0]), ("backward", home[0])})
+                self._check_users(node, home[0], {("forward", home[0]), ("backward", home[0])})
 
-    def _only(self, node: fx.Node, unit: int, allowed: set[tuple[str, int]]) -> None:
+    def _check_users(self, node: fx.Node, unit: int, allowed: set[tuple[str, int]]) -> None:
         for user in node.users:
             own_result = user is self.output and self.results.get(node) == {unit}
             if not own_result and self.units.place.get(user, ("", 0, 0))[:2] not in allowed:

@@ -335,7 +335,7 @@ class _Search:
 
     def within(self, module: nn.Module, path: str) -> bool:
         """Search a module and its children; return whether there are runs."""
-        found = isinstance(module, LISTS) and self._among(_members(module, path), beside_them=True)
+        found = isinstance(module, LISTS) and self._among(_members(module, path), with_lists=True)
         if not found:
             found = any(
                 [
@@ -350,7 +350,7 @@ class _Search:
         searched before."""
         level = _members(module, path, skip_long=True)
         for _ in range(_MAX_LEVELS):
-            if self._among(level, beside_them=False):
+            if self._among(level, with_lists=False):
                 return True
             deeper = [
                 inner
@@ -364,8 +364,8 @@ class _Search:
             level = deeper
         return False
 
-    def _among(self, layers: Sequence[Named], *, beside_them: bool) -> bool:
-        """Search the given modules for runs; with `beside_them`, first also compare the elements of
+    def _among(self, layers: Sequence[Named], *, with_lists: bool) -> bool:
+        """Search the given modules for runs; with `with_lists`, first also compare the elements of
         lists that have one element per module."""
         if self.order is not None:
             layers = [each for each in layers if each[1] in self.order]
@@ -374,16 +374,16 @@ class _Search:
         modules = [module for _, module in layers]
         facts = [dict(facts_of(module, self.owners)) for module in modules]
         tries = [facts]
-        if beside_them:
+        if with_lists:
             listed = facts_beside(self.model, modules)
             tries.insert(0, [{**fact, **more} for fact, more in zip(facts, listed, strict=True)])
         for (
             candidates
         ) in tries:  # a list with as many elements as layers may be unrelated to the layers
-            reason = self._equal(layers, candidates, least_units=0 if beside_them else _FEWEST)
+            reason = self._equal(layers, candidates, least_units=0 if with_lists else _FEWEST)
             if not reason:
                 return True
-        self.reasons += [reason] if beside_them else []
+        self.reasons += [reason] if with_lists else []
         return False
 
     def _equal(
@@ -396,11 +396,11 @@ class _Search:
                 fact.pop(counter, None)
         kinds: dict[Any, int] = {}
         keys = [kinds.setdefault(tuple(fact.items()), len(kinds)) for fact in facts]
-        turn = list(range(len(layers)))
+        positions = list(range(len(layers)))
         if self.order is not None:
-            turn.sort(key=lambda position: self.order[layers[position][1]])  # type: ignore[index]
-        paths = tuple(layers[position][0] for position in turn)
-        spans = _best([keys[position] for position in turn], 0, len(keys))
+            positions.sort(key=lambda i: self.order[layers[i][1]])  # type: ignore[index]
+        paths = tuple(layers[position][0] for position in positions)
+        spans = _best([keys[position] for position in positions], 0, len(keys))
         found = [
             Run(_holder(paths[span.start : span.stop]), paths[span.start : span.stop], period)
             for span, period in spans

@@ -49,7 +49,7 @@ def clean(graph: fx.Graph) -> None:
         if node.op != "call_function" or not is_tensor(node):
             continue
         respell(node)
-        _state_dtype(node)
+        _set_dtype(node)
         simpler = _SIMPLER.get(node.target, _itself)(node)
         if simpler is node and node.target in _VIEWS:
             simpler = seen.setdefault(
@@ -124,7 +124,7 @@ def respell(node: fx.Node) -> None:
         rewrite(node)
 
 
-def _state_dtype(node: fx.Node) -> None:
+def _set_dtype(node: fx.Node) -> None:
     """Make the dtype of a factory call explicit; otherwise, it would depend on the default dtype of
     the process that runs the graph."""
     takes = isinstance(node.target, torch._ops.OpOverload) and any(
@@ -198,7 +198,7 @@ def _respell_mark(node: fx.Node) -> None:
 
 def _respell_copy(node: fx.Node) -> None:
     keeps_order = node.kwargs.get("memory_format") in (None, torch.preserve_format)
-    if keeps_order and _stays(node):
+    if keeps_order and _keeps_device(node):
         node.kwargs = {"dtype": dtype_of(node)}
 
 
@@ -212,7 +212,7 @@ def _in_order(node: fx.Node, source: fx.Node) -> bool:
     return in_order and seen.numel() == base.numel() == other.numel()
 
 
-def _stays(node: fx.Node) -> bool:
+def _keeps_device(node: fx.Node) -> bool:
     return node.meta["val"].device == node.args[0].meta["val"].device
 
 
@@ -267,7 +267,11 @@ def _copy(node: fx.Node) -> fx.Node:
     same_order = layout in (None, torch.preserve_format) or source.meta["val"].is_contiguous(
         memory_format=layout
     )
-    return source if same_order and dtype_of(node) == dtype_of(source) and _stays(node) else node
+    return (
+        source
+        if same_order and dtype_of(node) == dtype_of(source) and _keeps_device(node)
+        else node
+    )
 
 
 def _same_shape(node: fx.Node) -> fx.Node:
@@ -281,7 +285,7 @@ def _same_shape(node: fx.Node) -> fx.Node:
     return source if shape_of(source) == shape_of(node) else node
 
 
-def _twice(node: fx.Node) -> fx.Node:
+def _double_transpose(node: fx.Node) -> fx.Node:
     source = node.args[0]
     return (
         source.args[0]
@@ -315,7 +319,7 @@ _SIMPLER: dict[Callable[..., object], Callable[[fx.Node], fx.Node]] = {
     aten.view.default: _same_shape,
     aten.expand.default: _same_shape,
     aten.slice.Tensor: _same_shape,
-    aten.transpose.int: _twice,
+    aten.transpose.int: _double_transpose,
     aten.add.Tensor: _neutral(0),
     aten.sub.Tensor: _neutral(0),
     aten.mul.Tensor: _neutral(1),
@@ -349,11 +353,11 @@ def rejoin(graph: fx.Graph) -> None:
         whole = _whole(node.args[0], dim)
         if whole is not None:
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_seen_as(node, whole))
+                node.replace_all_uses_with(_viewed_as(node, whole))
     sweep(graph)
 
 
-def _seen_as(node: fx.Node, whole: fx.Node) -> fx.Node:
+def _viewed_as(node: fx.Node, whole: fx.Node) -> fx.Node:
     """Return `whole` viewed in the shape of `node`; `clean` removes the copy if the view is
     possible without it."""
     if shape_of(whole) == shape_of(node):

@@ -30,14 +30,14 @@ def replace_attention(graph: fx.Graph) -> None:
     for node in calls(graph, _FORWARD):
         query, key, value = node.args[:3]
         is_causal = (*node.args, 0.0, False)[4]
-        _settle_sums(node)
-        _become(node, ops.attention, (query, key, value), is_causal)
+        _correct_sum_dtype(node)
+        _replace_call(node, ops.attention, (query, key, value), is_causal)
     for node in calls(graph, _BACKWARD):
         *tensors, _, is_causal = node.args
-        _become(node, ops.attention_backward, tuple(tensors), is_causal)
+        _replace_call(node, ops.attention_backward, tuple(tensors), is_causal)
 
 
-def _settle_sums(node: fx.Node) -> None:
+def _correct_sum_dtype(node: fx.Node) -> None:
     """Set the dtype of the logsumexp to that of the kernels: fake tensors of torch 2.11 report
     float32 for float64."""
     out, sums = node.meta["val"]
@@ -50,7 +50,9 @@ def _settle_sums(node: fx.Node) -> None:
             user.meta["val"] = node.meta["val"][1]
 
 
-def _become(node: fx.Node, target: object, tensors: tuple[fx.Node, ...], is_causal: bool) -> None:
+def _replace_call(
+    node: fx.Node, target: object, tensors: tuple[fx.Node, ...], is_causal: bool
+) -> None:
     query = tensors[0] if node.target is _FORWARD else tensors[1]
     scale = node.kwargs.get("scale")
     scale = shape_of(query)[-1] ** -0.5 if scale is None else scale
@@ -83,7 +85,7 @@ def see_experts(graph: fx.Graph) -> None:
         views = list(weight.users)
         if all(_is_read_as(view, shape) for view in views):
             for view in views:
-                _see_gradients(view)
+                _view_gradients(view)
                 view.replace_all_uses_with(weight)
             weight.meta["val"] = weight.meta["val"].new_empty(shape)
     sweep(graph)
@@ -110,7 +112,7 @@ def _gradients(view: fx.Node) -> list[fx.Node]:
     return [user for part in parts for user in part.users]
 
 
-def _see_gradients(view: fx.Node) -> None:
+def _view_gradients(view: fx.Node) -> None:
     for back in _gradients(view):
         back.replace_all_uses_with(back.args[0])
 

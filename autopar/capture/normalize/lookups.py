@@ -208,7 +208,7 @@ def replace_positions(graph: fx.Graph) -> None:
     backward."""
     for node in calls(graph, aten.index.Tensor):
         with graph.inserting_before(node):
-            made = _looked_up(node) or _match_lookup(node)
+            made = _match_table_lookup(node) or _match_row_lookup(node)
         if made is not None:
             node.replace_all_uses_with(made)
     for node in calls(graph, aten.index_put.default):
@@ -221,7 +221,7 @@ def replace_positions(graph: fx.Graph) -> None:
     sweep(graph)
 
 
-def _looked_up(node: fx.Node) -> fx.Node | None:
+def _match_table_lookup(node: fx.Node) -> fx.Node | None:
     table, ids = node.args[0], _ids_of(node)
     return None if ids is None else emit(node, ops.embedding, (table, ids), shape_of(node))
 
@@ -266,7 +266,7 @@ def _is_arange(node: fx.Node) -> bool:
     return False
 
 
-def _match_lookup(node: fx.Node) -> fx.Node | None:
+def _match_row_lookup(node: fx.Node) -> fx.Node | None:
     picks = _picks_of(node)
     if picks is None:
         return None

@@ -167,7 +167,10 @@ def _backward(node: fx.Node) -> None:
         grad_x = site.like_x(norms.normalize, grad, none, rstd, weight, None)
     dtype = dtype_of(weight) if is_tensor(weight) else site.wide
     made = (grad_x, site.cast(product, dtype), site.cast(total, dtype))
-    _replace(node, *(result if asked else None for result, asked in zip(made, wanted, strict=True)))
+    _replace(
+        node,
+        *(result if requested else None for result, requested in zip(made, wanted, strict=True)),
+    )
 
 
 def _replace(node: fx.Node, *results: fx.Node | None) -> None:

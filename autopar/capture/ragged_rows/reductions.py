@@ -154,7 +154,7 @@ def _bound(dtype: torch.dtype, sign: int) -> int:
     return torch.iinfo(dtype).max if sign > 0 else torch.iinfo(dtype).min
 
 
-def _whether(every: bool) -> _Ending:
+def _boolean(every: bool) -> _Ending:
     def end_flags(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
         """Reduce booleans with the identity in the rows that are not selected.
 
@@ -362,8 +362,8 @@ _ENDINGS: Mapping[str, _Ending] = {
     "amax": _extreme(-1),
     "min": _extreme(1),
     "amin": _extreme(1),
-    "any": _whether(False),
-    "all": _whether(True),
+    "any": _boolean(False),
+    "all": _boolean(True),
     "index_add": _index_add,
     "index_put": _index_put,
     "masked_scatter": _masked_scatter,

@@ -111,7 +111,7 @@ def join_equal_masks(graph: fx.Graph) -> None:
             continue  # an argument is not hashable
         if first is not node and not {_storage(value), _storage(tensor_of(first))} & set(writes):
             node.replace_all_uses_with(first)
-    _count_alike(graph)
+    _unify_counts(graph)
 
 
 def _describe(node: fx.Node, made: dict[fx.Node, Any], version: dict[int, int]) -> Any:
@@ -150,7 +150,7 @@ def _storages_written(node: fx.Node) -> set[int]:
     }
 
 
-def _count_alike(graph: fx.Graph) -> None:
+def _unify_counts(graph: fx.Graph) -> None:
     """Give all results of one mask the same symbol for their number of rows."""
     sizes: dict[fx.Node, Any] = {}
     for node in graph.nodes:
@@ -343,9 +343,9 @@ class _Settling:
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._masks: dict[str, Mask] = {}
-        self._gone: set[fx.Node] = set()
+        self._replaced: set[fx.Node] = set()
         self._tensors: dict[fx.Node, fx.Node] = {}
-        self._wild = {
+        self._not_tame = {
             first[0]
             for node in graph.nodes
             if not is_tame(node)
@@ -356,12 +356,12 @@ class _Settling:
     def run(self) -> None:
         """Rewrite the nodes in order, and erase the replaced ones."""
         for node in list(self._graph.nodes):
-            if node not in self._gone and node.op != "placeholder":
+            if node not in self._replaced and node.op != "placeholder":
                 self._settle(node)
         for node in reversed(list(self._graph.nodes)):
-            if node in self._gone or isinstance(value_of(node), _NUMBERS):
+            if node in self._replaced or isinstance(value_of(node), _NUMBERS):
                 for user in node.users:
-                    raise self._misread(user, node)
+                    raise self._number_error(user, node)
                 self._graph.erase_node(node)
         self._warn()
 
@@ -389,7 +389,7 @@ class _Settling:
         if rows:
             raise refusal(rows[0])
         if numbers:
-            raise self._misread(numbers[0], numbers[0])
+            raise self._number_error(numbers[0], numbers[0])
 
     def _settle_rows_of(self, node: fx.Node, rows: Iterable[fx.Node], write: Writer) -> None:
         """Rewrite a node that reads rows: one that writes them back, reduces them, or is
@@ -397,7 +397,7 @@ class _Settling:
         if name_of(node) == "setitem":
             if not put_back(node, self._masks, write):
                 raise refusal(node)
-            self._gone.add(node)
+            self._replaced.add(node)
         elif not _depends(value_of(node)):
             self._replace(node, end_rows(node, self._masks, write), write)
         else:
@@ -440,7 +440,7 @@ class _Settling:
 
     def _mask(self, symbol: str, node: fx.Node, shape: tuple[int, ...], write: Writer) -> Mask:
         if symbol not in self._masks:
-            self._masks[symbol] = Mask.of(node, shape, symbol not in self._wild, write)
+            self._masks[symbol] = Mask.of(node, shape, symbol not in self._not_tame, write)
         return self._masks[symbol]
 
     def _by_index(self, node: fx.Node, write: Writer) -> fx.Node | None:
@@ -497,8 +497,8 @@ class _Settling:
             along[number].meta["example_value"] = value_of(user)
             mask.numbers.add(along[number])
             user.replace_all_uses_with(along[number])
-            self._gone.add(user)
-        self._gone.add(node)
+            self._replaced.add(user)
+        self._replaced.add(node)
         return node
 
     def _replace_numbers(self, node: fx.Node, numbers: list[fx.Node], write: Writer) -> None:
@@ -508,11 +508,11 @@ class _Settling:
         for number in numbers:
             symbol, factor = count_symbol(value_of(number)) or ("", 0)
             if name in SIZED and symbol in self._masks:
-                self._swap(node, number, factor * self._masks[symbol].num_rows)
+                self._substitute_size(node, number, factor * self._masks[symbol].num_rows)
             elif name in COMPUTING:
                 node.replace_input_with(number, self._as_tensor(number, node, write))
             else:
-                raise self._misread(node, number)
+                raise self._number_error(node, number)
 
     def _as_tensor(self, number: fx.Node, reader: fx.Node, write: Writer) -> fx.Node:
         """Return a number as a scalar tensor, in float64 after a division as in Python."""
@@ -533,11 +533,11 @@ class _Settling:
             assert callable(number.target), "the target is a Python operator"
             made = args[0] if name == "sym_float" else write.call(number.target, *args)
         else:
-            raise self._misread(reader, number)
+            raise self._number_error(reader, number)
         self._tensors[number] = made
         return made
 
-    def _misread(self, reader: fx.Node, number: fx.Node) -> CaptureError:
+    def _number_error(self, reader: fx.Node, number: fx.Node) -> CaptureError:
         """Return the error for a number that cannot be replaced by a tensor."""
         symbol, _ = count_symbol(value_of(number)) or ("", 0)
         if symbol in self._masks:
@@ -547,7 +547,7 @@ class _Settling:
         )
 
     @staticmethod
-    def _swap(node: fx.Node, number: fx.Node, size: int) -> None:
+    def _substitute_size(node: fx.Node, number: fx.Node, size: int) -> None:
         def substitute(x: Any) -> Any:
             """Return the size instead of the number."""
             return size if x is number else x
@@ -561,7 +561,7 @@ class _Settling:
         write.replace(made)
         if any(node in mask.numbers for mask in self._masks.values()):
             raise refusal(node)
-        self._gone.add(node)
+        self._replaced.add(node)
 
     def _warn(self) -> None:
         if self._masks and os.environ.get("RANK", "0") == "0":  # every rank captures
