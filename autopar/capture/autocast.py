@@ -1,13 +1,13 @@
-"""`torch.autocast` as on a GPU, for tensors on the CPU: in a capture, whose tensors are all on the
-CPU, and for a plain model on a CPU.
+"""`torch.autocast` with the behaviour of CUDA for tensors on the CPU: for captures, whose tensors
+are all on the CPU, and for a plain model on the CPU.
 
-A capture cannot tell which kind of device a model's autocast is meant for, since its tensors are on
-the CPU whatever device the model is on: ``torch.autocast(x.device.type)`` gets ``"cpu"``. So within
-`gpu_autocast`, autocast of ``cuda`` and of ``cpu`` are one state. Which ops it casts depends on the
-device that is meant. If autocast of ``cuda`` was entered, around the call or in forward, or the
-model is on a GPU, it casts what CUDA's autocast does. This module holds torch's lists for CUDA,
-which differ from those for CPUs (softmax, norms, losses, powers and sums are float32 on GPUs only).
-Otherwise it casts what the CPU's autocast does.
+A capture cannot determine which device type the autocast of a model is intended for. Its tensors
+are on the CPU even if the model is on a GPU, so ``torch.autocast(x.device.type)`` receives
+``"cpu"``. Therefore, within `gpu_autocast`, ``cuda`` and ``cpu`` share one autocast state. The
+intended device determines which ops are cast. If ``cuda`` autocast is entered, around the call or
+in forward, or the model is on a GPU, the ops of CUDA autocast are cast. Otherwise those of CPU
+autocast are cast. This module contains torch's op lists for CUDA, which differ from those for the
+CPU: softmax, norms, losses, powers and sums run in float32 on GPUs only.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from autopar.core.autocast_state import KINDS
 from autopar.errors import CaptureError
 
 # --------------------------------------------------------------------------------------------------
-# The casts of CUDA's autocast, op by op, for tensors on the CPU.
+# The casts of CUDA autocast, op by op, for tensors on the CPU.
 #
-# torch casts in kernels under one dispatch key per device type. CUDA's kernels cast CUDA tensors
-# only, so equivalent kernels are temporarily registered under the CPU's key, for the whole process.
+# torch implements the casts as kernels under one dispatch key per device type. The kernels of CUDA
+# autocast only cast CUDA tensors, so equivalent kernels are registered temporarily under the key of
+# the CPU. The registration affects the whole process.
 
 _Kernel = Callable[..., Any]
 
@@ -41,8 +42,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# By name of the op, overloads aside. From aten/src/ATen/autocast_mode.h of torch 2.13, and as of
-# 2.15 linalg_matrix_sqrth; `_kernels` takes those that the torch that runs has.
+# Names of ops without overloads, from aten/src/ATen/autocast_mode.h of torch 2.13;
+# linalg_matrix_sqrth is from 2.15. `_kernels` uses those that exist in the installed torch.
 _LOWER = _words(
     "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d"
     " convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul"
@@ -70,8 +71,8 @@ _WIDEST = _words(
     " stack cat"
 )
 _REFUSED = frozenset({"binary_cross_entropy"})
-# On a GPU a recurrent layer is one op of cuDNN's, cast as a whole; on tensors of the CPU it is its
-# parts, which would be cast apart.
+# On a GPU, a recurrent layer is one cuDNN op, which is cast as a whole. On the CPU, it consists of
+# several ops, which would be cast one by one.
 _RECURRENT = tuple(
     f"{cell}.{form}"
     for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -81,13 +82,13 @@ _RECURRENT = tuple(
 
 @contextmanager
 def casting_as_cuda() -> Iterator[None]:
-    """Let autocast of the CPU cast the ops that autocast of CUDA casts, to the same dtypes."""
+    """Make CPU autocast cast the ops that CUDA autocast casts, to the same dtypes."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", "(?s).*previously registered kernel"
-            )  # which is what is wanted
+            )  # the registration is intended
             for name, kernel in _kernels().items():
                 library.impl(name, kernel, "AutocastCPU")
         yield
@@ -97,7 +98,7 @@ def casting_as_cuda() -> Iterator[None]:
 
 @functools.cache
 def _kernels() -> dict[str, _Kernel]:
-    """Return the kernel of each op under autocast; ops that only CPUs cast fall through."""
+    """Return the autocast kernel of each op; ops that only CPU autocast casts fall through."""
     there, here = (
         set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
         for key in ("AutocastCUDA", "AutocastCPU")
@@ -164,8 +165,8 @@ def _fp32_result(op: Any) -> _Kernel:
 
 
 def _with_fp32_result(op: Any) -> _Kernel:
-    """Return the kernel of a norm whose form with a dtype is another overload; missing arguments
-    have the schema's defaults."""
+    """Return the kernel of a norm that calls `op`, the overload with a dtype; missing arguments
+    have the defaults of the schema."""
     defaults = {"p": 2, "keepdim": False}
     positional = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
 
@@ -180,14 +181,14 @@ def _with_fp32_result(op: Any) -> _Kernel:
 
 def _refusal(name: str) -> _Kernel:
     known = (
-        "torch refuses it under autocast: its operand may be rounded to 1; use"
+        "torch does not support it under autocast, since its operand may be rounded to 1; use"
         " binary_cross_entropy_with_logits"
     )
-    said = known if name in _REFUSED else "what it does there is not known"
+    reason = known if name in _REFUSED else "autopar does not know how it is cast"
 
     def kernel(*_: Any, **__: Any) -> Any:
-        """Raise an error: no kernel of autocast is known."""
-        raise RuntimeError(f"{name} under torch.autocast('cuda'): {said}")
+        """Raise an error: autopar has no autocast kernel for this op."""
+        raise RuntimeError(f"{name} under torch.autocast('cuda'): {reason}")
 
     return kernel
 
@@ -214,40 +215,41 @@ def _is_cast(value: Any) -> bool:
 
 
 _DISABLED = (
-    "the model enters a torch.autocast('cuda') to %s that is disabled. If it was made outside of"
-    " forward, as a decorator is, torch disabled it for want of a GPU: write `with"
-    " torch.autocast(...)` in forward to plan without one"
+    "the model enters a disabled torch.autocast('cuda') with dtype %s. torch disables autocast"
+    " contexts that are created outside of forward, such as decorators, if there is no GPU: write"
+    " `with torch.autocast(...)` in forward to plan without a GPU"
 )
 log = logging.getLogger("autopar")
 
 
 @contextmanager
 def gpu_autocast(on_gpu: bool) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Let autocast of ``cuda``, around the caller or within, cast tensors on the CPU (see the
-    module).
+    """Make ``cuda`` autocast, entered around the call or within it, cast tensors on the CPU (see
+    the module docstring).
 
     Args:
-        on_gpu: whether the tensors stand for tensors on a GPU.
+        on_gpu: whether the tensors represent tensors on a GPU.
 
     Yields:
-        A function that makes a context for backward, which users run outside autocast. Code that
-        enters autocast again there, as checkpoints do, means the same device as forward.
+        A function that creates a context for backward, which users run outside autocast. If code in
+        backward enters autocast again, as activation checkpoints do, it is intended for the same
+        device as in forward.
 
     Raises:
-        CaptureError: the caller is under autocast of both kinds of device, to different dtypes.
+        CaptureError: autocast of both device types is active, with different dtypes.
     """
     around = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in around}
     if not on_gpu and len(set(dtypes.values())) > 1:
         raise CaptureError(
-            f"called under torch.autocast of two kinds of device, to different dtypes: {dtypes}",
-            remedy="call it under one torch.autocast, that of the device which is meant",
+            f"torch.autocast is active for two device types with different dtypes: {dtypes}",
+            remedy="enter only the torch.autocast of the device that the model is planned for",
         )
     meant = "cuda" if on_gpu or "cuda" in around else "cpu"
     own = torch.autocast
     with ExitStack() as stack, _Lists() as lists:
         if around:
-            for kind in KINDS:  # made by hand: a machine without a GPU gives no autocast of cuda
+            for kind in KINDS:  # set directly: torch.autocast("cuda") needs a GPU
                 stack.enter_context(
                     _state(
                         kind, meant in around, dtypes.get(meant, torch.get_autocast_dtype(meant))
@@ -280,7 +282,7 @@ def _set(kind: str, enabled: bool, dtype: torch.dtype) -> None:
 
 
 def _accept_any_device(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `torch.autocast.__init__` so that it does not check which devices are present."""
+    """Wrap `torch.autocast.__init__` so that it does not check which devices are available."""
 
     @functools.wraps(init)
     def initialize(
@@ -298,7 +300,7 @@ def _accept_any_device(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def tell_of_disabled(graph: fx.Graph) -> None:
-    """Warn if a captured model enters a disabled autocast of ``cuda`` to some dtype, on a machine
+    """Warn if a captured model enters a disabled ``cuda`` autocast with a dtype on a machine
     without a GPU."""
     entered = [
         node.args
@@ -312,15 +314,16 @@ def tell_of_disabled(graph: fx.Graph) -> None:
 
 
 def _cast_anywhere(cast: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the cast of `torch.amp.custom_fwd` so that it also casts tensors on the CPU for a
-    GPU."""
+    """Wrap the cast of `torch.amp.custom_fwd` so that a cast for ``cuda`` also casts tensors on the
+    CPU."""
     return lambda value, device_type, dtype: cast(
         value, "cpu" if device_type == "cuda" else device_type, dtype
     )
 
 
 class _Lists:
-    """The lists of ops that are cast: CUDA's while any active autocast means a GPU."""
+    """The op lists in use: those of CUDA while any active autocast is intended for a GPU, else
+    those of the CPU."""
 
     def __init__(self) -> None:
         self._num_meaning_gpu, self._meant_gpu = 0, False
@@ -335,7 +338,7 @@ class _Lists:
 
     @contextmanager
     def use_gpu_lists(self) -> Iterator[None]:
-        """Use CUDA's lists, until all contexts that ask for them are left."""
+        """Use the lists of CUDA until every such context has exited."""
         if not self._num_meaning_gpu:
             self._held.enter_context(casting_as_cuda())
         self._num_meaning_gpu, self._meant_gpu = self._num_meaning_gpu + 1, True
@@ -348,8 +351,8 @@ class _Lists:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Disable autocast; autocast of either kind that is entered within means the same device as
-        in forward."""
+        """Disable autocast; autocast that is entered within is intended for the same device as in
+        forward."""
         with ExitStack() as stack:
             for kind in KINDS:
                 stack.enter_context(_state(kind, False, torch.get_autocast_dtype(kind)))
@@ -358,10 +361,10 @@ class _Lists:
             yield
 
     def wrap_enter(self, enter: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `torch.autocast.__enter__` so that it changes the state of both kinds of device."""
+        """Wrap `torch.autocast.__enter__` so that it sets the state of both device types."""
 
         def enter_both(context: Any) -> Any:
-            """Enter the context for the other kind of device, and then for its own."""
+            """Enter the context for the other device type, then for its own."""
             if context.device not in KINDS:
                 return enter(context)
             stack = ExitStack()
@@ -375,10 +378,10 @@ class _Lists:
         return enter_both
 
     def wrap_exit(self, leave: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `torch.autocast.__exit__` so that it restores the state of both kinds of device."""
+        """Wrap `torch.autocast.__exit__` so that it restores the state of both device types."""
 
         def exit_both(context: Any, *error: Any) -> Any:
-            """Leave the context for both kinds of device."""
+            """Exit the context for both device types."""
             result = leave(context, *error)
             _, stack = self._entered.pop(id(context), (None, ExitStack()))
             stack.close()

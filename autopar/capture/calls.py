@@ -17,7 +17,8 @@ from autopar.capture.trees import argument_name, leaves_of
 from autopar.core.keywords import close_to
 from autopar.errors import CallError, CaptureError, Where
 
-# Torch's own subclasses are of fakes.
+# Types of errors that forward raises for unsuitable arguments. torch's subclasses of these types
+# come from fake tensors.
 _KINDS = (
     ValueError,
     TypeError,
@@ -58,7 +59,7 @@ def check_call(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        what, remedy = _unbound(signature, args, kwargs, str(error))
+        what, remedy = _binding_error(signature, args, kwargs, str(error))
         raise CallError(what, remedy=remedy) from None
 
 
@@ -77,12 +78,16 @@ def bind_arguments(
     return found | found.pop(more, {})
 
 
-def _unbound(
+def _binding_error(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], otherwise: str
 ) -> tuple[str, str]:
-    """Return what is wrong with a call that does not bind, and the remedy.
+    """Return the error and the remedy for a call that does not bind.
 
-    `otherwise` is Python's message, for what nothing here explains.
+    Args:
+        signature: the signature of forward.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        otherwise: Python's message, which is used for any other mismatch.
     """
     takes, needed = f"call it as {_shown(signature)}", _required_names(signature)
     unknown = _unknown_names(signature, kwargs)
@@ -90,22 +95,24 @@ def _unbound(
     places = [name for name, p in signature.parameters.items() if p.kind in _BY_PLACE]
     if not args and kwargs and len(unknown) == len(kwargs) and len(needed) == 1:
         return (
-            f"forward() has no argument {unknown[0]!r}: it takes {needed[0]!r}",
-            "a mapping stands for keyword arguments; where the mapping is the one argument,"
-            f" pass ({needed[0]},)",
+            f"forward() has no argument {unknown[0]!r}; it takes {needed[0]!r}",
+            "a mapping is passed as keyword arguments; to pass the mapping itself as the only"
+            f" argument, pass ({needed[0]},)",
         )
     if unknown:
-        return f"forward() has no argument {unknown[0]!r}", _similar(signature, unknown[0]) + takes
+        return f"forward() has no argument {unknown[0]!r}", _suggestion(
+            signature, unknown[0]
+        ) + takes
     if len(args) > len(places) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        what = f"forward() takes {len(places)} positional arguments, and {len(args)} were passed"
+        what = f"forward() takes {len(places)} positional arguments, but {len(args)} were passed"
         return what, takes
     missing = [name for name in needed if name not in kwargs and name not in places[: len(args)]]
     if missing:
-        return f"forward() misses {', '.join(map(repr, missing))}", takes
+        return f"forward() is missing {', '.join(map(repr, missing))}", takes
     return f"forward(): {otherwise}", takes
 
 
-def _similar(signature: inspect.Signature, name: str) -> str:
+def _suggestion(signature: inspect.Signature, name: str) -> str:
     """Return a question with the names of arguments similar to `name`; ``""`` if there are none."""
     names = [known for known, p in signature.parameters.items() if p.kind in _BY_NAME]
     close = close_to(name, names)
@@ -134,13 +141,13 @@ def _unknown_names(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> l
 def refused_by_forward(
     model: nn.Module, run: Callable[[nn.Module], object], leaves: Iterable[tuple[str, Any]]
 ) -> CaptureError | None:
-    """Run a copy of the model on fake tensors, and return the error that forward itself raises;
-    None if it raises none.
+    """Run a copy of the model on fake tensors, and return the error that forward raises; None if it
+    raises none.
 
-    Errors that only tensors without data cause do not count.
+    Errors that only occur for tensors without data are ignored.
 
     Args:
-        model: the model; attributes of its copy may change.
+        model: the model; it is not changed.
         run: calls the copy.
         leaves: (path, value) of the call's arguments.
     """
@@ -151,35 +158,36 @@ def refused_by_forward(
         if not any(isinstance(leaf, Tensor) for leaf in leaves_of(run(copied))):
             return CaptureError(
                 "forward returns no tensor",
-                remedy="let it return its loss, or the outputs of which the loss is computed",
+                remedy="return the loss, or the outputs that the loss is computed from",
             )
-    except CaptureError as refusal:  # of a function that a capture replaces
+    except CaptureError as refusal:  # raised by a function that a capture replaces
         return refusal
     except Exception as error:
         text = str(error).strip()
         if _raised_by_the_model(error):
-            return _own(error, shapes_of(model, leaves))
+            return _error_of_forward(error, shapes_of(model, leaves))
         if type(error) not in _KINDS or any(mark in text.lower() for mark in _OF_FAKES):
             return None
         shapes = shapes_of(model, leaves)
         kind = "" if isinstance(error, RuntimeError | ValueError) else f"{type(error).__name__}: "
         return CallError(
-            "forward does not take this call:"
+            "forward does not accept this call:"
             f" {kind}{text.splitlines()[0] if text else type(error).__name__}",
             where=Where(source=user_line("".join(traceback.format_tb(error.__traceback__)))),
             remedy=(
-                f"pass what the plain model takes (this was {shapes}); if it takes this, report it"
+                f"pass arguments that the plain model accepts (these were {shapes}); if it accepts"
+                " these, report it"
             ),
         )
     return None
 
 
 def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object]) -> str:
-    """Return the path of the module in which a run on fake tensors stops; empty if it does not stop
-    there, or stops in the model itself.
+    """Return the path of the module in which a run on fake tensors fails; empty for the model
+    itself, or if the run does not fail in the function that contains `source`.
 
     Args:
-        source: the source line of the error; the run must stop in the function that contains it.
+        source: the source line of the error.
         model: the model; a copy is run.
         run: calls the copy.
     """
@@ -198,8 +206,8 @@ def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object])
 
 
 def _stopped_in(error: BaseException, source: str) -> bool:
-    """Whether the user's innermost function that raised `error` contains the source line; tensors
-    without data may stop earlier in it."""
+    """Whether the user's innermost function that raised `error` contains the source line; with
+    tensors without data, the function may fail at an earlier line."""
     at, place = (
         _LINE.match(user_line("".join(traceback.format_tb(error.__traceback__)))),
         _LINE.match(source),
@@ -224,12 +232,12 @@ def _copy_module(model: nn.Module) -> nn.Module | None:
         return copy.deepcopy(
             model, {id(x): x for x in (*model.parameters(), *model.buffers(), *attributes)}
         )
-    except Exception:  # whatever it raises
+    except Exception:  # a user's __deepcopy__ may raise any error
         return None
 
 
 def _raised_by_the_model(error: Exception) -> bool:
-    """Whether a `raise` or `assert` outside torch raised the error, or an undefined name."""
+    """Whether the error comes from a `raise` or `assert` outside torch, or an undefined name."""
     inner = error.__traceback__
     while inner is not None and inner.tb_next is not None:
         inner = inner.tb_next
@@ -241,21 +249,20 @@ def _raised_by_the_model(error: Exception) -> bool:
     )
 
 
-def _own(error: Exception, shapes: str) -> CallError:
+def _error_of_forward(error: Exception, shapes: str) -> CallError:
     text = str(error).strip()
     return CallError(
-        "forward itself raises"
-        f" {type(error).__name__}{': ' + text.splitlines()[0] if text else ''}",
+        f"forward raises {type(error).__name__}{': ' + text.splitlines()[0] if text else ''}",
         where=Where(source=user_line("".join(traceback.format_tb(error.__traceback__)))),
         remedy=(
-            "see why the line raises it, as the plain model does, and pass what the model takes"
-            f" (this was {shapes})"
+            "the plain model raises the same error: check the line, and pass arguments that the"
+            f" model accepts (these were {shapes})"
         ),
     )
 
 
 def shapes_of(model: nn.Module, leaves: Iterable[tuple[str, Any]]) -> str:
-    """Return the tensors of a call in words: ``x (8, 16), y (8,)``."""
+    """Return the names and shapes of the tensors of a call: ``x (8, 16), y (8,)``."""
     return (
         ", ".join(
             f"{argument_of(path, model)} {tuple(x.shape)}"
@@ -269,8 +276,8 @@ def shapes_of(model: nn.Module, leaves: Iterable[tuple[str, Any]]) -> str:
 def find_called(
     model: nn.Module, paths: Collection[str], run: Callable[[nn.Module], object]
 ) -> set[str]:
-    """Return the modules among `paths` that a run on fake tensors calls; all if that cannot be
-    determined.
+    """Return the modules among `paths` that forward calls in a run on fake tensors; all of them if
+    the run fails.
 
     Args:
         model: the model; a copy is run.
@@ -287,18 +294,19 @@ def find_called(
                 lambda _module, _args, path=path: seen.add(path)
             )
         run(copied)
-    except Exception:  # whatever a model raises of such tensors
+    except Exception:  # a model may raise any error for tensors without data
         return set(paths)
     return seen
 
 
 def argument_of(path: str, model: nn.Module) -> str:
-    """Return an argument's path with its name in place of its number."""
+    """Return the path of an argument with the name of a positional argument instead of its
+    index."""
     return argument_name(path, list(inspect.signature(model.forward).parameters))
 
 
 def _shown(signature: inspect.Signature) -> str:
-    """Return the required arguments in words: ``forward(x, y, …)``."""
+    """Return a call with the required arguments: ``forward(x, y, …)``."""
     needed = _required_names(signature)
     more = ["…"] if len(needed) < len(signature.parameters) else []
     return f"forward({', '.join([*needed, *more])})"

@@ -72,14 +72,14 @@ from autopar.errors import CaptureError, Where
 from autopar.ops import random
 
 # --------------------------------------------------------------------------------------------------
-# The border of a captured graph: from torch's description of placeholders and results to that of
+# Placeholders and results of a captured graph: torch's description of them is converted to that of
 # a trace.
 
 
 class Border:
-    """The placeholders and results of the graph; made before the passes, which keep their order.
+    """The placeholders and results of a graph, recorded before the passes, which keep their order.
 
-    A tied tensor has one placeholder and one gradient, under its first name.
+    A tied parameter or buffer has one placeholder and one gradient, under its first name.
     """
 
     def __init__(self, raw: RawJoint, call: Prepared) -> None:
@@ -100,8 +100,9 @@ class Border:
         self.results = self._results()
 
     def narrow(self) -> None:
-        """Give inputs their own dtype, and read parameters in a narrower dtype if the graph reads
-        no other; their gradients are then made in it."""
+        """Set the placeholders of inputs to the dtypes of the batch, and those of parameters to a
+        narrower dtype if the graph reads only that dtype; gradients of these parameters then have
+        the narrower dtype."""
         for (kind, name), node in self.nodes.items():
             if kind == "input" and self.raw.in_leaves[name][1].dtype != dtype_of(node):
                 cast_input(self.graph, node, self.raw.in_leaves[name][1].dtype)
@@ -120,8 +121,8 @@ class Border:
         self._output.args = (tuple(node for _, node in self.results),)
 
     def widen(self) -> None:
-        """Cast gradients to the stored dtype of their parameters, or the dtype of their inputs;
-        call it after the passes, which match the ops that make gradients."""
+        """Cast gradients to the stored dtype of their parameters or the dtype of their inputs; must
+        run after the passes, which match the ops that compute gradients."""
         made = list(self._output.args[0])
         for position, ((kind, name), _) in enumerate(self.results):
             if kind == "gradient":
@@ -140,12 +141,12 @@ class Border:
         return next(iter(reversed(self.graph.nodes)))
 
     def add_random_state(self, state: fx.Node) -> None:
-        """Add the random state as a buffer that every step changes."""
+        """Add the random state as a buffer that every step updates."""
         entry = ("buffer", random.STATE)
         self.nodes[entry], self.aliases[random.STATE] = state, ()
         now = zip(
             (kind for kind, _ in self.results), self._output.args[0], strict=True
-        )  # a draw's backward may be a gradient itself
+        )  # the node of a gradient may be the backward of a draw, which was replaced
         self.results = [*now, (("mutation", random.STATE), next_state(self.graph, state))]
         self._output.args = (tuple(node for _, node in self.results),)
         resting = [node for node in self.state_placeholders() if node is not state]
@@ -156,9 +157,7 @@ class Border:
         if kind in self.nodes:
             node.replace_all_uses_with(self.nodes[kind])
         if kind in self.nodes or not is_tensor(node):
-            assert not node.users, (
-                f"{kind} is no tensor, and torch's graph holds the values of others"
-            )
+            assert not node.users, f"{kind} is not a tensor, but the graph of torch reads it"
             self.graph.erase_node(node)
             return
         self.nodes[kind] = node
@@ -178,8 +177,8 @@ class Border:
                         node, torch.ops.aten.add.Tensor, (found[entry], node), shape_of(node)
                     )
             found[entry] = node
-        # Gradients come in the order of the parameters. The gradient of a tied parameter would else
-        # come at the place of its last name, which folding does not preserve.
+        # Sort gradients in the order of the parameters. The gradient of a tied parameter would
+        # otherwise be at the position of its last name, which folding does not preserve.
         ranks = {name: rank for rank, (_, name) in enumerate(self.nodes)}
         groups = {group: [entry for entry in found if entry[0] == group] for group in _GROUPS}
         groups["gradient"].sort(key=lambda entry: ranks[entry[1]])
@@ -188,11 +187,11 @@ class Border:
         return results
 
     def repeat(self, runs: Iterable[Run], model: nn.Module) -> None:
-        """Repeat the layers of a shortened model's runs in the finished graph, which becomes that
-        of `model`.
+        """Repeat the layers of the runs in the finished graph of the shortened model, which becomes
+        the graph of `model`.
 
         Raises:
-            NotFoldable: the layers are not alike.
+            NotFoldable: the layers differ.
         """
         results = dict(zip((kind for kind, _ in self.results), self._output.args[0], strict=True))
         named = itertools.chain(model.named_parameters(), model.named_buffers())
@@ -202,7 +201,8 @@ class Border:
         self.results = list(results.items())
 
     def add_tangents_last(self) -> None:
-        """Add tangents last in sums of gradients, if the model returns no loss."""
+        """If the model returns no loss, reorder sums of gradients so that tangents are added
+        last."""
         if self.raw.loss is None:
             add_tangents_last(
                 self.graph, [node for (kind, _), node in self.nodes.items() if kind == "tangent"]
@@ -298,12 +298,12 @@ class Border:
                 continue
             if name in mutated:
                 raise CaptureError(
-                    f"forward reads the values of the buffer {name!r}, on which a branch or a shape"
-                    " depends, and changes them",
+                    f"forward changes the buffer {name!r}, and its values determine a branch or a"
+                    " shape",
                     where=Where(module=name.rpartition(".")[0]),
                     remedy=(
-                        "count in the training loop, and pass the number as a plain argument: each"
-                        " value has a program of its own; or compute with the buffer as a tensor"
+                        "count in the training loop and pass the number as a plain argument (one"
+                        " program is compiled per value); or compute with the buffer as a tensor"
                         " (torch.where)"
                     ),
                 )
@@ -332,7 +332,7 @@ class Border:
         )
 
 
-_GROUPS = ("output", "gradient", "mutation", "input gradient")  # of results, in their order
+_GROUPS = ("output", "gradient", "mutation", "input gradient")  # order of results
 
 
 def _describe_node(node: fx.Node) -> tuple[str, tuple[int, ...], torch.dtype]:
@@ -366,7 +366,7 @@ def _fingerprint(
 # --------------------------------------------------------------------------------------------------
 # The capture.
 
-_MOST_REPLACED = 4  # runs that turn out not to be equal, before a model is captured in full
+_MOST_REPLACED = 4  # runs that may turn out to differ before a model is captured in full
 
 
 def capture(
@@ -378,25 +378,28 @@ def capture(
     precision: torch.dtype | None = None,
     inference: bool = False,
 ) -> Trace:
-    """Capture the joint forward and backward graph of `model(*args, **kwargs)` in normal form; the
-    forward alone if nothing has a gradient.
+    """Capture the joint forward and backward graph of `model(*args, **kwargs)` in normal form, or
+    only the forward graph if no result requires a gradient.
 
-    The model may be on any device, ``meta`` included, and is not changed. Only shapes and dtypes of
-    the batch are used, apart from values that decide shapes or branches.
+    The model may be on any device, including ``meta``, and is not changed. Only shapes and dtypes
+    of the batch are used, except for values that determine shapes or branches.
 
     Args:
         model: the model.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
-        fold: whether to capture equal layers a few at a time and repeat them in the graph; the
-            result is the same. If this is not possible, the model is captured in full, and the
-            trace's `folding` states why.
-        precision: the dtype that wider floating parameters and inputs are read in
+        fold: whether to capture a few of several equal layers and repeat them in the graph, which
+            gives the same trace. If this is not possible, the model is captured in full, and
+            `Trace.folding` gives the reason.
+        precision: dtype in which wider floating parameters and inputs are read
             (`autopar.capture.precision`).
-        inference: whether to capture the forward alone, though parameters may require gradients.
+        inference: whether to capture only the forward graph even if parameters require gradients.
+
+    Returns:
+        The trace.
 
     Raises:
-        CallError: the model itself does not accept the call.
+        CallError: the model does not accept the call.
         CaptureError: the model cannot be captured as one graph, or draws random numbers that
             autopar cannot draw; the error names the user's line.
     """
@@ -437,8 +440,8 @@ def _refuse_called(model: nn.Module, call: Prepared) -> None:
 
 
 def _capture_with_branches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """Capture with the branches that a transformers model takes under tracing; if that fails, with
-    those for finite values or those of eager mode."""
+    """Capture with the branches that a transformers model takes under tracing; if that fails, try
+    the branches for finite values, then those of eager mode."""
     try:
         return _capture_with_caches(model, call, fold)
     except CaptureError as refusal:
@@ -454,8 +457,8 @@ def _capture_with_branches(model: nn.Module, call: Prepared, fold: bool) -> Trac
 
 
 def _capture_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """Capture without caches of keys and values; with empty caches if the result depends on whether
-    there is one."""
+    """Capture without key/value caches, or with empty caches if the result depends on whether there
+    is a cache."""
     try:
         with without_caches(model):
             return _capture_with_known_inputs(model, call, fold)
@@ -467,7 +470,7 @@ def _capture_with_caches(model: nn.Module, call: Prepared, fold: bool) -> Trace:
 
 
 def _capture_with_known_inputs(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    """Capture with the values of the inputs that forward reads, if these may be known."""
+    """Capture with the values of the inputs that forward reads."""
     while True:
         try:
             return _capture_once(model, call, fold)
@@ -476,7 +479,7 @@ def _capture_with_known_inputs(model: nn.Module, call: Prepared, fold: bool) -> 
 
 
 def _capture_once(model: nn.Module, call: Prepared, fold: bool) -> Trace:
-    refusal, replaced = "" if fold else "it was not asked for", dict[Run, tuple[Run, ...]]()
+    refusal, replaced = "" if fold else "folding is disabled", dict[Run, tuple[Run, ...]]()
     while fold:
         try:
             shortened = capture_shortened(model, call, replaced)
@@ -496,7 +499,8 @@ def _normal_form(
 ) -> Trace:
     """Bring a raw graph into normal form and return its trace.
 
-    The layers of a shortened model are repeated after the passes and before nodes are numbered.
+    The layers of a shortened model are repeated after the passes and before draws and nodes are
+    numbered.
 
     Raises:
         NotFoldable: the layers cannot be repeated.

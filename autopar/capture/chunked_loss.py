@@ -1,17 +1,17 @@
-"""What a training loop leaves open about the end of a model: whether other outputs than the loss
-are wanted, and whether the logits of its cross entropy are ever there at once.
+"""Rewrite the end of a model: drop outputs other than the loss, and compute cross entropy without
+materializing all logits.
 
-`loss_alone` drops the other outputs, `outputs_whole` has all of them on every rank. `loss_by_rows`
-replaces
+`loss_alone` drops the other outputs. `outputs_whole` makes every rank return the full outputs.
+`loss_by_rows` replaces
 
 ::
 
     x = h Wᵀ    nll = cross entropy of x    dx = (softmax x − onehot) · valid · t    dW = dxᵀ h
                                             dh = dx W
 
-by one op that works some rows at a time (`autopar.ops.linear_cross_entropy`) and, in backward, two
-products with the scalar t. The first of these writes into what it reads, since a second buffer of
-the weight's size would cost what the logits do.
+by one op that processes a limited number of rows at a time (`autopar.ops.linear_cross_entropy`)
+and, in backward, by two products with the scalar t. These products are computed in place, since a
+second buffer of the size of the weight could need as much memory as the logits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Entry = TypeVar("_Entry", Parameter, Input)
 
 
 def loss_alone(trace: Trace) -> Trace:
-    """Return the trace of a call of which only the loss is used; other outputs become None.
+    """Return the trace with the loss as its only output; the other outputs become None.
 
     Raises:
         CaptureError: the model returns no loss.
@@ -52,7 +52,7 @@ def loss_alone(trace: Trace) -> Trace:
     if trace.loss is None:
         found = ", ".join(o.path or "the result" for o in trace.outputs) or "no tensor"
         raise CaptureError(
-            f'outputs="loss", and the model returns no loss (it returns {found})',
+            f'outputs="loss", but the model returns no loss (it returns {found})',
             remedy='pass outputs="full"',
         )
     dropped = {o.path for o in trace.outputs if not o.is_loss}
@@ -71,7 +71,7 @@ def loss_alone(trace: Trace) -> Trace:
     sweep(graph)
 
     def renumber_gradients(entries: Sequence[_Entry]) -> tuple[_Entry, ...]:
-        """Return entries whose gradients have their new positions in the results."""
+        """Return the entries with the new positions of their gradients in the results."""
         return tuple(
             replace(e, gradient=None if e.gradient is None else place[e.gradient]) for e in entries
         )
@@ -91,22 +91,22 @@ def loss_alone(trace: Trace) -> Trace:
 
 
 def outputs_whole(trace: Trace) -> Trace:
-    """Return the trace of a call of which every rank needs all outputs whole, as it does the
-    loss."""
+    """Return the trace with all outputs marked so that every rank returns them in full, as it does
+    the loss."""
     return replace(trace, outputs=tuple(replace(o, whole=True) for o in trace.outputs))
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The nodes of a linear layer and the cross entropy of its results.
+    """The nodes of a linear layer followed by a cross entropy.
 
     Attributes:
-        logits: product of `hidden` and `weight`.
-        hidden: input of the layer.
-        weight: weight of the layer.
-        labels: class of each row.
-        ignored: the label that stands for no class.
-        losses: loss of each row.
+        logits: product of `hidden` and `weight`, ``[…rows, v]``.
+        hidden: input of the layer, ``[…rows, d]``.
+        weight: weight of the layer, ``[v, d]``.
+        labels: class of each row, ``[…rows]``.
+        ignored: the label of rows that do not contribute to the loss (`ignore_index`).
+        losses: loss of each row, ``[…rows]``.
         scale: the scalar t.
         d_hidden: gradient of `hidden`.
         d_weight: gradient of `weight`.
@@ -124,26 +124,26 @@ class Head:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the whole logits."""
+        """Number of rows of the logits, with their global shape."""
         return int(self.labels.meta["val"].numel())
 
 
 def heads_of(trace: Trace) -> tuple[tuple[Head, ...], tuple[str, ...]]:
-    """Return the cross entropies that can be computed by rows, and for each other one why it
+    """Return the cross entropies that can be computed by rows, and the reason for each one that
     cannot."""
     found: list[Head] = []
     refusals: list[str] = []
     for gradient in calls(trace.graph, ops.cross_entropy_backward):
         try:
             found.append(_head(gradient))
-        except _OtherwiseError as error:
+        except _NoMatchError as error:
             refusals.append(str(error))
     return tuple(found), tuple(refusals)
 
 
 def loss_by_rows(trace: Trace, rows: int) -> Trace:
-    """Return the trace whose cross entropies work on at most `rows` rows of logits at a time, on
-    each device.
+    """Return the trace with each cross entropy computed by rows, if possible: each device computes
+    the logits of at most `rows` rows at a time.
 
     Raises:
         CaptureError: no cross entropy of the model can be computed by rows.
@@ -152,9 +152,9 @@ def loss_by_rows(trace: Trace, rows: int) -> Trace:
     result = replace(trace, graph=graph)
     heads, refusals = heads_of(result)
     if not heads:
-        what = "; ".join(refusals) or "it has no cross entropy"
+        reason = "; ".join(refusals) or "it has no cross entropy"
         raise CaptureError(
-            f"loss_rows={rows}, and no loss of the model can be computed by rows: {what}",
+            f"loss_rows={rows}, but no loss of the model can be computed by rows: {reason}",
             remedy='pass loss_rows=0, or loss_rows="auto"',
         )
     for head in heads:
@@ -165,42 +165,41 @@ def loss_by_rows(trace: Trace, rows: int) -> Trace:
     return result
 
 
-class _OtherwiseError(Exception):
-    """A cross entropy is not written as is asked for here."""
+class _NoMatchError(Exception):
+    """A cross entropy does not have the form that can be computed by rows."""
 
 
 def _head(gradient: fx.Node) -> Head:
-    """Match the head to which a gradient of logits belongs; raise _OtherwiseError if it differs."""
+    """Return the head that a gradient of logits belongs to; raise _NoMatchError if its form
+    differs."""
     logits, m, s, labels, factor = gradient.args
     at = logits.meta["module"] or "the model"
     _expect(
         logits.target is ops.dot,
-        f"the logits of {at} are made by {logits.name}, not by a linear layer alone",
+        f"the logits of {at} are computed by {logits.name}, not by a linear layer",
     )
-    _expect(len(logits.args) == 3, f"the linear layer that makes the logits of {at} has a bias")
+    _expect(len(logits.args) == 3, f"the linear layer that computes the logits of {at} has a bias")
     _expect(
         dtype_of(logits) != torch.float16,
-        f"gradients of {at} in float16 could overflow before they are scaled",
+        f"gradients of {at} are in float16 and could overflow before they are scaled",
     )
     _check_readers(logits, {m, s, gradient}, at)
     logs = [n for n in s.users if n.target is aten.log.default]
     picks = [n for n in logits.users if n.target is ops.pick and n.args[1] is labels]
     _expect(
         len(picks) == len(logs) == 1 and set(s.users) == {logs[0], gradient},
-        f"the sums of {at}'s exponentials are also read elsewhere",
+        f"the sums of exponentials of {at} are also read by other ops",
     )
     normalizer = _only_user(logs[0], aten.add.Tensor, at)
     _expect(
         normalizer.args[1] is m and set(m.users) == {s, normalizer, gradient},
-        f"the maxima of {at} are also read elsewhere",
+        f"the maxima of {at} are also read by other ops",
     )
     losses = _only_user(picks[0], aten.sub.Tensor, at)
-    _expect(losses.args == (normalizer, picks[0]), f"the losses of {at} are also read elsewhere")
+    _expect(losses.args == (normalizer, picks[0]), f"the losses of {at} are also read by other ops")
     hidden, weight = logits.args[1:]
     rows, _, _ = _terms(logits)
-    _expect(
-        len(rows) == len(shape_of(labels)), f"the logits of {at} have other rows than the labels"
-    )
+    _expect(len(rows) == len(shape_of(labels)), f"the logits of {at} and the labels differ in rows")
     d_hidden, d_weight = _products_of(gradient, hidden, weight, at)
     ignored = int(picks[0].args[2])
     return Head(
@@ -221,7 +220,7 @@ def _check_readers(logits: fx.Node, readers: set[fx.Node], at: str) -> None:
     others = [n for n in logits.users if n not in readers and n.target is not ops.pick]
     _expect(
         not any(n.op == "output" for n in others),
-        f'the logits of {at} are returned (pass outputs="loss" if only the loss is wanted)',
+        f'the model returns the logits of {at} (pass outputs="loss" if only the loss is needed)',
     )
     names = ", ".join(n.meta["key"] for n in others)
     _expect(not others, f"the logits of {at} are also read by {names}")
@@ -230,7 +229,7 @@ def _check_readers(logits: fx.Node, readers: set[fx.Node], at: str) -> None:
 def _products_of(
     gradient: fx.Node, hidden: fx.Node, weight: fx.Node, at: str
 ) -> tuple[fx.Node, fx.Node]:
-    """Return the products that make the gradients of a linear layer's input and weight.
+    """Return the products that compute the gradients of a linear layer's input and weight.
 
     Args:
         gradient: the gradient of the layer's result.
@@ -245,26 +244,27 @@ def _products_of(
     d_hiddens = [n for n in products if _makes(n, weight, out + inner, rows + inner, rows + out)]
     _expect(
         len(d_weights) == len(d_hiddens) == 1 and len(ends) == 2,
-        f"the gradient of {at}'s logits has other readers than a layer's",
+        f"the gradient of the logits of {at} is also read by other ops",
     )
     return d_hiddens[0], d_weights[0]
 
 
 def _expect(holds: bool, refusal: str) -> None:
     if not holds:
-        raise _OtherwiseError(refusal)
+        raise _NoMatchError(refusal)
 
 
 def _only_user(node: fx.Node, target: object, at: str) -> fx.Node:
     users = list(node.users)
     _expect(
-        len(users) == 1 and users[0].target is target, f"{node.name} of {at} is also read elsewhere"
+        len(users) == 1 and users[0].target is target,
+        f"{node.name} of {at} is also read by other ops",
     )
     return users[0]
 
 
 def _terms(logits: fx.Node) -> tuple[str, str, str]:
-    """Return the letters of rows, features and results of a product ``[…rows, d] · [v, d] → […rows,
+    """Return the letters of the rows, ``d`` and ``v`` in a product ``[…rows, d] · [v, d] → […rows,
     v]``."""
     left, right, result = (
         term.strip() for side in str(logits.args[0]).split("->") for term in side.split(",")
@@ -272,14 +272,21 @@ def _terms(logits: fx.Node) -> tuple[str, str, str]:
     rows, inner, out = result[:-1], left[-1], result[-1]
     _expect(
         left == rows + inner and right == out + inner,
-        f"the weight of {logits.meta['module'] or 'the model'} lies otherwise",
+        f"the weight of {logits.meta['module'] or 'the model'} does not have the dims [v, d]",
     )
     return rows, inner, out
 
 
 def _makes(node: fx.Node, other: fx.Node, term: str, result: str, of_gradient: str) -> bool:
-    """Whether a product of a gradient with dims `of_gradient`, and `other` with dims `term`, has
-    the dims `result`, up to names."""
+    """Whether a node is the product of a gradient and `other` with the given dims, up to renaming.
+
+    Args:
+        node: the product.
+        other: the other operand.
+        term: letters of the dims of `other`.
+        result: letters of the dims of the product.
+        of_gradient: letters of the dims of the gradient.
+    """
     terms = [part.strip() for side in str(node.args[0]).split("->") for part in side.split(",")]
     operands = [term if operand is other else of_gradient for operand in node.args[1:]]
     expected = [*operands, result]
@@ -296,7 +303,8 @@ def _makes(node: fx.Node, other: fx.Node, term: str, result: str, of_gradient: s
 
 
 def _past_casts(gradient: fx.Node) -> fx.Node:
-    """Return the gradient after a cast to a wider dtype and back, which changes nothing."""
+    """Return the node after a cast of `gradient` to a wider dtype and back, which does not change
+    values; without such casts, return `gradient`."""
     users = list(gradient.users)
     if len(users) == 1 and users[0].target is aten._to_copy.default:
         back = list(users[0].users)
@@ -312,8 +320,9 @@ def _past_casts(gradient: fx.Node) -> fx.Node:
 
 
 def _scalar(factor: fx.Node, labels: fx.Node, ignored: int, at: str) -> fx.Node:
-    """Return t, if the factor of each row is t, or 0 for an ignored label."""
-    _expect(factor.target is aten.mul.Tensor, f"the rows of {at}'s loss have weights of their own")
+    """Return t if the factor of each row is t, or 0 for an ignored label; raise _NoMatchError
+    otherwise."""
+    _expect(factor.target is aten.mul.Tensor, f"the rows of the loss of {at} have weights")
     valid, scalar = factor.args
     seen = (
         valid.args[0]
@@ -327,7 +336,7 @@ def _scalar(factor: fx.Node, labels: fx.Node, ignored: int, at: str) -> fx.Node:
     )
     _expect(
         plain and isinstance(scalar, fx.Node) and not shape_of(scalar),
-        f"the rows of {at}'s loss have weights of their own",
+        f"the rows of the loss of {at} have weights",
     )
     return scalar
 

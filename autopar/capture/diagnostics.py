@@ -171,15 +171,15 @@ def _of_known_function(what: str, frames: str, text: str, source: str) -> Captur
         source: the user's line.
     """
     if flex := _FLEX.search(frames):
-        said = f"cannot be captured by torch: {what}"
+        problem = f"cannot be captured by torch: {what}"
         line = user_line(frames[: flex.start()])
-        return of_flex_attention(said, line, _marked_remedy(text), op=flex[1])
+        return of_flex_attention(problem, line, _marked_remedy(text), op=flex[1])
     if refused := refusal_in_words(text, source):
         return refused
     if "_ctc_loss" not in text:
         return None
-    said = "the shape of the result of torch.ctc_loss depends on the values of the lengths"
-    return CaptureError(said, where=Where(source=source), remedy=_CTC)
+    problem = "the shape of the result of torch.ctc_loss depends on the values of the lengths"
+    return CaptureError(problem, where=Where(source=source), remedy=_CTC)
 
 
 def _of_result(error: BaseException, what: str, text: str, source: str) -> CaptureError | None:
@@ -299,8 +299,10 @@ def of_flex_attention(
 
 def of_changing_shapes(where: Where) -> CaptureError:
     """Return the error for an op whose result has a shape that depends on values."""
-    said = "the shape of a result depends on the values of a tensor, but a program has fixed shapes"
-    return CaptureError(said, where=where, remedy=_SHAPES)
+    problem = (
+        "the shape of a result depends on the values of a tensor, but a program has fixed shapes"
+    )
+    return CaptureError(problem, where=where, remedy=_SHAPES)
 
 
 def _cannot_call(name: str, source: str) -> CaptureError:
@@ -308,8 +310,8 @@ def _cannot_call(name: str, source: str) -> CaptureError:
     torch."""
     if name.startswith(("Random.", "random.")):
         return draws_of_python(name.replace("Random.", "random.", 1), source)
-    said = f"forward calls {name}, which torch cannot trace"
-    return CaptureError(said, where=Where(source=source), remedy=_INSTEAD.get(name, _OUTSIDE))
+    problem = f"forward calls {name}, which torch cannot trace"
+    return CaptureError(problem, where=Where(source=source), remedy=_INSTEAD.get(name, _OUTSIDE))
 
 
 def _argument(kind: str) -> CaptureError:
@@ -324,7 +326,7 @@ def _argument(kind: str) -> CaptureError:
 
 def _reshapes(name: str, method: str, source: str) -> CaptureError:
     """Return the error for a view that replaces the caller's tensor in place."""
-    said = (
+    problem = (
         f"forward changes the shape of its input {name!r} in place ({name}.{method}()); a program"
         " does not change the caller's tensor"
     )
@@ -335,7 +337,7 @@ def _reshapes(name: str, method: str, source: str) -> CaptureError:
         if view in _NO_VIEWS
         else taken
     )
-    return CaptureError(said, where=Where(source=source), remedy=remedy)
+    return CaptureError(problem, where=Where(source=source), remedy=remedy)
 
 
 def draws_of_python(name: str, source: str = "") -> CaptureError:

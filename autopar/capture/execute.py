@@ -1,5 +1,5 @@
-"""Run a normal-form graph: on fake tensors for exact shapes and strides, on real ones for reference
-results."""
+"""Run a normal-form graph: on fake tensors to determine shapes and strides, and on real tensors to
+compute reference results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from autopar.ops.score_functions import promoted_text
 
 
 def propagate(graph: fx.Graph) -> None:
-    """Set ``val`` of every node by running the graph on fake tensors; placeholders keep shape,
-    stride and dtype.
+    """Set ``val`` of every node by running the graph on fake tensors; placeholders keep their
+    shapes, strides and dtypes.
 
     Raises:
-        CaptureError: torch cannot run an op on fake tensors, or the op gives another shape or dtype
-            than when it was captured.
+        CaptureError: torch cannot run an op on fake tensors, or the shape or dtype of a result
+            differs from that during the capture.
     """
     with new_fake_mode(), as_written(), looks_alone():
         for node in graph.nodes:
@@ -45,15 +45,12 @@ def propagate(graph: fx.Graph) -> None:
 def _check_alike(node: fx.Node, before: torch.Tensor) -> None:
     after = node.meta["val"]
     if after.shape != before.shape or after.dtype != before.dtype:
-        said = (
-            f"{before.dtype} {tuple(before.shape)} when it was captured, {after.dtype}"
-            f" {tuple(after.shape)} when it is run"
+        results = (
+            f"{before.dtype} {tuple(before.shape)} in the capture, {after.dtype}"
+            f" {tuple(after.shape)} in the normalized graph"
         )
-        remedy = (
-            "if the plain model runs, report it; give operands that are computed with each other"
-            " one dtype"
-        )
-        raise CaptureError(f"the op gives {said}", where=_where(node), remedy=remedy)
+        remedy = "cast the operands of the op to one dtype; if the plain model runs, report it"
+        raise CaptureError(f"the op returns {results}", where=_where(node), remedy=remedy)
 
 
 def _where(node: fx.Node) -> Where:
@@ -66,14 +63,14 @@ def _fake_call(node: fx.Node) -> Any:
     try:
         return _call(node, lambda operand: operand.meta["val"])
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        what = f"the op cannot be run on tensors without data: {said}"
-        raise CaptureError(what, where=_where(node), remedy="compute it another way") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        what = f"the op cannot run on tensors without data: {reason}"
+        raise CaptureError(what, where=_where(node), remedy="use another op") from error
 
 
 def _make_viewable(node: fx.Node) -> None:
-    """Copy the operand of a view if its strides do not allow the view; passes only consider
-    shapes."""
+    """Copy the operand of a view if its strides do not allow the view; the passes consider shapes
+    only."""
     source, shape = node.args
     try:
         torch.ops.aten.view.default(source.meta["val"], shape)
@@ -100,19 +97,20 @@ def execute(
 
     Args:
         trace: the trace.
-        parameters: values by name, in the model's own shapes; further names are ignored.
-        buffers: values by name, in the model's own shapes; further names are ignored.
+        parameters: values by name, in the shapes of the model; other names are ignored.
+        buffers: values by name, in the shapes of the model; other names are ignored.
         inputs: values in the order of `trace.inputs`.
-        tangent: scalar that multiplies the loss, or the tangents that stand for one (`tangent_of`);
-            1 by default.
-        dtype: compute in this dtype instead: floating tensors and casts become `dtype`, complex
-            ones the complex dtype with such parts.
-        observe: called with every node but the output, and its value.
+        tangent: scalar factor of the loss, or of the tangents of a model without a loss
+            (`tangent_of`); 1 by default.
+        dtype: dtype to compute in: floating tensors and casts use `dtype`, complex ones the
+            corresponding complex dtype. None keeps the dtypes of the trace.
+        observe: called with every node except the output, and its value.
 
     Returns:
-        The outputs in the order of `trace.outputs`; the gradients by parameter name in the model's
-        own shapes, and those of inputs by `Input.gradient_name`; the new values of mutated buffers
-        by name.
+        - the outputs in the order of `trace.outputs`,
+        - the gradients: of parameters by name, in the shapes of the model, and of inputs by
+          `Input.gradient_name`,
+        - the new values of mutated buffers by name.
     """
     scale = 1.0 if tangent is None else float(tangent)
     seeds = [
@@ -166,7 +164,7 @@ def _run(
         for operand in node.all_input_nodes:
             if last_use[operand] is node:
                 del known[operand]
-    raise AssertionError("a graph ends with its output")
+    raise AssertionError("the last node of a graph is its output")
 
 
 def _call(
@@ -181,38 +179,38 @@ def _call(
         kwargs = place_on_device(kwargs, device)
         if (
             target is torch.ops.aten.view.default
-        ):  # strides are a CPU's, and another device's kernels may choose others
+        ):  # the strides were computed for the CPU; kernels of other devices may use others
             target = torch.ops.aten.reshape.default
     if dtype is None:
         return target(*args, **kwargs)
     args = tuple(promoted_dtype(argument, dtype) for argument in args)
     kwargs = {name: promoted_dtype(argument, dtype) for name, argument in kwargs.items()}
-    # of integers torch makes floats of its default dtype, whatever that of the model is
+    # an op on integers returns torch's default floating dtype
     return tree_map(lambda value: promote(value, dtype), target(*args, **kwargs))
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Return the device of the first tensor, the CPU if there is none."""
+    """Return the device of the first tensor; the CPU if there is none."""
     return next((x.device for x in tensors), torch.device("cpu"))
 
 
 def place_on_device(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the arguments of a factory op with `device` in place of the CPU, on which graphs are
-    captured."""
+    """Return the keyword arguments of a factory op with its device, the CPU of the capture,
+    replaced by `device`."""
     return {**kwargs, "device": device} if kwargs.get("device") is not None else dict(kwargs)
 
 
 def promote(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return a floating tensor in `dtype` and a complex one with parts in `dtype`; any other value,
-    or without a dtype, unchanged."""
+    """Return a floating tensor cast to `dtype`, or a complex tensor cast to the corresponding
+    complex dtype; return other values unchanged, and all values if `dtype` is None."""
     return (
         value.to(promoted_dtype(value.dtype, dtype)) if isinstance(value, torch.Tensor) else value
     )
 
 
 def promoted_dtype(argument: Any, dtype: torch.dtype | None) -> Any:
-    """Return `dtype` for a floating dtype and its complex counterpart for a complex one, also
-    within the text of score functions; anything else unchanged."""
+    """Return `dtype` for a floating dtype and the corresponding complex dtype for a complex one,
+    also within the text of score functions; return other arguments unchanged."""
     if dtype is not None and isinstance(argument, str):
         return promoted_text(argument, dtype)
     if (

@@ -1,8 +1,8 @@
-"""Find formulas that a model writes out, before there is a backward, and replace them with the ops
-that compute them: activations and root-mean-square norms.
+"""Replace activations and root-mean-square norms that a model computes by elementwise formulas with
+single ops, in the forward graph of torch functions.
 
-One op has several forms in a graph of torch functions: a function, an operator or a method.
-`name_of` gives each the same name.
+An op may appear in this graph as a function, an operator or a method. `name_of` returns the same
+name for all three.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar import ops
 
-_ALSO_CALLED = {
+_ALIASES = {
     "special_erf": "erf",
     "special_expit": "sigmoid",
     "divide": "div",
@@ -57,16 +57,16 @@ _FUNCTIONS = {
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of the op of a node, whether it is called as a function, an operator or a
-    method; empty for other nodes."""
+    """Return the name of an op that is called as a function, an operator or a method; empty for
+    other nodes."""
     if node.op == "call_method":
-        return _ALSO_CALLED.get(str(node.target), str(node.target))
+        return _ALIASES.get(str(node.target), str(node.target))
     name = (
         getattr(node.target, "__name__", "")
         if node.op == "call_function" and node.target in _FUNCTIONS
         else ""
     )
-    return _ALSO_CALLED.get(name, name)
+    return _ALIASES.get(name, name)
 
 
 def float_dtype(node: Any) -> torch.dtype | None:
@@ -81,8 +81,8 @@ def shape_given(node: fx.Node) -> tuple[int, ...]:
 
 
 class FormulaPlaces:
-    """Positions of nodes in a graph, and the nodes that affect what others compute by writing into
-    a tensor or by switching gradients or autocast. Formulas are not joined across these."""
+    """Positions of nodes in a graph, and the nodes with side effects: in-place writes and changes
+    of the gradient or autocast mode. Formulas are not joined across these nodes."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._places = {node: place for place, node in enumerate(graph.nodes)}
@@ -93,7 +93,7 @@ class FormulaPlaces:
         ]
 
     def any_change(self, first: fx.Node, last: fx.Node) -> bool:
-        """Whether such a node lies between two nodes."""
+        """Whether a node with side effects is between two nodes."""
         return any(self._places[first] < place < self._places[last] for place in self._changes)
 
     def put(self, node: fx.Node, instead_of: fx.Node) -> None:
@@ -103,12 +103,12 @@ class FormulaPlaces:
 
 
 def erase(graph: fx.Graph, node: fx.Node, names: Container[str]) -> None:
-    """Erase a node that no other reads, and the operands that only it read.
+    """Erase a node without users, and the operands that then have no users.
 
     Args:
         graph: the graph.
         node: the node to erase.
-        names: operands are erased only if their op has one of these names.
+        names: names of the ops whose nodes may be erased as operands.
     """
     waiting = [node]
     while waiting:
@@ -136,7 +136,7 @@ def _changes_an_operand(node: fx.Node) -> bool:
 
 
 def _is_augmented(target: Any) -> bool:
-    """Whether it is what ``x += y`` and its like call."""
+    """Whether a function is an in-place operator, as called by ``x += y``."""
     name = getattr(target, "__name__", "")
     return (
         getattr(target, "__module__", "") == "_operator"
@@ -146,27 +146,27 @@ def _is_augmented(target: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Activations that a model writes out as formulas.
+# Activations that a model computes by formulas.
 #
 #     gelu(x) = x/2 (1 + erf(x/√2)) ≈ x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))
 #     silu(x) = x σ(x)
 #
-# (Hendrycks and Gimpel 2016, arXiv:1606.08415, sections 2 and 4.) Written out, the second form of
-# gelu takes eight passes over memory and its gradient eleven; as one op they take one each. The
-# formulas are matched before there is a backward, in the graph of torch functions. In whatever
-# order a formula has its products, powers and constants, its tensors are polynomials of x and of t,
+# (Hendrycks and Gimpel 2016, arXiv:1606.08415, sections 2 and 4.) As a formula, the second form of
+# gelu needs eight passes over memory and its gradient eleven; as one op, they need one each. The
+# formulas are matched in the forward graph of torch functions, before the backward is created. For
+# any order of products, powers and constants, the tensors of a formula are polynomials of x and t,
 # where t is the erf, tanh or σ of a polynomial of x.
 
 Polynomial = Mapping[tuple[int, int], float]  # powers of x and of t → coefficient
 
-_NEAR = 1e-9  # of coefficients, relative: people write √(2/π) with ten digits
+_TOLERANCE = 1e-9  # relative tolerance of coefficients: √(2/π) is often written with ten digits
 _MOST_TERMS, _MOST_POWER, _MOST_SOURCES = 8, 4, 32
 
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """An activation: what t is a function of, the result as a polynomial of x and t, and the op
-    that computes it."""
+    """An activation: the argument of t as a polynomial of x, the result as a polynomial of x and t,
+    and the op that computes it."""
 
     inner: Polynomial
     whole: Polynomial
@@ -174,10 +174,10 @@ class _Activation:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-_FLAT = math.sqrt(2 / math.pi)
+_GELU_FACTOR = math.sqrt(2 / math.pi)
 _ACTIVATIONS: Mapping[str, _Activation] = {
     "tanh": _Activation(
-        {(1, 0): _FLAT, (3, 0): _FLAT * 0.044715},
+        {(1, 0): _GELU_FACTOR, (3, 0): _GELU_FACTOR * 0.044715},
         {(1, 0): 0.5, (1, 1): 0.5},
         torch.nn.functional.gelu,
         {"approximate": "tanh"},
@@ -190,27 +190,27 @@ _ACTIVATIONS: Mapping[str, _Activation] = {
 
 
 def join_activations(graph: fx.Graph) -> None:
-    """Replace each activation that is written out in a graph of torch functions.
+    """Replace each activation that is computed by a formula in a graph of torch functions.
 
-    An activation is left as it is if a node between its operand and its result writes into a
-    tensor, or switches gradients or autocast.
+    An activation is not replaced if a node with side effects (`FormulaPlaces`) is between its
+    operand and its result.
     """
     places = FormulaPlaces(graph)
     for t in [node for node in graph.nodes if name_of(node) in _ACTIVATIONS]:
         activation = _ACTIVATIONS[name_of(t)]
-        ends = _ends(t, activation)
+        ends = _match_activation(t, activation)
         if ends is None or places.any_change(*ends):
             continue
         x, result = ends
         with graph.inserting_before(result):
             joined = graph.call_function(activation.function, (x,), dict(activation.settings))
         places.put(joined, result)
-        erase(graph, result, _WRITTEN_WITH)
+        erase(graph, result, _ACTIVATION_OPS)
 
 
 @dataclass
 class _Terms:
-    """Nodes as polynomials of `x` and, if it is given, `t`."""
+    """Nodes as polynomials of `x` and, unless it is None, `t`."""
 
     x: fx.Node
     t: fx.Node | None = None
@@ -244,7 +244,7 @@ class _Terms:
         return found if fits else None
 
 
-def _ends(t: fx.Node, activation: _Activation) -> tuple[fx.Node, fx.Node] | None:
+def _match_activation(t: fx.Node, activation: _Activation) -> tuple[fx.Node, fx.Node] | None:
     """Return the operand and the result of the activation that `t` belongs to."""
     argument = t.args[0] if len(t.args) == 1 and not t.kwargs else None
     if not isinstance(argument, fx.Node):
@@ -261,7 +261,7 @@ def _ends(t: fx.Node, activation: _Activation) -> tuple[fx.Node, fx.Node] | None
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield a node and the nodes that it may be a polynomial of, nearest first."""
+    """Yield a node and the nodes that it may be a polynomial of, the nearest first."""
     seen, waiting = {node}, [node]
     while waiting and len(seen) <= _MOST_SOURCES:
         here = waiting.pop(0)
@@ -274,7 +274,7 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _users_of_users(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the users of a node, and the users of polynomials of it."""
+    """Yield the polynomial ops that use a node directly or through other polynomial ops."""
     seen, waiting = {node}, [node]
     while waiting:
         for user in waiting.pop(0).users:
@@ -288,7 +288,7 @@ def _equals(found: Polynomial | None, wanted: Polynomial) -> bool:
     if found is None or found.keys() != wanted.keys():
         return False
     return all(
-        math.isclose(found[powers], coefficient, rel_tol=_NEAR)
+        math.isclose(found[powers], coefficient, rel_tol=_TOLERANCE)
         for powers, coefficient in wanted.items()
     )
 
@@ -337,29 +337,27 @@ _RULES: Mapping[str, Callable[..., Polynomial | None]] = {
     "neg": lambda a: _product(a, -1.0),
 }
 _NUM_OPERANDS = {"square": 1, "neg": 1}  # else 2
-_WRITTEN_WITH = frozenset({*_RULES, *_ACTIVATIONS})
+_ACTIVATION_OPS = frozenset({*_RULES, *_ACTIVATIONS})
 
 
 # --------------------------------------------------------------------------------------------------
-# Root-mean-square norms that a model writes out as formulas become `autopar.ops.normed`.
+# Root-mean-square norms that a model computes by formulas become `autopar.ops.normed`.
 #
 #     u = x.to(W);  r = 1/√(mean(u², −1, keepdim) + ε);  n = (u · r).to(D);  y = (n · weight).to(O)
 #
-# The casts and the weight may be missing. The norms are matched from r on, before there is a
-# backward, and stay as they are if a node between x and the result writes into a tensor or switches
-# gradients or autocast. If another node reads a value in between, the norm ends before that value.
-# ``torch.nn.functional.rms_norm`` over the last dim is the same with all casts.
+# The casts and the weight are optional. The norms are matched from r on, before the backward is
+# created. They are not replaced if a node with side effects is between x and the result. If another
+# node reads an intermediate value, the norm ends before that value.
+# ``torch.nn.functional.rms_norm`` over the last dim is the same formula with all casts.
 
 _CASTS = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16"))
-_NORMS_WRITTEN_WITH = frozenset(
-    ("add", "mul", "div", "pow", "square", "sqrt", "rsqrt", "mean", *_CASTS)
-)
+_NORM_OPS = frozenset(("add", "mul", "div", "pow", "square", "sqrt", "rsqrt", "mean", *_CASTS))
 _RMS_NORM = ("input", "normalized_shape", "weight", "eps")
 
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    """A norm that was found: operands, settings (`autopar.ops.norms`), the nodes that read x, and
+    """A matched norm: its operands, its settings (`autopar.ops.norms`), the nodes that read x, and
     the node of the result."""
 
     x: fx.Node
@@ -381,7 +379,7 @@ def join_norms(graph: fx.Graph) -> None:
     """Replace each root-mean-square norm in a graph of torch functions."""
     places = FormulaPlaces(graph)
     for node in list(graph.nodes):
-        found = _match_call(node) if name_of(node) == "rms_norm" else _written_out(node)
+        found = _match_call(node) if name_of(node) == "rms_norm" else _match_formula(node)
         if found is None or any(
             places.any_change(reader, found.result) for reader in found.readers
         ):
@@ -393,7 +391,7 @@ def join_norms(graph: fx.Graph) -> None:
             name: value for name, value in found.result.meta.items() if name != "example_value"
         }
         places.put(joined, found.result)
-        erase(graph, found.result, _NORMS_WRITTEN_WITH)
+        erase(graph, found.result, _NORM_OPS)
 
 
 def _match_call(node: fx.Node) -> _Norm | None:
@@ -415,8 +413,8 @@ def _match_call(node: fx.Node) -> _Norm | None:
     return _Norm(x, (node,), node, eps, wide, wide, dtype, weight)
 
 
-def _written_out(root: fx.Node) -> _Norm | None:
-    """Match the norm whose 1/√(…) or √(…) is `root`."""
+def _match_formula(root: fx.Node) -> _Norm | None:
+    """Return the norm whose 1/√(…) or √(…) is `root`; None if there is none."""
     found = _match_mean_square(root)
     dtype = float_dtype(root)
     if found is None or dtype is None:
@@ -431,15 +429,15 @@ def _written_out(root: fx.Node) -> _Norm | None:
             continue
         if other is squared or _is_cast_of(other, x, dtype):
             readers = tuple(node for node in (squared, squares, other, user) if x in node.args)
-            return _to_its_end(_Norm(x, readers, user, eps, dtype, dtype, dtype))
+            return _extend(_Norm(x, readers, user, eps, dtype, dtype, dtype))
     return None
 
 
 def _match_mean_square(root: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """Match mean(x²) + ε under a root, all in the root's dtype.
+    """Match mean(x²) + ε under a root, all in the dtype of the root.
 
     Returns:
-        x, x² and ε; None if there is something else under the root.
+        x, x² and ε; None if the operand of the root differs.
     """
     summed = _under_root(root)
     mean, eps = _split(summed, "add") if summed is not None else (None, None)
@@ -454,13 +452,13 @@ def _match_mean_square(root: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
     return (squared, squares, float(eps)) if alike else None
 
 
-def _to_its_end(norm: _Norm) -> _Norm:
+def _extend(norm: _Norm) -> _Norm:
     """Extend the norm by the casts and the weight that follow it.
 
-    It ends before a node between them that has other readers, and before a second rounding: one
-    cast replaces several only if all but the last are exact.
+    The norm ends at a node with several users, and before a second rounding: one cast can replace
+    several only if all but the last are exact.
     """
-    exact = norm.dtype.itemsize > 2  # whether what is there is as it was computed
+    exact = norm.dtype.itemsize > 2  # whether the current result is not rounded yet
     while (user := _only_user(norm.result)) is not None:
         if _is_cast(user, norm.result) and exact:
             dtype = _dtype(user)
@@ -486,7 +484,7 @@ def _under_root(node: fx.Node) -> fx.Node | None:
 
 
 def _match_scaled(node: fx.Node, root: fx.Node) -> fx.Node | None:
-    """Return the operand that a node multiplies with the inverse root, or divides by the root."""
+    """Return the operand that a node multiplies by the inverse root, or divides by the root."""
     inverse = name_of(root) == "rsqrt" or (name_of(root) == "pow" and root.args[1] == -0.5)
     if not inverse:
         top, bottom = (
@@ -549,8 +547,8 @@ def _match_square(node: fx.Node) -> fx.Node | None:
 
 
 def _weight(node: fx.Node, norm: _Norm) -> fx.Node | None:
-    """Return the operand that a node multiplies with the norm, if it has one element per element of
-    a row."""
+    """Return the operand that a node multiplies by the norm, if its shape is that of the last dim
+    of x."""
     found = [
         each
         for each in _operands(node, "mul")
@@ -579,7 +577,7 @@ def _is_cast(node: fx.Node, of: fx.Node) -> bool:
 
 
 def _is_cast_of(node: fx.Node, x: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether `node` is x or a cast of it, and has the values of x cast to `dtype`."""
+    """Whether `node` is x or a cast of x, with the values of x cast to `dtype`."""
     exact = torch.promote_types(_dtype(x), dtype) == dtype
     return (node is x and exact) or (_is_cast(node, x) and _dtype(node) == dtype)
 
@@ -592,5 +590,5 @@ def _before_cast(node: fx.Node) -> fx.Node:
 
 def _dtype(node: fx.Node) -> torch.dtype:
     dtype = float_dtype(node)
-    assert dtype is not None, "a tensor of floating numbers"
+    assert dtype is not None, "the node is a floating tensor"
     return dtype

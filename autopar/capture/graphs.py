@@ -1,8 +1,8 @@
-"""Helpers that the passes share: shapes of nodes, new nodes with their metadata, and removal of
+"""Helpers shared by the passes: shapes of nodes, creation of nodes with metadata, and removal of
 unused nodes.
 
-While passes run, ``val`` of a new node is an empty fake tensor of the right shape and dtype. Exact
-strides are set once, after all passes.
+While passes run, ``val`` of a new node is an empty fake tensor of the correct shape and dtype.
+Strides are set once, after all passes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
-# meta of a node of a stage that makes a part of a gradient whose others other stages make
+# meta key of a node that computes one term of a gradient whose other terms are on other stages
 TERM = "term"
-# meta of a node that may write into its first operand where nothing else reads that then
+# meta key of a node that may write into its first operand if no later node reads that operand
 IN_PLACE = "in_place"
 
 
@@ -53,13 +53,13 @@ def emit(
     """Insert a call at the graph's insertion point.
 
     Args:
-        like: the node whose phase, module and source the new node gets.
+        like: the node whose phase, module and source are copied to the new node.
         target: the op.
-        args: its positional arguments.
+        args: positional arguments of the op.
         shape: shape of the result.
         dtype: dtype of the result; by default that of `like`, or of the first operand with one
             tensor result.
-        kwargs: its keyword arguments.
+        kwargs: keyword arguments of the op.
 
     Returns:
         The new node.
@@ -77,9 +77,9 @@ def cast(like: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Return `node` in `dtype`: itself, or a new cast.
 
     Args:
-        like: the node whose phase, module and source a new node gets.
+        like: the node whose phase, module and source are copied to a new node.
         node: a node with one tensor result.
-        dtype: the dtype.
+        dtype: the dtype of the result.
     """
     if dtype_of(node) == dtype:
         return node
@@ -89,13 +89,13 @@ def cast(like: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def view(like: fx.Node, node: fx.Node, shape: Iterable[int]) -> fx.Node:
-    """Return `node` with another shape: itself, a node that it is a view of, or a new
+    """Return `node` in another shape: the node itself, a node that it is a view of, or a new
     ``aten.view``.
 
     Args:
-        like: the node whose phase, module and source a new node gets.
+        like: the node whose phase, module and source are copied to a new node.
         node: a node with one tensor result.
-        shape: the shape, with as many elements.
+        shape: the new shape, with the same number of elements.
     """
     shape = tuple(shape)
     while (
@@ -110,8 +110,8 @@ def view(like: fx.Node, node: fx.Node, shape: Iterable[int]) -> fx.Node:
 
 
 def sweep(graph: fx.Graph) -> None:
-    """Remove every call that no node reads; the graph is functional, so no call has another
-    effect."""
+    """Remove every call whose result is not used; the graph is functional, so calls have no side
+    effects."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
@@ -167,7 +167,7 @@ def is_in_place(node: fx.Node) -> bool:
 
 
 def drop_checks(graph: fx.Graph) -> None:
-    """Erase assertions about values of tensors, and what is computed for them alone."""
+    """Erase assertions about values of tensors, and the calls that only they use."""
     dead = [node for node in graph.nodes if node.target in _CHECKS]
     while dead:
         node = dead.pop()
@@ -178,8 +178,8 @@ def drop_checks(graph: fx.Graph) -> None:
 
 
 def plain_copy(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of the graph without torch's calling convention and without an owning
-    module."""
+    """Return a copy of the graph without torch's code generation for arguments and results, and
+    without an owning module."""
     plain = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     results = plain.graph_copy(graph, copied)

@@ -1,29 +1,29 @@
 """Adaptations of Hugging Face transformers for tracing.
 
-Without transformers nothing here has an effect.
+They have no effect if transformers is not imported.
 
-- Caches of keys and values are left out (see the section below).
-- Speech encoders (wav2vec2 and similar) switch `requires_grad` of their input on. This is disabled
-  during a capture.
-- Models that record outputs install hooks at their first forward. Dynamo cannot trace the
-  installation, so it is done before. The hooks read a context variable, which Dynamo cannot trace
-  either, so a plain variable replaces it.
-- Products of shapes. Dynamo makes a tensor of what numpy computes from plain numbers, and a branch
-  on it cannot be traced.
-- Selected hidden states. A wrapper determines the requested ones by binding a signature, which
-  Dynamo cannot trace after a dict was changed.
-- Experts. A setting of transformers decides how a layer of experts is computed: by a loop over
-  values, which cannot be traced; by a copy of an expert's weights for each token that picks it; or
-  by a sort of all picks, after which samples depend on each other. All give the same result. So for
-  any setting, experts of the common kind (no biases, gated as usual or not at all) are one op,
-  `autopar.ops.experts`. Others stay as they are.
-- Branches. Some models make a mask in eager mode that they expect from the caller under tracing. If
-  a model cannot be captured as it is traced, the branches of eager mode are tried.
-- Masks. In eager mode, a batch without attention mask and position ids is one sequence per row and
-  needs no mask: attention runs with ``is_causal=True``. Under tracing, transformers does not look
-  at values and builds a ``[batch, 1, seq, seq]`` mask in every layer. A capture knows the values of
-  positions that a model makes itself, so it leaves the mask out if they count up by one. A mask
-  that the user passes stays data.
+- Key/value caches: they are disabled (see the section below).
+- Speech encoders (wav2vec2 and similar) set `requires_grad` of their input. This is disabled during
+  a capture.
+- Recorded outputs: models that record outputs install hooks in their first forward. Dynamo cannot
+  trace the installation, so the hooks are installed before the capture. The hooks read a context
+  variable, which Dynamo cannot trace either; a plain variable replaces it.
+- Products of shapes: Dynamo turns the result of a numpy function of plain numbers into a tensor,
+  and a branch on that tensor cannot be traced.
+- Selected hidden states: a wrapper finds the requested states by binding a signature. Dynamo cannot
+  trace this after a dict has changed.
+- Experts: a setting of transformers selects the implementation of an expert layer. It is a loop
+  over values, which cannot be traced; or it copies the weights of an expert for each token routed
+  to it; or it sorts the tokens of the whole batch, so that samples depend on each other. All give
+  the same result. Therefore, with any setting, the common form of experts (no biases, the usual
+  gate or none) becomes one op, `autopar.ops.experts`. Other forms are not changed.
+- Branches: some models create a mask in eager mode that they expect from the caller under tracing.
+  If the capture fails with the branches for tracing, it is repeated with those of eager mode.
+- Masks: in eager mode, a batch without attention mask and position ids is one sequence per row and
+  needs no mask: attention runs with ``is_causal=True``. Under tracing, transformers does not read
+  values and builds a ``[batch, 1, seq, seq]`` mask in every layer. A capture knows the values of
+  positions that the model creates itself, so it omits the mask if they increase by one. A mask that
+  the user passes remains an input.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ from autopar import ops
 from autopar.errors import CaptureError, Where
 
 # --------------------------------------------------------------------------------------------------
-# Caches of keys and values are not part of a capture, and what the model computes does not change.
+# A capture omits key/value caches. The results of the model do not change.
 #
-# Transformers' decoders make an empty cache in each forward, unless told not to. A training graph
-# does not need one, so `use_cache` is off during a capture. One result depends on it: with a cache
-# (even an empty one) transformers ignores that `position_ids` may describe several documents in a
-# row; only without a cache does it mask the documents from each other. Therefore:
+# Decoders of transformers create an empty cache in each forward unless `use_cache` is False. A
+# training graph does not need a cache, so `use_cache` is False during a capture. One behaviour
+# depends on the cache: with a cache (even an empty one), transformers ignores that `position_ids`
+# may describe several documents per row. Without a cache, it masks the documents from each other.
+# Therefore:
 #
-# - If the positions are known to count up by one, there is one document, and no mask.
-# - Otherwise the model is captured with `use_cache` as the user set it. If the model makes a cache,
-#   it gets one that keeps nothing: `EmptyCache` replaces `DynamicCache`.
+# - If the positions are known to increase by one, there is one document and no mask.
+# - Otherwise the model is captured with the user's `use_cache`. If the model creates a cache, it
+#   gets one that stores nothing: `EmptyCache` replaces `DynamicCache`.
 
-_MOST_POSITIONS = 1 << 14  # longer sequences are not compared: a capture does not know their values
+_MOST_POSITIONS = 1 << 14  # a capture does not know the values of longer sequences
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
 _FINDER = "find_packed_sequence_indices"  # of transformers.masking_utils
 
@@ -78,8 +79,8 @@ def without_caches(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_caches(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Raise CaptureError at an argument that is a cache of keys and values, by its class or, in a
-    transformers model, by its name."""
+    """Raise CaptureError if an argument is a key/value cache, by its class or, for a transformers
+    model, by its name."""
     is_theirs = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
     for name, value in arguments.items():
         kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
@@ -87,31 +88,31 @@ def refuse_caches(model: nn.Module, arguments: Mapping[str, Any]) -> None:
             is_theirs and name in _CACHES and value is not None
         ):
             raise CaptureError(
-                f"the argument {name!r} is a cache of keys and values ({type(value).__name__}), "
-                "which forward changes: it is for generating token by token, "
-                "and a program has nothing that stays from one call to the next",
+                f"the argument {name!r} is a key/value cache ({type(value).__name__}), which"
+                " forward updates; a compiled module keeps no state between calls for generation",
                 remedy=(
-                    f"leave {name} out, and pass the whole sequence in each call, with the tokens"
-                    " for which the cache stands; to generate token by token, use the plain model"
+                    f"do not pass {name}; pass the whole sequence in each call, including the"
+                    " cached tokens. To generate token by token, use the plain model"
                 ),
             )
 
 
 def asks_for_documents(refusal: CaptureError) -> bool:
-    """Whether a capture stopped where transformers looks for several documents in
+    """Whether a capture failed in the function of transformers that looks for several documents in
     `position_ids`."""
     return isinstance(refusal.where, Where) and f"{_FINDER}(" in refusal.where.source
 
 
 @contextlib.contextmanager
 def documents_if_known(positions_are_default: bool) -> Iterator[None]:
-    """Let transformers find no documents in positions that count up by one, and branch on others.
+    """Make transformers treat positions that increase by one as one document, without a mask.
 
-    A branch on positions that are data stops the capture (`asks_for_documents`).
+    If the positions are inputs, the branch on their values fails the capture
+    (`asks_for_documents`).
 
     Args:
-        positions_are_default: whether the model is a transformers model that makes its own
-            positions; sequences too long to be known then count as one document.
+        positions_are_default: whether the model is a transformers model that creates its own
+            positions; sequences longer than `_MOST_POSITIONS` then count as one document.
     """
     find = _finder()
     if find is None:
@@ -119,7 +120,8 @@ def documents_if_known(positions_are_default: bool) -> Iterator[None]:
         return
 
     def find_if_known(position_ids: Tensor) -> Tensor | None:
-        """Return the packed sequences' indices; None for one document of consecutive positions."""
+        """Return the indices of packed sequences; None for one document of consecutive
+        positions."""
         if positions_are_default and position_ids.numel() > _MOST_POSITIONS:
             return None
         if (position_ids[:, 1:] - position_ids[:, :-1] == 1).all():
@@ -132,8 +134,8 @@ def documents_if_known(positions_are_default: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def empty_caches(model: nn.Module) -> Iterator[None]:
-    """Let `model` use caches as the user set it, of a class that keeps nothing, and look for
-    documents."""
+    """Let `model` create caches as the user configured it, but of a class that stores nothing, and
+    restore transformers' search for documents."""
     modules = {type(module).__module__ for module in model.modules()}
     modeling = [sys.modules[name] for name in modules if name.startswith("transformers.")]
     with contextlib.ExitStack() as stack:
@@ -150,17 +152,18 @@ def _masking_utils() -> Any:
 
 @functools.cache
 def _finder() -> Callable[[Tensor], Tensor | None] | None:
-    """Return transformers' own function, looked up once, before it is replaced."""
+    """Return the original function of transformers; the cache keeps it while it is replaced."""
     return getattr(_masking_utils(), _FINDER, None)
 
 
 @functools.cache
 def _empty_cache() -> type:
-    """Return a `DynamicCache` class without contents; in results of the model None replaces it."""
+    """Return a subclass of `DynamicCache` that stores nothing; results of the model contain None in
+    its place."""
     from transformers import DynamicCache
 
     class EmptyCache(DynamicCache):
-        """A cache that returns the keys and values of the present call alone."""
+        """A cache that returns only the keys and values of the current call."""
 
         def update(
             self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -191,8 +194,8 @@ _ACTS = {
 
 
 def model_loggers() -> list[logging.Logger]:
-    """Return a logger of transformers, which has methods of its own (`warning_once`); empty without
-    transformers."""
+    """Return a logger of transformers, whose class has additional methods (`warning_once`); empty
+    if transformers is not imported."""
     return [logging.getLogger("transformers")] if "transformers" in sys.modules else []
 
 
@@ -202,7 +205,7 @@ def transformers_under_capture(
 ) -> Iterator[None]:
     """Apply the adaptations of this module; undo them on exit.
 
-    Hooks that record outputs stay: the first forward would have installed them too.
+    Hooks that record outputs remain, as after a first forward.
 
     Args:
         model: the model.
@@ -210,7 +213,7 @@ def transformers_under_capture(
         kwargs: keyword arguments of the call.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_sounds_without_gradient(model))
+        stack.enter_context(_audio_without_gradient(model))
         if "transformers" in sys.modules:
             install_recording_hooks(model)
             stack.enter_context(_recorder_in_a_plain_variable())
@@ -222,8 +225,8 @@ def transformers_under_capture(
 
 
 @contextlib.contextmanager
-def _sounds_without_gradient(model: nn.Module) -> Iterator[None]:
-    """Keep speech encoders from switching `requires_grad` of the sound on, which Dynamo cannot
+def _audio_without_gradient(model: nn.Module) -> Iterator[None]:
+    """Keep speech encoders from setting `requires_grad` of the audio input, which Dynamo cannot
     trace and only reentrant checkpointing needs."""
     switched = [
         module for module in model.modules() if getattr(module, "_requires_grad", None) is True
@@ -239,8 +242,11 @@ def _sounds_without_gradient(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def branches_of_eager(model: nn.Module) -> Iterator[bool]:
-    """Let the model's own code take the branches of eager mode; yields whether it asks if it is
-    traced."""
+    """Make the model's own code take the branches of eager mode.
+
+    Yields:
+        Whether the code of the model checks if it is traced.
+    """
     asking = [
         sys.modules[name]
         for name in {type(module).__module__ for module in model.modules()}
@@ -256,10 +262,10 @@ def branches_of_eager(model: nn.Module) -> Iterator[bool]:
 
 
 def install_recording_hooks(model: nn.Module) -> None:
-    """Install the hooks that record outputs, as the first forward of a transformers model would.
+    """Install the hooks that record outputs, as the first forward of a transformers model does.
 
     Args:
-        model: any model; only models of transformers get hooks, each once.
+        model: any model; each transformers model in it gets its hooks once.
     """
     if "transformers" not in sys.modules:
         return
@@ -267,13 +273,13 @@ def install_recording_hooks(model: nn.Module) -> None:
         from transformers import PreTrainedModel
         from transformers.utils import output_capturing
     except ImportError:
-        return  # releases that record outputs in another way need no hooks
+        return  # other releases of transformers record outputs without hooks
     install = output_capturing.install_all_output_capturing_hooks
 
     def install_once(part: nn.Module, prefix: str | None = None) -> None:
-        """Install the hooks of a part that has none."""
-        # A part that was called on its own has its hooks; transformers installs them again with the
-        # whole's: all is recorded twice.
+        """Install the hooks of a submodule that has none."""
+        # A submodule that was called directly has its hooks already. Transformers would install
+        # them again with those of the whole model, and every output would be recorded twice.
         if not getattr(part, "_output_capturing_hooks_installed", False):
             install(part, prefix)
 
@@ -284,7 +290,7 @@ def install_recording_hooks(model: nn.Module) -> None:
 
 
 class _Variable:
-    """Replaces `contextvars.ContextVar` in one thread."""
+    """A replacement of `contextvars.ContextVar` for one thread."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -299,13 +305,13 @@ class _Variable:
         return (before,)
 
     def reset(self, token: tuple[Any]) -> None:
-        """Restore the value before the `set` that returned `token`."""
+        """Restore the value from before the `set` that returned `token`."""
         self.value = token[0]
 
 
 @contextlib.contextmanager
 def _recorder_in_a_plain_variable() -> Iterator[None]:
-    """Let the hooks read the recorder from a plain variable; Dynamo cannot read a context
+    """Make the hooks read the recorder from a plain variable, since Dynamo cannot read a context
     variable."""
     try:
         from transformers.utils.output_capturing import _active_collector
@@ -318,7 +324,7 @@ def _recorder_in_a_plain_variable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _products_of_plain_numbers() -> Iterator[None]:
-    """Let `numpy.prod` of a shape be a plain number under Dynamo."""
+    """Make `numpy.prod` of a shape return a plain number under Dynamo."""
     import numpy
 
     product = numpy.prod
@@ -339,25 +345,29 @@ def _products_of_plain_numbers() -> Iterator[None]:
 
 
 class _Signature:
-    """Replaces `inspect.Signature` for calls that fit, with plain dicts; `bind` returns another
-    one, with its `arguments`."""
+    """A replacement of `inspect.Signature` that uses plain dicts; calls must match the signature.
+
+    Attributes:
+        names: names of the parameters, in order.
+        arguments: name → bound value or default.
+    """
 
     def __init__(self, names: tuple[str, ...], arguments: dict[str, Any]) -> None:
         self.names, self.arguments = names, arguments
 
     def bind(self, *args: Any, **kwargs: Any) -> _Signature:
-        """Return the bound arguments, over the defaults."""
+        """Return a signature whose `arguments` are the bound values and the remaining defaults."""
         return _Signature(
             self.names, {**self.arguments, **dict(zip(self.names, args, strict=False)), **kwargs}
         )
 
     def apply_defaults(self) -> None:
-        """Do nothing: the defaults are present from the start."""
+        """Do nothing: `arguments` contains the defaults."""
 
 
 @contextlib.contextmanager
 def _signatures_in_plain_dicts(model: nn.Module) -> Iterator[None]:
-    """Replace the signatures in closures of method wrappers, which bind them to calls."""
+    """Replace the signatures in the closures of wrapped methods, which bind them in each call."""
     kinds = {
         base
         for module in model.modules()
@@ -394,12 +404,11 @@ def _signatures_in_plain_dicts(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _experts_as_one_op(model: nn.Module) -> Iterator[None]:
-    """Replace forward of classes of experts whose modules in the model are all of the common
-    kind."""
+    """Replace forward of each expert class whose modules in the model all have the common form."""
     try:
         from transformers.integrations.moe import _default_apply_gate
     except ImportError:
-        yield  # releases without this module have a module for each expert
+        yield  # releases without this module have one nn.Module per expert
         return
     found: dict[type[nn.Module], list[nn.Module]] = {}
     for module in model.modules():
@@ -430,8 +439,17 @@ def _is_common_expert(module: Any) -> bool:
 def _experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute transformers' experts by one op: tokens ``[t, h]``, picks and their weights ``[t,
-    p]`` → ``[t, h]``."""
+    """Compute an expert layer of transformers by one op.
+
+    Args:
+        self: the module of the experts.
+        hidden_states: tokens, ``[t, h]``.
+        top_k_index: experts of each token, ``[t, p]``.
+        top_k_weights: weights of these experts, ``[t, p]``.
+
+    Returns:
+        The weighted sums of the experts' outputs, ``[t, h]``.
+    """
     up, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
     if self.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
@@ -464,7 +482,7 @@ def _masks_by_shape(positions_are_default: bool) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         if hasattr(masking_utils, "is_torchdynamo_exporting"):
-            # With a mask passed the functions still see that it is traced, and keep it.
+            # If the user passes a mask, these functions keep it: they check for tracing elsewhere.
             stack.enter_context(
                 mock.patch.object(masking_utils, "is_torchdynamo_exporting", _not_exporting)
             )

@@ -1,13 +1,16 @@
-"""Mixed precision: parameters rest in their own dtype, and are read in a narrower one.
+"""Mixed precision: parameters are stored in one dtype and read in a narrower one.
 
-Two ways lead there, and one trace describes both. With a precision, the call is captured as if
-every wider floating parameter and input had that dtype, buffers apart: what
-`MixedPrecisionPolicy(param_dtype=...)` of torch's FSDP does. Under `torch.autocast` the model casts
-by itself, op by op. Either way a placeholder that is read in one narrower dtype alone has that
-dtype in the graph, `compute_dtype`, and the cast is done before anything is moved, so that gathers
-move the narrow one. Gradients are cast back in the graph: they have the parameter's own dtype
-before they are summed over devices. What is only added to sums of several microbatches is left as
-it is made, where that is enough (`autopar.cost.gradient_dtypes`).
+The trace is the same for both ways to request it:
+
+- With a precision, the call is captured as if every wider floating parameter and input had that
+  dtype, except buffers. `MixedPrecisionPolicy(param_dtype=...)` of FSDP does the same.
+- Under `torch.autocast`, the model contains a cast per op.
+
+If all users of a placeholder read it in one narrower dtype, the placeholder has this dtype in the
+graph (`compute_dtype`). The parameter is cast before it is communicated, so that all-gathers move
+the narrow dtype. The graph casts gradients back: they have the stored dtype of the parameter before
+they are summed over devices. A gradient that is only accumulated over microbatches keeps the dtype
+it is computed in, if that dtype suffices (`autopar.cost.gradient_dtypes`).
 """
 
 from __future__ import annotations
@@ -28,19 +31,19 @@ _cast = torch.ops.aten._to_copy.default
 
 
 def narrow_dtype(dtype: torch.dtype, precision: torch.dtype | None) -> torch.dtype:
-    """Return `precision` for a wider floating dtype; any other dtype unchanged."""
+    """Return `precision` if `dtype` is a wider floating dtype, else `dtype`."""
     if precision is None or not dtype.is_floating_point or dtype.itemsize <= precision.itemsize:
         return dtype
     return precision
 
 
 def cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
-    """Give a placeholder its own, wider dtype; its users read a cast of it.
+    """Set the dtype of a placeholder to the wider dtype of the input; its users read a cast.
 
     Args:
         graph: the graph.
-        node: the placeholder.
-        dtype: its own dtype.
+        node: the placeholder, in the dtype that its users read.
+        dtype: the dtype of the input.
     """
     users, narrow = list(node.users), dtype_of(node)
     last = [other for other in graph.nodes if other.op == "placeholder"][-1]
@@ -52,8 +55,8 @@ def cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
 
 
 def widen_gradient(gradient: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Cast the gradient of a parameter that is stored in `dtype`; terms of a sum are cast before
-    they are added."""
+    """Return the gradient cast to `dtype`, the stored dtype of its parameter; the terms of a sum
+    are cast before they are added."""
     if dtype_of(gradient) == dtype:
         return gradient
     terms = (
@@ -79,8 +82,8 @@ def widen_gradient(gradient: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def absorb_casts(graph: fx.Graph, parameter: fx.Node) -> None:
-    """Give a placeholder that all users cast to one narrower floating dtype that dtype, and remove
-    the casts."""
+    """If all users of a placeholder cast it to one narrower floating dtype, set its dtype and
+    remove the casts."""
     dtypes = {user.kwargs.get("dtype") if _is_cast(user) else None for user in parameter.users}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if (
@@ -96,49 +99,49 @@ def absorb_casts(graph: fx.Graph, parameter: fx.Node) -> None:
 
 
 def before_cast(gradient: fx.Node) -> fx.Node:
-    """Return the operand of a cast between floating dtypes that nothing else reads; else the
-    gradient itself."""
+    """Return the operand of `gradient` if it is a cast between floating dtypes with one user, else
+    `gradient`."""
     alone = _is_cast(gradient) and len(gradient.users) == 1
     return gradient.args[0] if alone and dtype_of(gradient.args[0]).is_floating_point else gradient
 
 
 def _is_cast(node: fx.Node) -> bool:
-    """Whether it is a cast and nothing else: not to another device or layout."""
-    return node.target is _cast and _says(node.kwargs) <= {"dtype"}
+    """Whether a node only changes the dtype, and not the device or the memory layout."""
+    return node.target is _cast and _names_given(node.kwargs) <= {"dtype"}
 
 
-def _says(kwargs: Mapping[str, Any]) -> set[str]:
+def _names_given(kwargs: Mapping[str, Any]) -> set[str]:
     return {name for name, value in kwargs.items() if value not in (None, False)}
 
 
 # --------------------------------------------------------------------------------------------------
 # Calls whose operands have several floating dtypes.
 #
-# Fake tensors promote where kernels refuse, and some of their results have another dtype than
-# kernels return, such as the statistics of a norm of 16-bit values with float32 weights. So each
-# kind of such call is run on small real tensors: first with all operands in the widest of their
-# dtypes, to check that the small call is valid, and then as it is. If no small call is valid,
-# nothing is known about the kind.
+# Fake tensors promote dtypes that kernels reject. Some of their results also differ in dtype from
+# those of the kernels, such as the statistics of a norm of 16-bit values with float32 weights.
+# Therefore each distinct call is run on small real tensors: first with all operands in the widest
+# of their dtypes, to check that the small call is valid, and then with the original dtypes. If no
+# small call is valid, the call is not checked.
 
-Dtypes = tuple[torch.dtype | None, ...]  # of a call's results, None for what is no tensor
+Dtypes = tuple[torch.dtype | None, ...]  # of the results of a call; None for a non-tensor
 Size = Callable[[int], int]
 _OWN = ("aten", "autopar")
 _ATOMS = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device)
-)  # what most arguments are that hold no tensor
-_SMALL = 8  # a dim of a small tensor
-_MOST_ELEMENTS = 2**22  # of the operands and results of a call that is tried
+)  # types of most arguments without tensors
+_SMALL = 8  # size of a dim of a small tensor
+_MOST_ELEMENTS = 2**22  # of all operands and results of a small call
 _known: dict[Any, Tried | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a kernel makes of operands of several dtypes.
+    """The result of running a kernel on operands of several dtypes.
 
     Attributes:
-        dtypes: of the results; empty where the kernel refuses. widest: with all operands in the
-            widest of their dtypes.
-        refusal: what torch says then, in a line.
+        dtypes: dtypes of the results; empty if the kernel raises an error.
+        widest: dtypes of the results with all operands in the widest of their dtypes.
+        refusal: first line of the error; ``""`` if there is none.
     """
 
     dtypes: Dtypes
@@ -147,23 +150,23 @@ class Tried:
 
 
 def is_mixed(arguments: Any) -> bool:
-    """Whether tensors of several floating or complex dtypes are among a call's arguments."""
+    """Whether the arguments of a call contain tensors of several floating or complex dtypes."""
     return len(_dtypes_among(arguments)) > 1
 
 
 def try_kernel(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> Tried | None:
-    """Run the kernel of a mixed call on small tensors.
+    """Run the kernel of a call with several floating dtypes on small tensors.
 
     Args:
-        target: the op; users' ops are not tried.
+        target: the op; custom ops are not run.
         args: positional arguments, with fake tensors.
         kwargs: keyword arguments, with fake tensors.
         result: the fake result.
 
     Returns:
-        The dtypes of the results or the refusal; None if nothing could be determined.
+        The dtypes of the results or the error; None if no small call is valid.
     """
     if isinstance(target, torch._ops.OpOverload) and target.namespace not in _OWN:
         return None
@@ -188,21 +191,21 @@ def as_kernels_give(
     result: Any,
     fake: Callable[[Tensor, torch.device], Tensor],
 ) -> Any:
-    """Return the fake result of a call in the dtypes that its kernel returns.
+    """Return the fake result of a call, with the dtypes that its kernel returns.
 
     Args:
         target: the op.
         args: positional arguments, with fake tensors.
         kwargs: keyword arguments, with fake tensors.
-        result: the fake result, in the dtypes of fake tensors' promotion.
-        fake: makes a fake tensor from one on meta, on a device.
+        result: the fake result, with the dtypes that fake tensors promote to.
+        fake: creates a fake tensor from a meta tensor and a device.
     """
     found = try_kernel(target, args, kwargs, result) if is_mixed((args, kwargs)) else None
     if found is None or found.refusal or found.dtypes == _dtypes_of(result):
         return result
 
     def with_dtype(x: Any, dtype: torch.dtype | None) -> Any:
-        """Return a fake tensor in another dtype; anything but a tensor as it is."""
+        """Return a fake tensor with another dtype; return a non-tensor unchanged."""
         if not isinstance(x, Tensor) or x.dtype == dtype:
             return x
         return fake(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), x.device)
@@ -218,18 +221,18 @@ def as_kernels_give(
 def settle_dtypes(
     graph: fx.Graph, resting: Iterable[fx.Node], precision: torch.dtype | None
 ) -> None:
-    """Ensure that no call has operands of dtypes that its kernel refuses together.
+    """Ensure that no call has a combination of operand dtypes that its kernel rejects.
 
-    If a precision made parameters narrower, values computed from parameters and buffers alone, such
-    as spectral norms, are computed in the widest dtype of their operands.
+    With a precision, values that depend only on parameters and buffers, such as spectral norms, are
+    computed in the widest dtype of their operands.
 
     Args:
         graph: the graph; ``val`` of its nodes is set.
         resting: the placeholders of parameters and buffers.
-        precision: the precision that was asked for.
+        precision: the requested precision; None if none was requested.
 
     Raises:
-        CaptureError: another call has such operands.
+        CaptureError: the kernel of another call rejects its operands.
     """
     alone = set(resting)
     for node in list(graph.nodes):
@@ -264,17 +267,17 @@ def _mixed_error(
         sorted(str(dtype).removeprefix("torch.") for dtype in _dtypes_among(arguments))
     )
     kept = (
-        "buffers, and tensors made in forward, keep their dtype under a precision: cast what is"
-        " read beside other tensors, as in "
+        "a precision does not change the dtype of buffers and of tensors that forward creates: cast"
+        " them before they are combined with other tensors, as in "
     )
     op = (
         str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target.__name__
     )
     return CaptureError(
-        f"operands in {names} are computed with each other, which torch refuses: {refusal}",
+        f"an op has operands in {names}, which torch rejects: {refusal}",
         where=Where(op=op, module=node.meta["module"], source=node.meta["source"]),
         remedy=(
-            "give operands that are computed with each other one dtype"
+            "cast the operands of the op to one dtype"
             if precision is None
             else f"{kept}`x + self.table.to(x.dtype)`"
         ),
@@ -296,16 +299,21 @@ def _trial(
         return None
 
     def run(device: str, dtype: torch.dtype | None) -> Any:
-        """Run the op on small operands, on a device and in a dtype (None leaves theirs)."""
+        """Run the op on small operands.
+
+        Args:
+            device: their device.
+            dtype: dtype of the floating operands; None for their own dtypes.
+        """
         return target(*_small(args, size, device, dtype), **_small(kwargs, size, device, dtype))
 
     try:
-        # Without numbers first: kernels may read beyond operands that do not belong together.
+        # Run on meta first: kernels may read out of bounds if the shapes do not fit each other.
         shapes = [x.shape for x in _tensors(run("meta", dtype))]
         if shapes != [tuple(map(size, x.shape)) for x in _tensors(result)]:
             return None
         widest = _dtypes_of(run("cpu", dtype))
-    except Exception:  # ops may raise anything where sizes do not fit, or a dtype has no kernel
+    except Exception:  # any error is possible: sizes may not fit, or a dtype may have no kernel
         return None
     try:
         return Tried(_dtypes_of(run("cpu", None)), widest)
@@ -314,8 +322,8 @@ def _trial(
 
 
 def _sizes(args: Any, result: Any) -> Iterator[Size]:
-    """How sizes of dims, and the integers among the arguments that may be such, become smaller;
-    the last way leaves them."""
+    """Yield functions that reduce sizes of dims, and integer arguments, which may be sizes; the
+    last function is the identity."""
     batch = max(
         (x.shape for x in _tensors((args, result)) if x.dim()), key=math.prod, default=(1,)
     )[0]

@@ -1,13 +1,15 @@
-"""Python attributes in a capture: those that forward reads as constants, and those that it changes,
-which no program does.
+"""Python attributes that forward changes. A compiled program does not change attributes.
 
-A *write* is an attribute, a list, a dict or a set that forward leaves otherwise than it found it;
-it is *read* where forward looks at what was there before. Dynamo records both. A write that is not
-read changes nothing: the program lacks it, and `settled` names it. One that is read may change what
-the next forward computes. So forward is captured again in the state that it left. It may pass where
-that is the same graph in the same state: a setting that is guessed once (``if config.kind is None:
-config.kind = ...``), a cache of what depends on nothing (a mask, which the second graph takes where
-the first makes it), a list that each forward clears. All others are refused.
+A *write* is a change of forward to an attribute, a list, a dict or a set. The write is *read* if
+forward also reads the previous value. Dynamo records both.
+
+A write that is not read does not affect results. The program omits it, and `settle_attributes`
+returns its name. A write that is read may change the results of the next forward. Therefore forward
+is captured again in the state after the first forward. The write is accepted if the second capture
+gives the same graph and leaves the same state. Examples are a setting that is chosen once (``if
+config.kind is None: config.kind = ...``), a cached tensor that depends on no input (a mask, which
+the first graph creates and the second reads), and a list that each forward clears. All other writes
+are refused.
 """
 
 from __future__ import annotations
@@ -35,53 +37,53 @@ _RANDOM = re.compile(
 )
 _FILLING = frozenset(
     ("append", "appendleft", "extend", "insert", "add", "update", "clear")
-)  # methods that look at nothing
-_SHOWN = 5  # names in a warning
+)  # methods that do not read the container
+_SHOWN = 5  # most names or lines in a warning
 log = logging.getLogger("autopar")
 
 
 @functools.cache
 def tell_of_unkept(names: tuple[str, ...]) -> None:
-    """Warn once, on one rank of a job, that forward writes attributes and a program does not."""
+    """Warn once, on one rank of a job, that forward sets attributes and a program does not."""
     names = tuple(dict.fromkeys(names))
     if names and os.environ.get("RANK", "0") == "0":  # every rank captures
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         shown = ", ".join(name if " " in name else f"self.{name}" for name in names[:_SHOWN])
         log.warning(
-            "%s%s, which forward sets, %s not updated by a compiled call",
+            "forward sets %s%s, but a compiled call does not update %s",
             shown,
             more,
-            "is" if len(names) == 1 else "are",
+            "it" if len(names) == 1 else "them",
         )
 
 
 def tell_of_raises(lines: Sequence[str]) -> None:
-    """Warn, on one rank of a job, that forward raises errors depending on values, and a program
-    does not."""
+    """Warn, on one rank of a job, that forward raises errors depending on values and a program does
+    not."""
     if lines and os.environ.get("RANK", "0") == "0":
         more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         log.warning(
-            "forward looks at values to raise an error (%s%s), which a compiled call does not",
+            "forward checks values and may raise an error (%s%s); a compiled call does not",
             ", ".join(lines[:_SHOWN]),
             more,
         )
 
 
 def tell_of_prints(lines: Sequence[str]) -> None:
-    """Warn, on one rank of a job, that forward prints, and a program does not."""
+    """Warn, on one rank of a job, that forward prints and a program does not."""
     if lines and os.environ.get("RANK", "0") == "0":
         more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         log.warning(
-            "forward prints (%s%s), which a compiled call does not", ", ".join(lines[:_SHOWN]), more
+            "forward prints (%s%s); a compiled call does not", ", ".join(lines[:_SHOWN]), more
         )
 
 
 def tell_of_known(paths: Sequence[str]) -> None:
-    """Log, on one rank of a job, which inputs have values that decide shapes or branches."""
+    """Log, on one rank of a job, the inputs whose values determine shapes or branches."""
     if paths and os.environ.get("RANK", "0") == "0":
         log.info(
-            "forward reads the values of %s: what is planned is for these values, and each other"
-            " set has a plan",
+            "forward reads the values of %s: the plan is for these values, and other values need"
+            " another plan",
             ", ".join(paths),
         )
 
@@ -89,62 +91,64 @@ def tell_of_known(paths: Sequence[str]) -> None:
 def settle_attributes(
     first: Notes, again: Callable[[], Notes], like: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[str, ...]:
-    """Return the names of attributes that forward writes and a program does not keep, since no
+    """Return the names of attributes that forward writes and a program omits, since no later
     forward depends on them.
 
     Args:
         first: notes of the capture.
-        again: captures the model in its present state.
-        like: makes a fake tensor like a given one.
+        again: captures the model in its current state.
+        like: creates a fake tensor like a given one.
 
     Raises:
-        CaptureError: a later forward may compute something else.
+        CaptureError: the results of a later forward may depend on the write.
     """
-    # The others are as they were found.
-    moving = [write for write in first.writes if write.value is UNKNOWN or _goes_on(write)]
-    telling = [write for write in moving if _is_visible(write)]
-    if not telling:
-        return tuple(sorted(write.text for write in moving))
-    _check_unknown(telling, first.code)
+    # The other writes do not change the value.
+    changed = [write for write in first.writes if write.value is UNKNOWN or _changes_value(write)]
+    visible = [write for write in changed if _is_visible(write)]
+    if not visible:
+        return tuple(sorted(write.text for write in changed))
+    _check_unknown(visible, first.code)
     applied = [write for write in first.writes if write.value is not UNKNOWN]
-    with _left_behind(applied, like):
-        second = _capture_again(first, again, telling[0])
+    with _state_after(applied, like):
+        second = _capture_again(first, again, visible[0])
     cached = {
         node: place
         for write in first.writes
         for node, place in write.nodes.items()
         if _is_constant(node)
     }
-    if _story(first, cached) != _story(second, {}):
-        raise _refusal(telling[0])
+    if _graph_text(first, cached) != _graph_text(second, {}):
+        raise _refusal(visible[0])
     repeated = {write.place.source for write in second.writes}
     once = {write.place.source for write in applied} - repeated
     return tuple(sorted(write.text for write in first.writes if write.place.source not in once))
 
 
 def _check_unknown(writes: Iterable[Write], code: Iterable[CodeType]) -> None:
-    """Raise CaptureError for a write whose value is not known and that a forward can depend on."""
+    """Raise CaptureError for a write whose value is unknown and that a later forward may depend
+    on."""
     for write in writes:
         if write.value is UNKNOWN and (write.read or _is_read_elsewhere(write, code)):
             raise _refusal(write)
 
 
 def _capture_again(first: Notes, again: Callable[[], Notes], shown: Write) -> Notes:
-    """Capture forward in the state that it left, and return the notes.
+    """Capture forward in the state after the first forward, and return the notes.
 
     Args:
         first: notes of the first capture.
         again: captures the model.
-        shown: the write that is named if the capture fails.
+        shown: the write that the error names if the capture fails.
 
     Raises:
-        CaptureError: the capture fails, or forward changes again what a forward can depend on.
+        CaptureError: the capture fails, or forward changes a value again that a later forward may
+            depend on.
     """
     try:
         second = again()
     except Exception as error:
         raise _refusal(shown) from error
-    changed = {write.place.source: write for write in second.writes if _goes_on(write)}
+    changed = {write.place.source: write for write in second.writes if _changes_value(write)}
     for source, write in changed.items():
         if _is_used(write, first.code + second.code):
             raise _refusal(first.write(source) or write)
@@ -152,49 +156,51 @@ def _capture_again(first: Notes, again: Callable[[], Notes], shown: Write) -> No
 
 
 def _is_visible(write: Write) -> bool:
-    """Whether forward reads what it writes, or writes into a container, which others may read."""
+    """Whether forward reads the previous value, or writes to a container, which other code may
+    read."""
     return write.read or not write.attribute
 
 
 def _is_used(write: Write, code: Iterable[CodeType]) -> bool:
-    """Whether a forward can depend on a write that a later forward repeats."""
+    """Whether a later forward may depend on a write that it repeats."""
     if write.read and (write.nodes or not write.attribute):
         return True
     return _is_visible(write) and _is_read_elsewhere(write, code)
 
 
-def _goes_on(write: Write) -> bool:
-    """Whether forward leaves another constant, another tensor or another number of them than it
-    found."""
-    return bool(write.attribute and write.nodes) or _outline(write.value) != _outline(
+def _changes_value(write: Write) -> bool:
+    """Whether a write changes a constant, stores a new tensor, or changes the number or shapes of
+    tensors."""
+    return bool(write.attribute and write.nodes) or _comparable(write.value) != _comparable(
         write.place.found
     )
 
 
-def _outline(value: Any) -> Any:
-    """Return a value in which tensors of the same shape and dtype are equal."""
+def _comparable(value: Any) -> Any:
+    """Return a comparable form of a value, in which tensors of the same shape and dtype are
+    equal."""
     if isinstance(value, torch.Tensor):
         return "tensor", tuple(value.shape), value.dtype
     if isinstance(value, dict):
-        return "dict", [(key, _outline(item)) for key, item in value.items()]
+        return "dict", [(key, _comparable(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple, deque)):
-        return "list", [_outline(item) for item in value]
+        return "list", [_comparable(item) for item in value]
     return type(value).__name__, value
 
 
 @contextlib.contextmanager
-def _left_behind(
+def _state_after(
     writes: Sequence[Write], like: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """Set the model's attributes as forward leaves them; restore them on exit."""
+    """Set the attributes of the model to their values after forward; restore them on exit."""
     with contextlib.ExitStack() as stack:
         for write in writes:
             now = vars(write.holder) if write.attribute else write.holder
             stack.callback(_refill, now, now.copy())
             if write.attribute:
-                now[write.attribute] = _remade(write.value, like)
+                now[write.attribute] = _with_new_tensors(write.value, like)
             else:
-                _refill(now, _remade(write.value, like))
+                _refill(now, _with_new_tensors(write.value, like))
         yield
 
 
@@ -203,15 +209,15 @@ def _refill(held: Any, value: Any) -> None:
     held.extend(value) if isinstance(held, (list, deque)) else held.update(value)
 
 
-def _remade(value: Any, like: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _with_new_tensors(value: Any, like: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return torch.utils._pytree.tree_map(
         lambda leaf: like(leaf) if isinstance(leaf, torch.Tensor) else leaf, value
     )
 
 
 def _is_read_elsewhere(write: Write, code: Iterable[CodeType]) -> bool:
-    """Whether the code reads the attribute for more than its next value, unlike ``self.calls += 1``
-    and `append`."""
+    """Whether the code reads the attribute other than to update it, as ``self.calls += 1`` and
+    `append` do."""
     name = re.findall(r"\w+", write.place.name)[-1]
     surplus: Counter[tuple[CodeType, int | None]] = Counter()
     for each in set(code):
@@ -244,27 +250,33 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _story(notes: Notes, cached: dict[fx.Node, str]) -> list[str]:
-    """Return the graph as text: calls in order, placeholders by Dynamo's names; `cached` nodes
-    count as placeholders."""
+def _graph_text(notes: Notes, cached: dict[fx.Node, str]) -> list[str]:
+    """Return the graph as text, one line per call in order.
+
+    Args:
+        notes: the notes with the graph; placeholders are named by their Dynamo source names.
+        cached: node → Dynamo source name, for nodes that are treated as placeholders.
+    """
     making = {each for node in cached for each in _ancestors(node)}
     spare = set(cached)
     for node in reversed(list(notes.graph.nodes)):
         if node in making and all(user in spare for user in node.users):
             spare.add(node)
-    told: dict[fx.Node, str] = {}
+    names: dict[fx.Node, str] = {}
     lines: list[str] = []
     for node in notes.graph.nodes:
         if node in cached or node.op == "placeholder":
-            told[node] = cached[node] if node in cached else notes.sources.get(node.name, node.name)
+            names[node] = (
+                cached[node] if node in cached else notes.sources.get(node.name, node.name)
+            )
         elif node not in spare:
-            told[node] = f"%{len(lines)}"
-            args = fx.map_arg((node.args, node.kwargs), lambda operand: _Told(told[operand]))
+            names[node] = f"%{len(lines)}"
+            args = fx.map_arg((node.args, node.kwargs), lambda operand: _Unquoted(names[operand]))
             lines.append(f"{node.op} {node.target if node.op != 'get_attr' else ''} {args}")
     return lines
 
 
-class _Told(str):
+class _Unquoted(str):
     """A text that is printed without quotes."""
 
     __slots__ = ()
@@ -282,12 +294,12 @@ def _refusal(write: Write) -> CaptureError:
     )
     state = f"make it a buffer of fixed shape and change it in place (self.{name}.copy_(value))"
     cache = (
-        "a cache that stays as it is once it is filled can be made in __init__, or by calling the"
-        " model once before"
+        "a cache that is filled once can be filled in __init__, or by calling the model once before"
     )
     return CaptureError(
-        f"forward reads the attribute {name!r} and changes it: a later forward may compute"
-        " something else, which no program does",
+        f"forward reads and changes the attribute {name!r}, so a later forward may give other"
+        " results; a program does not update attributes",
         where=Where(module=write.place.path or "the model itself", source=write.line),
-        remedy=f"{buffer if number else state}, or compute it outside and pass it in; {cache}",
+        remedy=f"{buffer if number else state}, or compute it outside the model and pass it as an"
+        f" argument; {cache}",
     )

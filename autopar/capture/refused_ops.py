@@ -1,4 +1,4 @@
-"""Refuse ops of a captured graph that no program can have."""
+"""Refuse ops of a captured graph that programs do not support."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from autopar.capture.tensor_kinds import of_forward, unusual_kind
 from autopar.errors import CaptureError, Where
 
 _MISCOMPILED = ("multilabel_margin_loss",)
-# Graphs within a graph, of which one is run, or one many times; others that torch makes
-# (checkpointing, autograd functions) are inlined.
+# Control-flow ops with subgraphs. Other ops with subgraphs (checkpointing, autograd functions) are
+# inlined.
 _BRANCHES = ("cond", "while_loop", "switch", "map_impl", "scan", "associative_scan")
 
 
 def refuse_branches(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first op that has graphs of its own: torch.cond, while_loop, map
-    and scan."""
+    """Raise CaptureError at the first control-flow op: torch.cond, while_loop, map and similar."""
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if isinstance(node.target, torch._ops.HigherOrderOperator) and name in _BRANCHES:
             raise CaptureError(
-                f"forward calls torch's {name.removesuffix('_impl')}, of which values decide what"
-                " is run, and how often",
+                f"forward calls torch's {name.removesuffix('_impl')}; programs do not support"
+                " control-flow ops",
                 where=_of_call(node),
                 remedy=(
-                    "compute what each branch gives and choose by torch.where, or write a loop of a"
-                    " fixed number of steps in Python"
+                    "compute the results of all branches and select one with torch.where, or write"
+                    " a Python loop with a fixed number of steps"
                 ),
             )
 
 
 def refuse_kinds(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first node of Dynamo's graph that gives a sparse, nested or
-    other tensor that no program computes with."""
+    """Raise CaptureError at the first node of Dynamo's graph whose result is a sparse, nested or
+    other unsupported tensor."""
     for node in graph.nodes:
         value = node.meta.get("example_value")
         kind = unusual_kind(value) if isinstance(value, torch.Tensor) else None
@@ -47,23 +46,23 @@ def refuse_kinds(graph: fx.Graph) -> None:
 
 
 def refuse_miscompiled(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first call for which torch's decomposition computes something
-    else."""
+    """Raise CaptureError at the first call that torch decomposes incorrectly."""
     for node in graph.nodes:
         if getattr(node.target, "__name__", "") in _MISCOMPILED:
             raise CaptureError(
-                f"torch decomposes {node.target.__name__} into ops that compute another loss",
+                f"torch decomposes {node.target.__name__} into ops that compute a different loss",
                 where=_of_call(node),
-                remedy="write the loss out, or use multilabel_soft_margin_loss",
+                remedy="compute the loss with elementwise ops and sums, or use"
+                " multilabel_soft_margin_loss",
             )
 
 
 def refuse_random(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first op that draws random numbers, but not by position
-    (`autopar.ops.random`).
+    """Raise CaptureError at the first op that draws random numbers and has no counterpart in
+    `autopar.ops.random`.
 
-    Its numbers would depend on how the tensor is sharded, and a distributed run would silently
-    differ from the plain one.
+    Its numbers would depend on how the tensor is sharded, and the results of a distributed run
+    would differ from those of the plain model without an error.
     """
     for node in graph.nodes:
         if (
@@ -72,46 +71,44 @@ def refuse_random(graph: fx.Graph) -> None:
             and _draws(node)
         ):
             raise CaptureError(
-                f"{node.target} draws random numbers, and has no counterpart that draws the same"
-                " under every layout",
+                f"{node.target} draws random numbers that would depend on the layout",
                 where=_of_op(node),
                 remedy=(
-                    "draw with torch.rand, randn, randint, bernoulli or dropout, whose numbers"
-                    " follow from the element's place"
+                    "use torch.rand, randn, randint, bernoulli or dropout, which draw the same"
+                    " numbers under every layout"
                 ),
             )
 
 
 def refuse_float8(graph: fx.Graph) -> None:
     """Raise CaptureError at the first value in an 8-bit floating dtype: torch does not promote
-    these, and no rule covers their sums."""
+    these dtypes, and no sharding rule covers their sums."""
     for node, value in _tensors(graph):
         if value.is_floating_point() and value.dtype.itemsize < 2:
             raise CaptureError(
-                f"a tensor of {value.dtype}, which programs do not compute with",
+                f"programs do not support tensors of {value.dtype}",
                 where=_of_op(node),
                 remedy="compute in torch.bfloat16 or float16 instead",
             )
 
 
 def refuse_sparse(graph: fx.Graph) -> None:
-    """Raise CaptureError at the first sparse value: programs compute with dense tensors, also for
-    gradients."""
+    """Raise CaptureError at the first sparse value; gradients must be dense too."""
     for node, value in _tensors(graph):
         if value.layout is not torch.strided:
             raise CaptureError(
-                "a tensor that is sparse, as the gradient of an embedding with sparse=True is:"
-                " programs compute with dense ones",
+                "programs do not support sparse tensors, such as the gradient of an embedding with"
+                " sparse=True",
                 where=_of_op(node),
                 remedy=(
-                    "pass sparse=False to the embedding, and an optimizer of dense gradients (AdamW"
-                    " in place of SparseAdam)"
+                    "pass sparse=False to the embedding, and use an optimizer for dense gradients"
+                    " (AdamW instead of SparseAdam)"
                 ),
             )
 
 
 def _of_call(node: fx.Node) -> Where:
-    """Return the place of a node in a graph of torch functions."""
+    """Return the location of a node in a graph of torch functions."""
     return Where(
         op=getattr(node.target, "__name__", ""),
         source=user_line(node.meta.get("stack_trace") or ""),
@@ -119,7 +116,7 @@ def _of_call(node: fx.Node) -> Where:
 
 
 def _of_op(node: fx.Node) -> Where:
-    """Return the place of a node in a graph of ATen ops."""
+    """Return the location of a node in a graph of ATen ops."""
     return Where(op=str(node.target), module=node.meta["module"], source=node.meta["source"])
 
 
@@ -133,7 +130,7 @@ def _tensors(graph: fx.Graph) -> Iterator[tuple[fx.Node, torch.Tensor]]:
 def _draws(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    # Attention ops carry the tag for their dropout, which is an argument.
+    # Attention ops have the tag because of their dropout, whose probability is an argument.
     names = [argument.name for argument in node.target._schema.arguments]
     if "dropout_p" not in names:
         return True

@@ -1,5 +1,4 @@
-"""What Dynamo records of a model's Python values during a capture: those that forward reads, and
-those that it changes."""
+"""Record the Python values that a model's forward reads and changes while Dynamo captures it."""
 
 from __future__ import annotations
 
@@ -22,26 +21,27 @@ from autopar.capture.diagnostics import is_torchs, user_line
 from autopar.capture.trace import Constant, KnownBuffer, ModuleAttribute, OutsideValue, Stamp
 
 # --------------------------------------------------------------------------------------------------
-# Values outside the model's modules that forward reads: global and closure variables, and what
-# these hold.
+# Values outside the model's modules that forward reads: global and closure variables, and their
+# attributes and items.
 #
-# Dynamo's names state the place: ``G['name']`` or ``G['__import_a_dot_b'].name`` for a module's
-# globals, ``L['name']`` for a free variable of the model's own forward, and
+# Dynamo's source names identify the location: ``G['name']`` or ``G['__import_a_dot_b'].name`` for
+# globals of a Python module, ``L['name']`` for a free variable of the model's own forward, and
 # ``….__closure__[0].cell_contents`` for one of another function. Values of torch and the standard
-# library are left out.
+# library are skipped.
 
 STEP = re.compile(r"\.(\w+)|\[([^\[\]]+)\]")
 PLAIN = (int, float, bool, str, type(None))
 _CELL = re.compile(r"(.*)\.__closure__\[(\d+)\]\.cell_contents(.*)")
 _ROOT = re.compile(r"([LG])\['(\w+)'\]")
-_OTHERS = frozenset(("torch", "autopar", "builtins", *sys.stdlib_module_names)) - {"__main__"}
+_IGNORED = frozenset(("torch", "autopar", "builtins", *sys.stdlib_module_names)) - {"__main__"}
 
 
 def steps_of(text: str) -> tuple[tuple[str, Any], ...]:
-    """Parse ``.config.sizes[0]`` into attributes to get and keys to look up.
+    """Parse an access path such as ``.config.sizes[0]`` into (attribute, key) pairs; the attribute
+    of a key is ``""``.
 
     Raises:
-        ValueError, SyntaxError: the text contains anything else.
+        ValueError, SyntaxError: the text contains anything but attributes and keys.
     """
     steps = list(STEP.finditer(text))
     if "".join(step[0] for step in steps) != text:
@@ -50,22 +50,22 @@ def steps_of(text: str) -> tuple[tuple[str, Any], ...]:
 
 
 def follow(found: Any, steps: Iterable[tuple[str, Any]]) -> Any:
-    """Return what the steps lead to; raise AttributeError, LookupError or TypeError if they do not
-    exist."""
+    """Apply the steps to an object and return the value that they reach; raise AttributeError,
+    LookupError or TypeError if a step does not exist."""
     for attribute, key in steps:
         found = getattr(found, attribute) if attribute else found[key]
     return found
 
 
 def value_at(holder: Any, steps: tuple[tuple[str, Any], ...]) -> Any:
-    """Return the present value of an `OutsideValue`; raise as `follow`, also if a variable has no
-    value."""
+    """Return the current value of an `OutsideValue`; raise as `follow`, and LookupError if a
+    variable has no value."""
     if isinstance(holder, str):
         holder = vars(sys.modules[holder])
     if isinstance(holder, CellType):
         try:
             holder = holder.cell_contents
-        except ValueError as error:  # it is empty
+        except ValueError as error:  # the cell is empty
             raise LookupError("no value") from error
     return follow(holder, steps)
 
@@ -76,20 +76,20 @@ def outside_values(
     local: Mapping[str, Any],
     everywhere: dict[str, Any],
 ) -> Iterator[OutsideValue]:
-    """Yield the values outside the model that forward read, if they are plain values or tensors.
+    """Yield the plain values and tensors outside the model that forward reads.
 
     Args:
-        sources: Dynamo's names of the values that it read.
-        tensors: Dynamo's names of the tensors that the graph reads.
-        local: local variables of the frame that Dynamo began with.
-        everywhere: globals of that frame.
+        sources: Dynamo source names of the values that forward reads.
+        tensors: those of the tensors that the graph reads.
+        local: local variables of the outermost frame that Dynamo traced.
+        everywhere: global variables of that frame.
     """
     for source in sources:
         try:
             found = _locate_value(source, local, everywhere)
             value = None if found is None else value_at(found[1], found[2])
         except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
-            continue  # a name of another kind
+            continue  # not the source name of a value outside the model
         if found is None or any("__" in attribute for attribute, _ in found[2]):
             continue
         if (
@@ -103,12 +103,12 @@ def outside_values(
 
 
 def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, Any]) -> str:
-    """Return the name of a place outside the model in messages; ``""`` if there is no such place.
+    """Return the name that messages use for a location outside the model, ``""`` for others.
 
     Args:
-        source: Dynamo's name.
-        local: local variables of the frame that Dynamo began with.
-        everywhere: globals of that frame.
+        source: Dynamo source name.
+        local: local variables of the outermost frame that Dynamo traced.
+        everywhere: global variables of that frame.
     """
     try:
         found = _locate_value(source, local, everywhere)
@@ -120,19 +120,19 @@ def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, An
 def is_as_found(
     source: str, left: Any, local: Mapping[str, Any], everywhere: dict[str, Any]
 ) -> bool:
-    """Whether forward left the plain value that it found at a place outside the model.
+    """Whether a plain value outside the model is the same before and after forward.
 
     Args:
-        source: Dynamo's name of the place.
-        left: the value that forward left.
-        local: local variables of the frame that Dynamo began with.
-        everywhere: globals of that frame.
+        source: Dynamo source name of the location.
+        left: the value after forward.
+        local: local variables of the outermost frame that Dynamo traced.
+        everywhere: global variables of that frame.
     """
     try:
         found = _locate_value(source, local, everywhere)
         value = None if found is None else value_at(found[1], found[2])
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, NameError):
-        return False  # a name of another kind
+        return False  # not the source name of a value outside the model
     return (
         found is not None
         and isinstance(value, PLAIN)
@@ -142,12 +142,12 @@ def is_as_found(
 
 
 def lines_of_draws(output: Any, args: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the source lines that use numbers of Python's generator, ``""`` for an unknown line;
-    empty if none were drawn.
+    """Return the source lines that use numbers of Python's random generator, ``""`` for an unknown
+    line; empty if forward draws none.
 
     Args:
-        output: Dynamo's graph while it is built.
-        args: placeholder → the source of its value.
+        output: Dynamo's `OutputGraph`.
+        args: placeholder name → Dynamo source of its value.
     """
     if not output.random_calls:
         return ()
@@ -163,13 +163,13 @@ def lines_of_draws(output: Any, args: Mapping[str, Any]) -> tuple[str, ...]:
 def _locate_value(
     source: str, local: Mapping[str, Any], everywhere: dict[str, Any]
 ) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
-    """Return the name of a value in messages, its holder and the steps from there; None if it is
-    not outside the model."""
+    """Return the name for messages of a value outside the model, its holder and the steps from the
+    holder; None if the value is not outside the model."""
     if cell := _CELL.fullmatch(source):
         known = {"dict": dict, "list": list, "type": type}
         function = eval(
             cell[1], {"L": local, "G": everywhere, "__builtins__": known}
-        )  # an expression of Dynamo's, as its guards are
+        )  # Dynamo evaluates its guards in the same way
         return _of_closure(function, int(cell[2]), cell[3])
     root = _ROOT.match(source)
     if root is None:
@@ -185,7 +185,7 @@ def _locate_value(
 def _of_closure(
     function: Any, position: int, rest: str
 ) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
-    if function.__module__.partition(".")[0] in _OTHERS:
+    if function.__module__.partition(".")[0] in _IGNORED:
         return None
     name = function.__code__.co_freevars[position]
     return (
@@ -198,7 +198,7 @@ def _of_closure(
 def _of_globals(
     everywhere: dict[str, Any], name: str, rest: str
 ) -> tuple[str, Any, tuple[tuple[str, Any], ...]] | None:
-    """Locate a global variable in the innermost module that holds it."""
+    """Locate a global variable in the innermost Python module that contains it."""
     module, steps, found = (
         everywhere.get("__name__", ""),
         (("", name), *steps_of(rest)),
@@ -207,32 +207,33 @@ def _of_globals(
     while isinstance(found, ModuleType) and len(steps) > 1:
         module, steps = found.__name__, (("", steps[1][0]), *steps[2:])
         found = vars(found)[steps[0][1]]
-    if module.partition(".")[0] in _OTHERS or isinstance(found, ModuleType):
+    if module.partition(".")[0] in _IGNORED or isinstance(found, ModuleType):
         return None
     here = vars(sys.modules[module]) if module in sys.modules else {}
-    said = "".join(f".{attribute}" if attribute else f"[{key!r}]" for attribute, key in steps[1:])
+    suffix = "".join(f".{attribute}" if attribute else f"[{key!r}]" for attribute, key in steps[1:])
     holder = module if steps[0][1] in here and here[steps[0][1]] is found else everywhere
-    return f"global variable {steps[0][1]}{said} of {module}", holder, steps
+    return f"global variable {steps[0][1]}{suffix} of {module}", holder, steps
 
 
-UNKNOWN = object()  # a value that is neither a constant nor tensors
-_HOOK = "_hooks[list("  # Dynamo's name of a hook
+UNKNOWN = object()  # a value that is neither a constant nor made of tensors
+_HOOK = "_hooks[list("  # in the Dynamo source name of a hook
 _OF_CLASS = re.compile(r"dict\(type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]")
 _OF_TYPE = re.compile(r"type\(([^()]*)\)(?:\.__mro__\[\d+\])?\.((?!__)\w+)")
-_OF_THE_CALL = frozenset(
+_LOCAL_SOURCES = frozenset(
     ("TempLocalSource", "LocalCellSource", "Source")
-)  # what forward makes itself has no place
+)  # values that forward creates have no location
 _SETATTR = (os.path.join("torch", "nn", "modules", "module.py"), "__setattr__")
 
 
 @dataclass(frozen=True, slots=True)
 class ValuePlace:
-    """Where Dynamo found a value: its own name for it, the object (None where it is not the
-    model's), and the user's words.
+    """The location of a value that Dynamo read or changed.
 
     Attributes:
-        path: of the innermost module that holds it. name: from that module on, ``n`` or
-            ``config.kind``.
+        source: Dynamo source name.
+        found: the value; None if it does not belong to the model.
+        path: path of the innermost module that contains it.
+        name: access path from that module: ``n`` or ``config.kind``.
     """
 
     source: str
@@ -243,13 +244,16 @@ class ValuePlace:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What forward left at `place`, an attribute of `holder` or (where `attribute` is empty) a
-    container itself.
+    """A write of forward to an attribute or a container.
 
     Attributes:
-        value: a constant, a fake tensor, a container of these, or `UNKNOWN`. line: the user's.
-        nodes: what makes its tensors, each with Dynamo's name for the place where it then is.
-        read: whether forward looked at what was there before; of a container, at what it holds.
+        place: its location.
+        holder: the object whose attribute is written, or the container.
+        attribute: name of the attribute; ``""`` for a container.
+        value: value after forward: a constant, a fake tensor, a container of these, or `UNKNOWN`.
+        nodes: nodes that compute its tensors → Dynamo source names of their new locations.
+        read: whether forward reads the previous value, or the previous contents of a container.
+        line: source line of the write.
     """
 
     place: ValuePlace
@@ -268,33 +272,35 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What Dynamo knew at the end of a capture.
+    """What Dynamo recorded during a capture.
 
     Attributes:
-        constants: values of modules that forward looked at. outside: of what no module has. code:
-            all that ran.
-        draws: the user's lines where what Python's generator drew is used, "" where that is not
-            known.
+        writes: attributes and containers that forward changes.
+        constants: values of modules that forward reads.
+        outside: values outside the model that forward reads.
+        sources: placeholder name → Dynamo source name of its value.
+        code: the code objects that were traced.
+        draws: the source lines that use numbers of Python's random generator (`lines_of_draws`).
     """
 
     writes: tuple[Write, ...]
     constants: tuple[ModuleAttribute, ...]
     outside: tuple[OutsideValue, ...]
     graph: fx.Graph
-    sources: dict[str, str]  # placeholder → Dynamo's name of what goes in
+    sources: dict[str, str]
     code: tuple[CodeType, ...]
     draws: tuple[str, ...]
 
     def write(self, source: str) -> Write | None:
-        """Return the write at a place with this Dynamo name; None if there is none."""
+        """Return the write to the location with a Dynamo source name; None if there is none."""
         return next((write for write in self.writes if write.place.source == source), None)
 
 
 def note_before(cleanup: Callable[[Any], None], notes: list[Notes]) -> Callable[[Any], None]:
-    """Wrap Dynamo's `OutputGraph.cleanup` so that it first takes notes."""
+    """Wrap Dynamo's `OutputGraph.cleanup` so that it appends to `notes` first."""
 
     def note(output: Any) -> None:
-        """Take the notes, then clean up as Dynamo does."""
+        """Record the notes, then run Dynamo's cleanup."""
         notes.append(_notes(output))
         cleanup(output)
 
@@ -307,7 +313,7 @@ def _notes(output: Any) -> Notes:
     asked = {
         f"{_name(guard)}.{guard.create_fn.keywords['attr']}"
         for guard in output.guards
-        if _asks(guard)
+        if _checks_attribute(guard)
     }
     places = [
         place
@@ -338,12 +344,12 @@ def _name(named: Any) -> str:
     name = named.name if isinstance(named.name, str) else named.name()
     name = re.sub(
         r"\.__dict__\['(\w+)'\]", r".\1", _OF_CLASS.sub(r"\1.\2", name)
-    )  # one name for one place
+    )  # one name per location
     return _OF_TYPE.sub(r"\1.\2", name)
 
 
-def _asks(guard: Any) -> bool:
-    """Whether a guard is about the existence of an attribute: ``hasattr(self, "cache")``."""
+def _checks_attribute(guard: Any) -> bool:
+    """Whether a guard checks that an attribute exists, as in ``hasattr(self, "cache")``."""
     return (
         "HASATTR" in str(getattr(guard.create_fn, "func", ""))
         and "attr" in guard.create_fn.keywords
@@ -351,8 +357,8 @@ def _asks(guard: Any) -> bool:
 
 
 def _constants(places: Iterable[ValuePlace], tensors: frozenset[str]) -> Iterator[ModuleAttribute]:
-    """Yield the plain values and the tensors read by the graph, except parameters, buffers and
-    `training`."""
+    """Yield the plain values and tensors of modules that the graph reads, except parameters,
+    buffers and `training`."""
     for place in places:
         if (
             not place.name
@@ -368,8 +374,7 @@ def _constants(places: Iterable[ValuePlace], tensors: frozenset[str]) -> Iterato
 
 
 def _place(source: str, scope: dict[str, Any]) -> ValuePlace | None:
-    """Follow Dynamo's name for a value from its local variable; None if no module holds the
-    value."""
+    """Return the location of a Dynamo source name; None if it is not in a module of the model."""
     root = re.match(r"L\['(\w+)'\]", source)
     if root is None or not isinstance(scope.get(root[1]), nn.Module):
         return None
@@ -381,9 +386,9 @@ def _place(source: str, scope: dict[str, Any]) -> ValuePlace | None:
         attribute, key = step[1], step[2]
         try:
             if attribute and isinstance(getattr(type(found), attribute, None), property):
-                return None  # what it makes of others, which have places of their own
+                return None  # it is computed from other attributes, which are recorded themselves
             found = getattr(found, attribute) if attribute else found[ast.literal_eval(key)]
-        except Exception:  # whatever a class of the model's own raises of being asked so
+        except Exception:  # the user's class may raise any error on attribute access
             return None
         name += step[0]
         if isinstance(found, nn.Module):
@@ -396,8 +401,8 @@ def _place(source: str, scope: dict[str, Any]) -> ValuePlace | None:
 
 
 def of_the_model(attributes: Iterable[Constant], model: nn.Module) -> tuple[Constant, ...]:
-    """Return the attributes with their values in `model`; a capture changes some temporarily, as
-    layers that count themselves."""
+    """Return the attributes with their current values in `model`; a capture changes some values
+    temporarily, such as numbers of layers."""
     scope = {"model": model}
     found: list[Constant] = []
     for each in attributes:
@@ -417,7 +422,7 @@ def of_the_model(attributes: Iterable[Constant], model: nn.Module) -> tuple[Cons
 
 
 def _where(each: Constant) -> tuple[Any, str]:
-    """Return a key of a value's place; variables of two closures may have the same name."""
+    """Return a key of a value's location; variables of two closures may have the same name."""
     if isinstance(each, ModuleAttribute):
         return each.path, each.name
     if isinstance(each, KnownBuffer):
@@ -429,8 +434,8 @@ def _where(each: Constant) -> tuple[Any, str]:
 class _WriteReader:
     """Finds the writes of one capture in Dynamo's side effects.
 
-    `scope` and `everywhere` are the local and global variables, and `seen` the names of values that
-    forward reads.
+    `scope` and `everywhere` are the local and global variables of the outermost frame, `seen` the
+    Dynamo source names of the values that forward reads.
     """
 
     scope: dict[str, Any]
@@ -438,20 +443,20 @@ class _WriteReader:
     seen: set[str]
 
     def writes(self, var: Any, effects: Any) -> Iterator[Write]:
-        """Yield the writes into the value that a Dynamo variable stands for."""
+        """Yield the writes to the value that a Dynamo variable represents."""
         stacks = getattr(effects, "mutation_user_stacks", {}).get(var, [])
-        if any(_by_torch(stack) for stack in stacks):
-            return  # torch's own caches
+        if any(_is_torch_write(stack) for stack in stacks):
+            return  # a cache of torch
         attributes = effects.store_attr_mutations.get(var)
         if type(var).__name__ == "NewGlobalVariable":
             for name, value in (attributes or {}).items():
                 yield from self._outside(f"G[{name!r}]", name, value, stacks)
             return
-        if getattr(var, "source", None) is None or type(var.source).__name__ in _OF_THE_CALL:
+        if getattr(var, "source", None) is None or type(var.source).__name__ in _LOCAL_SOURCES:
             return
         source = _name(var.source)
         if source.endswith(("._buffers", "._parameters")):
-            return  # `rebinding` is about these
+            return  # another check handles assigned parameters and buffers
         place = _place(source, self.scope)
         if attributes is None:
             yield from self._contents(var, source, place, stacks)
@@ -462,7 +467,7 @@ class _WriteReader:
                 yield from self._outside(f"{source}.{name}", name, value, stacks)
 
     def _attribute(self, place: ValuePlace, name: str, value: Any, stacks: Any) -> Write:
-        """Return the write of an attribute of what a module holds at `place`."""
+        """Return the write to attribute `name` of the value at `place`."""
         held, inner = place.found, f"{place.source}.{name}"
         path = f"{place.name}.{name}".lstrip(".")
         at = ValuePlace(inner, getattr(held, name, None), place.path, path)
@@ -471,38 +476,37 @@ class _WriteReader:
         return Write(at, held, name, left, _nodes(value, inner), read, _line(stacks, name))
 
     def _outside(self, source: str, name: str, value: Any, stacks: Any) -> Iterator[Write]:
-        """Yield the write of a value that no module holds, if forward reads it or a hook holds
-        it."""
+        """Yield the write to a value outside the modules, if forward reads it or a hook has it."""
         if _reads(source, self.seen):
             if not is_as_found(source, _value(value), self.scope, self.everywhere):
-                yield _elsewhere(source, name, stacks)
+                yield _outside_write(source, name, stacks)
         elif _HOOK in source:
-            yield _elsewhere(source, _of_hook(source), stacks, read=False)
+            yield _outside_write(source, _of_hook(source), stacks, read=False)
 
     def _contents(
         self, var: Any, source: str, place: ValuePlace | None, stacks: Any
     ) -> Iterator[Write]:
-        """Yield the write of a container's items."""
+        """Yield the write to the items of a container."""
         if place is not None:
             left = _value(var) if isinstance(place.found, (list, dict, set, deque)) else UNKNOWN
             read = _reads(source, self.seen, within=True)
             line = _line(stacks, "")
             yield Write(place, place.found, "", left, _nodes(var, source), read, line)
-        elif said := name_outside(source, self.scope, self.everywhere):
-            yield _elsewhere(source, said, stacks, read=False)
-        elif _HOOK in source:  # what a hook stores, mostly
-            yield _elsewhere(source, _of_hook(source), stacks, read=False)
+        elif outside := name_outside(source, self.scope, self.everywhere):
+            yield _outside_write(source, outside, stacks, read=False)
+        elif _HOOK in source:  # mostly activations that a hook stores
+            yield _outside_write(source, _of_hook(source), stacks, read=False)
 
 
 def _of_hook(source: str) -> str:
-    """Return the name in messages of a value that a hook holds."""
+    """Return the name that messages use for a value of a hook."""
     path = ".".join(re.findall(r"_modules\['([^']+)'\]", source.partition(_HOOK)[0]))
     return f"{source.rpartition('.')[2]} of a hook on {path or 'the model'}"
 
 
-def _elsewhere(source: str, name: str, stacks: Iterable[Any], *, read: bool = True) -> Write:
-    """Return a write to a place that no module holds: a global variable, an attribute of a
-    class."""
+def _outside_write(source: str, name: str, stacks: Iterable[Any], *, read: bool = True) -> Write:
+    """Return a write to a location outside the model's modules, such as a global variable or an
+    attribute of a class."""
     return Write(
         ValuePlace(source, None, "", name), None, name, UNKNOWN, {}, read, _line(stacks, name)
     )
@@ -514,7 +518,7 @@ def _reads(source: str, seen: set[str], *, within: bool = False) -> bool:
     )
 
 
-def _by_torch(stack: Sequence[Any]) -> bool:
+def _is_torch_write(stack: Sequence[Any]) -> bool:
     frames = [
         frame
         for frame in stack
@@ -524,8 +528,7 @@ def _by_torch(stack: Sequence[Any]) -> bool:
 
 
 def _line(stacks: Iterable[Any], name: str) -> str:
-    """Return the source line of the last of several writes; if one attribute of several is written,
-    the line that names it."""
+    """Return the line of the last write whose line contains `name`, else of the last write."""
     lines = [
         line
         for line in (user_line("".join(traceback.format_list(list(stack)))) for stack in stacks)
@@ -541,13 +544,13 @@ def _realize_variable(var: Any) -> Any:
 
 
 def _value(var: Any) -> Any:
-    """Return the value that a Dynamo variable stands for, or `UNKNOWN`."""
+    """Return the value that a Dynamo variable represents, or `UNKNOWN`."""
     var = _realize_variable(var)
     if type(var).__name__.startswith("Lazy"):
         return var.original_value()
     if (node := _node(var)) is not None:
         return node.meta["example_value"]
-    with contextlib.suppress(Exception):  # no constant: torch says so in one way or another
+    with contextlib.suppress(Exception):  # torch raises different errors for non-constants
         return var.as_python_constant()
     items = _items(var)
     values = None if items is None else [_value(item) for _, item in items]
@@ -561,18 +564,19 @@ def _value(var: Any) -> Any:
 
 
 def _items(var: Any) -> list[tuple[Any, Any]] | None:
-    """Return the variables in a container's variable, by key or position; None for others."""
+    """Return the (key or index, variable) pairs of a container variable; None for others."""
     kind = type(var).__name__
     if kind in ("ListVariable", "DequeVariable"):
         return list(enumerate(var.items))
     if kind in ("ConstDictVariable", "DictVariable"):
-        with contextlib.suppress(Exception):  # keys that are no constants
+        with contextlib.suppress(Exception):  # a key is not a constant
             return [(key.vt.as_python_constant(), item) for key, item in var.items.items()]
     return None
 
 
 def _nodes(var: Any, source: str) -> dict[fx.Node, str]:
-    """Return the nodes of the tensors in a variable → Dynamo's future names for their places."""
+    """Return the nodes of the tensors in a variable → Dynamo source names of their locations once
+    the variable is stored at `source`."""
     var = _realize_variable(var)
     if (node := _node(var)) is not None:
         return {node: source}

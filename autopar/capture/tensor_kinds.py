@@ -128,7 +128,7 @@ def refusal_in_words(text: str, source: str) -> CaptureError | None:
         text: torch's message.
         source: the user's line.
     """
-    kind = next((kind for said, kind in _SAID if said.search(text)), None)
+    kind = next((kind for pattern, kind in _PATTERNS if pattern.search(text)), None)
     return None if kind is None else of_forward(kind, Where(source=source))
 
 
@@ -145,7 +145,7 @@ def is_of_kinds(refusal: CaptureError) -> bool:
     return refusal.what.endswith(_PROGRAMS)
 
 
-_SAID = (
+_PATTERNS = (
     (
         re.compile(
             r"wrap sparse Tensor|SparseC\w+Impl|SparseTensorImpl|sparse tensor"

@@ -3,19 +3,18 @@
 Every node carries in ``node.meta``:
     ``val``     FakeTensor(s) of the result (global shapes),
     ``phase``   ``"forward"`` or ``"backward"``,
-    ``module``  path of the module that ran it (a backward node has its forward's), ``""`` at the
-                root,
-    ``source``  the user's own source line, or ``""``,
-    ``key``     a stable unique name: module path, op, phase and ordinal among equals.
+    ``module``  path of the module that ran it (for a backward node, that of its forward), ``""``
+                for the model itself,
+    ``source``  the line of the user's source code, or ``""``,
+    ``key``     a stable unique name: module path, op, phase, and index among nodes with the same.
 
-Placeholders come in the order parameters, buffers, inputs, tangents. The graph's output is one flat
-tuple: outputs first (in the order of `outputs`), then one gradient per parameter that has one (in
-the order of `parameters`), then the new values of mutated buffers, then one gradient per input that
-has one.
+Placeholders are in the order parameters, buffers, inputs, tangents. The output of the graph is one
+flat tuple: the outputs (in the order of `outputs`), one gradient per parameter that has one (in the
+order of `parameters`), the new values of mutated buffers, and one gradient per input that has one.
 
-The trace of a pipeline stage is a trace like any other. What it gets from the stage before, and
-hands to the stage after, are inputs and outputs that *cross*: an input that crosses may have a
-gradient, which goes back; an output that crosses may have a tangent, which comes back.
+A pipeline stage has a trace of the same form. The tensors that it receives from the previous stage
+and sends to the next stage are inputs and outputs that *cross*. An input that crosses may have a
+gradient, which is sent back. An output that crosses may have a tangent, which is received.
 """
 
 from __future__ import annotations
@@ -39,16 +38,17 @@ class Parameter:
     """A trainable or frozen parameter, or a buffer.
 
     Attributes:
-        name: its name in the model (the first of several where it is tied).
-        aliases: further names of the same tensor.
+        name: its name in the model; the first name of a tied parameter.
+        aliases: other names of the same tensor.
         node: name of its placeholder.
-        shape: shape as the model stores it.
-        view: shape in the graph. Differs from `shape` where one stored dim is seen as several, so
-            that a fused projection can be sharded by heads: stored ``[d, 3 * e]`` seen as ``[d, 3,
+        shape: shape in the model.
+        view: shape in the graph. It differs from `shape` if the graph splits a stored dim, so that
+            a fused projection can be sharded by heads: stored ``[d, 3 * e]``, viewed as ``[d, 3,
             e]``.
-        dtype: in which it rests, and its gradient is made. compute_dtype: in which the graph reads
-            it.
-        gradient: index of its gradient in the graph's output tuple, or None.
+        dtype: dtype in which it is stored, and of its gradient.
+        requires_grad: whether it requires a gradient.
+        gradient: index of its gradient in the output tuple of the graph, or None.
+        compute_dtype: dtype in which the graph reads it.
     """
 
     name: str
@@ -63,24 +63,26 @@ class Parameter:
 
     @property
     def is_narrowed(self) -> bool:
-        """Whether the graph reads it in another dtype than its stored one."""
+        """Whether the graph reads it in a dtype other than the stored one."""
         return self.compute_dtype != self.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor of the batch, one that is made of all of it for each microbatch, or one that crosses
-    from the stage before.
+    """A tensor of the batch, one computed from the full batch for each microbatch, or one that
+    crosses from the previous stage.
 
     Attributes:
-        path: its path in (args, kwargs); the key of the node that makes it where it crosses.
-        node: its placeholder.
-        crosses: whether it comes from the stage before. gradient: index of its gradient in the
-            graph's output tuple, or None.
-        requires_grad: whether the call's asks for one, which it may not have: where no output that
-            has a tangent depends on it.
-        given: whether it is made of the whole batch before the first microbatch
-            (`autopar.analysis.microbatches`); none of the call's.
+        path: its path in (args, kwargs); if it crosses, the key of the node that computes it.
+        node: name of its placeholder.
+        shape: its shape.
+        dtype: its dtype.
+        crosses: whether it is received from the previous stage.
+        gradient: index of its gradient in the output tuple of the graph, or None.
+        requires_grad: whether the tensor of the call requires a gradient. It has none if no output
+            with a tangent depends on it.
+        given: whether it is computed from the full batch before the first microbatch
+            (`autopar.analysis.microbatches`) and is not an argument of the call.
     """
 
     path: str
@@ -105,17 +107,20 @@ def gradient_name(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that the model returns, or one that crosses to the stage after.
+    """A tensor that the model returns, or one that crosses to the next stage.
 
     Attributes:
-        path: its path in the returned structure; the key of the node that makes it where it
-            crosses.
-        node: the node that makes it. is_loss: whether it is the model's loss.
-        tangent: name of its tangent's placeholder, ``""`` where it has none. Of a model without a
-            loss, all that has a gradient has one.
-        crosses: whether it goes to the stage after. requires_grad: whether the plain model's has a
-            gradient.
-        whole: whether every rank wants all of it, as of the loss.
+        path: its path in the returned structure; if it crosses, the key of the node that computes
+            it.
+        node: name of the node that computes it.
+        shape: its shape.
+        dtype: its dtype.
+        is_loss: whether it is the loss of the model.
+        tangent: name of the placeholder of its tangent, ``""`` if it has none. In a model without a
+            loss, every output that requires a gradient has a tangent.
+        crosses: whether it is sent to the next stage.
+        requires_grad: whether this output of the plain model requires a gradient.
+        whole: whether every rank returns the full tensor, as it does the loss.
     """
 
     path: str
@@ -130,14 +135,14 @@ class Output:
 
     @property
     def is_answered(self) -> bool:
-        """Whether its tangent comes back in the layout in which the output left, from the next
-        stage or the user's loss; the tangent of the model's loss is replicated."""
+        """Whether its tangent, from the next stage or the user's loss, has the layout of the
+        output; the tangent of the model's loss is replicated."""
         return bool(self.tangent) and not self.is_loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stamp:
-    """Identity and version of a tensor that is not kept alive."""
+    """Identity and version of a tensor, without a strong reference to it."""
 
     tensor: TensorWeakRef
     version: int
@@ -147,11 +152,11 @@ class Stamp:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Stamp:
-        """Return the stamp of a tensor as it is now."""
+        """Return the stamp of a tensor in its current version."""
         return Stamp(TensorWeakRef(tensor), _version(tensor))
 
     def is_of(self, now: object) -> bool:
-        """Whether `now` is the same tensor, not written since."""
+        """Whether `now` is the same tensor and was not written to."""
         return (
             isinstance(now, torch.Tensor) and self.tensor() is now and self.version == _version(now)
         )
@@ -163,13 +168,13 @@ def _version(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModuleAttribute:
-    """A value that forward looked at, and that the graph holds as a constant.
+    """A value of a module that forward reads and that is a constant in the graph.
 
     Attributes:
-        path: of the module, ``""`` for the model itself. name: of the attribute, from there on:
-            ``beta``, ``config.hidden_size``.
-        value: an int, float, bool, str or None, as it was at the capture; a `Stamp` of a tensor
-            that is neither parameter nor buffer.
+        path: path of the module, ``""`` for the model itself.
+        name: access path from the module: ``beta``, ``config.hidden_size``.
+        value: the value during the capture: an int, float, bool, str or None, or the `Stamp` of a
+            tensor that is neither a parameter nor a buffer.
     """
 
     path: str
@@ -179,14 +184,15 @@ class ModuleAttribute:
 
 @dataclass(frozen=True, slots=True)
 class OutsideValue:
-    """A value that forward looked at outside of the model, of a global or closure variable or of
-    what one holds, a constant in the graph.
+    """A value outside the model that forward reads and that is a constant in the graph: a global or
+    closure variable, or an attribute or item of one.
 
     Attributes:
-        name: for people. holder: the cell, the dict or (by its name) the module that it is found
-            in.
-        steps: how, each an attribute or (where that is empty) a key.
-        value: as of `ModuleAttribute`.
+        name: name in messages.
+        holder: the closure cell, the dict, or the name of the Python module that contains it.
+        steps: (attribute, key) pairs that lead from the holder to the value; the attribute of a
+            key is ``""``.
+        value: as in `ModuleAttribute`.
     """
 
     name: str
@@ -195,15 +201,16 @@ class OutsideValue:
     value: int | float | bool | str | Stamp | None
 
     def __deepcopy__(self, memo: Any) -> OutsideValue:
-        return self  # a copy of what is outside would be another
+        return self  # a copy would refer to another holder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownBuffer:
-    """A buffer whose values forward read, so that shapes or branches of the graph follow from them.
+    """A buffer whose values forward reads, and which determine shapes or branches of the graph.
 
     Attributes:
-        name: of the buffer in the model. value: what it held, on the CPU.
+        name: name of the buffer in the model.
+        value: its values during the capture, on the CPU.
     """
 
     name: str
@@ -215,11 +222,11 @@ Constant: TypeAlias = ModuleAttribute | OutsideValue | KnownBuffer
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """Which layers were captured a few at a time and repeated, or why none were.
+    """Which equal layers were captured once and repeated in the graph, or why none were.
 
     Attributes:
-        runs: the repeated layers in words, one sentence part per run. refusal: why there are none,
-            else ``""``.
+        runs: a description of each run of repeated layers.
+        refusal: why no layers were repeated, else ``""``.
     """
 
     runs: tuple[str, ...] = ()
@@ -235,20 +242,23 @@ class Trace:
 
     Attributes:
         graph: the joint graph in normal form.
-        parameters, buffers, inputs, outputs: what goes in and out, in graph order.
-        mutated: buffer name → index in the graph's output tuple of its new value.
-        in_spec: pytree spec of (args, kwargs); out_spec: of the model's return value (leaves that
-            are no tensors are kept in `constants` by flat position).
-        constants: flat output position → the non-tensor leaf there.
-        settings: flat input position → the non-tensor leaf there, which the graph was specialised
-            to; of a tensor whose values forward reads, these.
-        fingerprint: hash of model structure, shapes and dtypes.
-        folding: how repeated layers were captured; the graph is the same either way.
-        precision: what wider floating parameters and inputs are read in, where that was asked for.
-        attributes: plain values of the model's modules, and of what these hold, that forward looked
-            at (`training` left out); of layers that were repeated, the values of the layer that was
-            captured in their place; the same of what no module has; and the values of buffers that
-            forward read.
+        parameters: the parameters, in graph order.
+        buffers: the buffers, in graph order.
+        inputs: the input tensors, in graph order.
+        outputs: the output tensors, in graph order.
+        mutated: buffer name → index of its new value in the output tuple of the graph.
+        in_spec: pytree spec of (args, kwargs).
+        out_spec: pytree spec of the return value of the model.
+        constants: flat output position → the non-tensor leaf.
+        settings: flat input position → the non-tensor leaf that the graph is specialized to, or the
+            values of a tensor that forward reads.
+        fingerprint: hash of the structure of the model, shapes and dtypes.
+        folding: how repeated layers were captured; the graph does not depend on it.
+        precision: dtype in which wider floating parameters and inputs are read; None if none was
+            requested.
+        attributes: values that forward reads and that are constants in the graph: attributes of
+            modules except `training` (for repeated layers, those of the captured layer), values
+            outside the model, and buffers.
         code: (file, qualified name, first line) of the functions that were traced.
     """
 
@@ -269,12 +279,11 @@ class Trace:
     code: tuple[tuple[str, str, int], ...] = ()
 
     def __deepcopy__(self, memo: Any) -> Trace:
-        return self  # nothing changes it; torch warns of specs of calls that are copied
+        return self  # a trace is immutable, and torch warns when pytree specs are copied
 
     @property
     def loss(self) -> Output | None:
-        """The loss; None if the model returns none, or this is the trace of a stage before the
-        last."""
+        """The loss; None if the model returns none, or for a stage before the last."""
         return next((o for o in self.outputs if o.is_loss), None)
 
     @property
@@ -305,11 +314,11 @@ class Trace:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where each node comes from: phase, module path, source line and a stable key.
+# Metadata of nodes: phase, module path, source line and a stable key.
 
-_LEVELS = 3  # of lists and dicts within each other
+_LEVELS = 3  # depth of nested lists and dicts that are searched for modules
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
-_GLOBAL = re.compile(r"G[.\[]")  # Dynamo's name of the global scope
+_GLOBAL = re.compile(r"G[.\[]")  # Dynamo's prefix of global variables
 
 
 def label(
@@ -317,18 +326,18 @@ def label(
     tangents: Collection[fx.Node] = (),
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Set ``phase``, ``module`` and ``source`` of every node from what Dynamo and AOTAutograd
-    recorded.
+    """Set ``phase``, ``module`` and ``source`` of every node from the metadata of Dynamo and
+    AOTAutograd.
 
-    Sums of gradients have no recorded module; they get that of their latest labelled operand, the
-    gradient that was added last. The backward of a user's autograd function has no recorded phase;
-    it is in the middle of the backward, or begins it with a tangent.
+    Sums of gradients have no recorded module; they get that of their last labelled operand, which
+    is the gradient that was added last. The backward of a custom autograd function has no recorded
+    phase; its nodes are between backward nodes, or read a tangent.
 
     Args:
         graph: the graph to label.
         tangents: placeholders of tangents.
-        elsewhere: other paths by which forward reaches a module → the path of its registration
-            (`held_elsewhere`).
+        elsewhere: other paths by which forward accesses a module → the path under which the module
+            is registered (`held_elsewhere`).
     """
     order: dict[fx.Node, int] = {}
     phase = "forward"
@@ -351,7 +360,8 @@ def label(
 
 
 def _phase_of(node: fx.Node, tangents: Collection[fx.Node], before: str) -> str:
-    """Return the phase of a node; that of the node before it, `before`, if none is recorded."""
+    """Return the phase of a node; if none is recorded, return `before`, the phase of the previous
+    node."""
     if node.op == "output" or any(operand in tangents for operand in node.all_input_nodes):
         return "backward"
     tag = node.meta.get("partitioner_tag")
@@ -361,16 +371,22 @@ def _phase_of(node: fx.Node, tangents: Collection[fx.Node], before: str) -> str:
 
 
 def recorded_module(meta: dict[str, Any]) -> str:
-    """Return the path of the innermost module of the model that ran a node, as torch recorded it;
-    empty for the model itself, or if torch did not record it. Global modules, such as an activation
-    of the file that defines the model, are not part of the model."""
+    """Return the recorded path of the innermost module of the model that ran a node; empty for the
+    model itself, or if none is recorded.
+
+    Modules in global variables, such as an activation in the file that defines the model, are not
+    part of the model.
+
+    Args:
+        meta: metadata of the node, as torch recorded it.
+    """
     paths = [path for path, _ in (_modules(meta) or {}).values() if not _GLOBAL.match(path)]
     return _path(paths[-1]) if paths else ""
 
 
 def held_elsewhere(model: nn.Module) -> dict[str, str]:
-    """Return paths of modules in Python lists and dicts (``blocks.0``) → the paths of their
-    registration."""
+    """Return the paths of modules in Python lists and dicts (``blocks.0``) → the paths under which
+    they are registered."""
     registered = {id(module): path for path, module in model.named_modules()}
     found: dict[str, str] = {}
 
@@ -379,8 +395,8 @@ def held_elsewhere(model: nn.Module) -> dict[str, str]:
 
         Args:
             value: an attribute, or an item of one.
-            path: by which forward reaches it.
-            depth: levels of lists and dicts that are still searched.
+            path: path by which forward accesses it.
+            depth: remaining levels of lists and dicts to search.
         """
         if isinstance(value, nn.Module) and id(value) in registered:
             found[path] = registered[id(value)]
@@ -407,8 +423,8 @@ def _modules(meta: dict[str, Any]) -> Any:
 
 
 def assign_keys(graph: fx.Graph) -> None:
-    """Set ``key`` of every node: ``module/op/phase/ordinal``; the ordinal counts equal nodes in
-    graph order."""
+    """Set ``key`` of every node to ``module/op/phase/index``; the index counts nodes with the same
+    module, op and phase in graph order."""
     seen: Counter[str] = Counter()
     for node in graph.nodes:
         stem = f"{node.meta['module']}/{op_name(node)}/{node.meta['phase']}"
@@ -417,8 +433,8 @@ def assign_keys(graph: fx.Graph) -> None:
 
 
 def op_name(node: fx.Node) -> str:
-    """Return the op without namespace and ``.default``: ``dot``, ``add.Tensor``, ``silu``,
-    ``placeholder``."""
+    """Return the name of the op without namespace and ``.default``, such as ``dot``,
+    ``add.Tensor``, ``silu`` or ``placeholder``."""
     if node.op != "call_function":
         return node.op
     if hasattr(node.target, "overloadpacket"):
@@ -427,9 +443,12 @@ def op_name(node: fx.Node) -> str:
 
 
 def _path(dynamo_path: str) -> str:
-    """Return the model's own path for Dynamo's: ``model.layers.0`` for ``L['self'].model.layers.0``
-    or ``L['self']._modules['model'].layers.0``, or ``L['self'].__dict__['_modules']['model']...``
-    of a model with a ``__getattr__`` of its own."""
+    """Return the module path for a path of Dynamo.
+
+    ``model.layers.0`` is the module path of ``L['self'].model.layers.0``, of
+    ``L['self']._modules['model'].layers.0``, and, in a model that defines ``__getattr__``, of
+    ``L['self'].__dict__['_modules']['model'].layers.0``.
+    """
     path = re.sub(r"\.?__dict__\['_modules'\]", "._modules", _ROOT.sub("", dynamo_path))
     path = re.sub(r"(?:\._modules)?\['?([^'\]]+)'?\]", r".\1", path)
     return path.lstrip(".")

@@ -1,5 +1,5 @@
-"""Nested structures of tensors in calls and results: their leaves with paths, and tensors of a
-model that have several names."""
+"""Nested structures of tensors in calls and results, flattened to leaves with paths; and parameters
+and buffers with several names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def see_into_dataclasses(tree: Any) -> None:
-    """Register the dataclasses in `tree` that hold tensors with torch
-    (`torch.export.register_dataclass`), once for the process.
+    """Register the dataclasses in `tree` that contain tensors with torch
+    (`torch.export.register_dataclass`), once per process.
 
     Raises:
         CaptureError: a class cannot be constructed from its fields alone.
@@ -37,11 +37,11 @@ def see_into_dataclasses(tree: Any) -> None:
             taken = list(inspect.signature(kind).parameters)
             if sorted(taken) != sorted(field.name for field in fields(kind)):
                 raise CaptureError(
-                    f"the dataclass {kind.__name__} goes into or comes out of the model, and cannot"
-                    " be made again from its fields alone",
+                    f"the dataclass {kind.__name__} is an argument or result of the model, but"
+                    " cannot be constructed from its fields",
                     remedy=(
-                        "let all of its fields, and nothing else, be arguments of its __init__ (no"
-                        " init=False, no InitVar)"
+                        "make the arguments of its __init__ exactly its fields (no init=False, no"
+                        " InitVar)"
                     ),
                 )
             torch.export.register_dataclass(kind)
@@ -90,8 +90,8 @@ def _with_steps(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _is_unnamed(value: Any) -> bool:
-    """Whether the class of `value` is registered with torch without names for its contents, as
-    outputs of diffusers' models are."""
+    """Whether the class of `value` is registered with torch without names for its contents, such as
+    the outputs of diffusers models."""
     node = pytree.SUPPORTED_NODES.get(type(value))
     return node is not None and node.flatten_with_keys_fn is None
 
@@ -99,18 +99,18 @@ def _is_unnamed(value: Any) -> bool:
 def flatten_call(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[tuple[str, Any], ...], Any]:
-    """Return the leaves of (args, kwargs) with their paths, and the spec; the path of a keyword
-    argument starts with its name, that of a positional one with its number."""
+    """Return the leaves of (args, kwargs) with their paths, and the spec; the path of a positional
+    argument starts with its index, that of a keyword argument with its name."""
     leaves, spec = flatten_with_paths((args, kwargs))
     return tuple((path.split(".", 1)[1], leaf) for path, leaf in leaves), spec
 
 
 def argument_name(path: str, names: Sequence[str]) -> str:
-    """Return an argument's path with its name in place of its number.
+    """Return the path of an argument with the name of a positional argument instead of its index.
 
     Args:
-        path: path of a leaf of the call, as `flatten_call` returns it.
-        names: the names in the signature.
+        path: path of a leaf of the call, as returned by `flatten_call`.
+        names: names of the parameters in the signature.
     """
     first, dot, rest = path.partition(".")
     return (
@@ -119,7 +119,7 @@ def argument_name(path: str, names: Sequence[str]) -> str:
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """Return the tree that `flatten_with_paths` flattened, with other leaves."""
+    """Return the tree with the given leaves; `spec` is from `flatten_with_paths`."""
     return pytree.tree_unflatten(leaves, spec)
 
 
@@ -131,14 +131,14 @@ def _step(key: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Tensors of a model that have several names.
+# Parameters and buffers with several names.
 
 Aliases = Mapping[str, tuple[str, ...]]
-"""First name → further names of the same tensor."""
+"""First name → other names of the same tensor."""
 
 
 def aliases_of(model: nn.Module) -> Aliases:
-    """Return the first name of every parameter and buffer → its further names."""
+    """Return the first name of every parameter and buffer → its other names."""
     names: dict[int, list[str]] = {}
     for name, tensor in [
         *model.named_parameters(remove_duplicate=False),
@@ -149,11 +149,11 @@ def aliases_of(model: nn.Module) -> Aliases:
 
 
 def refuse_overlaps(model: nn.Module) -> None:
-    """Raise CaptureError if two parameters are different tensors over the same memory: a program
-    would separate them.
+    """Raise CaptureError if two parameters are different tensors that share memory; a program would
+    store them separately.
 
-    Parts of one storage that do not overlap, such as the flattened weights of recurrent layers, are
-    allowed.
+    Tensors in one storage that do not overlap, such as the flattened weights of recurrent layers,
+    are allowed.
     """
     held: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
@@ -163,15 +163,15 @@ def refuse_overlaps(model: nn.Module) -> None:
         ):
             if first < other_last and other_first < last:
                 raise CaptureError(
-                    f"parameters {other!r} and {name!r} are two tensors over the same memory",
+                    f"parameters {other!r} and {name!r} are different tensors that share memory",
                     where=Where(module=name.rpartition(".")[0]),
-                    remedy="tie them as one: assign the same nn.Parameter to both modules",
+                    remedy="tie them: assign the same nn.Parameter to both modules",
                 )
         held[parameter.untyped_storage()._cdata].append((first, last, name))
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    """Return the first byte and the end of the bytes of `x` in its storage."""
+    """Return the range of bytes of `x` in its storage, as (first byte, end)."""
     if not x.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -1,13 +1,15 @@
-"""The functions that stand in normal-form graphs beside ATen ops. Each is its own reference: plain
-calls of ATen.
+"""The functions that normal-form graphs contain in addition to ATen ops. Each consists of plain
+calls of ATen, which define its results.
 
-They exist because their ATen spelling cannot be sharded: `dot` keeps batch and sequence apart where
-ATen flattens them; `embedding` and the pieces of the cross entropy work on a part of the
-vocabulary, told by `start`, its first index; `attention` is one op on every device; the pieces of a
-root-mean-square norm work on a part of what is normed; `constant` is a tensor in the graph's own
-code. None is differentiable: backward is written out in the graph. `experts` and `ctc`, whose
-shapes depend on values, `flex_attention`, which runs the user's functions, and `normed`, which the
-pieces replace, are operators of torch's instead, opaque and differentiable, as are their gradients.
+They replace ATen ops that cannot be sharded. `dot` does not flatten batch and sequence. `embedding`
+and the ops of the cross entropy support a part of the vocabulary, whose first index is `start`.
+`attention` is one op on all devices. The ops of a root-mean-square norm support a part of the
+normalized dim. `constant` is a tensor in the code of the graph. These functions are not
+differentiable, since the graph contains backward explicitly.
+
+`experts` and `ctc`, whose shapes depend on values, `flex_attention`, which calls the user's
+functions, and `normed`, which is split into several ops, are opaque custom ops of torch, and so are
+their gradients. These ops are differentiable.
 """
 
 from __future__ import annotations

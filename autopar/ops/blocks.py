@@ -1,5 +1,5 @@
-"""Processing of a few rows at a time, and the dtype of sums: both bound the scratch memory of ops
-that are plain calls of ATen."""
+"""Blocks of rows and the dtype of sums, which limit the temporary memory of functions that consist
+of plain calls of ATen."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-_BLOCK, _MOST_BLOCKS = 2**24, 16  # elements of a block, at least 1 / 16 of all
+_BLOCK, _MOST_BLOCKS = 2**24, 16  # elements of a block, and most blocks
 _without_data = ContextVar("without data", default=False)
 
 
 @contextmanager
 def looks_alone() -> Iterator[None]:
-    """A context in which only shapes, strides and dtypes of results matter, so that two blocks are
-    processed instead of many equal ones."""
+    """Return a context in which only shapes, strides and dtypes of results are needed, so that two
+    blocks are processed instead of many equal ones."""
     token = _without_data.set(True)
     try:
         yield
@@ -26,13 +26,13 @@ def looks_alone() -> Iterator[None]:
 
 
 def block_length(rows: int, width: int) -> int:
-    """Return the largest number of rows of a tensor [rows, width] to process at a time."""
+    """Return the number of rows of a tensor ``[rows, width]`` to process at a time."""
     return min(rows, max(_BLOCK // max(width, 1), -(-rows // _MOST_BLOCKS), 1))
 
 
 def row_blocks(x: Tensor) -> list[slice]:
-    """Return the blocks of rows of `x` [..., n] to process. A compiler gets all rows in one block,
-    since it fuses the ops on them."""
+    """Return the blocks of rows of `x` ``[..., n]`` to process; under a compiler, which fuses ops,
+    one block with all rows."""
     rows = x.numel() // max(x.shape[-1], 1)
     few = rows if torch.compiler.is_compiling() else block_length(rows, x.shape[-1])
     if few < rows and _without_data.get():
@@ -45,12 +45,13 @@ def row_blocks(x: Tensor) -> list[slice]:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which exponentials and sums of a dtype are computed."""
+    """Return the dtype in which exponentials and sums of `dtype` are computed: float32 for half
+    precision, else `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 # --------------------------------------------------------------------------------------------------
-# Tensors that a graph holds as numbers in its own code.
+# Tensors whose values are part of the code of a graph.
 
 
 def constant(
@@ -59,10 +60,10 @@ def constant(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Make a new tensor of given numbers.
+    """Create a tensor with the given values.
 
     Args:
-        values: the numbers, in row-major order.
+        values: the values, in row-major order.
         size: shape of the tensor.
         dtype: its dtype.
         device: its device.

@@ -1,17 +1,16 @@
-"""A layer of experts as one op, on a part of the tokens or of the experts, and with tokens
-dispatched between ranks.
+"""An expert layer as one op, which supports a part of the tokens or experts, and expert layers with
+tokens dispatched between ranks.
 
 Terms. A token *picks* p of the e experts, each with a *gate*, the weight of the expert's result. An
-expert is a linear up, an activation and a linear down. A *gated* expert has two linears up, and
-multiplies the activation of the first's result with the result of the second.
+expert consists of an up projection, an activation and a down projection. A *gated* expert has two
+up projections, and multiplies the activation of the first result by the second result.
 
-The rows of an expert's picks are gathered and go through its linears. Picks of experts that are not
-on the rank cost nothing, and weights are not copied per pick. Values between the linears are not
-kept: backward computes them again from the tokens. A part of the experts adds its part to every
-token's result, so that the parts add up, although the activation is not linear. The number of rows
-of an expert depends on the values, so these are opaque custom ops of torch, not calls of ATen;
-torch differentiates `experts` by `experts_backward`. They hold the rows of one expert at a time.
-These are scratch memory of a kernel, which no prediction of memory counts.
+The rows of the tokens that pick an expert are gathered and multiplied by its weights. Picks of
+experts on other ranks need no work, and weights are not copied per pick. Intermediate values are
+not stored: backward computes them again from the tokens. With a part of the experts, the results
+are partial sums. The number of rows per expert depends on values, so these functions are opaque
+custom ops of torch; the gradient of `experts` is `experts_backward`. They hold the rows of one
+expert at a time, which are temporary memory of the op and not included in memory predictions.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ ACTS: Mapping[str, Act] = {
     "relu": (aten.relu.default, lambda g, x: aten.threshold_backward.default(g, x, 0)),
     "relu2": (lambda x: aten.relu.default(x).square(), lambda g, x: 2 * g * aten.relu.default(x)),
 }
-"""Name → activation, and its gradient given that of its result and its operand."""
+"""Name → activation, and its gradient as a function of the result's gradient and the operand."""
 
 
 @torch.library.custom_op("autopar::experts", mutates_args=())
@@ -51,20 +50,20 @@ def _experts(
     size: int,
     start: int = 0,
 ) -> Tensor:
-    """``Σ gate · down(act(up x))`` over each token's picks, summed in at least float32.
+    """Return ``Σ gate · down(act(up x))`` over the picks of each token, summed in float32 or wider.
 
     Args:
-        x: tokens [t, h].
-        ids: the experts that each picks [t, p]; a number that is none adds nothing.
-        gates: [t, p].
-        up: [e, g, f, h], where g is 2 for gated experts, else 1.
-        down: [e, d, f].
-        act: a name of `ACTS`.
-        size: the number of all experts.
-        start: where `up` and `down` are a part of the experts, the first one.
+        x: tokens, ``[t, h]``.
+        ids: experts that each token picks, ``[t, p]``; other numbers contribute nothing.
+        gates: weights of the picks, ``[t, p]``.
+        up: up projections, ``[e, g, f, h]``, where g is 2 for gated experts, else 1.
+        down: down projections, ``[e, d, f]``.
+        act: name of the activation in `ACTS`.
+        size: number of all experts.
+        start: first expert, if `up` and `down` are a part of the experts.
 
     Returns:
-        [t, d], in the dtype of `x`; a part's results add up to the whole's.
+        The results, ``[t, d]``, in the dtype of `x`; partial sums for a part of the experts.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     out = x.new_zeros(x.shape[0], down.shape[1], dtype=wide)
@@ -88,8 +87,8 @@ def _experts_backward(
     size: int,
     start: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gates, up and down, given that of `experts`' result, `grad` [t, d]; the
-    rest as there."""
+    """Return the gradients of x, gates, up and down, given the gradient ``[t, d]`` of the result of
+    `experts`; the other arguments are as for `experts`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     d_x, d_gates = torch.zeros_like(x, dtype=wide), torch.zeros_like(gates).reshape(-1)
     d_up, d_down = up.new_zeros(up.shape), down.new_zeros(down.shape)
@@ -109,14 +108,14 @@ def forward_of(
     """Compute one expert.
 
     Args:
-        rows: [r, h].
-        up: [g, f, h], where g is 2 for gated experts, else 1.
-        down: [d, f].
-        act: a name of `ACTS`.
+        rows: rows of tokens, ``[r, h]``.
+        up: up projections, ``[g, f, h]``, where g is 2 for gated experts, else 1.
+        down: down projection, ``[d, f]``.
+        act: name of the activation in `ACTS`.
         out: tensor for the result, or None.
 
     Returns:
-        [r, d].
+        The results, ``[r, d]``.
     """
     return torch.mm(_activate_hidden(_up(rows, up), act), down.t(), out=out)
 
@@ -133,14 +132,14 @@ def backward_of(
     """Compute the gradients of one expert.
 
     Args:
-        grad: gradients of the tokens' results [r, d], not yet multiplied by gates.
-        rows: [r, h].
-        gate: [r, 1].
+        grad: gradients of the tokens' results, ``[r, d]``, not yet multiplied by gates.
+        rows: rows of tokens, ``[r, h]``.
+        gate: gates, ``[r, 1]``.
         up, down, act: as for `forward_of`.
         out: tensor for the gradient of `rows`, or None.
 
     Returns:
-        The gradients of rows [r, h], gates [r], up and down.
+        The gradients of rows ``[r, h]``, gates ``[r]``, up and down.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     hidden = _up(rows, up)
@@ -158,8 +157,8 @@ def backward_of(
 
 
 def _by_expert(ids: Tensor, start: int, num: int) -> Iterator[tuple[int, Tensor]]:
-    """Each of `num` experts from `start` that is picked, counted from 0, with its picks,
-    numbered in the flat order of `ids`."""
+    """Yield each picked expert of the `num` experts from `start` on, counted from 0, and its picks
+    as indices into the flat `ids`."""
     local, order = (ids.reshape(-1) - start).sort(stable=True)
     ends = torch.searchsorted(
         local, torch.arange(num + 1, device=ids.device, dtype=local.dtype)
@@ -170,18 +169,18 @@ def _by_expert(ids: Tensor, start: int, num: int) -> Iterator[tuple[int, Tensor]
 
 
 def _up(rows: Tensor, weight: Tensor) -> Tensor:
-    """[r, h] and [g, f, h] → [r, g, f]."""
+    """Apply the up projections: ``[r, h]`` and ``[g, f, h]`` → ``[r, g, f]``."""
     return (rows @ weight.flatten(0, 1).t()).view(-1, *weight.shape[:2])
 
 
 def _activate_hidden(hidden: Tensor, act: str) -> Tensor:
-    """[r, g, f] → [r, f]."""
+    """Apply the activation: ``[r, g, f]`` → ``[r, f]``."""
     made = ACTS[act][0](hidden[:, 0])
     return made * hidden[:, 1] if hidden.shape[1] == 2 else made
 
 
 def _between_backward(grad: Tensor, hidden: Tensor, act: str) -> Tensor:
-    """The gradient of `hidden` [r, g, f], given that of what `_between` makes of it, [r, f]."""
+    """Return the gradient of `hidden` ``[r, g, f]`` from that of `_activate_hidden` ``[r, f]``."""
     forward, backward = ACTS[act]
     if hidden.shape[1] == 1:
         return backward(grad, hidden[:, 0]).unsqueeze(1)
@@ -202,7 +201,7 @@ def _(
     return tuple(t.new_empty(t.shape) for t in (x, gates, up, down))
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.rest = inputs[5:]
 
@@ -212,35 +211,34 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return d_x, None, d_gates, d_up, d_down, None, None, None
 
 
-_experts.register_autograd(_differentiate, setup_context=_remember)
+_experts.register_autograd(_differentiate, setup_context=_save_for_backward)
 experts = torch.ops.autopar.experts.default
 experts_backward = torch.ops.autopar.experts_backward.default
 
 
 # --------------------------------------------------------------------------------------------------
-# A layer of experts (`autopar.ops.expert_layers`) whose tokens and experts are split over the same
-# ranks: rows go to their experts and back.
+# An expert layer whose tokens and experts are sharded over the same ranks (expert parallelism).
 #
-# Terms. A rank has some of the tokens, with their picks and gates, and as many experts as each
-# other, the ones from its *start* on. A *pair* is one pick of one token; its *home* is the rank
-# that has the expert. A pick of no expert here has none, and adds nothing.
+# Terms. A rank has a part of the tokens, with their picks and gates, and the experts from its
+# *start* on; all ranks have the same number of experts. A *pair* is one pick of one token; its
+# *home* is the rank with the expert. A pick that is not an expert has no home and no effect.
 #
-# dispatch each pair's row goes to its home, sorted by home, then by expert, then by token experts
-# a home's rows go through its linears combine what they make comes back as it went, and is added
-# up per token, times its gates
+# - Dispatch: the row of each pair is sent to its home, sorted by home, expert and token.
+# - Experts: the home computes the results of the rows that it receives.
+# - Combine: the results are sent back, multiplied by their gates, and summed per token.
 #
-# None is dropped. What a token gets is added up expert by expert, and what a weight's gradient is
-# made of lies token by token, as where nothing is split, so that numbers are the same but for the
-# rounding of products of other sizes.
+# No pair is dropped. The results of a token are summed in the order of experts, and the rows of an
+# expert are in the order of tokens, as without sharding. Thus results are equal up to the rounding
+# of matrix products of other sizes.
 #
-# Both functions work for a list of ranks, which an `Exchange` joins: one rank of a process, or
-# all of them at once. Ranks first count how many rows go where, so that no more move than there
-# are. The linears, and the sums, are opaque: the rows of one expert at a time, and a sum's terms,
-# are a kernel's scratch.
+# Both functions take a list of ranks, between which an `Exchange` moves rows: the rank of this
+# process, or all ranks in one process. Ranks first exchange the numbers of rows, so that only
+# existing rows are sent. The projections and sums are opaque ops: the rows of one expert and the
+# terms of a sum are temporary memory of an op.
 
 Operands = tuple[Any, ...]
-"""The operands of `experts` or of its gradient on one rank, with the starts of all ranks, in their
-order, in place of its own start."""
+"""The operands of `experts` or of its gradient on one rank, with the starts of all ranks, in order,
+instead of its own start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +246,8 @@ class Traffic:
     """Numbers of rows that a rank sends and receives.
 
     Attributes:
-        leaving: rows sent to each home.
-        coming: rows received from each sender, for each expert.
+        leaving: number of rows sent to each home.
+        coming: number of rows received from each sender for each expert.
     """
 
     leaving: tuple[int, ...]
@@ -257,17 +255,17 @@ class Traffic:
 
     @property
     def by_sender(self) -> tuple[int, ...]:
-        """Number of rows that come from each sender."""
+        """Number of rows received from each sender."""
         return tuple(sum(counts) for counts in self.coming)
 
 
 What = Literal["rows", "gates"]
-"""Kinds of data; after each count, each is sent once and sent back once."""
+"""Kinds of data; after each `count`, each kind is sent once and sent back once."""
 
 
 class Exchange(Protocol):
     """The exchange of rows between ranks. Each list has one item per rank that this process runs:
-    one, or all."""
+    one rank, or all ranks."""
 
     @property
     def by_expert(self) -> bool:
@@ -275,22 +273,22 @@ class Exchange(Protocol):
         expert."""
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
-        """Exchange the numbers of each rank's pairs, `counts` [homes, experts of each].
-        Implementations without real tensors estimate the traffic from `num_pairs`, all of them."""
+        """Exchange the numbers of pairs of each rank, `counts` ``[homes, experts per home]``.
+        Without real tensors, estimate the traffic from `num_pairs`, the total per rank."""
 
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
         """Send rows of each rank's tensor to their homes, and return the received rows.
 
-        The result may be in memory that is overwritten after the next count; so may that of
-        `send_back`.
+        The memory of the result, and of that of `send_back`, may be overwritten after the next
+        `count`.
 
         Args:
-            what: what is sent.
-            tensors: rows [tokens, width] or gates; the list is emptied.
+            what: kind of the data.
+            tensors: rows ``[tokens, width]`` or gates; the list is emptied.
             index: the rows to send: those of the rank's pairs, sorted by home and expert.
-            traffic: what `count` returned.
+            traffic: the result of `count`.
         """
 
     def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
@@ -298,9 +296,9 @@ class Exchange(Protocol):
         in the order in which it sent them.
 
         Args:
-            what: what was sent.
-            rows: the results [received rows, width]; the list is emptied.
-            traffic: what `count` returned.
+            what: kind of the data.
+            rows: the results ``[received rows, width]``; the list is emptied.
+            traffic: the result of `count`.
         """
 
 
@@ -340,8 +338,8 @@ class Together:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """The pairs of one rank [r] in the order in which they are sent, the token of each, and the
+class _Route:
+    """The pairs of one rank ``[r]`` in the order in which they are sent, the token of each, and the
     traffic."""
 
     order: Tensor
@@ -350,34 +348,36 @@ class _Way:
 
 
 def dispatched_experts(ranks: Sequence[Operands], exchange: Exchange) -> list[Tensor]:
-    """Compute a layer of experts on several ranks with dispatched tokens.
+    """Compute an expert layer on several ranks with dispatched tokens.
 
     Args:
         ranks: operands of each rank: x, ids, gates, up, down, act, size, starts (see `Operands`).
         exchange: the exchange of rows between the ranks.
 
     Returns:
-        The result of each rank's tokens [t, d].
+        The result of each rank's tokens, ``[t, d]``.
     """
-    ways = _ways([(ids, up, starts) for _, ids, _, up, _, _, _, starts in ranks], exchange)
-    traffic = [way.traffic for way in ways]
-    come = exchange.send("rows", [x for x, *_ in ranks], [way.tokens for way in ways], traffic)
+    routes = _routes([(ids, up, starts) for _, ids, _, up, _, _, _, starts in ranks], exchange)
+    traffic = [route.traffic for route in routes]
+    received = exchange.send(
+        "rows", [x for x, *_ in ranks], [route.tokens for route in routes], traffic
+    )
     made = [
-        experts_of_rows(come.pop(0), _places_of(way, exchange), up, down, act)
-        for (_, _, _, up, down, act, *_), way in zip(ranks, ways, strict=True)
+        experts_of_rows(received.pop(0), _places_of(route, exchange), up, down, act)
+        for (_, _, _, up, down, act, *_), route in zip(ranks, routes, strict=True)
     ]
     back = exchange.send_back("rows", made, traffic)
     return [
-        add_up(back.pop(0), way.order, *ids.shape, gates)
-        for (_, ids, gates, *_), way in zip(ranks, ways, strict=True)
+        add_up(back.pop(0), route.order, *ids.shape, gates)
+        for (_, ids, gates, *_), route in zip(ranks, routes, strict=True)
     ]
 
 
 def dispatched_experts_backward(
     ranks: Sequence[Operands], exchange: Exchange
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Compute the gradients of `dispatched_experts`. Those of a rank's experts are complete: all
-    ranks whose tokens picked them sent their rows.
+    """Compute the gradients of `dispatched_experts`. Those of a rank's experts are complete, since
+    the rank receives the rows of all tokens that pick them.
 
     Args:
         ranks: operands of each rank: grad, x, ids, gates, up, down, act, size, starts.
@@ -386,26 +386,26 @@ def dispatched_experts_backward(
     Returns:
         The gradients of each rank's x, gates, up and down.
     """
-    ways = _ways([(ids, up, starts) for _, _, ids, _, up, _, _, _, starts in ranks], exchange)
-    pairs = list(zip(ranks, ways, strict=True))
-    traffic = [way.traffic for way in ways]
-    come = exchange.send(
+    routes = _routes([(ids, up, starts) for _, _, ids, _, up, _, _, _, starts in ranks], exchange)
+    pairs = list(zip(ranks, routes, strict=True))
+    traffic = [route.traffic for route in routes]
+    received = exchange.send(
         "rows",
         [torch.cat((grad, x), 1) for grad, x, *_ in ranks],
-        [way.tokens for way in ways],
+        [route.tokens for route in routes],
         traffic,
     )
     weights = exchange.send(
         "gates",
         [gates.reshape(-1, 1) for _, _, _, gates, *_ in ranks],
-        [way.order for way in ways],
+        [route.order for route in routes],
         traffic,
     )
     made = [
         experts_of_rows_backward(
-            come.pop(0), weights.pop(0), _places_of(way, exchange), up, down, act
+            received.pop(0), weights.pop(0), _places_of(route, exchange), up, down, act
         )
-        for (_, _, _, _, up, down, act, *_), way in pairs
+        for (_, _, _, _, up, down, act, *_), route in pairs
     ]
     d_rows, d_weights, d_ups, d_downs = (list(results) for results in zip(*made, strict=True))
     made.clear()
@@ -414,34 +414,36 @@ def dispatched_experts_backward(
         exchange.send_back("gates", d_weights, traffic),
     )
     found = []
-    for (_, _, ids, gates, *_), way in pairs:
+    for (_, _, ids, gates, *_), route in pairs:
         d_gates = torch.zeros_like(gates).reshape(-1)
-        d_gates[way.order] = gates_back.pop(0).squeeze(1)
-        d_x = add_up(rows.pop(0), way.order, *ids.shape, None)
+        d_gates[route.order] = gates_back.pop(0).squeeze(1)
+        d_x = add_up(rows.pop(0), route.order, *ids.shape, None)
         found.append((d_x, d_gates.view(gates.shape), d_ups.pop(0), d_downs.pop(0)))
     return found
 
 
 DISPATCHED: tuple[Callable[..., list[Any]], ...] = (dispatched_experts, dispatched_experts_backward)
-"""The functions that ranks call together. Local calls of them have three further arguments: the
-most pairs of any rank, the mesh axis of the ranks, and whether rows are written into the memory of
-peers, which does not change any number."""
+"""The functions that ranks call together. Local calls of them have three additional arguments: the
+largest number of pairs of a rank, the mesh axis of the ranks, and whether rows are written into the
+memory of peers, which does not affect results."""
 
 
-def _ways(ranks: Sequence[tuple[Tensor, Tensor, Sequence[int]]], exchange: Exchange) -> list[_Way]:
-    """From picks, up's weight and starts."""
+def _routes(
+    ranks: Sequence[tuple[Tensor, Tensor, Sequence[int]]], exchange: Exchange
+) -> list[_Route]:
+    """Return the pairs of each rank from its picks, its up projections and the starts."""
     sorts = [_sorted_pairs(ids, starts, up.shape[0]) for ids, up, starts in ranks]
     traffic = exchange.count([counts for _, counts in sorts], [ids.numel() for ids, _, _ in ranks])
     orders = [order[: sum(each.leaving)] for (order, _), each in zip(sorts, traffic, strict=True)]
     return [
-        _Way(o, o // ids.shape[1], each)
+        _Route(o, o // ids.shape[1], each)
         for o, (ids, *_), each in zip(orders, ranks, traffic, strict=True)
     ]
 
 
 def _sorted_pairs(ids: Tensor, starts: Sequence[int], num: int) -> tuple[Tensor, Tensor]:
-    """Pairs sorted by home, expert and token, those without a home last; and how many there are
-    [homes, num]."""
+    """Return the pairs sorted by home, expert and token, with those without a home last, and their
+    numbers ``[homes, num]``."""
     begins = torch.tensor(starts, device=ids.device, dtype=ids.dtype)
     home = torch.bucketize(ids, begins, right=True) - 1
     within = ids - begins[home.clamp(min=0)]
@@ -455,11 +457,11 @@ def _sorted_pairs(ids: Tensor, starts: Sequence[int], num: int) -> tuple[Tensor,
     return order, ends.diff().view(len(starts), num)
 
 
-def _places_of(way: _Way, exchange: Exchange) -> list[int]:
-    """Where rows of each sender and expert begin among those that come, as far as there are any,
-    and behind them how many there are."""
-    counts = list(itertools.chain.from_iterable(way.traffic.coming))
-    num = len(way.traffic.coming[0])
+def _places_of(route: _Route, exchange: Exchange) -> list[int]:
+    """Return the position of the rows of each sender and expert among the received rows, followed
+    by the number of rows of each."""
+    counts = list(itertools.chain.from_iterable(route.traffic.coming))
+    num = len(route.traffic.coming[0])
     order = (
         sorted(range(len(counts)), key=lambda i: (i % num, i))
         if exchange.by_expert
@@ -473,13 +475,13 @@ def _places_of(way: _Way, exchange: Exchange) -> list[int]:
 
 @torch.library.custom_op("autopar::experts_of_rows", mutates_args=())
 def _experts_of_rows(rows: Tensor, places: list[int], up: Tensor, down: Tensor, act: str) -> Tensor:
-    """What experts make of rows [r, h]: [r, d]; `places` says where those of each sender and expert
-    begin, then how many they are."""
+    """Return the results ``[r, d]`` of experts for rows ``[r, h]``; `places` has the position of
+    the rows of each sender and expert, then their numbers."""
     made = rows.new_empty(rows.shape[0], down.shape[1])
     for expert, here in _dispatched_by_expert(places, up.shape[0]):
-        room = _room(made, here)
-        done = forward_of(_take_rows(rows, here), up[expert], down[expert], act, room)
-        if room is None:
+        out = _aligned_view(made, here)
+        done = forward_of(_take_rows(rows, here), up[expert], down[expert], act, out)
+        if out is None:
             _put_rows(made, here, done)
     return made
 
@@ -488,17 +490,17 @@ def _experts_of_rows(rows: Tensor, places: list[int], up: Tensor, down: Tensor, 
 def _experts_of_rows_backward(
     rows: Tensor, gates: Tensor, places: list[int], up: Tensor, down: Tensor, act: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of rows [r, h], gates [r, 1], up and down; `rows` [r, d + h] are those of the
-    results' gradients, and of the tokens."""
+    """Return the gradients of rows ``[r, h]``, gates ``[r, 1]``, up and down; `rows` ``[r, d + h]``
+    contain the gradients of the results and the tokens."""
     d_rows, d_gates = rows.new_empty(rows.shape[0], up.shape[-1]), gates.new_empty(gates.shape)
     d_up, d_down = up.new_zeros(up.shape), down.new_zeros(down.shape)
     for expert, here in _dispatched_by_expert(places, up.shape[0]):
         grad, x = _take_rows(rows, here).split((down.shape[1], up.shape[-1]), 1)
-        weights, room = (up[expert], down[expert]), _room(d_rows, here)
+        weights, out = (up[expert], down[expert]), _aligned_view(d_rows, here)
         d_x, d_gate, d_up[expert], d_down[expert] = backward_of(
-            grad, x, _take_rows(gates, here), *weights, act, room
+            grad, x, _take_rows(gates, here), *weights, act, out
         )
-        if room is None:
+        if out is None:
             _put_rows(d_rows, here, d_x)
         _put_rows(d_gates, here, d_gate.unsqueeze(1))
     return d_rows, d_gates, d_up, d_down
@@ -506,10 +508,10 @@ def _experts_of_rows_backward(
 
 @torch.library.custom_op("autopar::add_up", mutates_args=())
 def _add_up(rows: Tensor, order: Tensor, tokens: int, picks: int, gates: Tensor | None) -> Tensor:
-    """Rows [r, w] of pairs `order` [r], times their gates where these are given, added up per token
-    in that order: [tokens, w].
+    """Sum the rows ``[r, w]`` of the pairs `order` ``[r]``, multiplied by their gates if given, per
+    token in this order: ``[tokens, w]``.
 
-    In at least float32; the result is in the dtype of the rows.
+    Sums use at least float32; the result has the dtype of the rows.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     out = rows.new_zeros(tokens, rows.shape[1], dtype=wide)
@@ -525,13 +527,13 @@ def _add_up(rows: Tensor, order: Tensor, tokens: int, picks: int, gates: Tensor 
     return out.to(rows.dtype)
 
 
-Places = list[tuple[int, int]]  # where rows begin, and how many there are
-_ALIGNMENT = 64  # bytes, of what torch allocates on the CPU; on a device it is a multiple
+Places = list[tuple[int, int]]  # position and number of consecutive rows
+_ALIGNMENT = 64  # bytes; alignment of torch's CPU allocations, and a divisor of that on devices
 
 
 def _dispatched_by_expert(places: Sequence[int], num: int) -> Iterator[tuple[int, Places]]:
-    """Each expert that got rows, with where these are, in the senders' order; those that lie
-    together are one."""
+    """Yield each expert with rows, and the positions of its rows in the order of senders; adjacent
+    ranges are merged."""
     size = len(places) // 2
     for expert in range(num):
         found: Places = []
@@ -546,20 +548,20 @@ def _dispatched_by_expert(places: Sequence[int], num: int) -> Iterator[tuple[int
 
 
 def _take_rows(rows: Tensor, places: Places) -> Tensor:
-    lying = _room(rows, places)
+    view = _aligned_view(rows, places)
     return (
         torch.cat([rows[begin : begin + count] for begin, count in places])
-        if lying is None
-        else lying
+        if view is None
+        else view
     )
 
 
-def _room(rows: Tensor, places: Places) -> Tensor | None:
-    """Where they lie, if together and as an allocator would put them: a product may round
-    otherwise where its operands begin elsewhere."""
+def _aligned_view(rows: Tensor, places: Places) -> Tensor | None:
+    """Return a view of the rows if they are contiguous and aligned like allocated memory, else
+    None; the rounding of a matrix product may depend on the alignment of its operands."""
     (begin, count), *others = places
-    lying = rows[begin : begin + count]
-    return None if others or lying.data_ptr() % _ALIGNMENT else lying
+    view = rows[begin : begin + count]
+    return None if others or view.data_ptr() % _ALIGNMENT else view
 
 
 def _put_rows(rows: Tensor, places: Places, made: Tensor) -> None:

@@ -1,9 +1,9 @@
-"""Which elements are extremes: comparisons that backward makes with a value that forward computed.
+"""Comparisons of elements with their extreme, as in the backward of a maximum.
 
-Autograd gives the gradient of a maximum to the elements that equal it. Backward may read these
-elements after recomputation, or summed in another order than in forward. Then none of them may
-equal forward's maximum, and the gradient is 0 / 0. The ops of this module compute the extreme and
-compare with it in one call, from the same operand.
+Autograd passes the gradient of a maximum to the elements that equal it. In backward, these elements
+may be recomputed, or summed in a different order than in forward. Then it is possible that no
+element equals the maximum of forward, and the gradient is 0 / 0. The functions of this module
+compute the extreme and compare elements with it in one call, from the same operand.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ def is_extreme(x: Tensor, dim: list[int], kind: str) -> Tensor:
     """Return which elements of `x` equal its extreme over `dim`.
 
     Args:
-        dim: all dims if it is empty.
-        kind: "max", "min", "median" or "nanmedian"; medians are those of all dims.
+        x: the tensor.
+        dim: the reduced dims; all dims if it is empty.
+        kind: "max", "min", "median" or "nanmedian"; a median is over all dims.
 
     Returns:
-        Booleans in the shape of `x`.
+        A boolean tensor with the shape of `x`.
     """
     if kind in MEDIANS:
         return x == MEDIANS[kind](x)
@@ -40,42 +41,46 @@ def is_scattered_extreme(
     include_self: bool,
     of_source: bool,
 ) -> Tensor:
-    """Return which elements equal the extreme that ``scatter_reduce`` reduced them into.
+    """Return which elements equal the extreme that ``scatter_reduce`` computes from them.
 
     Args:
-        x: the tensor that is reduced into.
-        index, source: of one shape, with as many dims.
+        x: the tensor that `source` is reduced into.
+        index: indices along `dim`, with the shape of `source`.
+        source: the tensor that is reduced, with the rank of `x`.
+        dim: the dim of the indices.
         kind: "amax" or "amin".
-        of_source: whether elements of `source` are requested, else those of `x`.
+        include_self: whether the elements of `x` are included in the reduction.
+        of_source: whether to compare the elements of `source` instead of those of `x`.
 
     Returns:
-        Booleans in the shape of `source`, or of `x`.
+        A boolean tensor with the shape of `source` or of `x`.
     """
     found = aten.scatter_reduce.two(x, dim, index, source, kind, include_self=include_self)
     return source == found.gather(dim, index) if of_source else x == found
 
 
 def cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float) -> Tensor:
-    """Return the gradient of `x` in ``torch.cdist(x, y, p)``, recomputing the distances.
+    """Return the gradient of `x` in ``torch.cdist(x, y, p)``; the distances are computed again.
 
     Args:
-        grad: [..., m, n].
-        x: [..., m, d].
-        y: [..., n, d].
+        grad: gradient of the distances, ``[..., m, n]``.
+        x: points, ``[..., m, d]``.
+        y: points, ``[..., n, d]``.
+        p: order of the norm.
     """
-    grad, x, y = grad.contiguous(), x.contiguous(), y.contiguous()  # the kernel takes no others
+    grad, x, y = grad.contiguous(), x.contiguous(), y.contiguous()  # required by the kernel
     return aten._cdist_backward.default(grad, x, y, p, aten._cdist_forward.default(x, y, p, None))
 
 
 def pdist_backward(grad: Tensor, x: Tensor, p: float) -> Tensor:
-    """Return the gradient of ``torch.pdist(x, p)``, whose distances are computed again.
+    """Return the gradient of ``torch.pdist(x, p)``; the distances are computed again.
 
     Args:
-        grad: gradient of the distances [n (n − 1) / 2].
-        x: points [n, d].
+        grad: gradient of the distances, ``[n (n − 1) / 2]``.
+        x: points, ``[n, d]``.
         p: order of the norm.
     """
-    grad, x = grad.contiguous(), x.contiguous()  # the kernel reads others as if they were
+    grad, x = grad.contiguous(), x.contiguous()  # the kernel assumes contiguous operands
     return aten._pdist_backward.default(grad, x, p, aten._pdist_forward.default(x, p))
 
 
@@ -87,11 +92,15 @@ def segment_reduce_backward(
     offsets: Tensor | None,
     axis: int,
 ) -> Tensor:
-    """Return the gradient of ``torch.segment_reduce``, whose results are computed again.
+    """Return the gradient of ``torch.segment_reduce``; the results are computed again.
 
     Args:
         grad: gradient of the results.
-        data, reduce, lengths, offsets, axis: the arguments of ``torch.segment_reduce``.
+        data: the tensor that is reduced.
+        reduce: the reduction.
+        lengths: lengths of the segments, or None.
+        offsets: offsets of the segments, or None.
+        axis: the reduced dim.
     """
     how = {"lengths": lengths, "offsets": offsets, "axis": axis}
     found = aten.segment_reduce.default(data, reduce, unsafe=True, **how)

@@ -1,17 +1,18 @@
-"""Attention whose scores go through functions (`torch.nn.attention.flex_attention`), as one op; on
-a part of the batch, the heads or the queries.
+"""Attention with score and mask functions (`torch.nn.attention.flex_attention`) as one op, which
+supports a part of the batch, heads or queries.
 
-    s = q kᵀ · scale,   s' = score(s, b, h, q, k) where mask(b, h, q, k), else −∞,   out =
-    softmax(s') v,   lse = log Σ exp s'
+    s = q kᵀ · scale,   s' = score(s, b, h, q, k) if mask(b, h, q, k), else −∞
+    out = softmax(s') v,   lse = log Σ exp s'
 
-The functions are text (`autopar.ops.score_functions`), what they capture are operands. A block mask
-tells kernels what to skip, and changes no result: here the mask function alone decides, and a
-kernel's block mask is made of it where it runs.
+The functions are text (`autopar.ops.score_functions`); the tensors that they capture are operands.
+A block mask only lists blocks that kernels may skip, and does not change results. Here, the mask
+function defines the mask, and the block mask of a kernel is computed from it at run time.
 
-On a GPU the op calls torch's compiled ``flex_attention``, forward and backward. Its backward runs
-forward again, since torch keeps what backward needs in its own graph. Elsewhere the scores of some
-queries at a time are computed, from the first to the last key that one of them sees. These are a
-kernel's scratch, as is what torch's kernels hold, so no prediction of memory counts them.
+On a GPU, the op calls torch's compiled ``flex_attention``, in forward and backward. Backward runs
+forward again, since torch stores the values for backward in its own graph. On other devices, the
+scores of blocks of queries are computed, from the first to the last key that any of them sees.
+This memory, and that of torch's kernels, is temporary memory of the op and not included in memory
+predictions.
 """
 
 from __future__ import annotations
@@ -30,21 +31,23 @@ from autopar.ops.score_functions import SEEN, module_of, over_all, reads
 from autopar.ops.softmax_attention import Saved, read_heads, to_heads
 
 # --------------------------------------------------------------------------------------------------
-# Attention with functions of scores: by torch's compiled kernels, or of some scores at a time.
+# Attention with score functions, by torch's compiled kernels or in blocks of scores.
 
-_BLOCK = 1 << 20  # scores that are there at a time, in each of a few tensors
-_ROWS = 128  # queries at a time, at least, where there are so many
+_BLOCK = 1 << 20  # scores in a block, in each of a few tensors
+_ROWS = 128  # least number of queries in a block, unless there are fewer
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scores are made of products.
+    """How scores are computed from products.
 
     Attributes:
         captured: tensors that the functions read.
-        score, mask: their texts.
+        score: text of the score function.
+        mask: text of the mask function.
+        scale: factor of the products.
         starts: the first batch entry, query head and query of the part.
-        own: as of `autopar.ops.score_functions.module_of`.
+        own: as for `autopar.ops.score_functions.module_of`.
     """
 
     captured: Sequence[Tensor]
@@ -56,15 +59,16 @@ class Scoring:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
-    """Compute attention with scores that a function changes, as `autopar.ops.flex_attention`.
+    """Compute attention with score and mask functions.
 
     Args:
-        q: queries [b, h, s, d].
-        k, v: keys and values [b, g, t, d], where g divides h.
-        how: the functions of scores and mask, and the part that q is.
+        q: queries, ``[b, h, s, d]``.
+        k: keys, ``[b, g, t, d]``, where g divides h.
+        v: values, ``[b, g, t, d]``.
+        how: the functions, and the position of the part.
 
     Returns:
-        out [b, h, s, d] and lse [b, h, s], the log of the sum of exponentials.
+        The result ``[b, h, s, d]``, and the log of the sum of exponentials ``[b, h, s]``.
     """
     if q.device.type == "cuda":
         with torch.no_grad():
@@ -95,8 +99,8 @@ def attend_backward(
 
     Args:
         saved: the operands and results of `attend`.
-        grad: gradient [b, h, s, d] of `saved.out`.
-        grad_lse: gradient [b, h, s] of `saved.lse`; None if it has none.
+        grad: gradient of `saved.out`, ``[b, h, s, d]``.
+        grad_lse: gradient of `saved.lse`, ``[b, h, s]``, or None.
         wanted: positions in `how.captured`.
         how: as for `attend`.
     """
@@ -113,7 +117,7 @@ def attend_backward(
         keys, values = (_repeat_heads(x[block.keys], q) for x in (k, v))
         products = _products(own, keys).mul_(how.scale)
         scores, pull = torch.func.vjp(
-            _of_wanted(block, how, wanted), products, *(how.captured[n] for n in wanted)
+            _score_function_of(block, how, wanted), products, *(how.captured[n] for n in wanted)
         )
         scores = torch.where(block.seen, scores, float("-inf"))
         weights = _weights(scores, lse[block.queries])
@@ -135,12 +139,13 @@ def attend_backward(
 
 @dataclass(frozen=True)
 class _Block:
-    """Some queries, and the keys from the first to the last that one of them sees.
+    """A block of queries, and the keys from the first to the last that any of them sees.
 
     Attributes:
-        queries, keys: where they lie, of q and of k.
-        scalars: names and vectors of coordinates.
-        seen: [b, h, q, k], or what broadcasts to it.
+        queries: index of the queries in q.
+        keys: index of the keys in k.
+        scalars: name → vector of coordinates.
+        seen: whether a query sees a key, broadcast to ``[b, h, q, k]``.
     """
 
     queries: tuple[slice, ...]
@@ -150,7 +155,7 @@ class _Block:
 
 
 def _blocks(q: Tensor, k: Tensor, how: Scoring) -> Iterator[_Block]:
-    """Those of whose queries one sees a key."""
+    """Yield the blocks in which at least one query sees a key."""
     (batch, heads, length, _), num_keys = q.shape, k.shape[2]
     samples = max(1, min(batch, _BLOCK // max(1, heads * length * num_keys)))
     rows = (
@@ -207,15 +212,15 @@ def _evaluate_mask(scalars: dict[str, Tensor], how: Scoring) -> Tensor:
 
 
 def _score_block(block: _Block, how: Scoring) -> Callable[..., Tensor]:
-    """The score function of scores [b, h, q, k] and captured tensors."""
+    """Return the score function as a function of scores ``[b, h, q, k]`` and captured tensors."""
     function = module_of(how.score, ("score", *block.scalars), len(how.captured), how.own)
     every = over_all(function, [-1, *(_DIMS[name] for name in block.scalars)], len(how.captured))
     return lambda scores, *captured: every(scores, *block.scalars.values(), *captured)
 
 
-def _of_wanted(block: _Block, how: Scoring, wanted: Sequence[int]) -> Callable[..., Tensor]:
+def _score_function_of(block: _Block, how: Scoring, wanted: Sequence[int]) -> Callable[..., Tensor]:
     def function(products: Tensor, *given: Tensor) -> Tensor:
-        """Scores of products and the wanted captured tensors."""
+        """Return the scores, as a function of the products and the captured tensors in `wanted`."""
         captured = list(how.captured)
         for number, tensor in zip(wanted, given, strict=True):
             captured[number] = tensor
@@ -225,7 +230,7 @@ def _of_wanted(block: _Block, how: Scoring, wanted: Sequence[int]) -> Callable[.
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(score − lse); nothing is seen of rows whose sum is nothing."""
+    """Return exp(score − lse), which is 0 for rows without seen keys."""
     return (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp_()
 
 
@@ -238,12 +243,12 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Heads of keys or values, one for each of the queries."""
+    """Repeat the heads of keys or values, one per query head."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _sum_heads(grad: Tensor, k: Tensor) -> Tensor:
-    """Of gradients for each head of the queries and each sample, those of k's heads and samples."""
+    """Sum gradients per query head and sample to those of the heads and samples of `k`."""
     grad = grad if grad.shape[1] == k.shape[1] else grad.unflatten(1, (k.shape[1], -1)).sum(2)
     return grad if grad.shape[0] == k.shape[0] or k.shape[0] > 1 else grad.sum(0, keepdim=True)
 
@@ -256,7 +261,7 @@ def _compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
 def _by_torch(
     q: Tensor, k: Tensor, v: Tensor, captured: Sequence[Tensor], how: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """torch's own call: its function, compiled, with functions and a block mask."""
+    """Call torch's compiled `flex_attention` with the functions and a block mask."""
     batch, heads, length, _ = q.shape
     names = ("b", "h", "q", "k", "own b", "own h", "own q")
     score = module_of(how.score, ("score", *names), len(captured), how.own, for_kernels=True)
@@ -264,15 +269,15 @@ def _by_torch(
     b_start, h_start, q_start = how.starts
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """The score function, with coordinates in the whole tensor."""
+        """Return the score, with global coordinates."""
         return score(s, b + b_start, h + h_start, i + q_start, j, b, h, i, *captured)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """The mask function, with coordinates in the whole tensor."""
+        """Return the mask, with global coordinates."""
         return mask(b + b_start, h + h_start, i + q_start, j, b, h, i, *captured)
 
     block_mask = None
-    if how.mask != SEEN:  # compiled, it holds no mask of all pairs
+    if how.mask != SEEN:  # compiled, so that the mask of all pairs is not materialized
         samples, rows = (
             size if reads(how.mask, name) else None for name, size in (("b", batch), ("h", heads))
         )
@@ -311,7 +316,7 @@ def _backward_by_torch(
 
 @contextlib.contextmanager
 def _record_gradients() -> Iterator[None]:
-    """With gradients, which torch leaves out within an op."""
+    """Enable gradients, which torch disables within a custom op."""
     keys = torch._C.DispatchKey
     with contextlib.ExitStack() as stack:
         for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.ADInplaceOrView):
@@ -333,17 +338,24 @@ def _flex_attention(
     own: Sequence[int],
     heads: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """out [b, h, s, e] and lse [b, h, s], in at least float32; a query that sees no key has zeros
-    and −∞.
+    """Compute attention with score and mask functions.
 
     Args:
-        q: [b, h, s, d]; k: [b or 1, g, t, d]; v: [b or 1, g, t, e], where g divides h and query
-            head i reads head i // (h / g).
-        captured: what the functions read.
-        score, mask: texts of functions of ``score, b, h, q, k`` and of ``b, h, q, k``.
-        starts: where `q` is a part, its first batch entry, head and query; else zeros.
-        own: tensor, dim, tensor, dim, …: dims of captured tensors that are parts as `q` is.
-        heads: as of `autopar.ops.attention`; empty if `q` has as many parts as `k`.
+        q: queries, ``[b, h, s, d]``.
+        k: keys, ``[b or 1, g, t, d]``, where g divides h; query head i reads head i // (h / g).
+        v: values, ``[b or 1, g, t, e]``.
+        captured: tensors that the functions read.
+        score: text of a function of ``score, b, h, q, k``.
+        mask: text of a function of ``b, h, q, k``.
+        scale: factor of the products.
+        starts: first batch entry, head and query of a part; zeros for full queries.
+        own: pairs of tensor and dim, flattened: the dims of captured tensors that are split like
+            `q`.
+        heads: as for `autopar.ops.attention`; empty if the heads of `q` and `k` are split equally.
+
+    Returns:
+        The result ``[b, h, s, e]`` and the logsumexp ``[b, h, s]`` in at least float32; zeros and
+        −∞ for a query that sees no key.
     """
     how = Scoring(captured, score, mask, scale, starts, own)
     if heads:
@@ -369,8 +381,15 @@ def _flex_attention_backward(
     own: Sequence[int],
     heads: Sequence[int],
 ) -> list[Tensor]:
-    """Gradients of q, k and v, and of the captured tensors with the numbers `wanted`; given those
-    of the results, of which that of `lse` may be missing.
+    """Return the gradients of q, k and v, and of the captured tensors with the numbers `wanted`.
+
+    Args:
+        q: as for `flex_attention`, like all arguments not listed here.
+        out: the result of `flex_attention`, ``[b, h, s, e]``.
+        lse: its logsumexp, ``[b, h, s]``.
+        grad: gradient of `out`.
+        grad_lse: gradient of `lse`, or None.
+        wanted: numbers of captured tensors.
     """
     how = Scoring(captured, score, mask, scale, starts, own)
     if not heads:
@@ -405,7 +424,7 @@ def _(
     return [x.new_empty(x.shape) for x in (q, k, v, *(captured[number] for number in wanted))]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, captured, *ctx.settings = inputs
     ctx.set_materialize_grads(False)
     ctx.num_captured = len(captured)
@@ -430,9 +449,9 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tu
         *[None] * 4,
         [],
         [],
-    )  # lists that are empty have a structure for torch
+    )  # torch expects lists as gradients of empty lists
 
 
-_flex_attention.register_autograd(_differentiate, setup_context=_remember)
+_flex_attention.register_autograd(_differentiate, setup_context=_save_for_backward)
 flex_attention = torch.ops.autopar.flex_attention.default
 flex_attention_backward = torch.ops.autopar.flex_attention_backward.default

@@ -1,11 +1,12 @@
-"""ATen ops whose kernels require operands in one memory format, for operands in any format.
+"""Replacements of ATen ops whose kernels require a memory format; they accept operands in any
+format.
 
-These kernels read their operands as if they were contiguous; otherwise they compute something else,
-or fail. Torch copies the operands in code that no graph shows: above the dispatcher (`group_norm`,
-`pdist`, `embedding_bag`), or in autograd's formulas. If a value is contiguous when it is captured,
-no copy is recorded. In a program it may have other strides: inputs, parameters and results of
-collectives are always contiguous, so a view of them that was contiguous at capture may not be.
-Hence each function here copies the operands of its kernel where necessary, when the op runs.
+The kernels assume contiguous operands; for others, they fail or return wrong results. torch copies
+the operands in code that is not part of a graph: above the dispatcher (`group_norm`, `pdist`,
+`embedding_bag`), or in the formulas of autograd. If a value is contiguous during the capture, no
+copy is recorded. In a program, it may have other strides: inputs, parameters and results of
+collectives are always contiguous, so a view of them that was contiguous during the capture may not
+be. Therefore each function of this module copies the operands when it runs, if necessary.
 `ANY_FORMAT` maps each op to its function.
 """
 
@@ -22,17 +23,17 @@ aten = torch.ops.aten
 
 
 def _of_contiguous(op: Any) -> Callable[..., Any]:
-    """Wrap `op` in contiguous copies of the operands that are not contiguous."""
+    """Wrap `op` so that it copies operands that are not contiguous."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Call `op` on contiguous operands."""
+        """Call `op` with contiguous operands."""
         return op(
             *map(_contiguous, args), **{name: _contiguous(value) for name, value in kwargs.items()}
         )
 
     name = op._schema.name.partition("::")[2]
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"As torch's `{name}`, of operands in any memory format."
+    call.__doc__ = f"Compute torch's `{name}` of operands in any memory format."
     parameters = [_parameter(argument) for argument in op._schema.arguments]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return call
@@ -53,8 +54,8 @@ def _contiguous(value: Any) -> Any:
 
 
 def _format_of(x: Tensor) -> torch.memory_format:
-    """Return the format in which image kernels read `x`: channels-last if it has that format, else
-    contiguous."""
+    """Return the memory format in which image kernels read `x`: channels-last if `x` has that
+    format, else contiguous."""
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(
         x.dim(), torch.contiguous_format
     )
@@ -75,11 +76,17 @@ def native_group_norm(
     group: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch's, of operands in any memory format.
+    """Compute torch's `native_group_norm` of operands in any memory format.
 
     Args:
-        x: [N, C, ...], with HxW elements in the other dims.
-        weight, bias: [C] or None.
+        x: the operand, ``[N, C, ...]`` with HxW elements in the other dims.
+        weight: the weight, ``[C]``, or None.
+        bias: the bias, ``[C]``, or None.
+        N: batch size.
+        C: number of channels.
+        HxW: number of elements in the other dims.
+        group: number of groups.
+        eps: the epsilon.
     """
     x = x.contiguous(memory_format=_format_of(x))
     result: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm.default(
@@ -100,13 +107,20 @@ def native_group_norm_backward(
     group: int,
     output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As torch's, of operands in any memory format; its kernel takes `grad` to be in that of `x`.
+    """Compute torch's `native_group_norm_backward` of operands in any memory format; its kernel
+    assumes that `grad` has the format of `x`.
 
     Args:
-        grad, x: [N, C, ...], with HxW elements in the other dims.
-        mean, rstd: [N, group].
-        weight: [C] or None.
-        output_mask: which of the three gradients are wanted.
+        grad: gradient of the result, ``[N, C, ...]``.
+        x: the operand, ``[N, C, ...]`` with HxW elements in the other dims.
+        mean: means, ``[N, group]``.
+        rstd: reciprocal standard deviations, ``[N, group]``.
+        weight: the weight, ``[C]``, or None.
+        N: batch size.
+        C: number of channels.
+        HxW: number of elements in the other dims.
+        group: number of groups.
+        output_mask: which of the three gradients to compute.
     """
     layout = _format_of(x)
     grad, x = grad.contiguous(memory_format=layout), x.contiguous(memory_format=layout)
@@ -151,10 +165,11 @@ ANY_FORMAT: Mapping[Any, Callable[..., Any]] = {
 }
 """ATen op → the function that replaces it in normal form."""
 
-_STANDS_FOR = {function: op for op, function in ANY_FORMAT.items()}
+_ORIGINAL = {function: op for op, function in ANY_FORMAT.items()}
 
 
 def torchs_own(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the ATen op that a function of this module replaces, or any other target itself."""
-    found: Callable[..., Any] = _STANDS_FOR.get(target, target)
+    """Return the ATen op that a function of this module replaces; return other targets
+    unchanged."""
+    found: Callable[..., Any] = _ORIGINAL.get(target, target)
     return found

@@ -1,5 +1,5 @@
-"""The forms of ops that write their result into an operand: ATen's with ``out=``, and those of
-autopar's own."""
+"""The in-place forms of ops, which write their result into an operand: ATen ops with ``out=``, and
+functions of autopar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 _OWN: dict[Callable[..., Any], Callable[..., Any]] = {
     cross_entropy_backward: cross_entropy_backward_
 }
-_BY_ELEMENT = (  # though not tagged so
+_BY_ELEMENT = (  # pointwise ops that torch does not tag as such
     _aten.elu_backward.default,
     _aten.leaky_relu_backward.default,
     _aten.softplus_backward.default,
@@ -25,9 +25,10 @@ _BY_ELEMENT = (  # though not tagged so
 
 @cache
 def in_place_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] | None:
-    """Return the in-place form of an op, and the keyword of the operand to write into; the keyword
-    is empty if the form always writes into its first operand. Return None for an op that may read
-    an element after it has written another element of the result.
+    """Return the in-place form of an op and the keyword of the operand to write into.
+
+    The keyword is empty if the form always writes into its first operand. The result is None for an
+    op that may read an element after it has written another element of the result.
     """
     if target in _OWN:
         return _OWN[target], ""
@@ -38,7 +39,7 @@ def in_place_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] 
     packet = target.overloadpacket
     for form in (getattr(packet, name) for name in packet.overloads()):
         outs = [a.name for a in form._schema.arguments if a.is_out]
-        # a form that torch has generated makes another tensor and copies it
+        # a generated form computes a new tensor and copies it
         if (
             len(outs) == 1
             and torch.Tag.generated not in form.tags
@@ -50,8 +51,8 @@ def in_place_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] 
 
 @cache
 def functional_form(target: Callable[..., Any]) -> tuple[Callable[..., Any], str] | None:
-    """Return the form of an op without an operand to write into, given a form of `in_place_form`,
-    and the keyword to remove; None for any other op."""
+    """Return the functional form of an in-place form (`in_place_form`), and the keyword to remove;
+    None for any other op."""
     for own, into in _OWN.items():
         if into == target:
             return own, ""

@@ -1,23 +1,25 @@
-"""Norms in pieces whose sums may be partial: the root-mean-square norm, also as one operator, and
-batch normalization.
+"""Root-mean-square norms and batch normalization as several functions, whose sums may be partial.
 
-    rstd = 1/√(Σ x²/n + ε)        y = x · rstd · weight                      over the last dim, n
-                                  elements long
-    c    = Σ (g · weight) · x     d_x = g · weight · rstd − x · rstd³ · c/n  d_weight = Σ_rows g · x
-                                  · rstd     given g, the gradient of y
+The root-mean-square norm over the last dim, of size n, and its gradients, given the gradient g of
+y, are (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467, equation
+4)
 
-(Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467, equation 4).
-Written out, as in models, the norm and its gradient take twenty passes over memory. Capture
-replaces a norm that it finds (`autopar.capture.formulas`) by `normed`, which torch differentiates.
-In normal form it becomes the pieces, so that rows and also the normalized dim can be split.
+    rstd = 1/√(Σ x²/n + ε)        y = x · rstd · weight
+    c    = Σ (g · weight) · x     d_x = g · weight · rstd − x · rstd³ · c/n
+                                  d_weight = Σ_rows g · x · rstd
 
-Rounding. Models square in some dtype (`dtype`), and may round the normalized values before they
-apply the weight (`rounded`), and the result (`out`). `rms_norm` rounds at the same points. Sums and
-gradients are computed in at least float32 and rounded once.
+As elementwise ops, as in most models, the norm and its gradient take twenty passes over memory. A
+capture replaces a norm that it matches (`autopar.capture.formulas`) by `normed`, a differentiable
+op of torch. In normal form, `normed` is split into several functions, so that rows and the
+normalized dim can be sharded.
 
-Shapes: x, gradients and results [..., n], or the same part of each row; squares and products [...];
-weight [n]. Each piece is a few calls of ATen, on some rows at a time; `autopar.analysis.fusable`
-counts what these read and write.
+Rounding. Models compute squares in some dtype (`dtype`). They may round the normalized values
+before the weight is applied (`rounded`), and the result (`out`). `rms_norm` rounds at the same
+points. Sums and gradients are computed in at least float32 and rounded once.
+
+Shapes: x, gradients and results are ``[..., n]``, or the same part of each row; squares and
+products are ``[...]``; the weight is ``[n]``. Each function consists of a few calls of ATen on
+blocks of rows; `autopar.analysis.fusable` counts their reads and writes.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ class RmsNorm(NamedTuple):
     """The settings of `rms_norm`, in the order of its arguments.
 
     Attributes:
-        n: number of elements of a whole row.
+        n: number of elements of a full row.
         eps: ε.
-        dtype: the dtype in which the model squares.
-        rounded: dtype to which the model rounds before it applies the weight.
+        dtype: dtype in which the model computes squares.
+        rounded: dtype to which the model rounds before the weight is applied.
         out: dtype of the result.
     """
 
@@ -50,14 +52,14 @@ class RmsNorm(NamedTuple):
 
 
 def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return Σ x² of each row; the sums of parts of a row add up.
+    """Return Σ x² of each row; for parts of a row, the results are partial sums.
 
     Args:
-        x: [..., n].
-        dtype: the dtype in which the model squares.
+        x: the rows, ``[..., n]``.
+        dtype: dtype in which the model computes squares.
 
     Returns:
-        [...] in at least float32.
+        The sums, ``[...]``, in at least float32.
     """
     wide = wide_dtype(dtype)
     return torch.linalg.vector_norm(_in(wide, x), dim=-1, dtype=wide).square_()
@@ -76,18 +78,18 @@ def rms_norm(
     """Return ``x · rstd · weight``.
 
     Args:
-        x: [..., n], or the same part of each row.
-        squares: `square_sum` of the whole rows [...].
-        weight: [n], or the same part of it; None stands for ones.
-        n: number of elements of a whole row.
+        x: the rows, ``[..., n]``, or the same part of each row.
+        squares: `square_sum` of the full rows, ``[...]``.
+        weight: the weight, ``[n]``, or the same part of it; None for ones.
+        n: number of elements of a full row.
         eps: ε.
-        dtype: the dtype in which the model squares.
-        rounded: dtype to which the model rounds before it applies the weight.
+        dtype: dtype in which the model computes squares.
+        rounded: dtype to which the model rounds before the weight is applied.
         out: dtype of the result.
     """
 
     def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
-        """Normalize rows [r, n] by `scale` [r, 1], then apply the weight."""
+        """Multiply rows ``[r, n]`` by `scale` ``[r, 1]``, then apply the weight."""
         normed = _in(scale.dtype, x).mul(scale).to(rounded)
         return (normed if weight is None else normed * weight).to(out)
 
@@ -95,16 +97,16 @@ def rms_norm(
 
 
 def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return Σ (grad · weight) · x of each row; the sums of parts of a row add up.
+    """Return Σ (grad · weight) · x of each row; for parts of a row, the results are partial sums.
 
     Args:
-        grad: gradient of the result of `rms_norm` [..., n].
-        x: [..., n].
-        weight: [n]; None stands for ones.
-        dtype: the dtype in which the model squares.
+        grad: gradient of the result of `rms_norm`, ``[..., n]``.
+        x: the rows, ``[..., n]``.
+        weight: the weight, ``[n]``; None for ones.
+        dtype: dtype in which the model computes squares.
 
     Returns:
-        [...] in at least float32.
+        The sums, ``[...]``, in at least float32.
     """
     gradients, rows, wide, parts = _flat(grad), _flat(x), wide_dtype(dtype), []
     for here in row_blocks(x):
@@ -126,14 +128,20 @@ def rms_norm_backward(
     """Return the gradient of `x` of `rms_norm`.
 
     Args:
-        grad: gradient of the result [..., n], or the same part of each row.
-        product: `rms_product` of the whole rows [...].
-        x, squares, weight, n, eps, dtype: as for `rms_norm`.
+        grad: gradient of the result, ``[..., n]``, or the same part of each row.
+        x: as for `rms_norm`.
+        squares: as for `rms_norm`.
+        product: `rms_product` of the full rows, ``[...]``.
+        weight: as for `rms_norm`.
+        n: as for `rms_norm`.
+        eps: as for `rms_norm`.
+        dtype: as for `rms_norm`.
     """
     scale = _rstd(squares, n, eps)
 
     def differentiate_rows(grad: Tensor, x: Tensor, scale: Tensor, slope: Tensor) -> Tensor:
-        """Return grad · weight · scale + x · slope of rows [r, n], with scale and slope [r, 1]."""
+        """Return grad · weight · scale + x · slope of rows ``[r, n]``, with scale and slope ``[r,
+        1]``."""
         total = _in(scale.dtype, grad).mul(scale)
         total = total if weight is None else total.mul_(weight)
         return total.addcmul_(_in(scale.dtype, x), slope).to(x.dtype)
@@ -145,12 +153,16 @@ def rms_norm_backward(
 def rms_weight_gradient(
     grad: Tensor, x: Tensor, squares: Tensor, n: int, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the gradient [n] of the weight of `rms_norm`, in at least float32; the gradients of
-    parts of the rows add up.
+    """Return the gradient ``[n]`` of the weight of `rms_norm`, in at least float32; for a part of
+    the rows, the result is a partial sum.
 
     Args:
-        grad: gradient of the result [..., n].
-        x, squares, n, eps, dtype: as for `rms_norm`.
+        grad: gradient of the result, ``[..., n]``.
+        x: as for `rms_norm`.
+        squares: as for `rms_norm`.
+        n: as for `rms_norm`.
+        eps: as for `rms_norm`.
+        dtype: as for `rms_norm`.
     """
     gradients, rows, scale = _flat(grad), _flat(x), _rstd(squares, n, eps).reshape(-1, 1)
     parts = [
@@ -166,12 +178,18 @@ def rms_weight_gradient(
 def _by_rows(
     function: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, *others: Tensor
 ) -> Tensor:
-    """Apply a function to some rows at a time. `others` have the shape of `x` [..., n] or one
-    element per row [...]; the result has dtype `dtype`."""
+    """Apply a function to blocks of rows.
+
+    Args:
+        function: the function of `x` and `others`.
+        dtype: dtype of the result.
+        x: the rows, ``[..., n]``.
+        others: tensors with the shape of `x`, or with one element per row, ``[...]``.
+    """
     blocks = row_blocks(x)
     operands = [x, *(each if each.dim() == x.dim() else each.unsqueeze(-1) for each in others)]
     if len(blocks) == 1:
-        return function(*operands).contiguous()  # the fake of `normed` is contiguous, too
+        return function(*operands).contiguous()  # as the fake result of `normed`
     result, flat = (
         torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format),
         [_flat(each) for each in operands],
@@ -191,12 +209,13 @@ def _rstd(squares: Tensor, n: int, eps: float) -> Tensor:
 
 
 def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
-    """x itself if an op of it and a tensor of `dtype` computes in `dtype`, else x cast."""
+    """Return `x` if an op of `x` and a tensor of `dtype` computes in `dtype`, else `x` cast to
+    `dtype`."""
     return x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a · b, computed in `dtype`, as a new tensor."""
+    """Return a · b as a new tensor, computed in `dtype`."""
     return a * b.to(dtype) if a.dtype == dtype else a.to(dtype).mul_(b)
 
 
@@ -209,7 +228,7 @@ def _norm_whole(
     rounded: torch.dtype,
     out: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of a whole, and its squares."""
+    """Return `rms_norm` of full rows, and their `square_sum`."""
     squares = square_sum(x, dtype)
     return rms_norm(x, squares, weight, x.shape[-1], eps, dtype, rounded, out), squares
 
@@ -218,7 +237,7 @@ def _norm_whole(
 def _normed_backward(
     grad: Tensor, x: Tensor, squares: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight; without a weight the second is empty."""
+    """Return the gradients of x and weight; without a weight, the second is empty."""
     product, n = rms_product(grad, x, weight, dtype), x.shape[-1]
     d_x = rms_norm_backward(grad, x, squares, product, weight, n, eps, dtype)
     if weight is None:
@@ -247,7 +266,7 @@ def _(
     )
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, ctx.eps, ctx.dtype, *_ = inputs
     ctx.save_for_backward(x, output[1], weight)
     ctx.mark_non_differentiable(output[1])
@@ -259,38 +278,39 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     return d_x, None if weight is None else d_weight, None, None, None, None
 
 
-_norm_whole.register_autograd(_differentiate, setup_context=_remember)
+_norm_whole.register_autograd(_differentiate, setup_context=_save_for_backward)
 normed = torch.ops.autopar.rms_norm.default
 normed_backward = torch.ops.autopar.rms_norm_backward.default
 
 
 # --------------------------------------------------------------------------------------------------
-# Batch normalization in pieces, whose sums over the batch and over space may be partial.
+# Batch normalization as several functions, whose sums over batch and spatial dims may be partial.
 #
-# `x` is [n, c, ...]; statistics have one element per channel, [c]. Sums are taken in at least
-# float32. Formulas: Ioffe and Szegedy, "Batch Normalization", 2015, section 3.
+# `x` is [n, c, ...]; statistics have one element per channel, [c]. Sums use at least float32. The
+# formulas are from Ioffe and Szegedy, "Batch Normalization", 2015, section 3.
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def channel_sum(x: Tensor) -> Tensor:
-    """Return Σ x over all dims but dim 1 (the channels)."""
+    """Return Σ x over all dims except dim 1 (the channels)."""
     return x.sum(_others(x), dtype=torch.float32 if x.dtype in _HALF else None)
 
 
 def squared_deviation(x: Tensor, mean: Tensor) -> Tensor:
-    """Return Σ (x − mean)² over all dims but dim 1 (the channels)."""
+    """Return Σ (x − mean)² over all dims except dim 1 (the channels)."""
     return _minus(x, mean).square_().sum(_others(x))
 
 
 def scaled_product(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """Return Σ grad · (x − mean) · rstd over all dims but dim 1 (the channels): the gradient of the
-    weight.
+    """Return Σ grad · (x − mean) · rstd over all dims except dim 1 (the channels), the gradient of
+    the weight.
 
     Args:
-        grad: gradient of the result of `normalize` [n, c, ...].
-        x: [n, c, ...].
-        mean, rstd: statistics [c].
+        grad: gradient of the result of `normalize`, ``[n, c, ...]``.
+        x: the operand, ``[n, c, ...]``.
+        mean: means, ``[c]``.
+        rstd: reciprocal standard deviations, ``[c]``.
     """
     return _minus(x, mean).mul_(grad).sum(_others(x)).mul_(rstd)
 
@@ -301,9 +321,11 @@ def normalize(
     """Return ``(x − mean) · rstd · weight + bias`` in the dtype of `x`.
 
     Args:
-        x: [n, c, ...].
-        mean, rstd: statistics [c].
-        weight, bias: [c], or None.
+        x: the operand, ``[n, c, ...]``.
+        mean: means, ``[c]``.
+        rstd: reciprocal standard deviations, ``[c]``.
+        weight: the weight, ``[c]``, or None.
+        bias: the bias, ``[c]``, or None.
     """
     scale = rstd if weight is None else rstd * weight
     result = _minus(x, mean).mul_(_view_channels(scale, x))
@@ -320,12 +342,17 @@ def normalize_backward(
     product: Tensor,
     count: int,
 ) -> Tensor:
-    """Gradient of `x`, given that of the result, where mean and rstd are those of x's own batch.
+    """Return the gradient of `x` of `normalize`, if mean and rstd are computed from `x`.
 
     Args:
-        grad_sum: `channel_sum` of `grad`.
-        product: its `scaled_product`.
-        count: elements per channel of the whole batch.
+        grad: gradient of the result, ``[n, c, ...]``.
+        x: the operand, ``[n, c, ...]``.
+        mean: means, ``[c]``.
+        rstd: reciprocal standard deviations, ``[c]``.
+        weight: the weight, ``[c]``, or None.
+        grad_sum: `channel_sum` of `grad`, ``[c]``.
+        product: `scaled_product` of `grad`, ``[c]``.
+        count: number of elements per channel in the full batch.
     """
     normalized = _minus(x, mean).mul_(_view_channels(rstd * product / -count, x))
     centered = normalized.add_(grad).sub_(_view_channels(grad_sum / count, x))
@@ -341,5 +368,5 @@ def _view_channels(channels: Tensor, x: Tensor) -> Tensor:
 
 
 def _minus(x: Tensor, mean: Tensor) -> Tensor:
-    """x − mean, a new tensor, in at least float32."""
+    """Return x − mean as a new tensor, in at least float32."""
     return x - _view_channels(mean.float() if x.dtype in _HALF else mean, x)

@@ -1,12 +1,11 @@
-"""Products of two tensors on dims that stay apart, and a bias with them.
+"""Products of two tensors without flattened dims, with an optional bias.
 
-A linear layer with a bias is one product, as torch's `addmm` is: the bias is added before the
-result is rounded, and in no pass of its own. So in 16 bits it gives what the layer gives, and takes
-what the layer takes. Where what is summed over is split between ranks, each makes a partial sum,
-and the bias belongs to the sum once: the rank that has the first part adds it, the others do not.
-To add it after the sum would be a pass more; a layout in which one rank has the bias and others
-zeros would have to be made. As it is all have it whole, as they would to add it after, and each
-knows where its part begins.
+A linear layer with a bias is one op, like torch's `addmm`: the bias is added before the result is
+rounded, without an additional pass over memory. Thus its results in 16 bits and its time equal
+those of the layer. If a contracted dim is split between ranks, each rank computes a partial sum,
+and the bias must be added once: the rank with the first part adds it. To add the bias after the
+reduction would need an additional pass. A layout with the bias on one rank and zeros on the others
+would need to be computed. Instead, every rank has the full bias and the start index of its part.
 """
 
 from __future__ import annotations
@@ -22,11 +21,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Dot:
-    """An equation as one matrix product of `first` by `second`: permutations to [batch, rows,
-    inner] and [batch, inner, columns].
+    """An equation as one matrix product of two factors.
 
-    `swapped` means that the left operand is the second factor, because its own dims come last in
-    the result. A permutation that changes nothing is None.
+    Attributes:
+        swapped: whether the left operand is the second factor, because its own dims are the last
+            ones of the result.
+        first: permutation of the first factor to ``[batch, rows, inner]``; None for the identity.
+        second: permutation of the second factor to ``[batch, inner, columns]``; None for the
+            identity.
+        num_batch: number of batch dims.
+        num_rows: number of dims of the rows.
+        num_inner: number of contracted dims.
+        result: permutation to the dims of the result; None for the identity.
     """
 
     swapped: bool
@@ -71,7 +77,7 @@ def _dot_plan(equation: str) -> _Dot:
 
 
 def _order(wanted: Sequence[str], letters: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the permutation of `letters` to those that are wanted; None if they are the same."""
+    """Return the permutation of `letters` to `wanted`; None for the identity."""
     places = tuple(letters.index(letter) for letter in wanted)
     return None if places == tuple(range(len(places))) else places
 
@@ -82,11 +88,11 @@ class _Sizes:
 
     Attributes:
         plan: the product.
-        first, second: shapes of the factors as matrices, [batch, rows, inner] and [batch, inner,
-            columns], without the batch if there is none.
-        natural: the dims of the result in the order of the product: the batch, the rows, the
-            columns.
-        columns: the last of these.
+        first: shape of the first factor as a matrix, ``[batch, rows, inner]``; without the batch if
+            there is none.
+        second: shape of the second factor as a matrix, ``[batch, inner, columns]``, likewise.
+        natural: sizes of the dims of the result in the order batch, rows, columns.
+        columns: the last of these sizes.
     """
 
     plan: _Dot
@@ -98,7 +104,7 @@ class _Sizes:
 
 @lru_cache(maxsize=4096)
 def _sizes_of(equation: str, a: Sequence[int], b: Sequence[int]) -> _Sizes:
-    """Return the sizes of the product of operands of two shapes."""
+    """Return the sizes of the product of two operands with the given shapes."""
     plan_of = _dot_plan.__wrapped__ if torch.compiler.is_compiling() else _dot_plan
     plan = plan_of(equation)
     first, second = (b, a) if plan.swapped else (a, b)
@@ -120,20 +126,23 @@ def _sizes_of(equation: str, a: Sequence[int], b: Sequence[int]) -> _Sizes:
 def dot(
     equation: str, a: Tensor, b: Tensor, bias: Tensor | None = None, starts: Sequence[int] = ()
 ) -> Tensor:
-    """Multiply two tensors by Einstein's convention, ``dot("bsk,nk->bsn", x, weight)``. The result
-    is contiguous.
+    """Multiply two tensors by Einstein's convention: ``dot("bsk,nk->bsn", x, weight)``.
 
-    It is computed by one `mm` or `bmm`, with a bias by `addmm` or `baddbmm`. Contiguous operands
+    The product is one `mm` or `bmm`, or one `addmm` or `baddbmm` with a bias. Contiguous operands
     are not copied.
 
     Args:
-        equation: the equation; each letter is in two of the three terms or in all of them.
-        a, b: the operands.
-        bias: is added; its dims are the last dims of the result.
-        starts: if dims that are summed over are split, the first index of this part along each of
-            them; the bias is added by the part whose starts are all 0.
+        equation: the equation; each letter is in two or all of the three terms.
+        a: the first operand.
+        b: the second operand.
+        bias: added to the product; its dims are the last dims of the result.
+        starts: if contracted dims are split, the first index of this part along each of them; the
+            bias is only added if all of them are 0.
+
+    Returns:
+        The product, contiguous.
     """
-    # a compiler traces through the caches' own functions: it folds the equation into constants
+    # a compiler traces the functions behind the caches and folds the equation into constants
     sizes_of = _sizes_of.__wrapped__ if torch.compiler.is_compiling() else _sizes_of
     sizes = sizes_of(equation, a.shape, b.shape)
     plan, natural, columns = sizes.plan, sizes.natural, sizes.columns
@@ -145,7 +154,7 @@ def dot(
         product = torch.bmm(first, second) if batch else torch.mm(first, second)
     elif (
         plan.result is None and bias.shape == columns and not batch
-    ):  # torch fuses one that has a single dim
+    ):  # torch fuses a bias with one dim
         product = torch.addmm(bias.reshape(-1), first, second)
     else:
         order = plan.result or range(len(natural))
@@ -161,6 +170,6 @@ def dot(
 
 
 def bias_term(equation: str, num_dims: int) -> str:
-    """Return the letters of a bias with `num_dims` dims."""
+    """Return the letters of a bias with `num_dims` dims: the last letters of the result."""
     result = equation.partition("->")[2].strip()
     return result[len(result) - num_dims :]

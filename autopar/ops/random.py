@@ -1,16 +1,16 @@
-"""Random numbers by position: the number of an element depends only on the state, the number of the
-draw and the element's index in the whole tensor.
+"""Random numbers by position: the number of an element only depends on the state, the number of the
+draw, and the index of the element in the full tensor.
 
-Therefore a draw is the same for every layout and number of ranks, and when backward recomputes it.
-In normal-form graphs these functions replace torch's random ops, whose numbers depend on how a
-tensor is split.
+Therefore a draw is equal for every layout and number of ranks, and also if backward recomputes it.
+In normal-form graphs, these functions replace the random ops of torch, whose numbers depend on how
+a tensor is split.
 
-A graph that draws has one more buffer, `STATE`: a 64-bit counter that every step raises by one;
-`draw` numbers the draws of a step. The bits of an element are two finalizers of a counter. The
-outer dims, as one index, go through splitmix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom
-Number Generators", OOPSLA 2014) to two 32-bit keys; the inner dims, as one 32-bit index, are mixed
-with these by a 32-bit finalizer of multiplications and shifts (the constants are lowbias32 of
-Wellons, "Prospecting for Hash Functions", 2018).
+A graph with random ops has an additional buffer, `STATE`: a 64-bit counter that every step
+increments; `draw` numbers the draws of a step. The bits of an element are computed by two hash
+functions of counters. splitmix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
+Generators", OOPSLA 2014) maps the flat index over the outer dims to two 32-bit keys. A 32-bit hash
+of multiplications and shifts combines these keys with the flat 32-bit index over the inner dims
+(the constants are lowbias32 of Wellons, "Prospecting for Hash Functions", 2018).
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from torch import Tensor
 STATE = "autopar_random_state"
 _GOLDEN = 0x9E3779B97F4A7C15
 LARGEST_RANGE = 2**31  # of `randint`
-_DIGITS = {torch.float16: 11, torch.bfloat16: 8}  # more would round up to the range's end
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8}  # more bits would round up to the upper end
 LEAST_EXPONENTIAL = (
     2.0**-25
-)  # half a step of `uniform`; exponential distributions never draw 0, while `uniform` does
+)  # half a step of `uniform`, which may draw 0; exponential numbers are never 0
 GAMMA_TRIES = 12  # the probability that all are rejected is below 10⁻¹⁵
 _INNER = 2**31  # most elements of the inner dims together
-# Cost of one element in eager mode: passes over 32-bit numbers, each of which reads and writes four
+# Cost per element in eager mode: passes over 32-bit numbers, each of which reads and writes four
 # bytes.
 NUM_PASSES = 25
 Window = tuple[Sequence[int], Sequence[int]]
-"""The place of a part in a whole: the index of its first element per dim, and the whole's shape."""
+"""The position of a part in the full tensor: the index of its first element per dim, and the shape
+of the full tensor."""
 _ATEN = torch.ops.aten
 WITHOUT_GENERATOR: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
@@ -47,15 +48,15 @@ WITHOUT_GENERATOR: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProx
         _ATEN.randperm.generator: _ATEN.randperm.default,
     }
 )
-"""torch's ops with a generator → the same ops without one."""
+"""Random op of torch with a generator → the same op without one."""
 
 
 def initial_state(seed: int) -> Tensor:
-    """Return the state before the first step: a scalar of int64. States of different seeds are far
-    apart."""
+    """Return the state before the first step, an int64 scalar; the states of different seeds are
+    far apart."""
     return _mix64(
         torch.tensor(_to_signed(seed + _GOLDEN, 64), dtype=torch.int64)
-    )  # 0 would stay 0, and so would the first bits
+    )  # without the constant, seed 0 would give the state 0
 
 
 def keep_mask(
@@ -65,14 +66,14 @@ def keep_mask(
     draw: int,
     window: Window | None = None,
 ) -> Tensor:
-    """Draw a boolean mask whose elements are False with probability `p` (to within 2⁻³²).
+    """Draw a boolean mask whose elements are False with probability `p` (within 2⁻³²).
 
     Args:
-        state: scalar int64.
+        state: the random state, an int64 scalar.
         shape: shape of the mask, or of the part.
         p: the probability.
-        draw: number of the draw within the step.
-        window: where a part is in the whole; None for a whole.
+        draw: number of the draw in the step.
+        window: position of the part in the full tensor; None for the full tensor.
     """
     threshold = round(p * 2**32) - 2**31
     if threshold >= 2**31:
@@ -90,13 +91,17 @@ def uniform(
     window: Window | None = None,
 ) -> Tensor:
     """Draw uniform numbers from [`low`, `high`), in steps of 2⁻²⁴ of the range, or larger steps if
-    `dtype` has fewer digits. In [0, 1) the end is never drawn; in other ranges it may be, by
-    rounding.
+    `dtype` has fewer digits. For the range [0, 1), the upper end is never drawn; for other ranges,
+    it may be the result of rounding.
 
     Args:
-        low, high: the range.
+        state: as for `keep_mask`.
+        shape: as for `keep_mask`.
+        low: lower end of the range.
+        high: upper end of the range.
         dtype: dtype of the result.
-        state, shape, draw, window: as for `keep_mask`.
+        draw: as for `keep_mask`.
+        window: as for `keep_mask`.
     """
     unit = _unit(_bits(state, shape, draw, window), _DIGITS.get(dtype, 24))
     return unit.mul_(high - low).add_(low).to(dtype)
@@ -115,9 +120,13 @@ def normal(
     1958).
 
     Args:
-        mean, std: mean and standard deviation.
+        state: as for `keep_mask`.
+        shape: as for `keep_mask`.
+        mean: the mean.
+        std: the standard deviation.
         dtype: dtype of the result.
-        state, shape, draw, window: as for `keep_mask`.
+        draw: as for `keep_mask`.
+        window: as for `keep_mask`.
     """
     radius = _unit(_bits(state, shape, draw, window)).neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
     angle = _unit(_bits(state, shape, draw, window, stream=1)).mul_(2 * math.pi).cos_()
@@ -133,38 +142,42 @@ def randint(
     draw: int,
     window: Window | None = None,
 ) -> Tensor:
-    """Draw integers from `low` to `high` − 1 with equal probabilities (to within 2⁻³²).
+    """Draw integers from [`low`, `high`) with equal probabilities (within 2⁻³²).
 
     Args:
-        low, high: the range, of at most `LARGEST_RANGE` integers.
+        state: as for `keep_mask`.
+        shape: as for `keep_mask`.
+        low: lower end of the range.
+        high: upper end of the range, which has at most `LARGEST_RANGE` integers.
         dtype: dtype of the result.
-        state, shape, draw, window: as for `keep_mask`.
+        draw: as for `keep_mask`.
+        window: as for `keep_mask`.
     """
     bits = _bits(state, shape, draw, window).to(torch.int64).add_(2**31)
     return bits.mul_(high - low).bitwise_right_shift_(32).add_(low).to(dtype)
 
 
 def masked_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Return ``x · mask · scale``: dropout of `x`, or of a gradient in backward.
+    """Return ``x · mask · scale``, the result of a dropout or its gradient.
 
     Args:
-        x: the operand or the gradient.
-        mask: which elements are kept, of the shape of `x`.
-        scale: 1 / (1 − the rate).
+        x: the operand, or the gradient of the result.
+        mask: which elements are kept, with the shape of `x`.
+        scale: 1 / (1 − dropout probability).
     """
     return (x * mask).mul_(scale)
 
 
 def gamma(alpha: Tensor, normals: Tensor, uniforms: Tensor, last: Tensor) -> Tensor:
-    """Make gamma numbers of rate 1 (Marsaglia and Tsang, "A Simple Method for Generating Gamma
-    Variables", 2000). The first of `GAMMA_TRIES` tries that is accepted is taken; each is accepted
+    """Compute gamma numbers with rate 1 (Marsaglia and Tsang, "A Simple Method for Generating Gamma
+    Variables", 2000). The result is the first accepted one of `GAMMA_TRIES` tries; each is accepted
     with a probability of at least 0.95.
 
     Args:
-        alpha: shape parameters [...], above 0.
-        normals: normal numbers [..., `GAMMA_TRIES`].
-        uniforms: numbers from [0, 1) [..., `GAMMA_TRIES`].
-        last: numbers from [0, 1) [...], which are used for `alpha` below 1.
+        alpha: shape parameters above 0, ``[...]``.
+        normals: normal numbers, ``[..., GAMMA_TRIES]``.
+        uniforms: uniform numbers from [0, 1), ``[..., GAMMA_TRIES]``.
+        last: uniform numbers from [0, 1), ``[...]``, for `alpha` below 1.
     """
     d = (torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3).unsqueeze(-1)
     cubed = (1 + normals * (9 * d).rsqrt()) ** 3
@@ -180,9 +193,9 @@ def gamma(alpha: Tensor, normals: Tensor, uniforms: Tensor, last: Tensor) -> Ten
 def _bits(
     state: Tensor, shape: Sequence[int], draw: int, window: Window | None, stream: int = 0
 ) -> Tensor:
-    """32 random bits per element, as int32."""
+    """Return 32 random bits per element, as int32."""
     starts, sizes = window or ([0] * len(shape), shape)
-    split = len(sizes)  # dims from here on are the inner ones
+    split = len(sizes)  # first inner dim
     while split and math.prod(sizes[split - 1 :]) <= _INNER:
         split -= 1
     key = _mix64(state + _to_signed((2 * draw + stream) * _GOLDEN, 64))
@@ -201,7 +214,8 @@ def _index(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """The index of every element among `dims` of the whole; the other dims have length 1."""
+    """Return the flat index of every element over `dims` of the full tensor; the other dims have
+    size 1."""
     index = torch.zeros((1,) * len(shape), dtype=dtype, device=device)
     for dim in dims:
         stride = math.prod(sizes[dim + 1 : dims.stop])
@@ -219,22 +233,22 @@ def _mix64(z: Tensor) -> Tensor:
 
 
 def _mix32(z: Tensor) -> Tensor:
-    """In place."""
+    """Apply the 32-bit hash in place."""
     z.bitwise_xor_(_shift_right(z, 16, 32)).mul_(_to_signed(0x7FEB352D, 32))
     z.bitwise_xor_(_shift_right(z, 15, 32)).mul_(_to_signed(0x846CA68B, 32))
     return z.bitwise_xor_(_shift_right(z, 16, 32))
 
 
 def _shift_right(z: Tensor, shift: int, width: int) -> Tensor:
-    """Shifted right without the sign."""
+    """Return `z` shifted right as an unsigned number of `width` bits."""
     return (z >> shift).bitwise_and_(2 ** (width - shift) - 1)
 
 
 def _to_signed(value: int, width: int) -> int:
-    """The two's complement of `value`'s lowest bits."""
+    """Return the lowest `width` bits of `value` as a two's complement number."""
     return (value + 2 ** (width - 1)) % 2**width - 2 ** (width - 1)
 
 
 def _unit(bits: Tensor, digits: int = 24) -> Tensor:
-    """[0, 1) in steps of 2^−digits, as float32."""
+    """Convert bits to float32 numbers from [0, 1) in steps of 2^−digits."""
     return _shift_right(bits, 32 - digits, 32).to(torch.float32).mul_(2.0**-digits)

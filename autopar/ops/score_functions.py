@@ -1,15 +1,14 @@
-"""Functions of one score and its place, as text: what `flex_attention` is given as ``score_mod``
-and ``mask_mod``.
+"""Score and mask functions of `flex_attention` (``score_mod`` and ``mask_mod``) as text.
 
-A function takes scalars, by name, and *captured* tensors, by number. Its text is JSON that calls
-functional ATen ops one after another:
+The parameters of a function are scalars, identified by name, and *captured* tensors, identified by
+number. Its text is JSON with a sequence of calls of functional ATen ops:
 
     {"does": [["index.Tensor", [{"t": 0}, [{"c": "h"}]], {}], ["add.Tensor", [{"c": "score"}, {"v":
     0}], {}]], "gives": {"v": 1}}
 
 ``{"c": name}`` is a scalar, ``{"t": n}`` a captured tensor, ``{"v": n}`` the result of the n-th
-call. So a function can be stored, compared and read on another machine, and reading it runs
-nothing.
+call. Thus a function can be stored, compared, and read on another machine, and reading it does not
+run code.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SEEN = (
     '{"does":[["full.default",[[],true],{"dtype":{"dtype":"bool"},"device":{"device":true}}]],'
     '"gives":{"v":0}}'
 )
-"""Every query sees every key."""
+"""Text of the mask function with which every query sees every key."""
 INDEX = "index.Tensor"
 _CASTS = ("_to_copy.default",)
 _DEVICE = {"device": True}
@@ -42,11 +41,11 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A text that was read.
+    """A parsed text.
 
     Attributes:
-        does: (ATen op's name, args, kwargs) of each call, references as in the text.
-        gives: the reference of the result.
+        does: (name of the ATen op, args, kwargs) of each call, with references as in the text.
+        gives: reference of the result.
     """
 
     does: tuple[tuple[str, Any, Any], ...]
@@ -54,15 +53,15 @@ class Function:
 
 
 class UnwritableError(AutoparError):
-    """A function does what has no text."""
+    """Raised if a function cannot be written as text."""
 
 
 @lru_cache(maxsize=1024)
 def read_function(text: str) -> Function:
-    """Read a text.
+    """Parse a text.
 
     Raises:
-        UnwritableError: if it calls what is no functional op of ATen.
+        UnwritableError: it calls something other than functional ATen ops.
     """
     held = json.loads(text)
     for name, _, _ in held["does"]:
@@ -73,35 +72,39 @@ def read_function(text: str) -> Function:
 
 
 def overload_of(name: str) -> torch._ops.OpOverload:
-    """The op of ATen that a text names.
+    """Return the ATen op with a name.
 
     Raises:
-        UnwritableError: if there is none, or it writes into an operand or draws random numbers.
+        UnwritableError: there is no such op, or it writes into an operand or draws random numbers.
     """
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
     if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or _RANDOM in op.tags:
-        what = f"the function calls {name}, which does not compute a score from its position only"
+        what = (
+            f"the function calls {name}, which is not an ATen op, writes into an operand or draws"
+            " random numbers"
+        )
         raise UnwritableError(
             what,
             remedy=(
-                "write the function with torch functions of tensors that do not write into"
-                " tensors or draw random numbers"
+                "write the function with torch functions that do not write into tensors or draw"
+                " random numbers"
             ),
         )
     return op
 
 
 def write_function(graph: fx.Graph, scalars: Sequence[str], captured: Sequence[int]) -> str:
-    """The text of a graph of ATen ops on scalars.
+    """Write a graph of ATen ops on scalars as text.
 
     Args:
-        graph: its placeholders are the scalars, in this order, then captured tensors.
-        scalars: names of the first placeholders.
-        captured: number of the tensor that each further placeholder stands for.
+        graph: the graph; its placeholders are the scalars, then the captured tensors.
+        scalars: names of the scalars, in order.
+        captured: number of the captured tensor of each further placeholder.
 
     Raises:
-        UnwritableError: if it holds a tensor of its own, or calls anything else.
+        UnwritableError: the graph contains a tensor constant, or calls anything but functional ATen
+            ops.
     """
     written: dict[fx.Node, Any] = {}
     does: list[Any] = []
@@ -130,8 +133,8 @@ def write_function(graph: fx.Graph, scalars: Sequence[str], captured: Sequence[i
                 {"does": does, "gives": _write_value(node.args[0], written)}, separators=(",", ":")
             )
         elif node.op == "get_attr":
-            written[node] = None  # `_written` refuses it where it is read
-    raise AssertionError("a graph ends with its output")
+            written[node] = None  # `_write_value` raises an error if it is read
+    raise AssertionError("the last node of a graph is its output")
 
 
 def _is_unread(node: fx.Node) -> bool:
@@ -182,15 +185,16 @@ def module_of(
     *,
     for_kernels: bool = False,
 ) -> fx.GraphModule:
-    """The function that a text describes, to be called with scalars and captured tensors, in this
-    order.
+    """Return the function that a text describes, with scalars and captured tensors as arguments.
 
     Args:
-        scalars: names of the first arguments; among them may be ``own b``, ``own h`` and ``own q``:
-            coordinates counted from the beginning of a part.
-        own: tensor, dim, tensor, dim, …: dims of captured tensors of which there is a part, which
-            is indexed from its own beginning.
-        for_kernels: whether indices are written ``t[i]``, as torch's compiled kernels want them.
+        text: the text.
+        scalars: names of the scalars, in order; ``own b``, ``own h`` and ``own q`` are coordinates
+            relative to the start of a part.
+        num_captured: number of captured tensors.
+        own: pairs of tensor and dim, flattened: the dims of captured tensors that are split; they
+            are indexed relative to the start of the part.
+        for_kernels: whether to write indices as ``t[i]``, which torch's compiled kernels require.
     """
     return _module(text, tuple(scalars), num_captured, tuple(own), for_kernels)
 
@@ -211,7 +215,7 @@ def _module(
             args = [
                 args[0],
                 [
-                    _own_place(index, args[0], dim, parts, function)
+                    _local_index(index, args[0], dim, parts, function)
                     for dim, index in enumerate(args[1])
                 ],
             ]
@@ -231,7 +235,7 @@ def _module(
     return fx.GraphModule({}, graph)
 
 
-def _own_place(
+def _local_index(
     index: Any, tensor: Any, dim: int, parts: set[tuple[int, int]], function: Function
 ) -> Any:
     coordinate = coordinate_of(index, function) if (tensor.get("t"), dim) in parts else None
@@ -259,9 +263,8 @@ def _read_value(value: Any, env: Mapping[tuple[str, Any], Any], device: fx.Node)
 
 @lru_cache(maxsize=1024)
 def promoted_text(text: str, dtype: torch.dtype) -> str:
-    """A function that makes tensors of `dtype` where it made floating ones; any other text as it
-    is.
-    """
+    """Return the text of a function with its floating dtypes replaced by `dtype`; return any other
+    text unchanged."""
     return _FLOATING.sub(_dtype_text(dtype), text) if text.startswith('{"does":') else text
 
 
@@ -270,7 +273,7 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 
 def references(value: Any) -> Iterator[tuple[str, Any]]:
-    """Kind and name of each reference in an argument."""
+    """Yield the kind and name of each reference in an argument."""
     if isinstance(value, list | tuple):
         for each in value:
             yield from references(each)
@@ -281,7 +284,8 @@ def references(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def coordinate_of(reference: Any, function: Function) -> str | None:
-    """The coordinate that a reference is, be it cast to another integer."""
+    """Return the coordinate that a reference refers to, possibly through casts to integers; None
+    for other references."""
     match reference:
         case {"c": name} if name in COORDINATES:
             return str(name)
@@ -301,13 +305,14 @@ def over_all(
     rest: int,
     dims: Sequence[int] = (0, 1, 2, 3),
 ) -> Callable[..., torch.Tensor]:
-    """A function of scalars as one of scores [b, h, q, k].
+    """Convert a function of scalars to one of scores ``[b, h, q, k]``.
 
     Args:
-        first: for each of its first arguments, the dim of the four that it has as a vector; -1 for
-            scores, which have all; None for a scalar.
-        rest: how many arguments after these are taken whole.
-        dims: which of the four the result has.
+        function: the function.
+        first: for each of its first arguments, the dim of the four along which it is a vector; -1
+            for scores, which have all four; None for a scalar.
+        rest: number of further arguments, which are passed unchanged.
+        dims: the dims of the result among the four.
     """
     made = function
     for dim in reversed(dims):
@@ -317,21 +322,21 @@ def over_all(
 
 
 # --------------------------------------------------------------------------------------------------
-# What functions of scores read of places and of captured tensors.
+# Which coordinates and captured tensors score functions read.
 #
 # Terms. A *coordinate* is ``b``, ``h``, ``q`` or ``k``: the batch entry, query head, query or key
-# of a score. A dim of a captured tensor is *indexed by* a coordinate where every use of the
-# tensor is an index, and has this very coordinate there. Then a part of the tensor along the dim
-# serves a part of the scores, and the part is indexed from its own beginning.
+# of a score. A dim of a captured tensor is *indexed by* a coordinate if every use of the tensor is
+# an index with this coordinate in this dim. A part of the scores then only needs the corresponding
+# part of the tensor, which is indexed relative to its start.
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What functions read.
+    """The coordinates and captured tensors that functions read.
 
     Attributes:
-        indexed: tensor → the coordinate of each dim, None if it has none.
-        free: coordinates that they read other than as the index of such a dim.
+        indexed: tensor → the coordinate by which each dim is indexed, or None.
+        free: coordinates that are read other than as the index of such a dim.
     """
 
     indexed: Mapping[int, tuple[str | None, ...]]
@@ -340,7 +345,12 @@ class Reading:
 
 @lru_cache(maxsize=1024)
 def find_reading(texts: tuple[str, ...], ranks: tuple[int, ...]) -> Reading:
-    """What functions read of captured tensors with so many dims."""
+    """Return what functions read.
+
+    Args:
+        texts: texts of the functions.
+        ranks: ranks of the captured tensors.
+    """
     uses: dict[int, list[tuple[str | None, ...]]] = {}
     for text in texts:
         function = read_function(text)
@@ -360,7 +370,7 @@ def _same(coordinates: Sequence[str | None]) -> str | None:
 
 
 def _uses(function: Function, ranks: Sequence[int]) -> Iterator[tuple[int, tuple[str | None, ...]]]:
-    """Each use of a captured tensor, and the coordinate by which it indexes each dim."""
+    """Yield each use of a captured tensor, and the coordinate by which it indexes each dim."""
     for name, args, kwargs in function.does:
         is_index = name == INDEX and "t" in args[0]
         if is_index:
@@ -375,12 +385,11 @@ def _uses(function: Function, ranks: Sequence[int]) -> Iterator[tuple[int, tuple
 
 
 def _free(function: Function, indexed: Mapping[int, tuple[str | None, ...]]) -> Iterator[str]:
-    """Coordinates that are read other than as an index of a dim that is indexed by them; casts of
-    coordinates read nothing by themselves.
-    """
+    """Yield the coordinates that are read other than as the index of a dim in `indexed`; a cast of
+    a coordinate does not count as a read."""
 
     def coordinates_in(reference: Any) -> Iterator[str]:
-        """The coordinates that a reference names, also by a cast."""
+        """Yield the coordinates that a reference refers to, also through casts."""
         for kind, name in references(reference):
             if kind == "c" and name in COORDINATES:
                 yield name
@@ -409,7 +418,7 @@ def captures(text: str) -> bool:
 
 
 def reads(text: str, coordinate: str) -> bool:
-    """Whether a function depends on a coordinate, be it as an index."""
+    """Whether a function depends on a coordinate, including as an index."""
     return ("c", coordinate) in _all_references(text)
 
 

@@ -1,4 +1,4 @@
-"""Attention as one op on every device, and on a part of the queries or of the heads."""
+"""Softmax attention as one op on all devices, which supports a part of the queries or heads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from autopar.core.placements import second_start
 
 # --------------------------------------------------------------------------------------------------
-# Softmax attention by the kernel that fits: torch's kernel for the CPU; on a GPU that of cuDNN,
-# FlashAttention or the memory-efficient one; else matrix products.
+# Softmax attention by the most suitable kernel: on the CPU torch's flash attention; on a GPU that
+# of cuDNN, FlashAttention or the memory-efficient kernel; else matrix products.
 
 aten = torch.ops.aten
 
@@ -20,10 +20,11 @@ class Saved(NamedTuple):
     """The operands and results of an attention, which its backward reads.
 
     Attributes:
-        q: queries [b, h, s, d].
-        k, v: keys and values [b, g, t, d], where g divides h.
-        out: the result [b, h, s, d].
-        lse: the log of the softmax's sum [b, h, s], at least float32.
+        q: queries, ``[b, h, s, d]``.
+        k: keys, ``[b, g, t, d]``, where g divides h.
+        v: values, ``[b, g, t, d]``.
+        out: the result, ``[b, h, s, d]``.
+        lse: logsumexp of the scores, ``[b, h, s]``, in at least float32.
     """
 
     q: Tensor
@@ -36,13 +37,18 @@ class Saved(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `autopar.ops.attention` of whole queries and heads.
+    """Compute `autopar.ops.attention` of all queries and heads.
 
     Args:
-        q, k, v, mask, is_causal, scale: as for `attention`.
+        q: as for `attention`.
+        k: as for `attention`.
+        v: as for `attention`.
+        mask: as for `attention`.
+        is_causal: as for `attention`.
+        scale: as for `attention`.
 
     Returns:
-        The result [b, h, s, d] and the log of the softmax's sum [b, h, s].
+        The result, ``[b, h, s, d]``, and the logsumexp of the scores, ``[b, h, s]``.
     """
     q, k, v = _contiguous_rows(q, k, v)
     bias = _bias(mask, q.dtype)
@@ -52,7 +58,7 @@ def attend(
         )
         return out, lse.to(
             torch.promote_types(out.dtype, torch.float32)
-        )  # as it is, but for fakes of float64 under torch 2.11
+        )  # only changes fake results for float64 of torch 2.11
     if _cudnn_fits(q, k, v, bias, is_causal, scale):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, is_causal, False, scale=scale
@@ -80,10 +86,12 @@ def attend_backward(
     """Return the gradients of q, k and v.
 
     Args:
-        grad: gradient of the result [b, h, s, d].
-        saved: the operands and results of `attend`. The results may be of more keys than `saved.k`;
-            the gradients are then the share of these keys.
-        mask, is_causal, scale: as for `attention`.
+        grad: gradient of the result, ``[b, h, s, d]``.
+        saved: the operands and results of `attend`. The results may be computed from more keys than
+            `saved.k`; the gradients are then the terms of these keys.
+        mask: as for `attention`.
+        is_causal: as for `attention`.
+        scale: as for `attention`.
     """
     grad, q, k, v, out = _contiguous_rows(grad, saved.q, saved.k, saved.v, saved.out)
     lse = saved.lse.contiguous()
@@ -95,7 +103,7 @@ def attend_backward(
         backward = aten._scaled_dot_product_cudnn_attention_backward.default
         state = torch.zeros(
             (), dtype=torch.int64, device=q.device
-        )  # of the random generator, which no dropout reads
+        )  # state of the random generator, unused without dropout
         rows = lse.unsqueeze(-1)
         return backward(
             grad,
@@ -119,7 +127,7 @@ def attend_backward(
         backward = aten._scaled_dot_product_flash_attention_backward.default
         state = torch.zeros(
             2, dtype=torch.uint64, device=q.device
-        )  # of the random generator, which no dropout reads
+        )  # state of the random generator, unused without dropout
         return backward(
             grad,
             q,
@@ -147,11 +155,9 @@ def attend_backward(
 
 
 def _contiguous_rows(*operands: Tensor) -> tuple[Tensor, ...]:
-    """Operands whose last dim has stride 1, copied if it has another: all kernels assume it and
-    none checks it.
-
-    `torch.nn.functional.scaled_dot_product_attention` calls no such kernel with other strides.
-    """
+    """Return the operands with stride 1 in the last dim, copied if necessary. All kernels assume
+    this stride without a check; `torch.nn.functional.scaled_dot_product_attention` does not call
+    them for other strides."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in operands)
 
 
@@ -166,8 +172,8 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _cudnn_fits(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> bool:
-    """Whether torch itself prefers cuDNN's kernel, of sizes for which it has a backward, too; a
-    compiler does not ask."""
+    """Whether torch selects the cuDNN kernel, and the sizes have a backward kernel; False under a
+    compiler."""
     if (
         torch.compiler.is_compiling()
         or q.shape[-1] > 128
@@ -182,8 +188,8 @@ def _cudnn_fits(
 
 
 def _flash_fits(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool) -> bool:
-    """FlashAttention lets the last query see the last key, here the first query sees the first:
-    these differ where lengths do."""
+    """Whether FlashAttention supports the operands. Its causal mask aligns the last query with the
+    last key, but `attention` aligns the first ones, which differs if the lengths differ."""
     alike = not is_causal or q.shape[2] == k.shape[2]
     return (
         alike
@@ -207,8 +213,8 @@ def _sum_heads(grad: Tensor, k: Tensor) -> Tensor:
 
 
 def _aligned_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """`bias` for all heads; the efficient kernel wants rows that begin at multiples of 8
-    elements."""
+    """Return `bias` expanded to all heads; its rows start at multiples of 8 elements, as the
+    memory-efficient kernel requires."""
     if bias is None:
         return None
     length = k.shape[2]
@@ -226,7 +232,7 @@ def _efficient_backward(
     q, k, v, out, lse = saved
     rows = torch.nn.functional.pad(
         lse, (0, -lse.shape[-1] % 32)
-    )  # the kernel's own padding, which `attention` cut off
+    )  # the padding that the kernel expects, which `attend` removed
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     backward = aten._scaled_dot_product_efficient_attention_backward.default
     wanted = [True, True, True, False]
@@ -236,8 +242,8 @@ def _efficient_backward(
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """In at least fp32: fp16 overflows, and the log of a sum is to have more digits than 16-bit
-    types."""
+    """Return the scores in at least float32: float16 may overflow, and the logsumexp needs more
+    precision than 16-bit dtypes."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q.to(wide), k.to(wide).transpose(-2, -1)).mul_(scale)
     if bias is not None:
@@ -266,28 +272,28 @@ def _plain_backward(
 
 
 # --------------------------------------------------------------------------------------------------
-# Causal attention of a part of the queries, which knows its place among all, without a mask.
+# Causal attention of a part of the queries, given the index of its first query, without a mask.
 #
-# The s queries that begin at place p see the p keys before them, all of them, and of the s keys
-# beside them the first, the first two and so on. So it is two attentions, one over each range of
-# keys, which the kernels know: the first without a mask, the second square and causal. What they
-# give is joined by the logs of their softmax' sums, as Milakov and Gimelshein, "Online normalizer
-# calculation for softmax", 2018, join two parts of a softmax, and Liu et al., "Ring Attention
-# with Blockwise Transformers for Near-Infinite Context", 2023, blocks of keys:
+# The s queries from index p on see all p keys before them, and the first, the first two, and so on,
+# of the s keys at their own indices. Thus the attention consists of two attentions over two ranges
+# of keys, which the kernels support: the first without a mask, the second square and causal. Their
+# results are combined by their logsumexp, as in Milakov and Gimelshein, "Online normalizer
+# calculation for softmax", 2018, for two parts of a softmax, and in Liu et al., "Ring Attention
+# with Blockwise Transformers for Near-Infinite Context", 2023, for blocks of keys:
 #
 # lse = log(exp(lse₁) + exp(lse₂)), out = out₁ · exp(lse₁ − lse) + out₂ · exp(lse₂ − lse)
 #
-# In backward each range is given the whole's `out` and `lse`: a probability is exp(score − lse),
-# and what each row's gradient is less of, the sum of grad · out, is of the whole too. Gradients
-# of queries add up; each range has its own part of the keys' and values', and what no query here
-# sees has zeros. No tensor of [s, t] is there, and what is seen by none is not computed, but for
-# a half of the square.
+# In backward, both ranges get the combined `out` and `lse`: a probability is exp(score − lse), and
+# the sum of grad · out, which is subtracted per row, is also that of the combined result. The
+# gradients of queries are summed. Each range gives the gradients of its own keys and values; keys
+# that no query sees have zero gradients. No tensor of shape [s, t] is created, and of the scores
+# that are masked, only half of the square is computed.
 #
-# A mirrored part (`autopar.core.placements`) is two such runs of queries, which differ in where
-# they begin.
+# A mirrored part (`autopar.core.placements`) consists of two such ranges of queries with different
+# start indices.
 #
-# Keys may be fewer than queries, as where the decoder of a model reads another sequence causally:
-# then the second range ends with them, or is empty.
+# There may be fewer keys than queries, if the decoder of a model reads another sequence causally.
+# The second range then ends at the last key, or is empty.
 
 
 def attend_placed(
@@ -296,11 +302,15 @@ def attend_placed(
     """Compute causal attention of a part of the queries.
 
     Args:
-        start: place of the first query among all.
-        q, k, v, scale, mirrored_in: as for `attention`.
+        q: as for `attention`.
+        k: as for `attention`.
+        v: as for `attention`.
+        scale: as for `attention`.
+        start: global index of the first query.
+        mirrored_in: as for `attention`.
 
     Returns:
-        The result [b, h, s, d] and the log of the softmax's sum [b, h, s].
+        The result, ``[b, h, s, d]``, and the logsumexp of the scores, ``[b, h, s]``.
     """
     found = [
         _attend_range(q[:, :, rows], k, v, scale, first)
@@ -315,11 +325,11 @@ def attend_placed(
 def _attend_range(
     q: Tensor, k: Tensor, v: Tensor, scale: float, start: int
 ) -> tuple[Tensor, Tensor]:
-    """`attend_placed` of consecutive queries."""
-    before, beside = _ranges(q.shape[2], k, start)
-    if not _length(beside):
+    """Compute `attend_placed` of consecutive queries."""
+    before, diagonal = _ranges(q.shape[2], k, start)
+    if not _length(diagonal):
         return attend(q, k[:, :, before], v[:, :, before], None, False, scale)
-    out, lse = attend(q, k[:, :, beside], v[:, :, beside], None, True, scale)
+    out, lse = attend(q, k[:, :, diagonal], v[:, :, diagonal], None, True, scale)
     if not _length(before):
         return out, lse
     return _join_ranges(out, lse, *attend(q, k[:, :, before], v[:, :, before], None, False, scale))
@@ -328,18 +338,20 @@ def _attend_range(
 def attend_placed_backward(
     grad: Tensor, saved: Saved, scale: float, start: int, mirrored_in: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, and of all keys and values.
+    """Return the gradients of the queries, and of all keys and values.
 
     Args:
-        grad: gradient of the result [b, h, s, d].
+        grad: gradient of the result, ``[b, h, s, d]``.
         saved: the operands and results of `attend_placed`.
-        scale, start, mirrored_in: as for `attend_placed`.
+        scale: as for `attend_placed`.
+        start: as for `attend_placed`.
+        mirrored_in: as for `attend_placed`.
     """
     q, k, v, out, lse = saved
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, first in _runs(q, start, mirrored_in):
         own_grad, own_q, own_out, own_lse = (x[:, :, rows] for x in (grad, q, out, lse))
-        ranges = _ranges(own_q.shape[2], k, first)  # of keys
+        ranges = _ranges(own_q.shape[2], k, first)
         for keys, is_causal in zip(ranges, (False, True), strict=True):
             if not _length(keys):
                 continue
@@ -352,7 +364,7 @@ def attend_placed_backward(
 
 
 def _runs(q: Tensor, start: int, mirrored_in: int | None) -> list[tuple[slice, int]]:
-    """Ranges of consecutive queries, and the place of the first query of each."""
+    """Return the ranges of consecutive queries, and the global index of the first query of each."""
     length = q.shape[2]
     if mirrored_in is None:
         return [(slice(0, length), start)]
@@ -363,7 +375,8 @@ def _runs(q: Tensor, start: int, mirrored_in: int | None) -> list[tuple[slice, i
 
 
 def _ranges(num_queries: int, k: Tensor, start: int) -> tuple[slice, slice]:
-    """The keys before the queries that begin at `start`, and those beside them."""
+    """Return the range of keys before the queries that start at `start`, and the range of keys at
+    the indices of the queries."""
     length = k.shape[2]
     return slice(0, min(start, length)), slice(min(start, length), min(start + num_queries, length))
 
@@ -375,8 +388,8 @@ def _length(keys: slice) -> int:
 def _join_ranges(
     out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of two ranges of keys what they give together, in `out`'s memory; in at least float32,
-    which `lse` is in."""
+    """Combine the results for two ranges of keys, in the memory of `out`; computed in the dtype of
+    `lse`, at least float32."""
     whole = torch.logaddexp(lse, other_lse)
     share, rest = (lse - whole).exp_().unsqueeze(-1), (other_lse - whole).exp_().unsqueeze(-1)
     if out.dtype == lse.dtype:
@@ -398,21 +411,25 @@ def attention(
     heads: Heads | None = None,
     mirrored_in: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(q kᵀ · scale + mask) v`` and the log of the softmax' sum.
+    """Compute ``softmax(q kᵀ · scale + mask) v`` and the logsumexp of the scores.
 
     Args:
-        q: [b, h, s, d]; k, v: [b, g, t, d], where g divides h and query head i reads head i // (h /
-            g).
-        mask: added to the scores, or where boolean says what is seen; broadcasts to [b, h, s, t].
-        is_causal: query i sees keys 0…i (without a mask).
-        q_start: where `q` is a part of the queries, the place of its first one.
-        heads: where `q` has fewer of the heads than `k` and `v`: its first head, the first head of
-            `k`, and how many query heads read one head of `k`.
-        mirrored_in: where `q` is a mirrored part (`autopar.core.placements`), the number of all
-            queries.
+        q: queries, ``[b, h, s, d]``.
+        k: keys, ``[b, g, t, d]``, where g divides h; query head i reads head i // (h / g).
+        v: values, ``[b, g, t, d]``.
+        mask: a bias that is added to the scores, or a boolean mask that is True for visible keys;
+            broadcast to ``[b, h, s, t]``.
+        is_causal: whether query i only sees keys 0…i; requires that `mask` is None.
+        scale: factor of the scores.
+        q_start: global index of the first query, if `q` is a part of the queries.
+        heads: if `q` has a part of the heads and `k` and `v` do not have the corresponding part:
+            the first head of `q`, the first head of `k`, and the number of query heads per head of
+            `k`.
+        mirrored_in: global number of queries, if `q` is a mirrored part
+            (`autopar.core.placements`).
 
     Returns:
-        out [b, h, s, d] and lse [b, h, s] (float32 for half types).
+        The result, ``[b, h, s, d]``, and the logsumexp, ``[b, h, s]`` (float32 for half precision).
     """
     k, v = read_heads(k, q, heads), read_heads(v, q, heads)
     if q_start is None or not is_causal:
@@ -437,9 +454,10 @@ def attention_backward(
     """Return the gradients of q, k and v of `attention`.
 
     Args:
-        grad: gradient [b, h, s, d] of the result.
-        out, lse: the results [b, h, s, d] and [b, h, s] of `attention`.
-        q, k, v, mask, is_causal, scale, q_start, heads, mirrored_in: its arguments.
+        grad: gradient of the result, ``[b, h, s, d]``.
+        q: as for `attention`, like all arguments not listed here.
+        out: the result of `attention`, ``[b, h, s, d]``.
+        lse: its logsumexp, ``[b, h, s]``.
     """
     if heads is not None:
         own = read_heads(k, q, heads), read_heads(v, q, heads)
@@ -454,8 +472,8 @@ def attention_backward(
 
 
 def _heads_read(q: Tensor, heads: Heads) -> tuple[int, int, bool]:
-    """First head and number of heads of `k` that q's heads read; whether each is read by equally
-    many, in order."""
+    """Return the first head and the number of heads of `k` that the heads of `q` read, and whether
+    each of them is read by the same number of consecutive heads."""
     first, k_first, group = heads
     low, high = first // group, (first + q.shape[1] - 1) // group + 1
     aligned = high - low == 1 or (first % group == 0 and q.shape[1] % group == 0)
@@ -472,13 +490,13 @@ def _head_index(q: Tensor, heads: Heads) -> Tensor:
 
 
 def read_heads(k: Tensor, q: Tensor, heads: Heads | None) -> Tensor:
-    """Return the heads of `k` that q's heads read: each once, or if they are shared unequally one
-    for each head of `q`.
+    """Return the heads of `k` that the heads of `q` read: each once, or one per head of `q` if they
+    are read by different numbers of heads.
 
     Args:
-        k: keys or values [b, g, t, d].
-        q: queries [b, h, s, d].
-        heads: as for `attention`; None if `q` has all heads.
+        k: keys or values, ``[b, g, t, d]``.
+        q: queries, ``[b, h, s, d]``.
+        heads: as for `attention`; None to return `k`.
     """
     if heads is None:
         return k
@@ -487,11 +505,13 @@ def read_heads(k: Tensor, q: Tensor, heads: Heads | None) -> Tensor:
 
 
 def to_heads(grad: Tensor, k: Tensor, q: Tensor, heads: Heads) -> Tensor:
-    """Return the gradient of all of `k`, with zeros for heads that are not read.
+    """Return the gradient of all heads of `k`, with zeros for heads that are not read.
 
     Args:
         grad: gradient of the result of `read_heads`.
-        k, q, heads: the arguments of `read_heads`.
+        k: as for `read_heads`.
+        q: as for `read_heads`.
+        heads: as for `read_heads`.
     """
     whole = torch.zeros_like(k)
     low, count, aligned = _heads_read(q, heads)

@@ -1,4 +1,4 @@
-"""Lookups and losses on a part of the vocabulary, and the CTC loss."""
+"""Lookups and losses that support a part of the vocabulary, and the CTC loss."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def embedding(
     """Return the rows of a table for ids.
 
     Args:
-        weight: the table [v, d], or a part of its rows.
-        ids: [...].
-        start: if `weight` is a part, its first row. Results of ids outside of it are zeros, so that
-            the parts add up to the whole result.
-        size: if `weight` is a part, the number of rows of the whole table.
+        weight: the table, ``[v, d]``, or a part of its rows.
+        ids: the ids, ``[...]``.
+        start: index of the first row of `weight`, if it is a part. The results of ids outside the
+            part are zeros, so that the results of all parts are partial sums.
+        size: number of rows of the full table, if `weight` is a part.
 
     Returns:
-        [..., d].
+        The rows, ``[..., d]``.
 
     Raises:
-        IndexError, RuntimeError: if an id is no row of the table (on a GPU a device-side
+        IndexError, RuntimeError: an id is not a row of the table (on a GPU, a device-side
             assertion).
     """
     if start is None:
@@ -41,7 +41,7 @@ def embedding(
         ids,
         size,
         "token ids",
-        "give the embedding as many rows as there are ids, or find the source of the invalid ids",
+        "increase the number of rows of the embedding, or find the source of the invalid ids",
     )
     local, inside = _local_index(ids, start, weight.shape[0])
     return aten.embedding.default(weight, local).mul_(inside.unsqueeze(-1))
@@ -50,29 +50,33 @@ def embedding(
 def embedding_backward(
     grad: Tensor, ids: Tensor, num_rows: int, start: int | None = None, padding_idx: int = -1
 ) -> Tensor:
-    """Return the gradient [num_rows, d] of the weight of `embedding`.
+    """Return the gradient ``[num_rows, d]`` of the weight of `embedding`.
 
     Args:
-        grad: gradient of the result [..., d].
-        ids: [...].
+        grad: gradient of the result, ``[..., d]``.
+        ids: the ids, ``[...]``.
         num_rows: number of rows of the table, or of the part.
-        start: for a part of the table its first row.
-        padding_idx: the row of the table that gets no gradient.
+        start: index of the first row of a part of the table.
+        padding_idx: the row of the table without gradient.
     """
     if start is None:
         return aten.embedding_dense_backward.default(grad, ids, num_rows, padding_idx, False)
     local, inside = _local_index(ids, start, num_rows)
     local = torch.where(
         inside & (ids != padding_idx), local, -1
-    )  # -1 is the index that the ATen op skips here
+    )  # the ATen op skips index -1, its padding_idx
     return aten.embedding_dense_backward.default(grad, local, num_rows, -1, False)
 
 
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
-    """Σ exp(x − m) over the last dim of `x` [..., v], with `m` [...] → [...], in at least float32.
+    """Return Σ exp(x − m) over the last dim, ``[...]``, in at least float32.
 
-    With the vocabulary split and `m` the global maximum, the parts add up. Few rows at a time:
-    exponentials take up to twice what `x` does.
+    If the vocabulary is split and `m` is the global maximum, the results of the parts are partial
+    sums. Blocks of rows are processed, since the exponentials need up to twice the memory of `x`.
+
+    Args:
+        x: logits, ``[..., v]``.
+        m: maximum of each row, ``[...]``.
     """
     blocks = row_blocks(x)
     if len(blocks) == 1:
@@ -85,18 +89,20 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
 
 
 def pick(x: Tensor, index: Tensor, ignored: int, start: int = 0, size: int | None = None) -> Tensor:
-    """``x[..., index − start]`` of `x` [..., v], for `index` [...] → [...]; 0 if that is outside
-    of 0…v−1.
+    """Return ``x[..., index − start]``, ``[...]``; 0 for an index outside the part.
 
     Args:
-        ignored: the index that stands for no class.
-        start, size: where `x` is a part of the classes, its first one and the number of all.
+        x: logits, ``[..., v]``, or a part of the classes.
+        index: class of each row, ``[...]``.
+        ignored: the index of rows without a class.
+        start: index of the first class of `x`.
+        size: number of all classes, if `x` is a part.
 
     Raises:
-        RuntimeError: if an index is neither a class nor `ignored`.
+        RuntimeError: an index is neither a class nor `ignored`.
     """
     remedy = (
-        "give the loss as many classes as the labels use, and set labels to skip to its"
+        "increase the number of classes of the loss, and set labels that it must skip to its"
         f" ignore_index, {ignored} here"
     )
     _assert_inside(
@@ -112,14 +118,16 @@ def pick(x: Tensor, index: Tensor, ignored: int, start: int = 0, size: int | Non
 def cross_entropy_backward(
     x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0
 ) -> Tensor:
-    """Gradient ``(exp(x − m) / s − onehot(index − start)) · scale`` of the cross entropy, with the
-    shape and dtype of `x`.
+    """Return the gradient ``(exp(x − m) / s − onehot(index − start)) · scale`` of the cross
+    entropy, with the shape and dtype of `x`.
 
     Args:
-        x: logits [..., v], or the part of them whose first class is `start`.
-        m, s: row maximum and `sum_exp` of all logits [...].
-        index: class of each row [...]; an index outside of the vocabulary has no one.
-        scale: gradient of each row's loss [...].
+        x: logits, ``[..., v]``, or a part of the classes.
+        m: maximum over all logits of each row, ``[...]``.
+        s: `sum_exp` over all logits of each row, ``[...]``.
+        index: class of each row, ``[...]``; for an index outside the classes, onehot is zero.
+        scale: gradient of the loss of each row, ``[...]``.
+        start: index of the first class of `x`.
     """
     if wide_dtype(x.dtype) == x.dtype or len(row_blocks(x)) == 1:
         return _rows_backward(x, m, s, index, scale, start)
@@ -137,24 +145,29 @@ def cross_entropy_backward(
 
 
 def cross_entropy_backward_scratch(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes that `cross_entropy_backward` of logits of this shape, or its form in place, holds
-    beside its result for a while, at least."""
+    """Return a lower bound of the temporary memory, in bytes, of `cross_entropy_backward` or its
+    in-place form for logits of this shape and dtype, in addition to the result."""
     if wide_dtype(dtype) == dtype:
         return 0
     rows, width = math.prod(shape[:-1]), shape[-1]
     few = block_length(rows, width)
     return (
         few * width * (wide_dtype(dtype).itemsize + (dtype.itemsize if few < rows else 0))
-    )  # of one block alone the result is its own
+    )  # with one block, its result is the result of the op
 
 
 def cross_entropy_backward_(
     x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0
 ) -> Tensor:
-    """Compute `cross_entropy_backward` in place of the logits.
+    """Compute `cross_entropy_backward` into the memory of the logits.
 
     Args:
-        x, m, s, index, scale, start: as for `cross_entropy_backward`.
+        x: as for `cross_entropy_backward`.
+        m: as for `cross_entropy_backward`.
+        s: as for `cross_entropy_backward`.
+        index: as for `cross_entropy_backward`.
+        scale: as for `cross_entropy_backward`.
+        start: as for `cross_entropy_backward`.
 
     Returns:
         `x`.
@@ -181,7 +194,7 @@ def _rows_backward(
 
 
 def _gradient_(exponentials: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int) -> Tensor:
-    """From exp(x − m), in place."""
+    """Compute the gradient from exp(x − m), in place."""
     local, inside = _local_index(index, start, exponentials.shape[-1])
     grad = exponentials.div_(s.unsqueeze(-1))
     grad.scatter_add_(-1, local.unsqueeze(-1), inside.to(grad.dtype).neg_().unsqueeze(-1))
@@ -191,27 +204,29 @@ def _gradient_(exponentials: Tensor, s: Tensor, index: Tensor, scale: Tensor, st
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, index: Tensor, ignored: int, rows: int, gradients: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cross entropy of the logits ``x @ weightᵀ`` with its gradients, of which only the logits
-    of `rows` rows are there at a time.
+    """Compute the cross entropy of the logits ``x @ weightᵀ`` and its gradients, with the logits of
+    at most `rows` rows in memory at a time.
 
-    Forward makes the gradients, so that no logits are kept and none are computed twice (as fused
-    kernels for this loss do; Hsu et al. 2024, arXiv:2410.10989, section 3.2). They are those of the
-    plain sum, so that a mean over any number of labels, and the gradient that arrives, scale them
-    afterwards.
+    Forward computes the gradients, so that logits are neither stored nor computed twice (as in
+    fused kernels for this loss; Hsu et al. 2024, arXiv:2410.10989, section 3.2). The gradients are
+    those of the sum of losses. They are multiplied afterwards by the incoming gradient, divided by
+    the number of labels for a mean.
 
     Args:
-        x: [..., d].
-        weight: [v, d].
-        index: class of each row [...].
-        ignored: the index that stands for no class.
-        gradients: whether they are wanted; without, both are empty.
+        x: input of the linear layer, ``[..., d]``.
+        weight: its weight, ``[v, d]``.
+        index: class of each row, ``[...]``.
+        ignored: the index of rows without a class.
+        rows: largest number of rows to process at a time.
+        gradients: whether to compute gradients; if not, they are empty.
 
     Returns:
-        The loss of each row [...] in at least float32, be its class ignored or not; and, of the sum
-        of those that are not, the gradients of `x` and, added up in at least float32, of `weight`.
+        - the loss of each row, ``[...]``, in at least float32, including ignored rows,
+        - the gradient of `x` of the sum of the losses that are not ignored,
+        - the gradient of `weight`, summed in at least float32.
 
     Raises:
-        RuntimeError: if an index is neither a class nor `ignored`.
+        RuntimeError: an index is neither a class nor `ignored`.
     """
     return linear_cross_entropy_by(_row_losses, x, weight, index, ignored, rows, gradients)
 
@@ -225,12 +240,17 @@ def linear_cross_entropy_by(
     rows: int,
     gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `linear_cross_entropy` with another function for the loss of some rows.
+    """Compute `linear_cross_entropy` with the given function for the losses of a block of rows.
 
     Args:
-        row_losses: takes logits [n, v], classes [n] and `ignored`, and returns the losses [n] and
-            the gradient of their sum [n, v]. It may overwrite the logits.
-        x, weight, index, ignored, rows, gradients: as for `linear_cross_entropy`.
+        row_losses: function from logits ``[n, v]``, classes ``[n]`` and `ignored` to the losses
+            ``[n]`` and the gradient of their sum ``[n, v]``. It may overwrite the logits.
+        x: as for `linear_cross_entropy`.
+        weight: as for `linear_cross_entropy`.
+        index: as for `linear_cross_entropy`.
+        ignored: as for `linear_cross_entropy`.
+        rows: as for `linear_cross_entropy`.
+        gradients: as for `linear_cross_entropy`.
     """
     flat, classes = x.reshape(-1, x.shape[-1]), index.reshape(-1)
     wide = wide_dtype(x.dtype)
@@ -255,8 +275,8 @@ def linear_cross_entropy_by(
 
 
 def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Losses [n] of logits [n, v], and the gradient of the sum of those that are not ignored.
-    `logits` are used up."""
+    """Return the losses ``[n]`` of logits ``[n, v]``, and the gradient of the sum of those that are
+    not ignored; the logits are overwritten."""
     m, dtype = logits.amax(-1), logits.dtype
     picked = pick(logits, index, ignored)
     shift = m.unsqueeze(-1)
@@ -275,8 +295,8 @@ def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Te
 
 
 def _assert_inside(index: Tensor, size: int | None, what: str, remedy: str) -> None:
-    """Without waiting for the device. In one line: Inductor writes what a graph's ops are given
-    into comments."""
+    """Assert that all indices are in 0…size−1, without waiting for the device. The message is one
+    line, since Inductor writes the arguments of ops into comments."""
     if size is not None:
         torch._assert_async(
             ((index >= 0) & (index < size)).all(),
@@ -285,14 +305,14 @@ def _assert_inside(index: Tensor, size: int | None, what: str, remedy: str) -> N
 
 
 def _local_index(index: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """`index` − `start` brought into 0…size−1, and where it was inside."""
+    """Return `index` − `start` clamped to 0…size−1, and whether it was in this range."""
     local = index - start
     inside = (local >= 0) & (local < size)
     return local.clamp_(0, max(size - 1, 0)), inside
 
 
 def _exp_minus(x: Tensor, m: Tensor) -> Tensor:
-    """exp(x − m) in at least float32, in one temporary of x's size."""
+    """Return exp(x − m) in at least float32, with one temporary tensor."""
     shift = m.unsqueeze(-1)
     difference = x.float().sub_(shift) if x.dtype in (torch.float16, torch.bfloat16) else x - shift
     return difference.exp_()
@@ -301,9 +321,9 @@ def _exp_minus(x: Tensor, m: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # The CTC loss of each sample as one op, which also returns the gradient.
 #
-# torch's op (`aten._ctc_loss`) has a result whose shape depends on the values of the lengths, so
-# these are opaque custom ops that call it. It holds one number per frame and place of a target,
-# which is scratch memory of a kernel and not counted by predictions of memory.
+# The op of torch (`aten._ctc_loss`) has a result whose shape depends on the values of the lengths,
+# so it is called within opaque custom ops. This result, with one number per frame and position of a
+# target, is temporary memory of the op and not included in memory predictions.
 
 
 @torch.library.custom_op("autopar::ctc", mutates_args=())
@@ -315,22 +335,26 @@ def _ctc(
     blank: int,
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Losses [n], infinite if no alignment fits, and the gradient of each in log_probs.
+    """Compute the CTC loss of each sample, and its gradient.
 
     Args:
-        log_probs: [t, n, c], as log_softmax gives them.
-        targets: [n, s], of which the first `target_lengths` [n] count.
-        zero_infinity: whether the gradients of infinite losses are zeros.
+        log_probs: log probabilities, ``[t, n, c]``, as returned by log_softmax.
+        targets: labels, ``[n, s]``; only the first `target_lengths` of each row are used.
+        input_lengths: number of frames of each sample, ``[n]``.
+        target_lengths: number of labels of each sample, ``[n]``.
+        blank: the blank label.
+        zero_infinity: whether the gradients of infinite losses are zero.
 
     Returns:
-        losses [n], gradient [t, n, c].
+        The losses ``[n]``, infinite if no alignment exists, and their gradients with respect to
+        `log_probs` ``[t, n, c]``.
     """
     if targets.numel() and int(target_lengths.amax()) > targets.shape[1]:
         what = (
-            f"target_lengths has {int(target_lengths.amax())} classes, but targets has"
-            f" {targets.shape[1]}"
+            f"target_lengths has a length of {int(target_lengths.amax())}, but targets has only"
+            f" {targets.shape[1]} labels per sample"
         )
-        raise AutoparError(what, remedy="pass target_lengths that fit the targets")
+        raise AutoparError(what, remedy="pass target_lengths of at most targets.shape[1]")
     given = log_probs, targets, input_lengths, target_lengths
     losses, alignments = aten._ctc_loss.Tensor(*given, blank, zero_infinity)
     ones = torch.ones_like(losses)
@@ -349,7 +373,7 @@ def _ctc_joined(
     blank: int,
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `ctc`, of targets [sum of target_lengths], those of one sample after those of another."""
+    """Compute `ctc` of concatenated targets, ``[sum of target_lengths]``."""
     rows = targets.split(target_lengths.tolist())
     padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     losses, gradient = _ctc(log_probs, padded, input_lengths, target_lengths, blank, zero_infinity)
@@ -365,16 +389,16 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Compute ``F.ctc_loss`` by these ops.
+    """Compute ``F.ctc_loss`` with `ctc` or `ctc_joined`.
 
     Args:
-        log_probs: [t, n, c], or [t, c] of one sample.
-        targets: [n, s], padded, or [sum of target_lengths], one sample after another.
-        input_lengths: frames of each sample [n].
-        target_lengths: labels of each sample [n].
-        blank: the label that stands for none.
+        log_probs: log probabilities, ``[t, n, c]``, or ``[t, c]`` of one sample.
+        targets: padded labels, ``[n, s]``, or concatenated labels, ``[sum of target_lengths]``.
+        input_lengths: number of frames of each sample, ``[n]``.
+        target_lengths: number of labels of each sample, ``[n]``.
+        blank: the blank label.
         reduction: ``mean`` of the losses per label, ``sum``, or ``none``.
-        zero_infinity: whether infinite losses and their gradients count as 0.
+        zero_infinity: whether infinite losses and their gradients are set to 0.
     """
     alone = log_probs.dim() == 2
     if alone:
@@ -398,7 +422,7 @@ def _fake(log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(log_probs.shape[1]), log_probs.new_empty(log_probs.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1])
 
@@ -410,6 +434,6 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None
 
 for _op in (_ctc, _ctc_joined):
     _op.register_fake(_fake)
-    _op.register_autograd(_differentiate, setup_context=_remember)
+    _op.register_autograd(_differentiate, setup_context=_save_for_backward)
 ctc = torch.ops.autopar.ctc.default
 ctc_joined = torch.ops.autopar.ctc_joined.default

@@ -1,7 +1,8 @@
-"""Convolution and pooling on a part of space: what a rank calls on operands that lie with halos.
+"""Convolution and pooling on a part of the spatial dims: the functions that a rank calls on its
+operands with halos.
 
-In a spatial dim that is split, padding is part of the operand already, as its halo; `padding` is 0
-there. Results cover the rank's own elements alone.
+The halo of a split dim includes the padding, and `padding` of this dim is 0. Results only cover the
+elements of the rank's part.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ Sizes = Sequence[int]
 
 
 class Edges(NamedTuple):
-    """Halos of one spatial dim that is split.
+    """Halos of one split spatial dim, in elements.
 
     Attributes:
-        grad_before, grad_after: elements of the results' gradients that belong to the neighbours.
-        before, after: elements of the operand that belong to the neighbours.
-        padding: elements that the whole op pads before the dim.
+        grad_before: halo of the results' gradients before the part.
+        grad_after: halo of the results' gradients after the part.
+        before: halo of the operand before the part.
+        after: halo of the operand after the part.
+        padding: padding of the full op before the dim.
     """
 
     grad_before: int
@@ -34,7 +37,7 @@ class Edges(NamedTuple):
 
 
 def _edges_of(edges: Sequence[Sequence[int] | None]) -> list[Edges | None]:
-    """Convert edges from the plain numbers that graphs store."""
+    """Convert edges from the tuples of numbers in graphs."""
     return [None if numbers is None else Edges(*numbers) for numbers in edges]
 
 
@@ -43,7 +46,8 @@ def own(x: Tensor, before: Sizes, after: Sizes) -> Tensor:
 
     Args:
         x: the tensor.
-        before, after: per dim the elements of the halo at its beginning and at its end.
+        before: number of halo elements at the start of each dim.
+        after: number of halo elements at the end of each dim.
     """
     for dim, (first, last) in enumerate(zip(before, after, strict=True), x.dim() - len(before)):
         x = x.narrow(dim, first, x.shape[dim] - first - last)
@@ -53,8 +57,8 @@ def own(x: Tensor, before: Sizes, after: Sizes) -> Tensor:
 def _shape_seen(
     grad: Tensor, x: Tensor, edges: Sequence[Edges | None], extents: Sizes, strides: Sizes
 ) -> list[int]:
-    """Spatial shape of the operand whose results are all of `grad`: in split dims what the halo
-    of `grad` sees too."""
+    """Return the spatial shape of the operand from which all elements of `grad` are computed; in
+    split dims, it includes the elements that the halo of `grad` depends on."""
     lengths = list(x.shape[x.dim() - len(edges) :])
     for i, edge in enumerate(edges):
         if edge is not None:
@@ -70,7 +74,7 @@ def _shape_seen(
 
 
 def _own_gradient(seen: Tensor, x: Tensor, edges: Sequence[Edges | None], strides: Sizes) -> Tensor:
-    """Of a gradient over `_shape_seen`, this rank's elements."""
+    """Return the elements of a rank's part from a gradient with shape `_shape_seen`."""
     first = x.dim() - len(edges)
     for i, edge in enumerate(edges):
         if edge is not None:
@@ -91,12 +95,22 @@ def convolution_backward_part(
     output_mask: Sequence[bool],
     edges: Sequence[Sequence[int] | None],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """``convolution_backward`` on a part: the gradient of the part's own elements, and addends of
-    the other gradients.
+    """Compute ``convolution_backward`` of a part.
 
     Args:
-        grad: [n, o, ...] and x: [n, c, ...], both with the halos that `edges` says.
-        edges: per spatial dim the numbers of `Edges`, None if it is not split.
+        grad: gradient of the result, ``[n, o, ...]``, with the halos in `edges`.
+        x: the operand, ``[n, c, ...]``, with the halos in `edges`.
+        weight: the weight.
+        bias_sizes: shape of the bias, or None.
+        stride: stride per spatial dim.
+        padding: padding per spatial dim; 0 for a split dim.
+        dilation: dilation per spatial dim.
+        groups: number of groups.
+        output_mask: which of the three gradients to compute.
+        edges: numbers of `Edges` per spatial dim; None if it is not split.
+
+    Returns:
+        The gradient of the part's elements, and partial sums of the gradients of weight and bias.
     """
     num, around = len(edges), _edges_of(edges)
     strides, dilations = _each(stride, num), _each(dilation, num)
@@ -105,7 +119,7 @@ def convolution_backward_part(
     if output_mask[0]:
         extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
         shape = [*x.shape[:2], *_shape_seen(grad, x, around, extents, strides)]
-        like = x.new_empty(1).expand(shape)  # only its shape is read
+        like = x.new_empty(1).expand(shape)  # only the shape is used
         seen, _, _ = aten.convolution_backward.default(
             grad, like, weight, None, *settings, [True, False, False]
         )
@@ -132,12 +146,13 @@ def avg_pool_backward_part(
     divisor_override: int | None,
     edges: Sequence[Sequence[int] | None],
 ) -> Tensor:
-    """Return the gradient of average pooling for the part's own elements.
+    """Return the gradient of average pooling for the elements of a part.
 
     Args:
-        grad: gradient of the results, and x: the operand; both with the halos that `edges` says.
-        kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override: settings of
-            the pooling.
+        grad: gradient of the results, with the halos in `edges`.
+        x: the operand, with the halos in `edges`.
+        kernel_size: setting of the pooling, as are `stride`, `padding`, `ceil_mode`,
+            `count_include_pad` and `divisor_override`.
         edges: as for `convolution_backward_part`.
     """
     num, around = len(edges), _edges_of(edges)
@@ -168,20 +183,25 @@ def max_pool_part(
     starts: Sizes,
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor]:
-    """Maxima of the part and their indices in the whole space.
+    """Compute max pooling of a part.
 
     Args:
-        starts: per spatial dim, the global index of the first element of `x`, which in a halo
-            before the dim is negative.
-        sizes: the whole space.
+        x: the operand, with halos.
+        kernel_size: setting of the pooling, as are `stride`, `padding`, `dilation` and `ceil_mode`.
+        starts: global index of the first element of `x` per spatial dim; negative for a halo before
+            the dim.
+        sizes: global size of each spatial dim.
+
+    Returns:
+        The maxima of the part, and their indices in the full tensor.
     """
     pool = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[
         len(sizes)
     ]
     values, indices = pool(x, kernel_size, stride, padding, dilation, ceil_mode)
     places = _unravel(indices, x.shape[x.dim() - len(sizes) :])
-    # where all that a window sees is the lowest value the first place counts, which may lie in the
-    # halo before the dim
+    # if all values in a window are the lowest value, the first position is returned, which may be
+    # in the halo before the dim
     places = [
         (place + start).clamp_(0, size - 1)
         for place, start, size in zip(places, starts, sizes, strict=True)
@@ -192,11 +212,14 @@ def max_pool_part(
 def max_pool_backward_part(
     grad: Tensor, x: Tensor, indices: Tensor, starts: Sizes, sizes: Sizes
 ) -> Tensor:
-    """The gradient of `max_pool_part` for the part's own elements, which `x` has the shape of.
+    """Return the gradient of `max_pool_part` for the elements of a part.
 
     Args:
-        grad, indices: of all results that see the part.
-        starts: per spatial dim, the part's first index.
+        grad: gradients of all results that depend on the part.
+        x: a tensor with the shape of the part.
+        indices: indices of these results.
+        starts: first index of the part per spatial dim.
+        sizes: global size of each spatial dim.
     """
     num = len(sizes)
     lengths = x.shape[x.dim() - num :]
@@ -225,5 +248,5 @@ def _ravel(places: Sequence[Tensor], sizes: Sizes) -> Tensor:
 
 
 def _each(values: Sizes, num: int) -> list[int]:
-    """One value per dim, where one may stand for all."""
+    """Return one value per dim; a single value applies to all dims."""
     return list(values) * num if len(values) == 1 else list(values)

@@ -1,8 +1,8 @@
-"""Op knowledge: which placements of an op's operands give which placements of its results.
+"""Sharding rules: which placements of an op's operands give which placements of its results.
 
-A rule speaks of one mesh axis, in factor notation (`notation`); the `table` has one row per op;
-`expansion` takes the product over axes; `localization` says what one rank then calls; `law` proves
-a rule by numbers.
+A rule is written for one mesh axis in factor notation (`notation`). The `table` has one row per op.
+`expansion` combines rules over all mesh axes. `localization` returns the call that one rank makes.
+`law` checks a rule numerically.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One op application, free of fx: what a rule sees.
+"""The description of one call of an op that rules use, independent of torch.fx.
 
-Terms. An *operand* is a tensor that goes into the call; operands are numbered in order of
-appearance in args, then kwargs, lists flattened, and a tensor used twice counts twice. A *slot* is
-a parameter of the op that can take a tensor; the slots of one op are always the same, while an
-optional operand may be missing from its slot.
+Terms. An *operand* is a tensor argument of the call. Operands are numbered in order of appearance
+in args, then kwargs, with lists flattened; a tensor that is passed twice is two operands. A *slot*
+is a parameter of the op that accepts a tensor. An op always has the same slots; the slot of an
+optional operand may be empty.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ class TensorInfo:
 
 
 NO_TENSOR = TensorInfo((0,), torch.uint8)
-"""Stands for a result that is None (an op with an output mask), so that results keep their
-numbers."""
+"""Placeholder of a result that is None (of an op with an output mask), so that the numbers of the
+other results do not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Stands in args and kwargs for the operand of that number."""
+    """Placeholder of the operand with this number in args and kwargs."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Call:
-    """One op application.
+    """One call of an op.
 
     Attributes:
         target: the op: a torch OpOverload, a function of `autopar.ops`, or `operator.getitem`.
-        args, kwargs: as in the graph, tensors replaced by `Operand`, lists by tuples.
+        args: positional arguments as in the graph, with tensors replaced by `Operand` and lists by
+            tuples.
+        kwargs: keyword arguments, likewise.
         inputs: the operands, in order.
-        outputs: the results; one that is None is `NO_TENSOR`.
-        where: the place in the user's model, for errors and reports.
+        outputs: the results; `NO_TENSOR` for a result that is None.
+        where: location in the user's model, for errors and reports.
     """
 
     target: Callable[..., Any]
@@ -65,22 +67,22 @@ class Call:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """What rules depend on: equal calls of repeated layers have equal keys.
+        """Everything that rules depend on; equal calls of repeated layers have equal keys.
 
-        The number of a random draw (`draw`, see `autopar.ops.random`) is left out: it differs from
-        layer to layer and affects no decision.
+        The number of a random draw (`draw`, see `autopar.ops.random`) is omitted: it differs
+        between layers and does not affect rules.
         """
         settings = tuple(sorted(item for item in self.kwargs.items() if item[0] != "draw"))
         return self.target, self.args, settings, self.inputs, self.outputs
 
     @cached_property
     def keyed(self) -> KeyedCall:
-        """The call as a key of caches."""
+        """The call as a key for caches."""
         return KeyedCall(self)
 
 
 class KeyedCall:
-    """A call that compares and hashes by its `key`: for caches."""
+    """A call that is compared and hashed by its `key`, for caches."""
 
     __slots__ = ("_hash", "_key", "call")
 
@@ -96,7 +98,8 @@ class KeyedCall:
 
 
 def _collect(value: Any, is_tensor: Callable[[Any], bool], found: list[Any]) -> Any:
-    """`value` with tensors replaced by operands, which are appended to `found`."""
+    """Return `value` with tensors replaced by `Operand` objects, and append the tensors to
+    `found`."""
     if is_tensor(value):
         found.append(value)
         return Operand(len(found) - 1)
@@ -118,11 +121,12 @@ def _infos(result: Any) -> tuple[TensorInfo, ...]:
 def call_on(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[Call, list[torch.Tensor]]:
-    """Describe a call that was made on real tensors.
+    """Describe a call with real tensors.
 
     Args:
         target: the op.
-        args, kwargs: its arguments.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
         result: its result.
 
     Returns:
@@ -143,8 +147,8 @@ def _is_tensor_node(value: Any) -> bool:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the operand nodes of `node`, in the order of `Call.inputs`. The operand of a getitem
-    is the op with several results."""
+    """Return the operand nodes of `node`, in the order of `Call.inputs`; the operand of a getitem
+    is the node with several results."""
     found: list[fx.Node] = []
     for value in (*node.args, *node.kwargs.values()):
         _collect(value, _is_tensor_node, found)
@@ -152,7 +156,7 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def op_name(target: Any) -> str:
-    """Return the name of an op for people: ``aten.mm.default``, ``ops.dot``."""
+    """Return the name of an op for messages, such as ``aten.mm.default`` or ``ops.dot``."""
     target = torchs_own(target)
     if getattr(target, "_schema", None) is not None or not hasattr(target, "__name__"):
         return str(target)
@@ -161,12 +165,12 @@ def op_name(target: Any) -> str:
 
 
 def where_of(node: fx.Node) -> Where:
-    """Return the node's op, module and source line for errors."""
+    """Return the op, module and source line of a node for errors."""
     return Where(op_name(node.target), node.meta.get("module", ""), node.meta.get("source", ""))
 
 
-# A search asks for the calls of a trace many times: for clusters, walks of named plans, and each
-# emitted plan. Nodes of traces do not change.
+# A search needs the calls of a trace many times: for clusters, named plans and each emitted plan.
+# Nodes of traces do not change.
 _calls: WeakKeyDictionary[fx.Node, Call] = WeakKeyDictionary()
 
 
@@ -174,8 +178,8 @@ def call_of(node: fx.Node) -> Call:
     """Return the call of a node. A getitem has one operand: the result that it selects.
 
     Args:
-        node: a call of a graph that is not changed any more; it and its operands have their values
-            in ``meta["val"]``.
+        node: a call in a graph that no longer changes; ``meta["val"]`` of the node and its operands
+            must be set.
     """
     found = _calls.get(node)
     if found is None:
@@ -204,13 +208,13 @@ def _describe(node: fx.Node) -> Call:
 
 
 def takes_tensor(type_name: str) -> bool:
-    """Whether a parameter of this type, as text of a schema, can take a single tensor."""
+    """Whether a parameter with this type, as written in a schema, accepts a single tensor."""
     return type_name in ("Tensor", "Optional[Tensor]")
 
 
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
-    """(name, whether it can take a single tensor) of every parameter, in order."""
+    """Return (name, whether it accepts a single tensor) of every parameter, in order."""
     schema = getattr(torchs_own(target), "_schema", None)
     if schema is not None:
         return tuple((a.name, takes_tensor(str(a.type))) for a in schema.arguments)
@@ -244,7 +248,7 @@ def slots(call: Call) -> tuple[int | None, ...]:
 def replace_arguments(
     call: Call, changes: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return args and kwargs with other values for the named parameters."""
+    """Return args and kwargs with new values for the named parameters."""
     names = [name for name, _ in _parameters(call.target)]
     args, kwargs = list(call.args), dict(call.kwargs)
     for name, value in changes.items():

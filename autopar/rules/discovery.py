@@ -1,12 +1,12 @@
-"""Rules found by experiment (`experiment`), for ops that have none.
+"""Discover rules of ops without a rule by experiments (`experiment`).
 
-Experiments are evidence, not proof: a split that is wrong only for untried values would be
-accepted. So ops whose schema shows that they change operands, draw random numbers, or have results
-whose shapes depend on values are not tried.
+Experiments are not a proof: a split that is wrong only for untested values would be accepted.
+Therefore ops are not tested if their schema shows that they modify operands, draw random numbers,
+or have results whose shapes depend on values.
 
-An op may write beyond its memory if its operands do not match (some of torch's own ops do), so the
-experiments run in a child process that can crash safely. If it dies, a second one tries only the
-splits whose operands are likely to match.
+An op may write out of bounds if its operands do not match (some ops of torch do). Therefore the
+experiments run in a child process, which may crash. If it does, a second child process only tests
+the splits whose operands are likely to match.
 """
 
 from __future__ import annotations
@@ -52,25 +52,26 @@ from autopar.rules.small_calls import Trial, trials_of
 from autopar.rules.trial import check_strategy, close, join, run, split, tolerance_of
 
 # --------------------------------------------------------------------------------------------------
-# A cache of discovered rules in a file of the user's cache directory (`cache_home`):
-# ``discovered.json``.
+# A cache of discovered rules in the file ``discovered.json`` of the user's cache directory
+# (`cache_home`).
 #
-# Only proposals are stored. They must pass the law again each time they are read, so a file that is
-# stale, from another machine or edited by hand can cost choices but never give a wrong rule. The
-# file is JSON, not pickle, and holds for one version of torch. ``AUTOPAR_CACHE=0`` in the
-# environment disables the cache. A file that is damaged, or that another user can write to, is not
-# read; rules are discovered again, and the log has the reason. If the file cannot be written,
-# discovered rules are kept in the process.
+# The file contains proposals. They are checked each time they are read, so a file that is stale,
+# from another machine or edited by hand may omit options, but cannot lead to a wrong rule. The file
+# is JSON, not pickle, and is valid for one version of torch. ``AUTOPAR_CACHE=0`` in the environment
+# disables the cache. A file that is damaged, or that another user can write to, is not read: rules
+# are discovered again, and a warning gives the reason. If the file cannot be written, discovered
+# rules are only kept in memory.
 
 _FORMAT, _VERSION = "autopar-discovered", 2
 
 
 def path() -> Path | None:
-    """Return the file of the cache, and make its folder. If other users can write to the user's
-    folder, a folder of this process is used.
+    """Create the folder of the cache and return the path of its file. If other users can write to
+    the folder, a folder of this process is used.
 
     Returns:
-        The file, which may not exist; None if the cache is off, or its folder cannot be made.
+        The path, whose file may not exist; None if the cache is disabled, or its folder cannot be
+        created.
     """
     if not is_cache_on("rules"):
         return None
@@ -86,12 +87,13 @@ def path() -> Path | None:
 
 
 def load(call: Call) -> tuple[AxisOption, ...]:
-    """Return the options of an equal call, without replicate-everything; empty if unknown."""
+    """Return the cached options of an equal call, without replicate-everything; empty if there are
+    none."""
     try:
         options = tuple(map(decode, _rules(path()).get(_key(call), ())))
     except (LayoutError, TypeError, ValueError, AttributeError) as error:
         warn_once(
-            f"an entry of the discovered rules is damaged ({error}): discovering {_key(call)} again"
+            f"an entry of the discovered rules is damaged ({error}); discovering {_key(call)} again"
         )
         return ()
     fit = all(
@@ -101,7 +103,7 @@ def load(call: Call) -> tuple[AxisOption, ...]:
 
 
 def save(call: Call, options: Sequence[AxisOption]) -> None:
-    """Store the options of a call."""
+    """Add the options of a call to the cache."""
     file = path()
     if file is None:
         return
@@ -113,7 +115,7 @@ def save(call: Call, options: Sequence[AxisOption]) -> None:
         "rules": rules,
         "sha256": digest(rules),
     }
-    with contextlib.suppress(OSError):  # a cache: without the file, rules are discovered again
+    with contextlib.suppress(OSError):  # without the file, rules are discovered again
         with tempfile.NamedTemporaryFile(
             "w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8"
         ) as part:
@@ -127,10 +129,10 @@ def encode(option: AxisOption) -> list[list[str]]:
 
 
 def decode(data: Sequence[Sequence[str]]) -> AxisOption:
-    """The inverse of `encode`.
+    """Convert JSON to an option, as the inverse of `encode`.
 
     Raises:
-        LayoutError: if a placement cannot be read.
+        LayoutError: a placement cannot be parsed.
     """
     inputs, outputs = (
         [p for token in side for p in Layout.parse(token).placements] for side in data
@@ -144,8 +146,8 @@ def digest(rules: dict[str, Any]) -> str:
 
 
 def _rules(file: Path | None) -> dict[str, Any]:
-    """Return the entries of a file; none if it is missing, damaged, or from another version or
-    user."""
+    """Return the entries of a file; empty if it is missing, damaged, from another version, or
+    writable by another user."""
     if file is None:
         return {}
     try:
@@ -160,10 +162,11 @@ def _rules(file: Path | None) -> dict[str, Any]:
 
 
 def _entries(data: Any) -> dict[str, Any]:
-    """Return the entries of parsed data; none if they are from another version of autopar or torch.
+    """Return the entries of parsed data; empty if they are from another version of autopar or
+    torch.
 
     Raises:
-        ValueError: if the data do not have the form that `save` writes.
+        ValueError: the data do not have the format that `save` writes.
     """
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError("it is not a file of discovered rules")
@@ -176,7 +179,8 @@ def _entries(data: Any) -> dict[str, Any]:
 
 
 def _key(call: Call) -> str:
-    """Return op, schema, settings, shapes and dtypes; equal for equal calls in all processes."""
+    """Return a key of op, schema, settings, shapes and dtypes; equal for equal calls in all
+    processes."""
     text = repr(
         (
             op_name(call.target),
@@ -190,15 +194,15 @@ def _key(call: Call) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Experiments on one call: which splits and partial sums of its operands give the whole result.
+# Experiments on one call: which splits and partial sums of its operands reproduce the full result.
 #
-# Every way to split the operands on one axis, and every set of partial sums, is tried once on small
-# tensors (`small_calls`). A way is an option if the results of the ranks can be joined to the whole
-# by shards, as sums, maxima or minima, or as copies. The option is accepted if it passes the law of
-# all rules: on other numbers, on even and uneven parts, and on two axes together with every
-# accepted option.
+# Every way to split the operands on one axis, and every set of partial sums, is tested once on
+# small tensors (`small_calls`). It is a proposal if the results of the ranks can be joined to the
+# full result, as shards, sums, maxima, minima or copies. The proposal is accepted if it passes the
+# check of all rules: with other values, for even and uneven parts, and on two axes in combination
+# with every accepted option.
 #
-# An unknown op may do anything with operands that do not match, so this runs in a child process
+# An unknown op may crash for operands that do not match, so this runs in a child process
 # (`_in_child`).
 
 _NUM_PARTS = (2, 3)
@@ -209,36 +213,39 @@ _MOST_OPTIONS = 24
 def experiment(
     call: Call, known: Sequence[AxisOption] = (), *, careful: bool = False
 ) -> tuple[tuple[AxisOption, ...], str]:
-    """Return the options of a call without replicate-everything, or the reason if none splits it.
+    """Find the options of a call.
 
     Args:
         call: the call.
-        known: options of an earlier experiment. They are the result if all of them pass the law.
-        careful: whether to try only the likely splits (`_likely_splits`).
+        known: options of an earlier experiment; they are returned if all of them pass the check.
+        careful: whether to test only the likely splits (`_likely_splits`).
+
+    Returns:
+        The options without replicate-everything, and the reason if none of them shards an operand,
+        else ``""``.
     """
     with as_written(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(
             0
-        )  # of the CPU alone, where it runs: those of GPUs are the script's
+        )  # only the generator of the CPU, on which this runs; those of GPUs are not changed
         trials = trials_of(call)
         if not trials:
             return (), (
-                "on small CPU tensors it returned no finite numbers, or different ones the second"
-                " time"
+                "on small CPU tensors, its results are not finite, or differ between two runs"
             )
-        tells = _tells(trials)
-        if not any(tells):
+        varied = _results_that_vary(trials)
+        if not any(varied):
             return (), "its result does not depend on its operands"
-        options = _prove_proposals(call, known, trials, tells)
+        options = _check_proposals(call, known, trials, varied)
         if not known or len(options) < len(known):
-            options = _prove_proposals(call, _proposals(call, trials[0], careful), trials, tells)
+            options = _check_proposals(call, _proposals(call, trials[0], careful), trials, varied)
     is_split = any(isinstance(p, Shard) for option in options for p in option.inputs)
-    return options, "" if is_split else "no sharding of it reproduces the full result"
+    return options, "" if is_split else "no sharding of its operands reproduces the full result"
 
 
-def _tells(trials: Iterable[Trial]) -> list[bool]:
-    """Return, per result, whether its elements differ. A constant result could be a sum, a maximum
-    or a copy."""
+def _results_that_vary(trials: Iterable[Trial]) -> list[bool]:
+    """Return, per result, whether its elements differ; for a constant result, sums, maxima and
+    copies cannot be distinguished."""
     results = zip(
         *(run(call.target, call.args, call.kwargs, tensors, (), ()) for call, tensors in trials),
         strict=True,
@@ -254,7 +261,7 @@ def _varies(x: torch.Tensor) -> bool:
 
 
 def _proposals(call: Call, trial: Trial, careful: bool) -> Iterator[AxisOption]:
-    """Generate the options that hold on two parts of one trial."""
+    """Yield the options that reproduce the result with two parts in one trial."""
     small, tensors = trial
     expected, random = (
         run(small.target, small.args, small.kwargs, tensors, (), ()),
@@ -273,7 +280,7 @@ def _proposals(call: Call, trial: Trial, careful: bool) -> Iterator[AxisOption]:
                 run(small.target, small.args, small.kwargs, [p[(rank,)] for p in parts], (), ())
                 for rank in range(2)
             ]
-        except Exception:  # an unknown op may raise anything: it does not accept these parts
+        except Exception:  # an unknown op may raise any error for parts that it does not accept
             continue
         given = [PARTIAL] if PARTIAL in inputs else None
         if all(len(r) == len(expected) for r in ranks):
@@ -285,8 +292,8 @@ def _proposals(call: Call, trial: Trial, careful: bool) -> Iterator[AxisOption]:
 
 
 def _splits(small: Call) -> list[tuple[Placement, ...]]:
-    """List all choices of a dim, or none, of every operand. If these are too many, dims of equal
-    size are split together."""
+    """Return all combinations of a sharded dim, or none, per operand; if there are too many, only
+    those whose sharded dims have equal size."""
     dims = [[Shard(d) for d, size in enumerate(info.shape) if size > 1] for info in small.inputs]
     if math.prod(len(choices) + 1 for choices in dims) > _MOST_COMBINATIONS:
         sizes = sorted({size for info in small.inputs for size in info.shape if size > 1})
@@ -304,8 +311,8 @@ def _splits(small: Call) -> list[tuple[Placement, ...]]:
 
 
 def _likely_splits(small: Call) -> list[tuple[Placement, ...]]:
-    """List the dims that have equal sizes in all operands, counted from the front or from the
-    back."""
+    """Return the combinations that shard one dim, counted from the front or from the back, in all
+    operands in which it has a given size."""
     found: dict[tuple[Placement, ...], None] = {}
     shapes = [info.shape for info in small.inputs]
     for d, size in {
@@ -334,19 +341,20 @@ def _product(dims: Sequence[Sequence[Shard]]) -> Iterator[tuple[Placement, ...]]
 
 
 def _partial_sums(call: Call) -> list[tuple[Placement, ...]]:
-    """List sets of operands that may be partial sums: their cast to the results rounds nothing."""
+    """Return the combinations of operands that may be partial sums: a cast of these operands to the
+    dtypes of the results is exact."""
     results = [info for info in call.outputs if info != NO_TENSOR]
     able = [
         i
         for i, info in enumerate(call.inputs)
-        if _adds(info) and all(exact_cast(info.dtype, out.dtype) for out in results)
+        if _is_summable(info) and all(exact_cast(info.dtype, out.dtype) for out in results)
     ]
     sizes = range(1, len(able) + 1) if len(able) <= 4 else (1, len(able))
     sets = [s for n in sizes for s in itertools.combinations(able, n)]
     return [tuple(PARTIAL if i in s else REPLICATE for i in range(len(call.inputs))) for s in sets]
 
 
-def _adds(info: TensorInfo) -> bool:
+def _is_summable(info: TensorInfo) -> bool:
     return info.dtype.is_floating_point or info.dtype.is_complex
 
 
@@ -356,8 +364,8 @@ def _joins(
     given: Sequence[Placement] | None,
     tolerance: float,
 ) -> list[Placement]:
-    """List the placements that join the results of two ranks to the whole. With `given`, only these
-    are tried."""
+    """Return the placements with which the results of two ranks join to the full result; with
+    `given`, only these are tested."""
     if whole is None:
         return [REPLICATE]
     shards = [Shard(d) for d, size in enumerate(whole.shape) if size > 1]
@@ -368,10 +376,12 @@ def _joins(
         if whole.is_complex()
         else [PARTIAL, Partial("max"), Partial("min")]
     )
-    return [p for p in given or (REPLICATE, *shards, *sums) if _makes(parts, whole, p, tolerance)]
+    return [
+        p for p in given or (REPLICATE, *shards, *sums) if _joins_to(parts, whole, p, tolerance)
+    ]
 
 
-def _makes(
+def _joins_to(
     parts: list[torch.Tensor], whole: torch.Tensor, placement: Placement, tolerance: float
 ) -> bool:
     layout = Layout((placement,))
@@ -385,27 +395,33 @@ def _makes(
     return not isinstance(joined, str) and close(joined, whole, tolerance)
 
 
-def _prove_proposals(
-    call: Call, proposals: Iterable[AxisOption], trials: Sequence[Trial], tells: Sequence[bool]
+def _check_proposals(
+    call: Call, proposals: Iterable[AxisOption], trials: Sequence[Trial], varied: Sequence[bool]
 ) -> tuple[AxisOption, ...]:
-    """List the proposals that pass the law; the first one for each split of operands. A constant
-    result must be split, which its shape shows."""
+    """Return the proposals that pass the check, the first one per split of operands.
+
+    Args:
+        call: the call.
+        proposals: the proposals.
+        trials: small calls with operands.
+        varied: per result, whether its elements differ; a constant result must be sharded.
+    """
     kept: dict[tuple[Placement, ...], AxisOption] = {
         replicated_option(call).inputs: replicated_option(call)
     }
     for option in proposals:
         is_new = option.inputs not in kept and len(kept) < _MOST_OPTIONS
-        shows = all(
-            told or isinstance(p, Shard) for told, p in zip(tells, option.outputs, strict=True)
+        is_determined = all(
+            varies or isinstance(p, Shard) for varies, p in zip(varied, option.outputs, strict=True)
         )
-        if is_new and shows and _holds(option, trials) and _agrees(option, kept, trials[0]):
+        if is_new and is_determined and _holds(option, trials) and _agrees(option, kept, trials[0]):
             kept[option.inputs] = option
     return tuple(kept.values())[1:]
 
 
 def _holds(option: AxisOption, trials: Sequence[Trial]) -> bool:
-    """Whether an option passes the law on one axis in every trial that it fits, and there is such
-    a trial."""
+    """Whether an option passes the check on one axis in every trial whose sizes it fits, and there
+    is such a trial."""
     strategies = [
         (trial, s, n)
         for trial in trials
@@ -413,20 +429,21 @@ def _holds(option: AxisOption, trials: Sequence[Trial]) -> bool:
         for s in expand(trial[0], (replicated_option(trial[0]), option), (n,))[1:]
     ]
     return bool(strategies) and all(
-        _obeys(trial, strategy, (n,)) for trial, strategy, n in strategies
+        _passes(trial, strategy, (n,)) for trial, strategy, n in strategies
     )
 
 
 def _agrees(
     option: AxisOption, kept: dict[tuple[Placement, ...], AxisOption], trial: Trial
 ) -> bool:
-    """Whether it also obeys the law together with the options kept, on two axes."""
+    """Whether an option also passes the check in combination with the accepted options on two
+    axes."""
     before = set(expand(trial[0], tuple(kept.values()), (2, 2)))
     added = [s for s in expand(trial[0], (*kept.values(), option), (2, 2)) if s not in before]
-    return all(_obeys(trial, strategy, (2, 2)) for strategy in added)
+    return all(_passes(trial, strategy, (2, 2)) for strategy in added)
 
 
-def _obeys(trial: Trial, strategy: Strategy, mesh_shape: tuple[int, ...]) -> bool:
+def _passes(trial: Trial, strategy: Strategy, mesh_shape: tuple[int, ...]) -> bool:
     try:
         check_strategy(*trial, strategy, mesh_shape)
     except RuleError:
@@ -435,7 +452,7 @@ def _obeys(trial: Trial, strategy: Strategy, mesh_shape: tuple[int, ...]) -> boo
 
 
 _LONGEST_S = 60.0  # seconds without output after which a child is stopped
-_TOO_LONG = '{"options": [], "reason": "experiments with it took too long"}'
+_TOO_LONG = '{"options": [], "reason": "the experiments timed out"}'
 _TAGS = {
     torch.Tag.nondeterministic_seeded: "it draws random numbers",
     torch.Tag.data_dependent_output: "its result depends on the values of tensors",
@@ -453,15 +470,19 @@ _COMMUNICATING = (
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """The result of experiments: options, replicate-everything first. If none splits anything,
-    `reason` is the reason."""
+    """The result of experiments.
+
+    Attributes:
+        options: the options, replicate-everything first.
+        reason: the reason if no other option was found, else ``""``.
+    """
 
     options: tuple[AxisOption, ...]
     reason: str = ""
 
 
 def unfit(target: Callable[..., Any]) -> str:
-    """Return why an op can have no rule; empty if it can."""
+    """Return the reason why an op cannot have a rule; empty if it can."""
     if not isinstance(target, torch._ops.OpOverload):
         return "it is not a torch operator with a schema"
     if target._schema.is_mutable:
@@ -472,7 +493,7 @@ def unfit(target: Callable[..., Any]) -> str:
 
 
 def discover(call: Call) -> Discovery:
-    """Find the options of a call by experiments on the CPU. Equal calls give equal answers."""
+    """Find the options of a call by experiments on the CPU; equal calls give equal results."""
     return _discover(KeyedCall(replace(call, target=torchs_own(call.target))))
 
 
@@ -485,39 +506,41 @@ def _discover(keyed: KeyedCall) -> Discovery:
     options: tuple[AxisOption, ...] = ()
     if not reason:
         known = load(call)
-        text = _in_child(lambda: _question(call, known))
-        options, reason = _answer(text or _in_child(lambda: _question(call, known, careful=True)))
+        text = _in_child(lambda: _experiment_as_text(call, known))
+        options, reason = _parse_experiment(
+            text or _in_child(lambda: _experiment_as_text(call, known, careful=True))
+        )
         if options and options != known:
             save(call, options)
     return Discovery((replicated_option(call), *options), reason)
 
 
-def _question(call: Call, known: tuple[AxisOption, ...], *, careful: bool = False) -> str:
+def _experiment_as_text(call: Call, known: tuple[AxisOption, ...], *, careful: bool = False) -> str:
     options, reason = experiment(call, known, careful=careful)
     return json.dumps({"options": [encode(option) for option in options], "reason": reason})
 
 
-def _answer(text: str) -> tuple[tuple[AxisOption, ...], str]:
+def _parse_experiment(text: str) -> tuple[tuple[AxisOption, ...], str]:
     try:
         data = json.loads(text)
     except ValueError:
-        return (), "experiments with it failed"
+        return (), "the experiments failed"
     return tuple(map(decode, data["options"])), data["reason"]
 
 
 def _in_child(work: Callable[[], str]) -> str:
-    """Return the text that `work` returns in a fork of this process; empty if the fork dies, or the
-    system cannot fork."""
+    """Return the text that `work` returns in a forked child process; empty if the child crashes, or
+    the system has no fork."""
     if not hasattr(os, "fork"):
         return ""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning
-        )  # about forks of processes with threads: the child uses no threads
+        )  # about forking a process with threads; the child uses no threads
         child = os.fork()
     if child == 0:
-        _be_child(work, read, write)
+        _run_child(work, read, write)
     os.close(write)
     pieces = []
     while (ready := select.select([read], [], [], _LONGEST_S)[0]) and (
@@ -530,18 +553,17 @@ def _in_child(work: Callable[[], str]) -> str:
     return b"".join(pieces).decode() if ready else _TOO_LONG
 
 
-def _be_child(work: Callable[[], str], read: int, write: int) -> None:
-    """Never returns: nothing of the parent's is cleaned up twice."""
+def _run_child(work: Callable[[], str], read: int, write: int) -> None:
+    """Run `work` in the child, write its text to the pipe, and exit without running the cleanup of
+    the parent."""
     try:
-        import resource  # not on every system
+        import resource  # not available on all systems
 
         os.close(read)
         faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 2
-        )  # what the op says as it dies tells the user nothing
-        torch.set_num_threads(1)  # threads do not survive a fork
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide messages of a crashing op
+        torch.set_num_threads(1)  # threads do not exist after a fork
         text = work().encode()
         while text:
             text = text[os.write(write, text) :]

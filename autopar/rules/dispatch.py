@@ -1,23 +1,25 @@
-"""Dispatch of tokens to experts that are split over the same axis (`autopar.ops.experts`): the axis
-option, its requirements, its collectives and the local call.
+"""Expert parallelism: dispatch of tokens to experts that are sharded over the same axis
+(`autopar.ops.experts`). This module has the axis option, its requirements, its collectives and the
+local call.
 
-On an axis of n ranks that splits tokens, picks and gates by tokens and both weights by experts,
-the row of each of the T tokens' k picks is sent to the rank of its expert, and the expert's result
-is sent back (the expert parallelism of GShard, Switch and DeepSpeed-MoE). A rank has T/n tokens of
-h features, from which experts make d features. The local inputs of the all-to-alls, of which a rank
-sends (n−1)/n to others if all experts are picked equally often, are
+On an axis of n ranks, tokens, expert indices and gates are sharded by tokens, and both weights by
+experts. Each of the T tokens is routed to k experts. Its row is sent to the ranks of these experts,
+and their results are sent back (as in GShard, Switch and DeepSpeed-MoE). A rank has T/n tokens with
+h features, and experts return d features. The all-to-alls have the following local inputs, of which
+a rank sends (n−1)/n to other ranks if all experts get the same number of tokens:
 
-    forward     counts; rows of tokens T/n·k·h; what experts made of them T/n·k·d
-    backward    counts; rows of results' gradients and of tokens T/n·k·(d + h), gates T/n·k;
+    forward     counts; rows of tokens T/n·k·h; results of experts T/n·k·d
+    backward    counts; gradients of results and rows of tokens T/n·k·(d + h), gates T/n·k;
                 gradients of tokens T/n·k·h, of gates T/n·k
 
-The number of rows that go to each rank depends on the values. These are the expected numbers for
-balanced picks, for which the collectives are priced. With unbalanced picks all ranks wait for the
-one whose experts are picked most, as they do when tokens are gathered.
+The number of rows per rank depends on values. The collectives are priced for the expected numbers
+with balanced routing. With unbalanced routing, all ranks wait for the rank whose experts get the
+most tokens, as they also do if tokens are gathered.
 
-At most one axis of a strategy dispatches. Experts are then split evenly; tokens may be split
-unevenly. The other axes may use all other options of the rule. If one of them splits experts too, a
-rank sends to the ranks of its own column, and the parts add up.
+A strategy dispatches over at most one axis. Experts are then sharded evenly; tokens may be sharded
+unevenly. The other axes may use all other options of the rule. If another axis also shards experts,
+a rank exchanges rows with the ranks of its own group along the dispatching axis, and the partial
+results are summed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from autopar.rules.notation import AxisOption
 from autopar.rules.site import Local, Site, Starts
 
 TOKENS: Mapping[Callable[..., Any], int] = {ops.experts: 0, ops.experts_backward: 1}
-"""Op → the operand that is the tokens; picks, gates and the weights up and down follow it."""
+"""Op → number of the operand with the tokens; it is followed by expert indices, gates, and the up
+and down weights."""
 EXCHANGES: Mapping[Callable[..., Any], tuple[tuple[str, bool], ...]] = {
     ops.experts: (("moe_dispatch", False), ("moe_dispatch", True), ("moe_combine", True)),
     ops.experts_backward: (
@@ -48,14 +51,14 @@ EXCHANGES: Mapping[Callable[..., Any], tuple[tuple[str, bool], ...]] = {
         ("moe_combine", False),
     ),
 }
-"""Op → for each of its collectives, in order: the kernel that can do the same between peers, and
-whether an all-to-all needs one more pass over its data, which gathers or sorts rows."""
+"""Op → for each of its collectives, in order: the equivalent kernel between peers, and whether an
+all-to-all needs an additional pass over its data that gathers or sorts rows."""
 _ROWS = Shard(0)
 
 
 def dispatch_options(call: Call) -> tuple[AxisOption, ...]:
-    """Return the option that splits dim 0 of every operand and result on one axis, if tokens and
-    experts can both be split."""
+    """Return the option that shards dim 0 of every operand and result on one axis; empty if there
+    is only one token or one expert."""
     at = TOKENS[call.target]
     x, up = call.inputs[at], call.inputs[at + 3]
     if x.shape[0] < 2 or up.shape[0] < 2:
@@ -64,7 +67,7 @@ def dispatch_options(call: Call) -> tuple[AxisOption, ...]:
 
 
 def dispatch_axes(call: Call, inputs: Sequence[Layout]) -> tuple[int, ...]:
-    """Return the axes over which a call with operands in these layouts dispatches."""
+    """Return the axes over which a call with these layouts of its operands dispatches."""
     at = TOKENS.get(call.target)
     if at is None:
         return ()
@@ -73,24 +76,24 @@ def dispatch_axes(call: Call, inputs: Sequence[Layout]) -> tuple[int, ...]:
 
 
 def num_senders(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> int:
-    """Return the number of ranks whose rows a rank computes with; 1 if nothing is dispatched.
+    """Return the number of ranks from which a rank receives rows; 1 if the call does not dispatch.
 
     Args:
         call: the call.
         strategy: its strategy.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
     """
     return math.prod(mesh_shape[axis] for axis in dispatch_axes(call, strategy.inputs))
 
 
 def is_even(call: Call, strategy: Strategy, axes: Sequence[int], mesh_shape: Sequence[int]) -> bool:
-    """Whether a call can dispatch: over at most one axis, with evenly split experts.
+    """Whether a call can dispatch: over at most one axis, with evenly sharded experts.
 
     Args:
         call: the call.
         strategy: its strategy.
         axes: the axes over which it dispatches.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
     """
     experts = TOKENS[call.target] + 3
     return len(axes) <= 1 and strategy.inputs[experts].divides(
@@ -99,21 +102,20 @@ def is_even(call: Call, strategy: Strategy, axes: Sequence[int], mesh_shape: Seq
 
 
 def of_tokens(call: Call, strategy: Strategy) -> list[tuple[Layout, TensorInfo]]:
-    """Return the layouts and shapes of operands and results whose dim 0 is tokens: all but the
-    weights and their gradients."""
+    """Return the layouts and shapes of the operands and results whose dim 0 is the tokens: all
+    except the weights and their gradients."""
     at = TOKENS[call.target]
     inputs = list(zip(strategy.inputs, call.inputs, strict=True))[: at + 3]
     return inputs + list(zip(strategy.outputs, call.outputs, strict=True))[: 1 + at]
 
 
 def moves(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Collective, ...]:
-    """Return the collectives that a dispatching call runs itself, in their order; empty if it does
-    not dispatch.
+    """Return the collectives that a dispatching call runs, in order; empty if it does not dispatch.
 
     Args:
         call: the call.
         strategy: its strategy.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
     """
     axes = dispatch_axes(call, strategy.inputs)
     if not axes:
@@ -127,7 +129,7 @@ def moves(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Co
     pairs, tokens, gates = math.prod(ids), call.inputs[at].dtype, call.inputs[at + 2].dtype
 
     def exchange(width: int, info_dtype: Any, rows: int = pairs) -> Collective:
-        """Return the all-to-all of local rows of `width` elements."""
+        """Return the all-to-all of `rows` local rows with `width` elements each."""
         return Collective(
             "all_to_all",
             axis,
@@ -151,8 +153,8 @@ def moves(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Co
 
 
 def local(site: Site) -> Local:
-    """Return the call of a rank: on its own experts, or, if it dispatches, together with all ranks
-    of the axis."""
+    """Return the call of a rank: with its own experts, or, if the call dispatches, together with
+    all ranks along the axis."""
     call, strategy = site.call, site.strategy
     up = TOKENS[call.target] + 3
     num, layout = call.inputs[up].shape[0], strategy.inputs[up]
@@ -172,12 +174,12 @@ def local(site: Site) -> Local:
 
 
 # --------------------------------------------------------------------------------------------------
-# Own collectives: those that an op runs itself, in addition to the ones that bring its operands to
-# the layouts that it reads.
+# Collectives within an op, in addition to those that convert its operands to the layouts of the
+# strategy.
 #
-# Most ops have none. Those of an op in `OWN` follow from its strategy alone. They run inside the
-# op, one after another, so that nothing overlaps with them. Their tuple is the single source of
-# their price and of the metadata of emitted nodes.
+# Most ops have none. Those of an op in `OWN` depend only on its strategy. They run within the op,
+# one after another, and do not overlap with other work. The same tuple determines their price and
+# the metadata of emitted nodes.
 
 OWN: Mapping[
     Callable[..., Any], Callable[[Call, Strategy, Sequence[int]], tuple[Collective, ...]]
@@ -185,12 +187,12 @@ OWN: Mapping[
 
 
 def own_moves(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> tuple[Collective, ...]:
-    """Return the own collectives of a call, in their order.
+    """Return the collectives that a call runs within its op, in order.
 
     Args:
         call: the call.
         strategy: its strategy.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
     """
     found = OWN.get(call.target)
     return found(call, strategy, mesh_shape) if found else ()

@@ -1,11 +1,11 @@
-"""From one mesh axis to all of them: the product of a call's axis options.
+"""The strategies of a call on a mesh: the product of its options over the mesh axes.
 
-Where several axes shard one dim, every order in which they can split it is a strategy of its own,
-and all operands and results take the same order, since the axes split one and the same factor.
+If several axes shard one dim, every order in which they split it is a separate strategy. All
+operands and results use the same order, since the axes split the same letter.
 
-Splits may be uneven where one axis alone splits a dim, and only the last part is shorter
-(`Layout.fits`). Then all dims that the axis splits must have one size: of sizes 6 and 3 in four,
-the parts would not belong together.
+A split may be uneven if only one axis splits a dim and only the last part is shorter
+(`Layout.fits`). All dims that the axis splits must then have the same size: for example, the parts
+of sizes 6 and 3 split in four do not correspond.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def expand(
 ) -> tuple[Strategy, ...]:
     """Return all strategies of a call on a mesh: the product of its options over the axes.
 
-    Every operand and result fits its layout (`Layout.fits`), and splits of different dims match
-    (`cuts_alike`).
+    Every operand and result fits its layout (`Layout.fits`), and the parts of different dims
+    correspond (`cuts_alike`).
 
     Args:
         call: the call.
         every: its options on one axis; the first replicates everything.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
     """
     infos = (*call.inputs, *call.outputs)
     per_axis = [
@@ -72,14 +72,16 @@ def _fits(
 
 
 def cuts_alike(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-    """Whether the parts of different dims match: all dims that an axis splits have one size if it
-    splits one of them unevenly, and attention has the heads that its queries read. If tokens are
-    dispatched, experts are split evenly, while tokens need not be.
+    """Whether the parts of different dims correspond.
+
+    If an axis splits a dim unevenly, all dims that it splits must have the same size. In attention,
+    every rank must have the key and value heads that its query heads read. If tokens are
+    dispatched, experts must be split evenly, but tokens may be split unevenly.
 
     Args:
         call: the call.
         strategy: its strategy.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
     """
     if call.target in _OF_HEADS and not heads_nest(call, strategy):
         return False
@@ -107,7 +109,7 @@ def cuts_alike(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> boo
 
 
 def _orders(placements: Sequence[tuple[Placement, ...]], num_axes: int) -> list[tuple[int, ...]]:
-    """Orders of the axes that make a difference; mesh order first."""
+    """Return the orders of the axes that give different layouts, the order of the mesh first."""
     if all(_distinct(p) for p in placements):
         return [tuple(range(num_axes))]
     return list(itertools.permutations(range(num_axes)))
@@ -127,7 +129,7 @@ def is_expansion(
         call: the call.
         every: its options on one axis; the first replicates everything.
         strategy: the strategy.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
     """
     layouts, num_axes = (*strategy.inputs, *strategy.outputs), len(mesh_shape)
     if (len(strategy.inputs), len(strategy.outputs)) != (len(call.inputs), len(call.outputs)):

@@ -1,5 +1,5 @@
-"""Rules of families of tensor ops whose notation depends on ranks, dims and flags: each takes a
-call and gives its factors."""
+"""Rules of families of tensor ops whose notation depends on ranks, dims and flags: each is a
+function from a call to its factors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Family = Callable[[Call], Factors]
 
 
 def also(rule: Family, further: Callable[[Call], tuple[AxisOption, ...]]) -> Family:
-    """Return the rule with further options, which no letter of its notation describes."""
+    """Return the rule with additional options that its notation does not describe."""
     return lambda call: replace(rule(call), further=further(call))
 
 
@@ -26,7 +26,7 @@ def _letters(rank: int) -> Term:
 
 
 def dims_of(value: int | Iterable[int] | None, rank: int) -> frozenset[int]:
-    """Dims as non-negative numbers; None or empty means all of them."""
+    """Return dims as nonnegative numbers; None or an empty value means all dims."""
     dims = (value,) if isinstance(value, int) else tuple(value or ())
     return frozenset(d % rank for d in dims) if dims and rank else frozenset(range(rank))
 
@@ -40,7 +40,11 @@ def _all_linear(call: Call) -> tuple[tuple[int, ...], ...]:
 
 
 def pointwise(linear: tuple[tuple[int, ...], ...] = ()) -> Family:
-    """Every dim is parallel; operands broadcast. `linear`: sets of slots."""
+    """Return the rule of pointwise ops: every dim is parallel, and operands are broadcast.
+
+    Args:
+        linear: linear sets of slots.
+    """
 
     def rule(call: Call) -> Factors:
         """Return one letter per dim of the result, shared by all operands."""
@@ -51,8 +55,8 @@ def pointwise(linear: tuple[tuple[int, ...], ...] = ()) -> Family:
 
 
 def dot(call: Call) -> Factors:
-    """`autopar.ops.dot`: its equation is the rule. A bias is whole where what is summed over is
-    split (`localization` says who adds it)."""
+    """Return the factors of `autopar.ops.dot`, which are its equation. If a contracted dim is
+    split, a bias is replicated, and only one part adds it (`localization`)."""
     left, _, right = call.args[0].replace(" ", "").partition("->")
     factors = tuple(map(tuple, left.split(",")))
     if len(call.inputs) == 2:
@@ -68,9 +72,9 @@ def reduction(reduce_op: str = "sum", linear: bool = False, whole: bool = False)
     """Return the rule of reductions over ``dim``.
 
     Args:
-        reduce_op: reduction of the partial results that split dims give.
+        reduce_op: reduction of partial results if a reduced dim is split.
         linear: whether a partial operand gives a partial result.
-        whole: whether reduced dims stay whole, because partial results would be wrong.
+        whole: whether reduced dims must not be split, because partial results would be wrong.
     """
 
     def rule(call: Call) -> Factors:
@@ -96,17 +100,19 @@ def reduction(reduce_op: str = "sum", linear: bool = False, whole: bool = False)
 
 
 def along(linear: tuple[tuple[int, ...], ...] = (), dim: int | tuple[int, ...] = -1) -> Family:
-    """Ops that work along ``dim`` (softmax, cumsum, flip, cat): it stays whole, all other dims are
-    parallel.
+    """Return the rule of ops that work along ``dim`` (softmax, cumsum, flip, cat): this dim is not
+    split, all other dims are parallel.
 
-    `linear`: sets of operands; ``((),)`` means all operands together. `dim` is the default.
+    Args:
+        linear: linear sets of operands; ``((),)`` means all operands together.
+        dim: default of the argument ``dim``.
     """
 
     def rule(call: Call) -> Factors:
-        """Return one letter per dim but the one that the op works along."""
+        """Return one letter per dim, except the one that the op works along."""
         rank = max(len(i.shape) for i in (*call.inputs, *call.outputs))
-        asked = argument(call, "dim", argument(call, "dims", dim))
-        term = _whole(_letters(rank), dims_of(asked, rank))
+        given = argument(call, "dim", argument(call, "dims", dim))
+        term = _whole(_letters(rank), dims_of(given, rank))
         inputs = tuple(
             term if len(i.shape) == rank else (WHOLE,) * len(i.shape) for i in call.inputs
         )
@@ -117,8 +123,8 @@ def along(linear: tuple[tuple[int, ...], ...] = (), dim: int | tuple[int, ...] =
 
 
 def view(call: Call) -> Factors:
-    """Any reshape: dims are grouped so that each group has as many elements before as after. A
-    shard of the leading dim of a group is kept."""
+    """Return the factors of a reshape: dims are grouped so that each group has the same number of
+    elements before and after. The leading dim of a group is parallel."""
     source, target = call.inputs[0].shape, call.outputs[0].shape
     before, after = [WHOLE] * len(source), [WHOLE] * len(target)
     for number, (a, b) in enumerate(_groups(source, target)):
@@ -127,8 +133,8 @@ def view(call: Call) -> Factors:
 
 
 def _groups(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The leading dims, before and after, of each smallest group of dims with an equal number of
-    elements."""
+    """Return the leading dims, before and after, of each smallest group of dims with the same
+    number of elements."""
     if math.prod(source) == 0:
         return []
     ins = [d for d, size in enumerate(source) if size > 1]
@@ -147,7 +153,7 @@ def _groups(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int,
 
 
 def permutation(call: Call) -> Factors:
-    """permute, transpose and t."""
+    """Return the factors of permute, transpose and t."""
     rank = len(call.inputs[0].shape)
     order = list(range(rank))
     if argument(call, "dims") is not None:
@@ -160,7 +166,7 @@ def permutation(call: Call) -> Factors:
 
 
 def select(call: Call) -> Factors:
-    """select.int and unbind: the dim stays whole and is removed."""
+    """Return the factors of select.int and unbind: the dim is not split, and is removed."""
     rank = len(call.inputs[0].shape)
     term = _whole(_letters(rank), [argument(call, "dim", 0) % rank])
     return Factors(
@@ -169,21 +175,22 @@ def select(call: Call) -> Factors:
 
 
 def select_backward(call: Call) -> Factors:
-    """select_backward: the selected dim is restored whole."""
+    """Return the factors of select_backward: the selected dim is restored and not split."""
     rank = len(call.outputs[0].shape)
     term = _whole(_letters(rank), [argument(call, "dim") % rank])
     return Factors((tuple(x for x in term if x != WHOLE),), (term,), linear=((0,),))
 
 
 def select_scatter(call: Call) -> Factors:
-    """select_scatter: a tensor is written into another one that has one more dim."""
+    """Return the factors of select_scatter: a tensor is written into a tensor with one more dim."""
     rank = len(call.outputs[0].shape)
     term = _whole(_letters(rank), [argument(call, "dim") % rank])
     return Factors((term, tuple(x for x in term if x != WHOLE)), (term,), linear=((0, 1),))
 
 
 def stack(call: Call) -> Factors:
-    """stack: all operands have the same placement, and the new dim is whole."""
+    """Return the factors of stack: all operands have the same placement, and the new dim is not
+    split."""
     rank = len(call.outputs[0].shape)
     term = _whole(_letters(rank), [argument(call, "dim", 0) % rank])
     return Factors(
@@ -194,7 +201,8 @@ def stack(call: Call) -> Factors:
 
 
 def slice_(call: Call) -> Factors:
-    """The sliced dim stays whole, unless all of it is taken."""
+    """Return the factors of slice: the sliced dim is not split, unless the slice is the full
+    dim."""
     term = _letters(len(call.inputs[0].shape))
     dim = argument(call, "dim", 0) % max(len(term), 1)
     if call.inputs[0].shape != call.outputs[0].shape:
@@ -203,7 +211,8 @@ def slice_(call: Call) -> Factors:
 
 
 def pad(call: Call) -> Factors:
-    """constant_pad_nd: padded dims stay whole; linear where it pads with zero."""
+    """Return the factors of constant_pad_nd: padded dims are not split; it is linear if it pads
+    with zeros."""
     pairs = argument(call, "pad")
     rank = len(call.inputs[0].shape)
     padded = [rank - 1 - i for i in range(len(pairs) // 2) if pairs[2 * i] or pairs[2 * i + 1]]
@@ -212,27 +221,28 @@ def pad(call: Call) -> Factors:
 
 
 def repeat(call: Call) -> Factors:
-    """Repeated dims stay whole."""
+    """Return the factors of repeat: repeated dims are not split."""
     repeats, rank = argument(call, "repeats"), len(call.outputs[0].shape)
     term = _whole(_letters(rank), [d for d, times in enumerate(repeats) if times != 1])
     return Factors((term[rank - len(call.inputs[0].shape) :],), (term,), linear=((0,),))
 
 
 def triangle(call: Call) -> Factors:
-    """tril and triu: the last two dims stay whole."""
+    """Return the factors of tril and triu: the last two dims are not split."""
     rank = len(call.inputs[0].shape)
     term = _whole(_letters(rank), [rank - 2, rank - 1])
     return Factors((term,), (term,), linear=((0,),))
 
 
 def index(call: Call) -> Factors:
-    """x[indices]: indexed dims stay whole, the others and those of the indices are parallel."""
+    """Return the factors of x[indices]: indexed dims are not split; the other dims and those of the
+    indices are parallel."""
     indices = argument(call, "indices")
     source = _letters(len(call.inputs[0].shape))
     indexed = [d for d, value in enumerate(indices) if isinstance(value, Operand)]
     if any(
         not call.inputs[indices[d].index].dtype.is_signed for d in indexed
-    ):  # a mask: how many it picks is unknown
+    ):  # a mask: the number of selected elements is not known
         return Factors(
             tuple((WHOLE,) * len(i.shape) for i in call.inputs),
             ((WHOLE,) * len(call.outputs[0].shape),),
@@ -255,9 +265,8 @@ def index(call: Call) -> Factors:
 
 
 def index_put(call: Call) -> Factors:
-    """Dims that are not indexed are parallel where values and tensor agree on them: behind the last
-    indexed one, and before the first where the indexed ones are adjacent. A mask indexes as many
-    dims as it has."""
+    """Return the factors of index_put: dims after the last indexed dim are parallel, and dims
+    before the first one if the indexed dims are adjacent. A mask indexes as many dims as it has."""
     shape, values = call.inputs[0].shape, argument(call, "values").index
     dim, rank, spans = 0, 0, []
     for value in argument(call, "indices"):
@@ -286,14 +295,16 @@ def index_put(call: Call) -> Factors:
 
 
 def _same_dims(call: Call, dim: int) -> list[int]:
-    """Dims other than `dim` that all operands and results with a rank share in size."""
+    """Return the dims other than `dim` that have the same size in all operands and results with the
+    rank of the first operand."""
     rank = len(call.inputs[0].shape)
     shapes = [info.shape for info in (*call.inputs, *call.outputs) if len(info.shape) == rank]
     return [d for d in range(rank) if d != dim and len({shape[d] for shape in shapes}) == 1]
 
 
 def gather(call: Call) -> Factors:
-    """gather: along ``dim`` the index is parallel and the tensor whole."""
+    """Return the factors of gather: along ``dim``, the index is parallel and the tensor is not
+    split."""
     rank = len(call.inputs[0].shape)
     dim = argument(call, "dim") % max(rank, 1)
     same = _same_dims(call, dim)
@@ -303,10 +314,11 @@ def gather(call: Call) -> Factors:
 
 
 def scatter(linear: bool) -> Family:
-    """scatter and scatter_add: ``dim`` stays whole; dims of equal size are parallel."""
+    """Return the rule of scatter and scatter_add: ``dim`` is not split; other dims of equal size
+    are parallel."""
 
     def rule(call: Call) -> Factors:
-        """Return one letter per dim, other than `dim`, of equal size in all operands."""
+        """Return one letter per dim other than ``dim`` that has equal size in all operands."""
         rank = len(call.inputs[0].shape)
         same = _same_dims(call, argument(call, "dim") % max(rank, 1))
         term = tuple(f"d{d}" if d in same else WHOLE for d in range(rank))
@@ -317,13 +329,14 @@ def scatter(linear: bool) -> Family:
 
 
 def factory(call: Call) -> Factors:
-    """Factory functions have no operands: every rank makes the whole tensor."""
+    """Return the factors of factory functions without operands: every rank creates the full
+    tensor."""
     return Factors((), tuple((WHOLE,) * len(info.shape) for info in call.outputs))
 
 
 def new_tensor(call: Call) -> Factors:
-    """new_zeros and its like: only the shape counts; a dim of the operand that has the same
-    place and size follows it."""
+    """Return the factors of new_zeros and similar ops, which only depend on the shape; a dim of the
+    operand with the same position and size has the same letter."""
     source, target = call.inputs[0].shape, call.outputs[0].shape
     letters = tuple(f"d{d}" for d in range(len(target)))
     term = tuple(
@@ -334,20 +347,23 @@ def new_tensor(call: Call) -> Factors:
 
 
 def drawn(call: Call) -> Factors:
-    """Random numbers by position: every dim of the result is free, the state is whole."""
+    """Return the factors of random draws by position: every dim of the result is parallel, and the
+    state is replicated."""
     letters = tuple(f"d{d}" for d in range(len(call.outputs[0].shape)))
     return Factors(((),), (letters,))
 
 
 def histogram(call: Call) -> Factors:
-    """histc: counts are partial sums, where the bins' border is not taken from the values."""
+    """Return the factors of histc: counts are partial sums, unless the range of the bins depends on
+    the values."""
     term = _letters(len(call.inputs[0].shape))
     has_border = argument(call, "min", 0) < argument(call, "max", 0)
     return Factors((term if has_border else _whole(term, range(len(term))),), ((WHOLE,),))
 
 
 def getitem(call: Call) -> Factors:
-    """One result of an op that has several; of attention it may be mirrored."""
+    """Return the factors of one result of an op with several results; results of attention may be
+    mirrored."""
     term = _letters(rank := len(call.inputs[0].shape))
     mirrored = (Mirrored(2),)
     return Factors(

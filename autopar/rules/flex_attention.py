@@ -1,9 +1,9 @@
-"""Rules of attention whose scores go through functions (`autopar.ops.flex`).
+"""Rules of attention with score and mask functions (`autopar.ops.flex`).
 
-Scores are split by batch entries, by heads and by queries. A function is given places in the whole,
-so a captured tensor that is whole serves every part. A dim that is indexed by the coordinate which
-is split (`autopar.ops.score_functions`) is split as well, where it has as many elements; the
-function then indexes a part. Keys are never split: a row's sum is over all of them.
+Scores are split by batch entries, heads and queries. The functions receive global coordinates, so a
+replicated captured tensor can be used by every part. If a dim of a captured tensor is indexed by a
+split coordinate (`autopar.ops.score_functions`) and has the same size, it is split too, and the
+function indexes the part. Keys are never split, since each row is summed over all keys.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from autopar.rules.call import Call, Operand, argument
 from autopar.rules.notation import WHOLE, AxisOption, Factors, Term
 from autopar.rules.site import Local, Site
 
-_SPLIT = ("b", "h", "q")  # coordinates, by the dim of the queries that they count
+_SPLIT = ("b", "h", "q")  # coordinates that may be split, in the order of the dims of the queries
 _ROWS: Term = ("b", "h", "q", WHOLE)
 _KEYS: Term = ("b", "h", WHOLE, WHOLE)
 _SUMS: Term = ("b", "h", "q")
 
 
 def flex_attention(call: Call) -> Factors:
-    """Parallel over batch entries, heads and queries; over query heads alone, too, where several
-    read one head of keys.
-    """
+    """Return the factors: batch entries, heads and queries are parallel, and query heads alone if
+    several query heads share a key head."""
     captured = _terms(call)
     inputs = (_ROWS, _KEYS, _KEYS, *captured.values())
     return Factors(inputs, (_ROWS, _SUMS), further=_query_heads(call, inputs, (_ROWS, _SUMS)))
 
 
 def flex_attention_backward(call: Call) -> Factors:
-    """As `flex_attention`. Gradients of what several parts read are partial sums."""
+    """Return factors as `flex_attention`; gradients of tensors that several parts read are partial
+    sums."""
     captured = _terms(call)
     rest = (_SUMS,) if isinstance(argument(call, "grad_lse"), Operand) else ()
     inputs = (_ROWS, _KEYS, _KEYS, _ROWS, _SUMS, _ROWS, *rest, *captured.values())
@@ -46,14 +46,14 @@ def flex_attention_backward(call: Call) -> Factors:
 
 
 def _read_functions(call: Call) -> tuple[dict[int, int], Reading]:
-    """The operand that each captured tensor is, and what the functions read."""
+    """Return number of a captured tensor → number of its operand, and what the functions read."""
     operands = {number: operand.index for number, operand in enumerate(argument(call, "captured"))}
     ranks = tuple(len(call.inputs[index].shape) for index in operands.values())
     return operands, find_reading((argument(call, "score"), argument(call, "mask")), ranks)
 
 
 def _terms(call: Call) -> dict[int, Term]:
-    """A term for each captured tensor."""
+    """Return a term per captured tensor."""
     operands, read = _read_functions(call)
     sizes = dict(zip(_SPLIT, call.inputs[0].shape, strict=False))
     found: dict[int, Term] = {}
@@ -71,15 +71,14 @@ def _terms(call: Call) -> dict[int, Term]:
 def _query_heads(
     call: Call, inputs: tuple[Term, ...], outputs: tuple[Term, ...]
 ) -> tuple[AxisOption, ...]:
-    """Split the tensors with a dim for the query's heads. Keys and values are whole, and a rank
-    reads the heads that it needs.
-    """
+    """Return the option that splits the tensors with a dim for query heads; keys and values are
+    replicated, and a rank reads the heads that it needs."""
     heads, shared = (call.inputs[i].shape[1] for i in (0, 1))
     if heads == shared:
         return ()
 
     def place_heads(term: Term, missing: Placement) -> Placement:
-        """Split the dim of the query's heads; `missing` is the placement of tensors without it."""
+        """Return the placement that splits query heads; `missing` for tensors without that dim."""
         return Shard(term.index("h")) if "h" in term and term is not _KEYS else missing
 
     return (
@@ -91,9 +90,8 @@ def _query_heads(
 
 
 def _local(site: Site) -> Local:
-    """Add the starts of parts if a function reads more than the elements of parts. If heads are
-    split without those of key and value, add which of these they read.
-    """
+    """Set the start indices of the parts if a function needs global coordinates, and the key and
+    value heads to read if only query heads are split."""
     call, (q, k) = site.call, site.strategy.inputs[:2]
     shape, shared = call.inputs[0].shape, call.inputs[1].shape
     operands, read = _read_functions(call)
@@ -101,14 +99,14 @@ def _local(site: Site) -> Local:
     parts = [each for each in indexed if site.strategy.inputs[operands[each[0]]].splitters(each[1])]
     of_wholes = {name for number, dim, name in indexed if (number, dim, name) not in parts}
     split = {name for dim, name in enumerate(_SPLIT) if q.splitters(dim)}
-    asked = (read.free | of_wholes) & split
+    needed = (read.free | of_wholes) & split
     changes: dict[str, Any] = {}
-    if asked:  # else parts are read from their beginning by coordinates that begin at 0
+    if needed:  # otherwise, local coordinates that start at 0 index the parts
         changes["starts"] = tuple(
-            site.start(q, shape[dim], dim) if name in asked else 0
+            site.start(q, shape[dim], dim) if name in needed else 0
             for dim, name in enumerate(_SPLIT)
         )
-        changes["own"] = tuple(x for n, dim, name in parts if name in asked for x in (n, dim))
+        changes["own"] = tuple(x for n, dim, name in parts if name in needed for x in (n, dim))
     if q.splitters(1) != k.splitters(1):
         changes["heads"] = (
             site.start(q, shape[1], 1),

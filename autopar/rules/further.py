@@ -1,5 +1,5 @@
-"""Rows of ops that fewer models use: activations without torch's pointwise tag, images, signals,
-orders, batched algebra."""
+"""Rules of less common ops: activations without torch's pointwise tag, image and signal ops,
+sorting and searching, batched linear algebra."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ aten = torch.ops.aten
 
 
 def index_select(call: Call) -> Factors:
-    """The selected dim is whole, and parallel in the index and the result."""
+    """Return the factors of index_select: the selected dim is not split in the operand, and
+    parallel in the index and the result."""
     rank = len(call.inputs[0].shape)
     dim = argument(call, "dim") % max(rank, 1)
     term = tuple(f"d{d}" for d in range(rank))
@@ -27,10 +28,14 @@ def index_select(call: Call) -> Factors:
 
 
 def index_add(linear: bool) -> f.Family:
-    """Into dim `dim` of a tensor, which stays whole, rows of another."""
+    """Return the rule of index_add and index_copy: ``dim`` is not split.
+
+    Args:
+        linear: whether the op is linear in the tensor and the added rows together.
+    """
 
     def rule(call: Call) -> Factors:
-        """Return a letter for each dim but `dim`; the rows' indices are whole."""
+        """Return one letter per dim other than ``dim``; the index is not split."""
         rank = len(call.inputs[0].shape)
         dim = argument(call, "dim") % max(rank, 1)
         term = tuple(WHOLE if d == dim else f"d{d}" for d in range(rank))
@@ -44,16 +49,16 @@ def index_add(linear: bool) -> f.Family:
 
 
 def search_factors(call: Call) -> Factors:
-    """searchsorted: each row of values in its own row, which is sorted or whose order is the
-    third operand; or all in one."""
+    """Return the factors of searchsorted: each row of values is searched in its own sorted row, or
+    all values in one row; the third operand is the order of an unsorted row."""
     one = len(call.inputs[0].shape) == 1
     reads = ("_", "...", "_") if one else ("... _", "... v", "... _")
     return parse(f"{', '.join(reads[: len(call.inputs)])} -> {reads[1]}", call)
 
 
 def renorm(call: Call) -> Factors:
-    """Slices along ``dim`` are cut down to a largest norm, each by itself. Experiments on
-    numbers below it see nothing of that."""
+    """Return the factors of renorm, which limits the norm of each slice along ``dim``. Discovery
+    would not notice the limit if all test values are below it."""
     rank = len(call.inputs[0].shape)
     dim = argument(call, "dim") % max(rank, 1)
     term = " ".join("v" if d == dim else "_" for d in range(rank))
@@ -61,8 +66,8 @@ def renorm(call: Call) -> Factors:
 
 
 def columns(call: Call) -> Factors:
-    """im2col and col2im: a channel's windows stay together. A single channel's dim, which is
-    broadcast, has no letter."""
+    """Return the factors of im2col and col2im: the windows of a channel are not split. The dim of a
+    single channel has no letter."""
     (image, _), to_columns = (
         sorted((*call.inputs, *call.outputs), key=lambda i: -len(i.shape)),
         call.target is aten.im2col.default,
@@ -77,7 +82,7 @@ def columns(call: Call) -> Factors:
 
 
 def unfold(call: Call) -> Factors:
-    """Windows along ``dimension``, which stays whole, in a new last dim."""
+    """Return the factors of unfold: ``dimension`` and the new last dim of windows are not split."""
     rank = len(call.inputs[0].shape)
     dim = argument(call, "dimension") % max(rank, 1)
     term = tuple(WHOLE if d == dim else f"d{d}" for d in range(rank))
@@ -85,7 +90,7 @@ def unfold(call: Call) -> Factors:
 
 
 def unfold_backward(call: Call) -> Factors:
-    """As `unfold`, the other way."""
+    """Return the factors of unfold_backward, as `unfold`."""
     rank = len(call.outputs[0].shape)
     dim = argument(call, "dim") % max(rank, 1)
     term = tuple(WHOLE if d == dim else f"d{d}" for d in range(rank))
@@ -93,7 +98,7 @@ def unfold_backward(call: Call) -> Factors:
 
 
 def diagonal(call: Call) -> Factors:
-    """Two dims become one, all of them whole."""
+    """Return the factors of diagonal: its two dims and the resulting dim are not split."""
     rank = len(call.inputs[0].shape)
     taken = {argument(call, "dim1", 0) % rank, argument(call, "dim2", 1) % rank}
     term = tuple(WHOLE if d in taken else f"d{d}" for d in range(rank))
@@ -101,7 +106,7 @@ def diagonal(call: Call) -> Factors:
 
 
 def diagonal_backward(call: Call) -> Factors:
-    """As `diagonal`, the other way."""
+    """Return the factors of diagonal_backward, as `diagonal`."""
     rank = len(call.outputs[0].shape)
     taken = {argument(call, "dim1", 0) % rank, argument(call, "dim2", 1) % rank}
     term = tuple(WHOLE if d in taken else f"d{d}" for d in range(rank))
@@ -109,11 +114,11 @@ def diagonal_backward(call: Call) -> Factors:
 
 
 def grouped_mm(call: Call) -> Factors:
-    """A product for each group of rows (or of the inner dim), whose ends are the third operand:
-    grouped dims stay whole.
+    """Return the factors of a product per group of rows, or of the contracted dim; the ends of the
+    groups are the third operand. Grouped dims are not split.
 
-    torch demands that rows begin at multiples of 16 bytes, those of a part too: other dims are
-    split where parts will be so.
+    torch requires that rows start at multiples of 16 bytes, also in a part. Therefore other dims
+    are only split if their size is a multiple of 64.
     """
     first, second = call.inputs[0].shape, call.inputs[1].shape
     m, k, n = (

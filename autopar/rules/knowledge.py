@@ -15,28 +15,27 @@ from autopar.rules.table import rule_of
 
 
 def is_fallback(call: Call) -> bool:
-    """Whether the op has no rule, and no way to split it was discovered, so that every rank
-    computes all of it."""
+    """Whether the op has no rule, and none was discovered, so that it runs replicated."""
     return rule_of(call.target) is None and not is_discovered(call)
 
 
 def is_discovered(call: Call) -> bool:
-    """Whether ways to split the call were found by experiment."""
+    """Whether options of the call were discovered by experiments."""
     return rule_of(call.target) is None and not discover(call).reason
 
 
 def why_replicated(call: Call) -> str:
-    """Return the reason why a call that `is_fallback` cannot be split."""
+    """Return the reason why a call for which `is_fallback` is true runs replicated."""
     return discover(call).reason
 
 
 def axis_options(call: Call) -> tuple[AxisOption, ...]:
-    """Return all options of a call on one mesh axis; the first replicates everything. Sizes are
-    ignored, except that dims of size 1 are never sharded. The options of an op without a rule are
-    discovered.
+    """Return all options of a call on one mesh axis; the first replicates everything. They do not
+    depend on sizes, except that dims of size 1 are never sharded. The options of an op without a
+    rule are discovered.
 
     Raises:
-        RuleError: if the op's rule does not fit the call.
+        RuleError: the rule of the op does not fit the call.
     """
     return _cached_options(call.keyed)
 
@@ -48,15 +47,15 @@ def _cached_options(keyed: KeyedCall) -> tuple[AxisOption, ...]:
 
 
 def forget() -> None:
-    """Clear the caches, because a rule was added or changed."""
+    """Clear the caches after a rule was added or removed."""
     _cached_options.cache_clear()
     _strategies.cache_clear()
     _is_strategy.cache_clear()
 
 
 def strategies(call: Call, mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
-    """Return all strategies of a call on a mesh in a fixed order (see `expansion`); the first
-    replicates everything."""
+    """Return all strategies of a call on a mesh in a deterministic order (see `expansion`); the
+    first replicates everything."""
     return _strategies(call.keyed, tuple(mesh_shape))
 
 
@@ -71,7 +70,7 @@ def is_strategy(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bo
     Args:
         call: the call.
         strategy: the strategy.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
     """
     return _is_strategy(call.keyed, strategy, tuple(mesh_shape))
 

@@ -1,5 +1,4 @@
-"""The law of rules: for every strategy that a rule offers, split → run → join equals run
-(`trial`)."""
+"""The law of rules: for every strategy of a rule, split → run → join equals run (`trial`)."""
 
 from __future__ import annotations
 
@@ -15,18 +14,18 @@ __all__ = ["check_option", "check_options", "check_strategies", "check_strategy"
 
 
 def check_options(call: Call, make_inputs: Callable[[], Sequence[torch.Tensor]], n: int) -> int:
-    """Check every option of a call that splits evenly on one axis.
+    """Check every option of a call on one axis.
 
     Args:
         call: the call.
-        make_inputs: makes its operands.
-        n: devices on the axis.
+        make_inputs: creates its operands.
+        n: number of devices on the axis.
 
     Returns:
         The number of options that were checked.
 
     Raises:
-        RuleError: if an option does not reproduce the whole op.
+        RuleError: an option does not reproduce the results of the full op.
     """
     return check_strategies(call, make_inputs(), (n,))
 
@@ -37,13 +36,13 @@ def check_strategies(call: Call, inputs: Sequence[torch.Tensor], mesh_shape: Seq
     Args:
         call: the call.
         inputs: its operands.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
 
     Returns:
         The number of strategies that were checked.
 
     Raises:
-        RuleError: if a strategy does not reproduce the whole op.
+        RuleError: a strategy does not reproduce the results of the full op.
     """
     found = strategies(call, mesh_shape)
     for strategy in found:

@@ -1,8 +1,8 @@
-"""Local calls: the call that one rank makes, given the strategy.
+"""Local calls: the call that one rank makes for a strategy.
 
-Most ops have the same arguments on shards as on whole tensors. The ops in `LOCALIZERS` have sizes
-as arguments, which become local; or positions, which become `Start` tokens; or they need another
-function on a shard (a mean).
+Most ops have the same arguments for shards as for full tensors. The ops in `LOCALIZERS` have sizes
+as arguments, which become local sizes; or positions, which become `Start` tokens; or they need a
+different function on a shard, such as a mean.
 """
 
 from __future__ import annotations
@@ -40,23 +40,26 @@ aten = torch.ops.aten
 def mean_part(
     x: torch.Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a rank's share of a mean over dims that are split: its sum divided by the global
-    number of elements. Half types are summed in float32, because sums may exceed their range.
+    """Return a rank's term of a mean over split dims: its sum divided by the global number of
+    elements. Half-precision values are summed in float32, since sums may exceed their range.
 
     Args:
-        x: the rank's part.
-        dims: the dims of the mean.
+        x: the part of the rank.
+        dims: the reduced dims.
         keepdim: whether they are kept with size 1.
-        count: number of elements of the whole tensor per element of the mean.
+        count: global number of elements per element of the mean.
         dtype: dtype of the result.
+
+    Returns:
+        The term; the sum of the terms of all ranks is the mean.
     """
     wide = torch.promote_types(dtype, torch.float32)
     return torch.sum(x, dim=tuple(dims), keepdim=keepdim, dtype=wide).div_(count).to(dtype)
 
 
 def _reshape(site: Site) -> Local:
-    """Use a reshape: local operands may have other strides than whole ones, so that a view may have
-    to copy."""
+    """Use a reshape to the local shape: the strides of local operands may differ from those of full
+    tensors, so that a view may need a copy."""
     return Local(aten.reshape.default, (site.call.args[0], site.output_shape()), {})
 
 
@@ -66,8 +69,8 @@ def _size(name: str) -> Callable[[Site], Local]:
 
 
 def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[Site], Local]:
-    """Set `start` to the first index of a dim of an operand and, if the op is `sized`, `size` to
-    the dim's global size."""
+    """Set ``start`` to the first index of a rank's part of a dim of an operand and, if `sized`,
+    ``size`` to the global size of the dim."""
 
     def local(site: Site) -> Local:
         """Set the arguments if the dim is split."""
@@ -83,7 +86,7 @@ def _start(operand: int, dim: int, *, sized: bool = False) -> Callable[[Site], L
 
 
 def _drawn(site: Site) -> Local:
-    """Set the shape of the part, and the window that it is of the whole."""
+    """Set the shape of the part, and its window in the full tensor."""
     layout, shape = site.strategy.outputs[0], site.call.outputs[0].shape
     if not any(isinstance(p, Shard) for p in layout.placements):
         return same(site)
@@ -92,8 +95,8 @@ def _drawn(site: Site) -> Local:
 
 
 def _attention(query: int) -> Callable[[Site], Local]:
-    """Set the place of a part of the queries. If heads are split without those of key and value,
-    set which of these they read."""
+    """Set the start of a part of the queries for causal attention and, if only query heads are
+    split, the key and value heads to read."""
 
     def local(site: Site) -> Local:
         """Set the arguments that the layout of the queries requires."""
@@ -126,8 +129,8 @@ def _embedding_backward(site: Site) -> Local:
 
 
 def _dot(site: Site) -> Local:
-    """Set the starts of the parts of the dims that are summed over if there is a bias: the first
-    part adds it."""
+    """If there is a bias, set the start indices of the parts of contracted dims: only the first
+    part adds the bias."""
     if len(site.call.inputs) == 2:
         return same(site)
     factors, _, result = site.call.args[0].partition("->")
@@ -158,8 +161,7 @@ def _mean(site: Site) -> Local:
 
 
 def _mean_loss(operand: int) -> Callable[[Site], Local]:
-    """Compute a rank's share of a mean over all elements of the loss of `operand` and the next
-    one."""
+    """Compute a rank's term of a mean loss over the elements of `operand` and the next operand."""
 
     def local(site: Site) -> Local:
         """Use `mean_loss_part` if an operand is split."""
@@ -185,10 +187,10 @@ def _mean_loss(operand: int) -> Callable[[Site], Local]:
 
 
 def _group_norm(operand: int) -> Callable[[Site], Local]:
-    """Set the local sizes; groups are split with their channels."""
+    """Set the local sizes; groups are split together with their channels."""
 
     def local(site: Site) -> Local:
-        """Set the arguments from the local shape of `operand`."""
+        """Set the sizes from the local shape of `operand`."""
         batch, channels = site.input_shape(operand)[:2]
         return site.change(N=batch, C=channels, group=groups_of(site, operand, "group"))
 
@@ -234,13 +236,13 @@ LOCALIZERS: Mapping[Callable[..., Any], Callable[[Site], Local]] = {
 def localize(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> Local:
     """Return the call that a rank makes on its shards.
 
-    Sizes are those of the rank's shard. `Start` tokens stand for its first index, `Length` tokens
-    for sizes that differ from rank to rank.
+    Sizes are those of the shard. `Start` tokens represent its first index, `Length` tokens
+    represent sizes that differ between ranks.
 
     Args:
-        call: the whole call.
+        call: the full call.
         strategy: its strategy.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
     """
     site = Site(call, strategy, mesh_shape)
     return LOCALIZERS.get(torchs_own(call.target), same)(site)

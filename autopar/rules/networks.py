@@ -1,5 +1,4 @@
-"""Rules of the ops of neural networks whose notation depends on flags: norms, convolution,
-losses, attention."""
+"""Rules of neural network ops whose notation depends on flags: norms, losses and attention."""
 
 from __future__ import annotations
 
@@ -19,21 +18,22 @@ from autopar.rules.notation import WHOLE, AxisOption, Factors, parse
 
 
 def layer_norm(call: Call) -> Factors:
-    """native_layer_norm: the normalized dims stay whole."""
+    """Return the factors of native_layer_norm: the normalized dims are not split."""
     last = " ".join(WHOLE * len(argument(call, "normalized_shape")))
     return parse(f"... {last}, {last}, {last} -> ... {last}, ... {last}, ... {last}", call)
 
 
 def layer_norm_backward(call: Call) -> Factors:
-    """native_layer_norm_backward: the gradients of weight and bias are partial sums over the
-    other dims."""
+    """Return the factors of native_layer_norm_backward: the gradients of weight and bias are
+    partial sums over the other dims."""
     last = " ".join(WHOLE * len(argument(call, "normalized_shape")))
     operands = f"... {last}, ... {last}, ... {last}, ... {last}, {last}, {last}"
     return parse(f"{operands} -> ... {last}, {last}, {last}", call, linear=((0,),))
 
 
 def group_norm(call: Call) -> Factors:
-    """native_group_norm: batch, and channels by whole groups, whose statistics are [n, groups]."""
+    """Return the factors of native_group_norm: the batch and, by groups, the channels are parallel;
+    the statistics are ``[n, groups]``."""
     space, c = (
         " ".join(WHOLE * (len(call.inputs[0].shape) - 2)),
         WHOLE if argument(call, "group") == 1 else "c",
@@ -42,7 +42,8 @@ def group_norm(call: Call) -> Factors:
 
 
 def group_norm_backward(call: Call) -> Factors:
-    """As `group_norm`; the gradients of weight and bias are partial sums over the batch."""
+    """Return factors as `group_norm`; the gradients of weight and bias are partial sums over the
+    batch."""
     space, c = (
         " ".join(WHOLE * (len(call.inputs[0].shape) - 2)),
         WHOLE if argument(call, "group") == 1 else "c",
@@ -55,8 +56,8 @@ def group_norm_backward(call: Call) -> Factors:
 
 
 def nll_loss_forward(call: Call) -> Factors:
-    """The class dim stays whole; the batch too where the loss is a mean, whose divisor is
-    global."""
+    """Return the factors of nll_loss_forward: the class dim is not split, and neither is the batch
+    if the loss is a mean, whose divisor is global."""
     n = WHOLE if argument(call, "reduction", 1) == 1 else "n"
     batched = len(call.inputs[0].shape) == 2
     term = f"{n} _" if batched else "_"
@@ -66,7 +67,8 @@ def nll_loss_forward(call: Call) -> Factors:
 
 
 def nll_loss_backward(call: Call) -> Factors:
-    """Parallel over the batch: the divisor is an operand."""
+    """Return the factors of nll_loss_backward: the batch is parallel, since the divisor is an
+    operand."""
     grad = "n" if call.inputs[0].shape else ""
     if len(call.inputs[1].shape) == 2:
         return parse(f"{grad}, n _, n, _,  -> n _", call)
@@ -74,7 +76,7 @@ def nll_loss_backward(call: Call) -> Factors:
 
 
 def weight_norm(call: Call) -> Factors:
-    """_weight_norm_interface and its backward: norms are taken over all dims but one, which is
+    """Return the factors of _weight_norm_interface and its backward: the dim that is not reduced is
     parallel."""
     dim, rank = argument(call, "dim", 0), len(call.inputs[0].shape)
     term = " ".join("n" if d == dim % rank else WHOLE for d in range(rank))
@@ -86,15 +88,18 @@ def weight_norm(call: Call) -> Factors:
 
 
 def attention(call: Call) -> Factors:
-    """Batch, heads, and the query's sequence, mirrored too where it is causal; where query heads
-    share those of key and value, query heads alone as well."""
+    """Return the factors of attention: batch, heads and the sequence of the queries are parallel.
+
+    With causal attention, the sequence of the queries may also be mirrored. If query heads share
+    key and value heads, query heads alone may also be split.
+    """
     factors = parse("b h q _, b h _ _, b h _ _, b h q _ -> b h q _, b h q", call)
     return replace(factors, further=(*_query_heads(call, 0, 1), *_mirrored_options(call, 0, 1)))
 
 
 def attention_backward(call: Call) -> Factors:
-    """As `attention`; over the query's sequence, and its heads alone, the gradients of key and
-    value are partial sums."""
+    """Return factors as `attention`; if the sequence of the queries or query heads alone are split,
+    the gradients of key and value are partial sums."""
     row = "b h q _"
     factors = parse(
         f"{row}, {row}, b h _ _, b h _ _, {row}, b h q, {row} -> {row}, b h _ _, b h _ _", call
@@ -103,14 +108,14 @@ def attention_backward(call: Call) -> Factors:
 
 
 def _query_heads(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
-    """Split the tensors with the query's number of heads, and replicate those with the key's
-    number. A rank reads the heads that it needs."""
+    """Return the option that splits the tensors with query heads and replicates keys and values; a
+    rank reads the heads that it needs."""
     heads, shared = (call.inputs[i].shape[1] for i in (query, key))
     if heads == shared:
         return ()
 
     def split(number: int, info: TensorInfo) -> Placement:
-        """Split dim 1 of operand `number` if it has the query's heads."""
+        """Return the placement that splits dim 1 of operand `number` if it has query heads."""
         own = number not in (key, key + 1) and len(info.shape) > 2 and info.shape[1] == heads
         return Shard(1) if own else REPLICATE
 
@@ -120,8 +125,8 @@ def _query_heads(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
 
 
 def _mirrored_options(call: Call, query: int, key: int) -> tuple[AxisOption, ...]:
-    """Causal attention of mirrored parts of the queries, whose work is the same for all ranks
-    (`autopar.core.placements`)."""
+    """Return the option of causal attention with mirrored parts of the queries, for which all ranks
+    have the same work (`autopar.core.placements`)."""
     masked = len(call.inputs) > (3 if query == 0 else 6)
     length = call.inputs[query].shape[2]
     if (
@@ -142,20 +147,20 @@ def _mirrored_options(call: Call, query: int, key: int) -> tuple[AxisOption, ...
 
 
 def heads_nest(call: Call, strategy: Strategy) -> bool:
-    """Whether the query's heads of every rank read heads of key and value that it has: axes
-    which split both are the outer ones."""
+    """Whether every rank has the key and value heads that its query heads read: the axes that split
+    both must be the outer ones."""
     first = 1 if call.target is ops.attention_backward else 0
     query, key = (strategy.inputs[i].splitters(1) for i in (first, first + 1))
     return query[: len(key)] == key
 
 
 # --------------------------------------------------------------------------------------------------
-# Losses of two tensors element by element, averaged, summed or neither: the rules, and what a
-# rank computes of an average.
+# Elementwise losses of two tensors with or without a reduction: the rules, and a rank's term of a
+# mean.
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
-_REDUCTION = 2  # position of that argument, of all of them
+_REDUCTION = 2  # position of the argument ``reduction`` in all of these losses
 LOSSES = (
     aten.mse_loss.default,
     aten.smooth_l1_loss.default,
@@ -175,21 +180,29 @@ LOSS_GRADIENTS = (
 
 
 def loss(call: Call) -> Factors:
-    """Every dim is parallel; a sum over it, or a share of a mean, is partial."""
+    """Return the factors of a loss: every dim is parallel; a sum or a mean is partial."""
     terms = ", ".join("..." for _ in slots(call))
     return parse(f"{terms} -> {'' if argument(call, 'reduction', MEAN) else '...'}", call)
 
 
 def loss_gradient(call: Call) -> Factors:
-    """Every dim is parallel; the gradient that comes in is a scalar where the loss was."""
+    """Return the factors of the backward of a loss: every dim is parallel; the gradient of a
+    reduced loss is a scalar."""
     rest = ", ".join("..." for _ in slots(call)[1:])
     return parse(f"{'...' if call.inputs[0].shape else ''}, {rest} -> ...", call, linear=((0,),))
 
 
 def reduced_loss(name: str, *args: Any, **kwargs: Any) -> Tensor:
-    """A mean or a sum of a loss, in memory of its own: torch's kernels of `IN_ITS_OWN` reduce into
-    that of the unreduced loss, which is as large as the scores, and held as long as what is
-    reduced."""
+    """Compute the mean or sum of a loss into new memory.
+
+    The kernels of `IN_ITS_OWN` return a result in the memory of the unreduced loss, which is as
+    large as the scores and is not freed as long as the result exists.
+
+    Args:
+        name: name of the ATen op.
+        args: positional arguments of the op.
+        kwargs: keyword arguments of the op.
+    """
     reduction = args[_REDUCTION] if len(args) > _REDUCTION else kwargs.get("reduction", MEAN)
     further = {key: value for key, value in kwargs.items() if key != "reduction"}
     each: Tensor = getattr(aten, name).default(
@@ -199,10 +212,16 @@ def reduced_loss(name: str, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def mean_loss_part(name: str, count: int, *args: Any, **kwargs: Any) -> Tensor:
-    """A rank's share of a mean loss of `count` elements, or its part of that loss' gradient: the
-    sum's, over `count`.
+    """Return a rank's term of a mean loss, or its part of the gradient of a mean loss: the result
+    for a sum, divided by `count`.
 
-    Half types are computed in float32, whose range their sums may need.
+    Half-precision operands are computed in float32, since sums may exceed their range.
+
+    Args:
+        name: name of the ATen op.
+        count: global number of elements of the loss.
+        args: positional arguments of the op with a sum as its reduction.
+        kwargs: keyword arguments of the op.
     """
     first = next(a for a in args if isinstance(a, Tensor))
     half = first.dtype in (torch.float16, torch.bfloat16)

@@ -1,27 +1,27 @@
-"""Factor notation: what one mesh axis may do to one op.
+"""Factor notation: how one mesh axis may shard one op.
 
 ``"b s k, n k -> b s n"`` names the dims of operands and results. Sharding a *letter* shards every
-tensor that has it and replicates the operands that lack it. A result that lacks it is a partial
-result, to be reduced (``Partial``).
+tensor with this letter and replicates the other operands. A result without the letter is partial
+and must be reduced (``Partial``).
 
-A result that lacks a letter and does not depend on the operands that have it is the same on every
-rank. Its term lists the letter with ``=``. For example, the backward of a linear layer takes the
-gradient ``n o``, the input ``n c`` and the weight ``o c``, and returns the gradients of the input,
-the weight and the bias. The bias gradient is the sum of the gradient over ``n``; the letter ``c``
-does not affect it: ``"n o, n c, o c -> n c, o c, o =c"``. The options are
+A result without a letter that does not depend on the operands with the letter is equal on all
+ranks. Its term contains the letter with ``=``. For example, the backward of a linear layer has the
+gradient ``n o``, the input ``n c`` and the weight ``o c`` as operands, and returns the gradients of
+the input, the weight and the bias. The gradient of the bias is the sum of the gradient over ``n``
+and does not depend on ``c``: ``"n o, n c, o c -> n c, o c, o =c"``. The options are
 
     n    S(0) S(0) R -> S(0) P    P
     o    S(1) R S(0) -> P    S(0) S(0)
     c    R S(1) S(1) -> S(1) S(1) R      (without ``=c`` the last would be P)
 
-``_`` is a dim that stays whole. ``...`` stands for all dims that are not named, aligned at the
-right, as in broadcasting. A dim of size 1 never has a letter: it is broadcast. There is one term
-per slot; the terms of empty slots are skipped.
+``_`` is a dim that is never sharded. ``...`` represents all dims that are not named, aligned at the
+right as in broadcasting. A dim of size 1 has no letter, since it is broadcast. There is one term
+per slot; the terms of empty slots are ignored.
 
-A rule also lists its *linear* sets. The results are linear in the tensors of a set together, with
-all other tensors fixed, so that partial sums in all of them pass through as partial sums. `Row` and
-`parse` count slots. `Factors` counts operands: a slot without an operand has no number.
-`autopar.rules.register` counts tensor parameters, which are the slots of the op.
+A rule also lists its *linear* sets. The results are linear in all tensors of a set together, with
+all other tensors fixed, so that partial sums of all of them give partial sums of the results. `Row`
+and `parse` use slot numbers. `Factors` uses operand numbers; an empty slot has none.
+`autopar.rules.register` uses the positions of tensor parameters, which are the slots of the op.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WHOLE = "_"
 
 @dataclass(frozen=True, slots=True)
 class AxisOption:
-    """One choice on one mesh axis: a placement per operand and per result."""
+    """One option for one mesh axis: a placement per operand and per result."""
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
@@ -51,14 +51,15 @@ class AxisOption:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A rule, parsed. One term per operand (not per slot) and per result, each with one letter per
-    dim.
+    """A parsed rule.
 
     Attributes:
-        equal: per result the letters over which it is computed in full on every rank.
+        inputs: one term per operand (not per slot), with one letter per dim.
+        outputs: one term per result, with one letter per dim.
+        equal: per result, the letters on which it does not depend.
         linear: sets of operand numbers in which the op is linear together.
-        reduce_op: how partial results of contracted letters are reduced.
-        further: options that no letter says.
+        reduce_op: reduction of partial results of contracted letters.
+        further: options that the terms do not describe.
     """
 
     inputs: tuple[Term, ...]
@@ -71,7 +72,7 @@ class Factors:
 
 @lru_cache(maxsize=1024)
 def terms_of(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
-    """The terms of a rule's operands and of its results."""
+    """Return the terms of the operands and of the results of a rule."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleError(
@@ -83,8 +84,8 @@ def terms_of(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
 
 
 def _fit(term: Term, rank: int, text: str) -> Term:
-    """One letter per dim: ``...`` filled in, and a term with too many letters cut from the left
-    (broadcasting)."""
+    """Return a term with one letter per dim: expand ``...``, and drop surplus letters on the left,
+    as in broadcasting."""
     if "..." in term:
         at = term.index("...")
         count = rank - (len(term) - 1)
@@ -100,13 +101,16 @@ def _fit(term: Term, rank: int, text: str) -> Term:
 def parse(
     text: str, call: Call, linear: tuple[tuple[int, ...], ...] = (), reduce_op: str = "sum"
 ) -> Factors:
-    """Read a rule for `call`.
+    """Parse a rule for a call.
 
     Args:
-        linear: sets of slots; a set with an empty slot is dropped.
+        text: the rule in factor notation.
+        call: the call.
+        linear: sets of slots in which the op is linear; a set with an empty slot is dropped.
+        reduce_op: reduction of partial results.
 
     Raises:
-        RuleError: if the text does not fit the op's operands and results.
+        RuleError: the text does not match the operands and results of the call.
     """
     terms, results = terms_of(text)
     every = slots(call)
@@ -120,7 +124,7 @@ def parse(
         or len(results) != len(call.outputs)
     ):
         raise RuleError(
-            f"rule {text!r} does not fit {len(call.inputs)} operands and {len(call.outputs)}"
+            f"rule {text!r} does not match {len(call.inputs)} operands and {len(call.outputs)}"
             " results",
             where=call.where,
         )
@@ -142,7 +146,7 @@ def parse(
 
 
 def options(factors: Factors, call: Call) -> tuple[AxisOption, ...]:
-    """All options of the rule on one axis, replicate-everything first."""
+    """Return all options of a rule on one axis, replicate-everything first."""
     found = [replicated_option(call)]
     letters = dict.fromkeys(
         x for term in factors.inputs + factors.outputs for x in term if x != WHOLE
@@ -153,7 +157,7 @@ def options(factors: Factors, call: Call) -> tuple[AxisOption, ...]:
 
 
 def replicated_option(call: Call) -> AxisOption:
-    """Every rank does the whole op."""
+    """Return the option with which every rank runs the full op."""
     return AxisOption((REPLICATE,) * len(call.inputs), (REPLICATE,) * len(call.outputs))
 
 
@@ -189,8 +193,8 @@ def _shard(letter: str, factors: Factors, call: Call) -> AxisOption | None:
 
 
 def _linear(group: tuple[int, ...], call: Call) -> AxisOption | None:
-    """Partial sums of the operands in `group` pass through, unless a cast on the way would round
-    them."""
+    """Return the option with partial sums of the operands in `group`; None if a cast to a result's
+    dtype would round them."""
     results = [info for info in call.outputs if info != NO_TENSOR]
     if not all(exact_cast(call.inputs[i].dtype, info.dtype) for i in group for info in results):
         return None
@@ -201,8 +205,8 @@ def _linear(group: tuple[int, ...], call: Call) -> AxisOption | None:
 
 
 def exact_cast(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether adding before or after a cast is the same: the same dtype (not bool), or a wider
-    float; of complex numbers the parts'."""
+    """Whether a cast commutes with addition: the dtypes are equal and not bool, or `target` is a
+    wider floating dtype; complex dtypes are compared by their real dtypes."""
     source, target = (d.to_real() if d.is_complex else d for d in (source, target))
     if source == target:
         return source != torch.bool
@@ -214,17 +218,17 @@ def exact_cast(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# A row of the rules' table that is a notation text.
+# Rows of the table of rules that consist of a notation text.
 
 FIRST, EITHER, BOTH = ((0,),), ((0,), (1,)), ((0, 1),)
-"""Sets of slots in which an op of two operands is linear together, with the placements that they
-allow besides shards: FIRST allows ``P R -> P``; EITHER, as in a product, ``P R -> P`` and
-``R P -> P``; BOTH, as in an addition, ``P P -> P``."""
+"""Linear sets of slots of an op with two operands, and the placements that they allow in addition
+to shards: FIRST allows ``P R -> P``; EITHER, as for a product, ``P R -> P`` and ``R P -> P``; BOTH,
+as for an addition, ``P P -> P``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A notation text with its linear slot sets and the reduce op of its partial results."""
+    """A notation text, its linear sets of slots, and the reduction of its partial results."""
 
     text: str
     linear: tuple[tuple[int, ...], ...] = ()

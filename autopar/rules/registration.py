@@ -1,9 +1,9 @@
-"""Rules of users' ops: `register` takes one in notation, and only after it has passed the law.
+"""Rules of custom ops: `register` adds a rule in factor notation after it passes a numerical check.
 
     autopar.rules.register(torch.ops.mine.scaled_mm.default, "m k, k n -> m n", linear=((0,), (1,)))
 
-The law is tried on the user's examples, or, where the op's schema says enough, on tensors made from
-the rule's letters.
+The check uses the user's examples, or, if all parameters that are not tensors have defaults,
+tensors that are created from the letters of the rule.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SIZES = (
     (8, 10, 14, 16, 20, 22, 26),
     (6,) * 7,
     (5, 7, 9, 11, 13, 15, 17),
-)  # of letters: even, equal, odd
+)  # sizes of letters: even, equal, odd
 _WHOLE_SIZE = 6
-_ASK = (
-    "pass examples=[(tensor, ...), ...] with arguments of the op, so that every letter's dim is"
-    " larger than 1 in some example"
+_EXAMPLES_REMEDY = (
+    "pass examples=[(tensor, ...), ...] with arguments of the op, so that the dim of every letter"
+    " is larger than 1 in some example"
 )
 
 
@@ -52,34 +52,38 @@ def register(
     flops: Callable[..., int] | None = None,
     kind: WorkKind | None = None,
 ) -> None:
-    """Register the sharding rule of an op, and its work. The rule is tested first. It belongs to
-    the process: register it in every process that plans, checks or verifies a model with the op.
+    """Register the sharding rule of a custom op, and its work, after a numerical check of the rule.
+
+    The registration applies to the current process. Register the rule in every process that plans,
+    checks or verifies a model with the op.
 
     Args:
         op: an OpOverload, ``torch.ops.mine.name`` with one overload, or the result of
             ``torch.library.custom_op``.
         rule: the rule in factor notation (`autopar.rules.notation`): one term per tensor parameter
             and per result, as in ``"m k, k n -> m n"``.
-        linear: sets of tensor parameters, each parameter by its position among them, counted from
-            0. The op must be linear in the parameters of a set together, with all other parameters
-            fixed: f(a + b) = f(a) + f(b). Partial sums of all of them then pass through the op. A
-            matrix product has ``[(0,), (1,)]``, an addition ``[(0, 1)]``.
-        reduce_op: how the partial results of a letter that a result lacks are reduced: ``sum``,
-            ``max`` or ``min``.
-        examples: arguments to test the rule on, each a tuple of positional or a dict of named
-            arguments. Without examples, float tensors are made from the letters; all other
+        linear: sets of tensor parameters, each given by its position among them, counted from 0.
+            The op must be linear in the parameters of a set together, with all other parameters
+            fixed: f(a + b) = f(a) + f(b). Partial sums of all of them then give partial sums of the
+            results. A matrix product has ``[(0,), (1,)]``, an addition ``[(0, 1)]``.
+        reduce_op: reduction of the partial results of a letter that a result does not have:
+            ``sum``, ``max`` or ``min``.
+        examples: arguments to test the rule with, each a tuple of positional or a dict of named
+            arguments. Without examples, float tensors are created from the letters; all other
             parameters then need defaults.
-        flops: computes the floating-point operations of a call, a multiply-add counted as two. It
-            takes the local shape of each tensor operand, as a tuple of ints, and returns an int:
-            ``lambda x, w: 2 * x[0] * x[1] * w[1]`` for a matrix product. Without it, the time of
-            the op is that of reading its operands and writing its results once.
+        flops: function that returns the number of floating-point operations of a call, with a
+            multiply-add counted as two. Its arguments are the local shapes of the tensor operands,
+            as tuples of ints: ``lambda x, w: 2 * x[0] * x[1] * w[1]`` for a matrix product. If it
+            is None, the time of the op is that of reading its operands and writing its results
+            once.
         kind: kind of the op's work, which selects the efficiency in the hardware profile. With
             `flops`: ``matmul`` (the default), ``attention`` or ``attention_backward``. Without:
             ``elementwise`` (the default), ``transcendental``, ``reduction`` or ``indexing``.
 
     Raises:
-        RuleError: if the rule is wrong (with the counterexample), does not fit the op or cannot be
-            tested, or if `flops` and `kind` do not fit. The op then keeps the rule that it had.
+        RuleError: the rule is wrong (the message has a counterexample), does not match the op or
+            cannot be tested, or `flops` and `kind` do not match. The op then keeps its previous
+            rule.
     """
     target = _overload(op)
     _check_target(target, reduce_op)
@@ -106,9 +110,9 @@ def _check_target(target: torch._ops.OpOverload, reduce_op: str) -> None:
         )
     if target in TABLE:
         raise RuleError(
-            "the op has a rule in autopar's own table",
+            "the op has a built-in rule",
             where=op_name(target),
-            remedy="only ops without one can be registered",
+            remedy="register only ops without a built-in rule",
         )
     if reason := unfit(target):
         raise RuleError(
@@ -121,11 +125,11 @@ def _check_target(target: torch._ops.OpOverload, reduce_op: str) -> None:
 def _linear_sets(
     target: torch._ops.OpOverload, rule: str, linear: Iterable[Iterable[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Check the number of the rule's terms, and the sets of tensor parameters.
+    """Check the number of terms of a rule and its linear sets, and return the sets.
 
     Raises:
-        RuleError: if the op takes another number of tensors, or a set is not one of their
-            positions.
+        RuleError: the number of terms differs from the number of tensor parameters, or a set
+            contains something else than positions of them.
     """
     num_terms = len(terms_of(rule)[0])
     tensors = [a for a in target._schema.arguments if takes_tensor(str(a.type))]
@@ -136,7 +140,7 @@ def _linear_sets(
     if not least <= num_terms <= most:
         count = f"{most} tensors" if least == most else f"{least} to {most} tensors"
         raise RuleError(
-            f"rule {rule!r} has {num_terms} terms before the arrow, the op takes {count}",
+            f"rule {rule!r} has {num_terms} terms before the arrow, but the op takes {count}",
             where=op_name(target),
             remedy='write one term per tensor parameter, as in "m k, k n -> m n"',
         )
@@ -147,7 +151,7 @@ def _linear_sets(
         sets, fits = (), False
     if not fits:
         raise RuleError(
-            f"linear={linear!r} is not a list of sets of the rule's {num_terms} tensors",
+            f"linear={linear!r} is not a list of sets of the {num_terms} tensors of the rule",
             where=op_name(target),
             remedy=(
                 "write each set as a tuple of positions, counted from 0, as in linear=[(0,), (1,)]"
@@ -164,16 +168,16 @@ def _kind_of(
     kinds = FLOP_KINDS if flops is not None else MEMORY_KINDS
     if chosen not in kinds:
         raise RuleError(
-            f"kind={kind!r} {'with' if flops is not None else 'without'} flops is not possible",
+            f"kind={kind!r} is not allowed {'with' if flops is not None else 'without'} flops",
             where=op_name(target),
-            remedy=f"write one of {', '.join(kinds)}"
+            remedy=f"use one of {', '.join(kinds)}"
             + (", or pass flops" if kind in FLOP_KINDS else ""),
         )
     return chosen
 
 
 def _overload(op: Any) -> torch._ops.OpOverload:
-    op = getattr(op, "_opoverload", op)  # what torch.library.custom_op gives holds its overload
+    op = getattr(op, "_opoverload", op)  # of a result of torch.library.custom_op
     if isinstance(op, torch._ops.OpOverloadPacket) and len(op.overloads()) == 1:
         op = getattr(op, op.overloads()[0])
     if not isinstance(op, torch._ops.OpOverload):
@@ -190,15 +194,18 @@ def _example(target: Any, example: Example) -> Trial:
         args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
         with as_written():
             result = target(*args, **kwargs)
-    except Exception as error:  # a user's op may raise anything
+    except Exception as error:  # a custom op may raise any error
         raise RuleError(
-            f"the op does not accept the example: {error}", where=op_name(target), remedy=_ASK
+            f"the op does not accept the example: {error}",
+            where=op_name(target),
+            remedy=_EXAMPLES_REMEDY,
         ) from error
     return call_on(target, args, kwargs, result)
 
 
 def _with_other_values(call: Call, tensors: list[torch.Tensor]) -> Iterator[Trial]:
-    """The example, and the same with floats of other signs and sizes where the op takes them."""
+    """Yield the example, and the example with floats of other signs and magnitudes if the op
+    accepts them."""
     yield call, tensors
     for recipe in RECIPES:
         made = tensors_for(call.inputs, recipe)
@@ -206,24 +213,24 @@ def _with_other_values(call: Call, tensors: list[torch.Tensor]) -> Iterator[Tria
             m.to(t.device) if t.dtype.is_floating_point else t
             for m, t in zip(made, tensors, strict=True)
         ]
-        if _is_taken(call, other):
+        if _is_accepted(call, other):
             yield call, other
 
 
-def _is_taken(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the op gives numbers for these operands."""
+def _is_accepted(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the op accepts these operands and returns finite numbers."""
     try:
         results = run(call.target, call.args, call.kwargs, tensors, (), ())
-    except Exception:  # a user's op may raise anything; then these values are none of its
+    except Exception:  # a custom op may raise any error for values that it does not accept
         return False
     return all(bool(torch.isfinite(r).all()) for r in results if isinstance(r, torch.Tensor))
 
 
 def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
-    """Calls on float tensors whose dims are as the letters say.
+    """Yield calls with float tensors whose sizes are defined by the letters of the rule.
 
     Raises:
-        RuleError: if the op takes none of them.
+        RuleError: the op accepts none of them.
     """
     terms, _ = terms_of(row.text)
     others = [
@@ -241,26 +248,26 @@ def _generate_trials(target: Any, row: Row) -> Iterator[Trial]:
                 tensors = tensors_for(infos, recipe)
                 try:
                     results = run(target, arguments or (), {}, tensors, (), ())
-                except Exception as error:  # a user's op may raise anything
+                except Exception as error:  # a custom op may raise any error
                     problem = str(error)
                     continue
                 call, _ = call_on(
                     target, tuple(tensors), {}, results if len(results) > 1 else results[0]
                 )
-                if _is_taken(call, tensors):
+                if _is_accepted(call, tensors):
                     found = True
                     yield call, tensors
         if found:
             return
     raise RuleError(
-        f"the op does not accept the shapes of the rule's letters: {problem}",
+        f"the op does not accept tensors with the shapes of the rule: {problem}",
         where=op_name(target),
-        remedy=_ASK,
+        remedy=_EXAMPLES_REMEDY,
     )
 
 
 def _operands(target: Any, num_terms: int) -> tuple[Operand, ...] | None:
-    """One operand for each term; None if other parameters have to be filled in."""
+    """Return one operand per term; None if other parameters have no default."""
     parameters = target._schema.arguments
     needed = [a for a in parameters if not a.has_default_value()]
     leading = parameters[:num_terms]
@@ -287,7 +294,7 @@ def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
     with as_written(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(
             0
-        )  # of the CPU alone, where it runs: those of GPUs are the script's
+        )  # only the generator of the CPU, on which this runs; those of GPUs are not changed
         for call, tensors in trials:
             factors = row(call)
             every = options(factors, call)
@@ -301,7 +308,7 @@ def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
                         raise RuleError(
                             what,
                             where=op_name(target),
-                            remedy="correct the rule; _ means that a dim is never sharded",
+                            remedy="correct the rule; use _ for a dim that must not be sharded",
                         ) from error
     untried = [
         x
@@ -311,18 +318,18 @@ def _check(target: Any, row: Row, trials: Sequence[Trial]) -> None:
     ]
     if untried:
         raise RuleError(
-            f"no example covers letter {untried[0]!r}: its dim is 1 in all examples",
+            f"no example covers letter {untried[0]!r}: its dim has size 1 in all examples",
             where=op_name(target),
-            remedy=_ASK,
+            remedy=_EXAMPLES_REMEDY,
         )
 
 
 def _check_flops(rule: RegisteredRule, calls: Sequence[Call]) -> None:
-    """Check that the parts of an op do not need fewer flops than the whole op: the bounds of the
-    planner rely on it.
+    """Check that all parts of an op together need at least the flops of the full op, as the bounds
+    of the planner assume.
 
     Raises:
-        RuleError: if they do, or the user's function does not give a count.
+        RuleError: the parts need fewer flops, or the user's function does not return a count.
     """
     distinct = {tuple(info.shape for info in call.inputs): call for call in calls}
     for shapes, call in distinct.items():
@@ -354,10 +361,13 @@ def _letters_tried(factors: Factors, call: Call) -> set[str]:
 
 
 def unregister(op: Any) -> None:
-    """Forget the rule of an op that `register` took.
+    """Remove the registered rule of an op.
+
+    Args:
+        op: the op, as for `register`.
 
     Raises:
-        RuleError: if the op has none.
+        RuleError: the op has no registered rule.
     """
     target = _overload(op)
     if REGISTERED.pop(target, None) is None:

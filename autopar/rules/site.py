@@ -1,5 +1,5 @@
-"""Local arguments of calls: a call with its strategy and mesh, and the tokens that stand for
-numbers that differ from rank to rank."""
+"""Local arguments of calls: a call with its strategy and mesh, and tokens for numbers that differ
+between ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from autopar.rules.call import Call, argument, replace_arguments
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Token for this rank's first global index along a dim of global size `dim_size`, less the
-    `before` elements of its halo."""
+    """Token for the first global index of a rank's part along a dim, minus the `before` elements of
+    its halo.
+
+    Attributes:
+        dim_size: global size of the dim.
+        layout: layout of the tensor.
+        dim: the dim.
+        before: number of halo elements before the part.
+    """
 
     dim_size: int
     layout: Layout
@@ -22,7 +29,7 @@ class Start:
     before: int = 0
 
     def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
-        """Return the index at a rank's coordinate."""
+        """Return the index for a rank's coordinate."""
         return (
             local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[0]
             - self.before
@@ -31,22 +38,27 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Token for the length of this rank's part of a dim of global size `dim_size` that is split
-    unevenly."""
+    """Token for the length of a rank's part of a dim that is split unevenly.
+
+    Attributes:
+        dim_size: global size of the dim.
+        layout: layout of the tensor.
+        dim: the dim.
+    """
 
     dim_size: int
     layout: Layout
     dim: int
 
     def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
-        """Return the length at a rank's coordinate."""
+        """Return the length for a rank's coordinate."""
         return local_range(self.dim_size, self.layout, self.dim, mesh_shape, coordinate)[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """Token for the first global indices of the parts of a dim on all ranks of this rank's group
-    along `axis`, in the order of these ranks. The axis is a splitter of the dim."""
+    """Token for the first global indices of the parts of a dim on all ranks of a rank's group along
+    `axis`, in the order of these ranks; the axis splits the dim."""
 
     dim_size: int
     layout: Layout
@@ -54,7 +66,7 @@ class Starts:
     axis: int
 
     def at(self, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices at a rank's coordinate."""
+        """Return the indices for a rank's coordinate."""
         around = (
             (*coordinate[: self.axis], place, *coordinate[self.axis + 1 :])
             for place in range(mesh_shape[self.axis])
@@ -67,7 +79,7 @@ class Starts:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The call of a rank; tensors are `Operand`s as in the whole call."""
+    """The local call of a rank; tensors are `Operand` objects as in the full call."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -78,9 +90,9 @@ class Site:
     """A call with a strategy on a mesh.
 
     Args:
-        call: the whole call.
+        call: the full call.
         strategy: layouts of its operands and results.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
     """
 
     def __init__(self, call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> None:
@@ -95,7 +107,7 @@ class Site:
         return self._shape(self.call.outputs[number].shape, self.strategy.outputs[number])
 
     def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int | Length, ...]:
-        """Numbers for sizes that are equal on all ranks, else tokens."""
+        """Return a number for each size that is equal on all ranks, else a token."""
         largest = local_shape(shape, layout, self.mesh_shape)
         even = [
             size % layout.num_shards(dim, self.mesh_shape) == 0 for dim, size in enumerate(shape)
@@ -106,11 +118,12 @@ class Site:
         )
 
     def change(self, **changes: Any) -> Local:
-        """Return the call with other arguments, given by the names of the op's parameters."""
+        """Return the call with new values for the named parameters of the op."""
         return Local(self.call.target, *replace_arguments(self.call, changes))
 
     def start(self, layout: Layout, size: int, dim: int) -> Start | int:
-        """Return the token for a rank's first index along a dim, or 0 if it is not split.
+        """Return the token for the first index of a rank's part along a dim; 0 if the dim is not
+        split.
 
         Args:
             layout: layout of the tensor.
@@ -122,18 +135,18 @@ class Site:
 
 def groups_of(site: Site, operand: int, name: str = "groups") -> int | Length:
     """Return the local number of groups of a grouped op. Groups are split together with their
-    channels, and unevenly only if each has one channel.
+    channels; they are split unevenly only if each group has one channel.
 
     Args:
         site: the call.
         operand: the operand whose dim 1 is the channels.
-        name: parameter of the op with the number of groups.
+        name: name of the parameter with the number of groups.
     """
     groups, channels = argument(site.call, name), site.call.inputs[operand].shape[1]
     here = site.input_shape(operand)[1]
     if groups in (1, channels):
         return here if groups == channels > 1 else groups
-    assert isinstance(here, int), "channels and groups differ in number, so they are split evenly"
+    assert isinstance(here, int), "groups with several channels are split evenly"
     return groups * here // channels
 
 

@@ -1,12 +1,13 @@
-"""Numbers to try an op on.
+"""Values and sizes of test operands.
 
-A rule holds where it holds on all of `RECIPES` that the op accepts: values of both signs, so that a
-sum is no average and no maximum; large ones, beyond any bend of an activation; few among zeros, so
-that any is not all; positive ones, and some between zero and one, for logarithms and the like.
-Floats are multiples of a power of two, so that sums and products of a few of them are exact.
+A rule must hold on all `RECIPES` of values that the op accepts: values of both signs, so that a sum
+differs from a mean and a maximum; large values, in the linear range of activations; mostly zeros,
+so that `any` differs from `all`; positive values; and values between zero and one, for logarithms
+and similar functions. Floats are multiples of a power of two, so that sums and products of a few of
+them are exact.
 
-Integers are valid as indices into any dim of any operand, and sorted in one recipe. Where all
-operands are integers they also have both signs.
+Integers are valid indices into every dim of every operand, and sorted in one recipe. If all
+operands are integers, they have both signs.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from autopar.rules.trial import run
 
 RECIPES = ("mixed", "large", "sparse", "positive", "unit")
 _SEED = 20110
-_RARE = 8  # of as many, one is not zero
+_RARE = 8  # in the sparse recipe, one of this many values is nonzero
 
 
 def tensors_for(infos: Sequence[TensorInfo], recipe: str, bound: int = 2**31) -> list[torch.Tensor]:
-    """Make tensors on the CPU; the same arguments give the same tensors.
+    """Create tensors on the CPU; the same arguments give the same tensors.
 
     Args:
         infos: their shapes and dtypes.
-        recipe: kind of their numbers, one of `RECIPES`.
-        bound: limit of integers, exclusive.
+        recipe: kind of their values, one of `RECIPES`.
+        bound: exclusive upper bound of integers.
     """
     random = torch.Generator().manual_seed(_SEED + RECIPES.index(recipe))
     high = min((size for info in infos for size in info.shape if size > 1), default=2)
@@ -77,11 +78,11 @@ def _floats(shape: Sequence[int], recipe: str, random: torch.Generator) -> torch
 
 
 # --------------------------------------------------------------------------------------------------
-# Small calls that stand for a large one: the same op and settings on dims of other sizes.
+# Small calls that represent a large call: the same op and settings with smaller dims.
 #
-# Equal sizes stay equal, and dims of size 1, which are broadcast, stay 1. Whether an integer
-# argument is a size cannot be seen, so both are tried; what the op makes of the small operands
-# must have the structure of what it made of the large ones.
+# Equal sizes remain equal, and dims of size 1, which are broadcast, remain 1. It is not known
+# whether an integer argument is a size, so both are tried. The results of a small call must have
+# the same structure as those of the large call.
 
 Trial = tuple[Call, list[torch.Tensor]]
 _SIZES = (
@@ -93,17 +94,15 @@ _SIZES = (
     22,
     26,
     28,
-)  # two divides them, and in three parts only the last is shorter
-_FEW = (4, 6, 8, 10, 12, 14, 16, 18)  # for tensors of many dims
-_LARGEST_RATIO = (
-    8  # sizes in such a ratio may be heads and their groups, or a width and its multiple
-)
-_SMALL, LARGEST = 2**13, 2**16  # elements of all operands
+)  # all are even; of three parts, only the last is shorter
+_FEW = (4, 6, 8, 10, 12, 14, 16, 18)  # for tensors with many dims
+_LARGEST_RATIO = 8  # sizes with a smaller ratio may be related, such as heads and groups of heads
+_SMALL, LARGEST = 2**13, 2**16  # most elements of all operands together
 
 
 def trials_of(call: Call) -> list[Trial]:
-    """Small calls that the op takes, with operands; empty if there is none. The first has the
-    most telling sizes."""
+    """Return small calls that the op accepts, with operands; empty if there is none. The sizes of
+    the first call are the most distinct."""
     own = num_elements(call.inputs)
     for scaled in scalings(call):
         if found := _trials(scaled, call):
@@ -112,10 +111,10 @@ def trials_of(call: Call) -> list[Trial]:
 
 
 def first_trials(call: Call, recipes: Sequence[str]) -> list[Trial]:
-    """As `trials_of`, on the numbers of these recipes alone, and only of calls whose results are
-    small."""
+    """Return small calls as `trials_of` does, but only with values of the given recipes, and only
+    if the results are small."""
     if num_elements(call.outputs) > LARGEST and num_elements(call.inputs) <= LARGEST:
-        # sizes are among its arguments: smaller operands would not make its results smaller
+        # sizes are among the arguments: smaller operands would not give smaller results
         return []
     for scaled in (*scalings(call), *scalings(call, _FEW)):
         if found := _trials(scaled, call, recipes):
@@ -125,13 +124,13 @@ def first_trials(call: Call, recipes: Sequence[str]) -> list[Trial]:
 
 
 def num_elements(infos: Sequence[TensorInfo]) -> int:
-    """How many elements tensors have together."""
+    """Return the total number of elements of tensors."""
     return sum(math.prod(info.shape) for info in infos)
 
 
 def scalings(call: Call, few: Sequence[int] = _SIZES) -> Iterator[Call]:
-    """The call with its sizes, in their order, replaced by `few`, or by small ones in the same
-    ratios; results as they were."""
+    """Yield the call with smaller operands: its sizes, in increasing order, are replaced by `few`,
+    or by small sizes with the same ratios. The results are not updated."""
     sizes = sorted({size for info in call.inputs for size in info.shape if size > 1})
     for to in (dict(zip(sizes, few, strict=False)), _in_ratio(sizes)):
         infos = tuple(
@@ -148,7 +147,7 @@ def scalings(call: Call, few: Sequence[int] = _SIZES) -> Iterator[Call]:
 
 
 def _in_ratio(sizes: Sequence[int]) -> dict[int, int]:
-    """As small as can be, with small ratios kept."""
+    """Return size → smaller size, with small ratios of sizes preserved."""
     to: dict[int, int] = {}
     for size in sizes:
         base = max((s for s in to if size % s == 0 and size // s <= _LARGEST_RATIO), default=0)
@@ -165,8 +164,8 @@ def _resize_value(value: Any, to: Mapping[int, int]) -> Any:
 
 
 def _trials(small: Call, call: Call, recipes: Sequence[str] = RECIPES) -> list[Trial]:
-    """The small call on every recipe of numbers that the op takes; in double precision where it
-    can be."""
+    """Return the small call with values of every recipe that the op accepts; in double precision if
+    possible."""
     found = []
     bound = index_bound(small, call)
     for infos in dict.fromkeys((in_double(small.inputs), small.inputs)):
@@ -181,8 +180,8 @@ def _trials(small: Call, call: Call, recipes: Sequence[str] = RECIPES) -> list[T
 
 
 def index_bound(small: Call, call: Call) -> int:
-    """What no index may reach: every size that is known, arguments included, of which any may be
-    one."""
+    """Return the exclusive upper bound of indices: the smallest size of a result, or integer
+    argument, which may be a size."""
     sizes = [size for info in call.outputs for size in info.shape]
     return min(
         (n for n in (*sizes, *_integers((small.args, *small.kwargs.values()))) if n > 1), default=2
@@ -203,21 +202,21 @@ def in_double(infos: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
 
 
 def made_on(small: Call, tensors: list[torch.Tensor]) -> Call | None:
-    """The call with its results, where it gives numbers, the same ones each time, and leaves its
-    operands alone."""
+    """Return the call with its results; None if it raises an error, returns values that are not
+    finite or not deterministic, or changes its operands."""
     before = [t.clone() for t in tensors]
     try:
         first, second = (
             run(small.target, small.args, small.kwargs, tensors, (), ()) for _ in range(2)
         )
-    except Exception:  # an op that is not known may raise anything: it does not take these operands
+    except Exception:  # an unknown op may raise any error for operands that it does not accept
         return None
-    if not all(map(_is_one_answer, first, second)) or not all(map(torch.equal, before, tensors)):
+    if not all(map(_is_reproducible, first, second)) or not all(map(torch.equal, before, tensors)):
         return None
     return replace(small, outputs=call_on(small.target, (), {}, first)[0].outputs)
 
 
-def _is_one_answer(first: Any, second: Any) -> bool:
+def _is_reproducible(first: Any, second: Any) -> bool:
     if first is None or second is None:
         return first is second
     return (
@@ -228,8 +227,8 @@ def _is_one_answer(first: Any, second: Any) -> bool:
 
 
 def _same_structure(small: Call, call: Call) -> bool:
-    """Whether sizes correspond: as many results of as many dims, and dims that were equal still
-    are."""
+    """Whether two calls have the same number of results and dims, and dims of equal size in `call`
+    have equal size in `small`."""
     if len(small.outputs) != len(call.outputs):
         return False
     to: dict[int, int] = {}

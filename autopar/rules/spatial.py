@@ -1,14 +1,15 @@
-"""Convolution and pooling: rules of ops over windows of spatial dims, which may be split.
+"""Rules of convolution and pooling, whose spatial dims may be split.
 
-A dim of H elements has H' results, each of which sees a window of e elements, ``e = dilation ·
-(kernel − 1) + 1``; windows begin every s elements, the first p before the dim. Where ``H = s ·
-H'``, which "same" padding and pooling by a divisor give, parts of the dim and of the results begin
-together on every rank. A rank then needs from its neighbours
+A dim of size H has H' results. Each result reads a window of e elements, ``e = dilation · (kernel −
+1) + 1``. Windows start every s elements, the first one p elements before the dim. If ``H = s ·
+H'``, as with "same" padding or pooling by a divisor, corresponding parts of the dim and of the
+results are on the same rank. A rank then needs from its neighbours
 
-    for its results                p elements before its own, max(0, e − p − s) after
-    for the gradient of its own    ⌊(e − 1 − p) / s⌋ of the results' gradients before, ⌈p / s⌉ after
+    for its results       p elements before its part, and max(0, e − p − s) after it
+    for its gradients     ⌊(e − 1 − p) / s⌋ gradients of results before its part, ⌈p / s⌉ after it
 
-Other dims stay whole, and so do those of transposed convolutions whose windows overlap.
+Other spatial dims are not split, and neither are those of transposed convolutions with overlapping
+windows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Window:
 
     @property
     def edges(self) -> Edges:
-        """The elements that a part needs from its neighbours (see the module docstring)."""
+        """Elements that a part needs from its neighbours (see the module docstring)."""
         after = max(0, self.extent - self.padding - self.stride)
         grad_before = (self.extent - 1 - self.padding) // self.stride
         return Edges(
@@ -57,7 +58,7 @@ class Window:
 
 
 Windows = tuple[Window | None, ...]
-"""Per spatial dim, None if it must stay whole."""
+"""Window per spatial dim; None if the dim must not be split."""
 
 
 def _shape_of(call: Call, name: str) -> tuple[int, ...]:
@@ -65,7 +66,7 @@ def _shape_of(call: Call, name: str) -> tuple[int, ...]:
 
 
 def each(values: Sequence[int], num: int) -> tuple[int, ...]:
-    """Return one value per dim; a single value is that of all dims."""
+    """Return one value per dim; a single value applies to all dims."""
     return tuple(values) * num if len(values) == 1 else tuple(values)
 
 
@@ -84,7 +85,7 @@ def _windows(
 
 
 def convolution_windows(call: Call) -> Windows:
-    """Return the windows of a convolution, forward or backward."""
+    """Return the windows of a convolution or its backward."""
     backward = call.target is aten.convolution_backward.default
     x, weight = _shape_of(call, "input")[2:], _shape_of(call, "weight")[2:]
     out = (_shape_of(call, "grad_output") if backward else call.outputs[0].shape)[2:]
@@ -95,7 +96,7 @@ def convolution_windows(call: Call) -> Windows:
     extents = [d * (k - 1) + 1 for d, k in zip(dilation, weight, strict=True)]
     if argument(
         call, "transposed"
-    ):  # a result sees one element where windows neither overlap nor leave gaps
+    ):  # if windows neither overlap nor leave gaps, each result reads one element
         apart = [
             e == s and p == 0 and size * s == n
             for e, s, p, size, n in zip(extents, stride, padding, x, out, strict=True)
@@ -107,7 +108,7 @@ def convolution_windows(call: Call) -> Windows:
 
 
 def pooling_windows(call: Call, num: int) -> Windows:
-    """Return the windows of a pooling over the last `num` dims, forward or backward."""
+    """Return the windows of a pooling over the last `num` dims, or of its backward."""
     averages = "avg" in call.target.__name__
     kernel = each(argument(call, "kernel_size"), num)
     stride = each(argument(call, "stride", ()) or kernel, num)
@@ -120,11 +121,11 @@ def pooling_windows(call: Call, num: int) -> Windows:
         (call.inputs[0] if backward else call.outputs[0]).shape[-num:],
     )
     if averages and any(padding) and not argument(call, "count_include_pad", True):
-        return (None,) * num  # at the ends it divides by less
+        return (None,) * num  # the divisor is smaller at the ends
     if not argument(call, "ceil_mode", False):
         return _windows(extents, stride, padding, x, out)
-    # with the last windows reaching beyond the padding: a maximum does not mind, an average divides
-    # by less
+    # With ceil_mode, the last window may extend beyond the padding. This does not affect a maximum,
+    # but the divisor of an average is smaller.
     found = zip(_windows(extents, stride, padding, x, out), x, strict=True)
     ends = lambda w, size: (  # noqa: E731
         w.extent >= w.padding + w.stride
@@ -138,18 +139,18 @@ def _place_halo(dim: int, before: int, after: int, lowest: bool = False) -> Shar
 
 
 def place_operand(edges: Edges, dim: int, lowest: bool = False) -> Shard:
-    """Return the placement of an operand from which a part of the results is computed.
+    """Return the placement of the operand for a split of the results.
 
     Args:
-        edges: the elements that a part needs from its neighbours.
+        edges: elements that a part needs from its neighbours.
         dim: the dim that is split.
-        lowest: whether the ends are padded with the dtype's lowest value instead of zeros.
+        lowest: whether the ends are padded with the lowest value of the dtype instead of zeros.
     """
     return _place_halo(dim, edges.before, edges.after, lowest)
 
 
 def seen_back(edges: Edges, dim: int) -> Shard:
-    """Return the placement of results' gradients from which the gradient of a part is computed."""
+    """Return the placement of the results' gradients for a split of the operand's gradient."""
     return _place_halo(dim, edges.grad_before, edges.grad_after)
 
 
@@ -161,8 +162,8 @@ def over_space(
     Args:
         call: the call.
         windows: the window of each spatial dim.
-        place: returns, for the edges of a window and its dim, the placements of all operands that
-            are passed and of all results that are not None.
+        place: function from the edges of a window and its dim to the placements of all operands and
+            results.
     """
     rank, num = len(call.inputs[0].shape), len(windows)
     found = []
@@ -174,7 +175,8 @@ def over_space(
 
 
 def _channels(call: Call) -> tuple[str, str, str, str]:
-    """Letters of: input channels, the weight's two channel dims, output channels."""
+    """Return the letters of the input channels, the two channel dims of the weight, and the output
+    channels."""
     groups, transposed = argument(call, "groups"), argument(call, "transposed")
     if groups == 1:
         return ("c", "c", "o", "o") if transposed else ("c", "o", "c", "o")
@@ -183,8 +185,11 @@ def _channels(call: Call) -> tuple[str, str, str, str]:
 
 
 def convolution(call: Call) -> Factors:
-    """Batch, output channels, groups where each has one channel, without a bias input channels, and
-    space. With a bias a partial sum over input channels would count it once per rank."""
+    """Return the factors of a convolution.
+
+    Parallel are the batch, output channels, groups with one channel each, spatial dims, and without
+    a bias input channels. With a bias, partial sums over input channels would add it once per rank.
+    """
     space = " ".join(WHOLE * (len(call.inputs[0].shape) - 2))
     has_bias = argument(call, "bias") is not None
     x, w0, w1, out = (WHOLE if letter == "c" and has_bias else letter for letter in _channels(call))
@@ -203,8 +208,8 @@ def convolution(call: Call) -> Factors:
 
 
 def convolution_backward(call: Call) -> Factors:
-    """As `convolution`; the bias' gradient depends on no input channel, and over space weight
-    and bias have partial sums."""
+    """Return factors as `convolution`; the gradient of the bias does not depend on input channels,
+    and the gradients of weight and bias are partial sums over spatial dims."""
     space = " ".join(WHOLE * (len(call.inputs[0].shape) - 2))
     x, w0, w1, out = _channels(call)
     operands = f"n {out} {space}, n {x} {space}, {w0} {w1} {space}"
@@ -212,7 +217,8 @@ def convolution_backward(call: Call) -> Factors:
     wants_x, wants_weight = (call.outputs[i] != NO_TENSOR for i in (0, 1))
 
     def place(edges: Edges, dim: int) -> Sequence[Placement]:
-        """Place operands and results, with halos for the gradients that are wanted."""
+        """Return the placements of operands and results, with halos only for requested
+        gradients."""
         grad = seen_back(edges, dim) if wants_x else Shard(dim)
         operand = place_operand(edges, dim) if wants_weight else Shard(dim)
         results = [Shard(dim), PARTIAL, PARTIAL]
@@ -235,10 +241,11 @@ def _terms(num: int, operands: int, results: int) -> str:
 
 
 def max_pool(num: int) -> Callable[[Call], Factors]:
-    """max_pool with indices over the last `num` dims: batch, channels, and space."""
+    """Return the rule of max pooling with indices over the last `num` dims: batch, channels and
+    spatial dims are parallel."""
 
     def rule(call: Call) -> Factors:
-        """Return the letters of batch and channels, and the ways to split the spatial dims."""
+        """Return the letters of batch and channels, and the options that split spatial dims."""
         further = over_space(
             call,
             pooling_windows(call, num),
@@ -250,10 +257,11 @@ def max_pool(num: int) -> Callable[[Call], Factors]:
 
 
 def max_pool_backward(num: int) -> Callable[[Call], Factors]:
-    """Its gradient, of operands (gradient, the pooling's operand, indices)."""
+    """Return the rule of the backward of `max_pool`, with operands (gradient, operand of the
+    pooling, indices)."""
 
     def rule(call: Call) -> Factors:
-        """Return the letters of batch and channels, and the ways to split the spatial dims."""
+        """Return the letters of batch and channels, and the options that split spatial dims."""
         further = over_space(
             call,
             pooling_windows(call, num),
@@ -265,10 +273,11 @@ def max_pool_backward(num: int) -> Callable[[Call], Factors]:
 
 
 def avg_pool(num: int) -> Callable[[Call], Factors]:
-    """avg_pool over the last `num` dims: batch, channels, and space."""
+    """Return the rule of average pooling over the last `num` dims: batch, channels and spatial dims
+    are parallel."""
 
     def rule(call: Call) -> Factors:
-        """Return the letters of batch and channels, and the ways to split the spatial dims."""
+        """Return the letters of batch and channels, and the options that split spatial dims."""
         further = over_space(
             call, pooling_windows(call, num), lambda e, d: (place_operand(e, d), Shard(d))
         )
@@ -278,10 +287,11 @@ def avg_pool(num: int) -> Callable[[Call], Factors]:
 
 
 def avg_pool_backward(num: int) -> Callable[[Call], Factors]:
-    """Its gradient, of operands (gradient, the pooling's operand)."""
+    """Return the rule of the backward of `avg_pool`, with operands (gradient, operand of the
+    pooling)."""
 
     def rule(call: Call) -> Factors:
-        """Return the letters of batch and channels, and the ways to split the spatial dims."""
+        """Return the letters of batch and channels, and the options that split spatial dims."""
         further = over_space(
             call, pooling_windows(call, num), lambda e, d: (seen_back(e, d), Shard(d), Shard(d))
         )
@@ -291,12 +301,18 @@ def avg_pool_backward(num: int) -> Callable[[Call], Factors]:
 
 
 def nearest(num: int, *, gradient: bool = False) -> Callable[[Call], Factors]:
-    """Nearest-neighbour resizing: space too, where a dim grows by a whole factor, which no scale
-    of another value says otherwise."""
+    """Return the rule of nearest-neighbour resizing: spatial dims are parallel if they grow by an
+    integer factor and no argument sets another scale.
+
+    Args:
+        num: number of spatial dims.
+        gradient: whether the op is the backward.
+    """
     names = ("scales",) if num == 1 else ("scales_d", "scales_h", "scales_w")[-num:]
 
     def rule(call: Call) -> Factors:
-        """Return a letter for each spatial dim that grows by a whole factor; others stay whole."""
+        """Return one letter per spatial dim that grows by an integer factor; others are not
+        split."""
         small, large = (
             (call.outputs[0], call.inputs[0]) if gradient else (call.inputs[0], call.outputs[0])
         )
@@ -316,27 +332,27 @@ def nearest(num: int, *, gradient: bool = False) -> Callable[[Call], Factors]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Local arguments of ops over space: see `autopar.rules.spatial` and `autopar.ops.windows`.
+# Local arguments of ops over windows (see `autopar.ops.windows`).
 
 
 def _is_split(layout: Layout, rank: int, num: int) -> tuple[bool, ...]:
-    """Which of the last `num` of `rank` dims are split."""
+    """Return, for each of the last `num` of `rank` dims, whether it is split."""
     return tuple(bool(layout.splitters(dim)) for dim in range(rank - num, rank))
 
 
 def _local_padding(padding: Sequence[int], split: Sequence[bool]) -> tuple[int, ...]:
-    """0 where the dim is split: there the halo has it already."""
+    """Return the padding per dim; 0 for a split dim, whose halo includes the padding."""
     return tuple(0 if s else p for p, s in zip(each(padding, len(split)), split, strict=True))
 
 
 def _edges(windows: Windows, grad: Layout, operand: Layout, rank: int) -> tuple[Edges | None, ...]:
-    """Per spatial dim what lies around a part's own elements, None if the dim is not split."""
+    """Return the edges of a part per spatial dim; None for a dim that is not split."""
     found: list[Edges | None] = []
     for dim, window in enumerate(windows, rank - len(windows)):
         if not operand.splitters(dim):
             found.append(None)
             continue
-        assert window is not None, "only dims that may be split are"
+        assert window is not None, "a split dim has a window"
         around, of_grad = operand.halo(dim), grad.halo(dim)
         found.append(
             Edges(
@@ -351,7 +367,8 @@ def _edges(windows: Windows, grad: Layout, operand: Layout, rank: int) -> tuple[
 
 
 def local_convolution(site: Site) -> Local:
-    """Groups are split with their channels; padding of a split dim has become its halo."""
+    """Return the local call of a convolution: groups are split with their channels, and the padding
+    of a split dim is part of its halo."""
     rank = len(site.call.inputs[0].shape)
     split = _is_split(site.strategy.inputs[0], rank, rank - 2)
     return site.change(
@@ -360,7 +377,7 @@ def local_convolution(site: Site) -> Local:
 
 
 def local_convolution_backward(site: Site) -> Local:
-    """As `convolution`."""
+    """Return the local call of the backward of a convolution, as `local_convolution`."""
     call, (grad, operand, *_) = site.call, site.strategy.inputs
     rank = len(call.inputs[0].shape)
     split = _is_split(operand, rank, rank - 2)
@@ -387,7 +404,8 @@ def local_convolution_backward(site: Site) -> Local:
 
 
 def _starts(site: Site, operand: int, num: int) -> tuple[Start | int, ...]:
-    """Per spatial dim the index of the rank's first element, of its halo where it has one."""
+    """Return, per spatial dim, the index of the first element of a rank's part including its
+    halo."""
     shape, layout = site.call.inputs[operand].shape, site.strategy.inputs[operand]
     found: list[Start | int] = []
     for dim in range(len(shape) - num, len(shape)):
@@ -403,7 +421,7 @@ def _starts(site: Site, operand: int, num: int) -> tuple[Start | int, ...]:
 
 def _max_pool(num: int) -> Callable[[Site], Local]:
     def local(site: Site) -> Local:
-        """Return the pooling of a rank's part, with the index of its first element."""
+        """Return the pooling of a rank's part, with the index of the first element of the part."""
         shape, layout = site.call.inputs[0].shape, site.strategy.inputs[0]
         split = _is_split(layout, len(shape), num)
         if not any(split):
@@ -428,7 +446,7 @@ def _max_pool(num: int) -> Callable[[Site], Local]:
 
 def _max_pool_backward(num: int) -> Callable[[Site], Local]:
     def local(site: Site) -> Local:
-        """Return the gradient of a rank's part, whose indices are those of the whole tensor."""
+        """Return the gradient of a rank's part; the indices refer to the full tensor."""
         shape = site.call.inputs[1].shape
         if not any(_is_split(site.strategy.inputs[1], len(shape), num)):
             return same(site)
@@ -444,7 +462,8 @@ def _max_pool_backward(num: int) -> Callable[[Site], Local]:
 
 def _avg_pool(num: int) -> Callable[[Site], Local]:
     def local(site: Site) -> Local:
-        """Return the pooling of a rank's part, whose padding lies at the ends of the whole dim."""
+        """Return the pooling of a rank's part, without the padding of split dims, which is part of
+        the halo."""
         split = _is_split(site.strategy.inputs[0], len(site.call.inputs[0].shape), num)
         return (
             site.change(padding=_local_padding(argument(site.call, "padding", (0,)), split))
@@ -457,7 +476,7 @@ def _avg_pool(num: int) -> Callable[[Site], Local]:
 
 def _avg_pool_backward(num: int) -> Callable[[Site], Local]:
     def local(site: Site) -> Local:
-        """Return the gradient of a rank's part, with the edges that its neighbours own."""
+        """Return the gradient of a rank's part, with the edges of the part."""
         call, (grad, operand) = site.call, site.strategy.inputs
         rank = len(call.inputs[1].shape)
         split = _is_split(operand, rank, num)
@@ -483,10 +502,10 @@ def _avg_pool_backward(num: int) -> Callable[[Site], Local]:
 
 
 def _resize_rule(num: int, *, gradient: bool = False) -> Callable[[Site], Local]:
-    """Nearest-neighbour resizing: sizes are arguments."""
+    """Set the sizes of nearest-neighbour resizing."""
 
     def local(site: Site) -> Local:
-        """Return the resizing to the sizes of a rank's part."""
+        """Return the resizing with the sizes of a rank's part."""
         sizes: dict[str, Any] = {
             "output_size": (site.input_shape(0) if gradient else site.output_shape())[-num:]
         }

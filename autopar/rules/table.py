@@ -1,8 +1,8 @@
-"""The table: one row of op knowledge per op.
+"""The table of sharding rules, with one row per op.
 
-A row is a notation text (see `notation`), or a family that makes the factors of a call. `linear`
-lists sets of slots in which the op is linear together. What an op's local arguments are is in
-`localization`.
+A row is a notation text (see `notation`), or a family: a function from a call to its factors.
+`linear` lists sets of slots in which the op is linear together. `localization` defines the local
+arguments of ops.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EMBEDDING: Mapping[Any, f.Family] = {
     ops.embedding_backward: Row("... d, ... -> v d", FIRST),
     aten.embedding.default: Row("_ d, ... -> ... d", FIRST),
     aten.embedding_dense_backward.default: lambda call: parse(
-        # scaling by frequency needs the counts of all ids
+        # scaling by frequency needs the counts over all ids
         "_ _ d, _ _ -> _ d" if argument(call, "scale_grad_by_freq", False) else "... d, ... -> _ d",
         call,
         FIRST,
@@ -58,7 +58,7 @@ EMBEDDING: Mapping[Any, f.Family] = {
 
 EXPERTS: Mapping[
     Any, f.Family
-    # f lies between two linears with an activation; what is split of it, or of the experts, adds up
+    # f is the hidden dim between two linear layers; partial results over f or experts are summed
 ] = {
     ops.experts: f.also(
         Row("t _, t p, t p, e _ f _, e d f -> t d", ((2,), (4,))), dispatch_options
@@ -153,7 +153,7 @@ REDUCTIONS: Mapping[Any, f.Family] = {
     **{op: f.along() for op in (aten.sort.default, aten.argsort.stable, aten.topk.default)},
     aten.flip.default: f.along(FIRST),
     aten.cumsum.default: f.along(FIRST),
-    aten.roll.default: f.along(FIRST, dim=()),  # without dims it rolls all, flattened
+    aten.roll.default: f.along(FIRST, dim=()),  # without dims, it rolls the flattened tensor
     aten.histc.default: f.histogram,
     aten.tril.default: f.triangle,
     aten.triu.default: f.triangle,
@@ -296,18 +296,18 @@ TABLE: Mapping[Callable[..., Any], f.Family] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Rules that users registered (see `registration`).
+# Rules registered by users (see `registration`).
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredRule:
-    """The rule of a user's op, and the work of the op.
+    """The rule of a custom op, and the work of the op.
 
     Attributes:
         row: the rule.
-        flops: computes the flops of a call from the local shapes of its tensor operands, one
-            argument per operand; None for an op whose time depends on its bytes alone.
-        kind: kind of work (`autopar.analysis.work`); one of `FLOP_KINDS` if `flops` is given.
+        flops: function from the local shapes of the tensor operands, one argument per operand, to
+            the flops of a call; None for an op whose time only depends on its bytes.
+        kind: kind of work (`autopar.analysis.work`); one of `FLOP_KINDS` if `flops` is set.
     """
 
     row: Row
@@ -325,13 +325,13 @@ class RegisteredRule:
             shapes: local shapes of its tensor operands.
 
         Raises:
-            RuleError: if the user's function raises, or does not return a non-negative integer.
+            RuleError: the user's function raises an error or does not return a nonnegative integer.
         """
         if self.flops is None:
             return 0
         try:
             found: Any = self.flops(*shapes)
-        except Exception as error:  # a user's function may raise anything
+        except Exception as error:  # a user's function may raise any error
             problem = f"raises {type(error).__name__}: {error}"
         else:
             if isinstance(found, int) and found >= 0:
@@ -352,13 +352,14 @@ REGISTERED: dict[Callable[..., Any], RegisteredRule] = {}
 
 
 def registered_rule(target: Callable[..., Any]) -> RegisteredRule | None:
-    """Return the rule that a user registered for an op, or None."""
+    """Return the registered rule of an op, or None."""
     return REGISTERED.get(torchs_own(target))
 
 
 def rule_of(target: Callable[..., Any]) -> f.Family | None:
-    """The rule of an op: its row, else the user's, else torch's pointwise tag, else None. What
-    stands for an ATen op has that op's."""
+    """Return the rule of an op: its row in the table, else the registered rule, else that of
+    pointwise ops if torch tags the op as pointwise, else None. A function that replaces an ATen op
+    has the rule of that op."""
     target = torchs_own(target)
     if target in TABLE:
         return TABLE[target]

@@ -1,8 +1,8 @@
-"""Split → run → join: the check of one strategy of a call on numbers.
+"""Numerical check of one strategy of a call: split → run → join.
 
-The operands are split as the strategy states (a partial sum into random addends). Every rank runs
-the localized call on its parts. The results are joined as the strategy states (replicated results
-must agree) and compared with those of the whole op.
+The operands are split by the layouts of the strategy; a partial sum is split into random addends.
+Every rank runs its local call on its parts. The results are joined by the layouts of the strategy,
+where replicated results must agree, and compared with those of the full op.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def check_option(call: Call, inputs: Sequence[torch.Tensor], option: AxisOption,
         call: the call.
         inputs: its operands.
         option: the option.
-        n: devices on the axis.
+        n: number of devices on the axis.
 
     Raises:
-        RuleError: as `check_strategy`.
+        RuleError: as for `check_strategy`.
     """
     strategy = Strategy(
         tuple(Layout((p,)) for p in option.inputs), tuple(Layout((p,)) for p in option.outputs)
@@ -61,11 +61,11 @@ def check_strategy(
         call: the call.
         inputs: its operands.
         strategy: the strategy.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
 
     Raises:
-        RuleError: if a rank cannot run the op, replicated results differ, or the joined result
-            differs from that of the whole op.
+        RuleError: a rank cannot run the op, replicated results differ, or the joined result differs
+            from that of the full op.
     """
     ranks, random = (
         list(itertools.product(*map(range, mesh_shape))),
@@ -86,8 +86,8 @@ def check_strategy(
                 rank: run(local.target, local.args, local.kwargs, operands[rank], mesh_shape, rank)
                 for rank in ranks
             }
-    except Exception as error:  # a user's op may raise anything
-        raise _law_error(call, strategy, f"a rank cannot run it: {error}") from error
+    except Exception as error:  # a custom op may raise any error
+        raise _law_error(call, strategy, f"a rank cannot run the op: {error}") from error
     for number, whole in enumerate(expected):
         if call.outputs[number] == NO_TENSOR:
             continue
@@ -114,17 +114,18 @@ def run(
     mesh_shape: Sequence[int],
     rank: Coordinate,
 ) -> tuple[torch.Tensor, ...]:
-    """Run a call on tensors, with its tokens replaced by a rank's numbers.
+    """Run a call on tensors, with its tokens replaced by the numbers of a rank.
 
     Args:
         target: the op.
-        args, kwargs: its arguments, with `Operand`s for tensors and tokens as in `Local`.
+        args: its positional arguments, with an `Operand` for each tensor and tokens as in `Local`.
+        kwargs: its keyword arguments, likewise.
         tensors: the operands.
-        mesh_shape: devices on each axis of the mesh.
-        rank: the rank's position on each axis.
+        mesh_shape: number of devices on each axis of the mesh.
+        rank: position of the rank on each axis.
 
     Returns:
-        The results, also a single one, as a tuple.
+        A tuple of the results, also if there is one.
     """
     if target is operator.getitem:
         return (tensors[0],)
@@ -139,13 +140,12 @@ def run(
 def run_together(
     local: Local, operands: Mapping[Coordinate, Sequence[torch.Tensor]], mesh_shape: Sequence[int]
 ) -> dict[Coordinate, tuple[torch.Tensor, ...]]:
-    """Run a call that the ranks along a mesh axis make together
-    (`autopar.ops.expert_layers`).
+    """Run a call that the ranks along a mesh axis compute together (`autopar.ops.expert_layers`).
 
     Args:
-        local: the call; its last argument but one is the axis.
+        local: the call; its second last argument is the axis.
         operands: rank → its operands.
-        mesh_shape: devices on each axis of the mesh.
+        mesh_shape: number of devices on each axis of the mesh.
 
     Returns:
         Rank → its results.
@@ -186,15 +186,18 @@ def _results(result: Any) -> tuple[torch.Tensor, ...]:
 def split(
     x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], random: torch.Generator
 ) -> Parts:
-    """Split a tensor into the parts of all ranks. Ranks that differ only on replicated axes get the
+    """Split a tensor into the parts of all ranks; ranks that differ only on replicated axes get the
     same addends of a partial sum.
 
     Args:
-        x: the whole tensor.
+        x: the full tensor.
         layout: its layout.
-        mesh_shape: devices on each axis of the mesh.
-        random: a generator on the CPU, from which the addends of a partial sum are drawn. The
-            default generator is not used: its numbers belong to the script that compiles a model.
+        mesh_shape: number of devices on each axis of the mesh.
+        random: a generator on the CPU for the addends of a partial sum. The default generator is
+            not used, since this would change the random numbers of the user's script.
+
+    Returns:
+        Rank → its part.
     """
     partial = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
     addends: Parts = {(): x}
@@ -214,7 +217,7 @@ def split(
 def _part(
     x: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], rank: Coordinate
 ) -> torch.Tensor:
-    """The part of a rank, with its halo; of a mirrored part both halves."""
+    """Return a rank's part including its halo; for a mirrored layout, both halves."""
     for dim in range(x.dim()):
         start, length = local_range(x.shape[dim], layout, dim, mesh_shape, rank)
         halo = layout.halo(dim)
@@ -234,7 +237,8 @@ def _part(
 def _indices(
     shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int], rank: Coordinate
 ) -> tuple[torch.Tensor, ...]:
-    """Indices, per dim, of the elements of the whole tensor that a part without halos has."""
+    """Return the indices, per dim, of the elements of the full tensor in a rank's part without
+    halo."""
     found = []
     for dim, size in enumerate(shape):
         start, length = local_range(size, layout, dim, mesh_shape, rank)
@@ -248,11 +252,12 @@ def _indices(
 def _addends(
     x: torch.Tensor, reduce_op: str, size: int, random: torch.Generator
 ) -> list[torch.Tensor]:
-    """Random tensors that reduce to `x`; for a sum, of x's own magnitude and none of them zero."""
+    """Return random tensors that reduce to `x`; for a sum, they have the magnitude of `x` and all
+    but the last are nonzero."""
     size_of_x = float(x.abs().max()) if x.numel() and x.is_floating_point() else 8.0
     unit = (
         2.0 ** math.floor(math.log2(size_of_x) - 2) if 0 < size_of_x < math.inf else 1.0
-    )  # a power of two rounds nothing
+    )  # a power of two, so that products are exact
     drawn = [
         torch.randint(1, 9, x.shape, generator=random, device="cpu").to(x.device)
         for _ in range(size)
@@ -275,11 +280,11 @@ def join(
         parts: rank → its part.
         whole: a tensor with the shape and dtype of the result.
         layout: layout of the parts.
-        mesh_shape: devices on each axis of the mesh.
-        tolerance: relative and absolute tolerance to which replicated parts must agree.
+        mesh_shape: number of devices on each axis of the mesh.
+        tolerance: relative and absolute tolerance for the equality of replicated parts.
 
     Returns:
-        The whole tensor, or what is wrong with the parts in words.
+        The full tensor, or an error message about the parts.
     """
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Shard):
@@ -307,8 +312,8 @@ def join(
 
 
 def tolerance_of(call: Call) -> float:
-    """Return the relative and absolute tolerance of a call's results. It allows for the rounding of
-    float32. That of half types is not allowed for: a rule that holds only up to it is refused."""
+    """Return the relative and absolute tolerance for the results of a call. It covers rounding in
+    float32, but not in half precision: a rule that needs that tolerance is refused."""
     single = any(info.dtype == torch.float32 for info in (*call.inputs, *call.outputs))
     return 1e-5 if single else 1e-9
 
@@ -317,7 +322,8 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     """Whether shapes and values of two tensors agree; NaNs are equal.
 
     Args:
-        a, b: the tensors.
+        a: a tensor.
+        b: another tensor.
         tolerance: relative and absolute tolerance.
     """
     if a.shape != b.shape:
@@ -327,7 +333,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 def _difference(number: int, joined: torch.Tensor, whole: torch.Tensor) -> str:
-    """The largest difference in words."""
+    """Return a message about the largest difference."""
     apart = (joined.to(torch.complex128) - whole.to(torch.complex128)).abs().nan_to_num(math.inf)
     at = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
     return (

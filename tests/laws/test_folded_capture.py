@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma2": (
         "gemma2",
         {**DECODER, "num_hidden_layers": 11, "head_dim": 8},
-        "10 layers of model.layers, 2 kinds in turn",
+        "10 layers of model.layers, 2 alternating kinds",
     ),
     "gemma3": (
         "gemma3_text",
@@ -99,7 +99,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
             "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 5
             + ["full_attention"],
         },
-        "15 layers of model.layers, 3 kinds in turn",
+        "15 layers of model.layers, 3 alternating kinds",
     ),
     "t5": (
         "t5/AutoModelForSeq2SeqLM",
@@ -127,7 +127,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
             "num_layers": 12,
             "attention_types": [[["global", "local"], 6]],
         },
-        "12 layers of transformer.h, 2 kinds in turn",
+        "12 layers of transformer.h, 2 alternating kinds",
     ),
     "bloom": (
         "bloom",
@@ -155,7 +155,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
             "num_heads": [2, 4],
             "window_size": 4,
         },
-        "12 layers of swin.encoder.layers.1.blocks, 2 kinds in turn",
+        "12 layers of swin.encoder.layers.1.blocks, 2 alternating kinds",
     ),
     "albert": (
         "albert/AutoModelForMaskedLM",

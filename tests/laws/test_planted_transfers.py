@@ -308,7 +308,7 @@ def test_a_planted_fault_is_refused_by_validation(name: str, monkeypatch: Patch)
     refused_by_validation(FAULTS[name], monkeypatch)
 
 
-_ways, _add_up = expert_layers._ways, expert_layers.add_up
+_routes, _add_up = expert_layers._routes, expert_layers.add_up
 _count = expert_layers.Together.count
 
 
@@ -316,13 +316,13 @@ def fewer(*given: Any) -> Any:
     """The last pair of each rank goes nowhere: a capacity of one less."""
     return [
         replace(way, order=way.order[:-1], tokens=torch.cat((way.tokens[1:], way.tokens[:1])))
-        for way in _ways(*given)
+        for way in _routes(*given)
     ]
 
 
 def turned(*given: Any) -> Any:
     """Rows are those of the pairs after."""
-    return [replace(way, tokens=way.tokens.roll(1)) for way in _ways(*given)]
+    return [replace(way, tokens=way.tokens.roll(1)) for way in _routes(*given)]
 
 
 def of_other_experts(self: Any, counts: Any, num_pairs: Any) -> Any:
@@ -339,7 +339,7 @@ def back_as_they_came(self: Any, what: Any, rows: Any, traffic: Any) -> Any:
 
 
 RUNS: dict[str, Callable[[Patch], Any]] = {
-    "rows are of another pair's token": lambda p: p.setattr(expert_layers, "_ways", turned),
+    "rows are of another pair's token": lambda p: p.setattr(expert_layers, "_routes", turned),
     "a rank drops its last pair": lambda p: p.setattr(
         expert_layers,
         "add_up",

@@ -234,7 +234,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "capture/refused_ops.py refuse_branches 0": Program(
         forward(lambda self, x: torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x + 1, (x,))),
-        "choose by torch.where",
+        "select one with torch.where",
         forward(lambda self, x: torch.where(x.sum() > 0, x * 2, x + 1)),
     ),
     "capture/refused_ops.py refuse_miscompiled 0": Program(
@@ -244,7 +244,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "capture/refused_ops.py refuse_random 0": Program(
         forward(lambda self, x: x + torch.poisson(x)),
-        "draw with torch.rand",
+        "use torch.rand",
         forward(lambda self, x: x + torch.rand(8, 4)),
     ),
     "capture/refused_ops.py refuse_float8 0": Program(

@@ -183,7 +183,7 @@ PROGRAMS: dict[str, Program] = {
         _flex(lambda score, b, h, q, k: score * 1),
     ),
     "capture/dynamo/joint.py _placeholder_kind 0": Program(
-        forward(_prints), "leave out of forward what writes or prints", forward(lambda self, x: x)
+        forward(_prints), "remove writes and prints from forward", forward(lambda self, x: x)
     ),
     "capture/dynamo/outputs.py others_detached 0": Program(
         captured(Returning(lambda x: x)),
@@ -191,18 +191,18 @@ PROGRAMS: dict[str, Program] = {
         captured(Returning(lambda x: x.clone())),
     ),
     "capture/dynamo/outputs.py others_detached 0 | left out": Program(
-        captured(Returning(lambda x: x)), "leave it out", captured(Returning(lambda x: None))
+        captured(Returning(lambda x: x)), "do not return it", captured(Returning(lambda x: None))
     ),
     "capture/hugging_face.py refuse_caches 0": Program(
         lambda: refuse_caches(nn.Linear(4, 4), {"past": Cache()}),
-        "leave past out, and pass the whole sequence",
+        "do not pass past; pass the whole sequence",
         lambda: refuse_caches(nn.Linear(4, 4), {}),
     ),
     "capture/execute.py _check_alike 0": Program(
         _weighed(torch.float32), "one dtype", _weighed(torch.float64)
     ),
     "capture/autocast.py gpu_autocast 0": Program(
-        _autocast("cpu", "cuda"), "under one torch.autocast", _autocast("cuda")
+        _autocast("cpu", "cuda"), "enter only the torch.autocast", _autocast("cuda")
     ),
     "capture/normalize/clean.py inline_constants 0": Program(
         forward(lambda self, x: x * _TABLE.mean()),
@@ -211,7 +211,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "capture/normalize/clean.py inline_constants 0 | built": Program(
         forward(lambda self, x: x * _TABLE.mean()),
-        "build it with torch.arange, full or ones",
+        "create it with torch.arange, full or ones",
         forward(lambda self, x: x * torch.ones(200, 200).mean()),
     ),
     "capture/diagnostics.py _scripted_error 0": Program(

@@ -111,7 +111,7 @@ _TABLE = torch.ones(8, 4, dtype=torch.float64)
 PROGRAMS: dict[str, Program] = {
     "capture/calls.py check_call 0": Program(
         lambda: capture(nn.Linear(4, 4), (), {"x": torch.ones(8, 4)}),
-        "where the mapping is the one argument, pass (input,)",
+        "to pass the mapping itself as the only argument, pass (input,)",
         lambda: capture(nn.Linear(4, 4), (torch.ones(8, 4),)),
     ),
     "capture/calls.py check_call 0 | signature": Program(
@@ -121,17 +121,17 @@ PROGRAMS: dict[str, Program] = {
     ),
     "capture/calls.py refused_by_forward 0": Program(
         captured(Called(lambda layer, x: None)),
-        "let it return its loss",
+        "return the loss, or the outputs",
         captured(Called(lambda layer, x: layer(x).mean())),
     ),
     "capture/calls.py refused_by_forward 1": Program(
         captured(nn.Linear(4, 4), torch.ones(8, 5)),
-        "pass what the plain model takes",
+        "pass arguments that the plain model accepts",
         captured(nn.Linear(4, 4), torch.ones(8, 4)),
     ),
-    "capture/calls.py _own 0": Program(
+    "capture/calls.py _error_of_forward 0": Program(
         captured(Called(_raises), torch.ones(6, 4)),
-        "see why the line raises it",
+        "check the line, and pass arguments",
         captured(Called(_raises), torch.ones(8, 4)),
     ),
     "capture/tensor_kinds.py _refuse 0 | sparse": Program(

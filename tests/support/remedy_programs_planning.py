@@ -137,7 +137,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "rules/registration.py _check_target 1": Program(
         _registered(torch.ops.aten.mm.default, "m k, k n -> m n"),
-        "only ops without one",
+        "ops without a built-in rule",
         _registered(),
     ),
     "rules/registration.py _overload 0": Program(
@@ -153,7 +153,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "rules/registration.py _check 1": Program(
         _registered(examples=[(torch.ones(8, 1),)]),
-        "every letter's dim is larger than 1",
+        "every letter is larger than 1",
         _registered(examples=[(torch.ones(8, 8),)]),
     ),
     "rules/registration.py _linear_sets 0": Program(

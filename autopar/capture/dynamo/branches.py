@@ -1,8 +1,8 @@
-"""Branches on values of tensors that a capture can take without knowing the values.
+"""Branches on values of tensors that a capture can resolve without knowing the values.
 
-A branch that only raises (``if x.max() > 1: raise ValueError(...)``) is left out, as assertions
-are: a program does not look at values. The plain model raises there, and the log says so. A branch
-on whether values are finite is taken for finite values.
+A branch that only raises an error (``if x.max() > 1: raise ValueError(...)``) is skipped, as
+assertions are: a program does not check values. A warning says that the plain model may raise
+there. A branch on whether values are finite is resolved for finite values.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _JUMPS = (
     "POP_JUMP_FORWARD_IF_TRUE",
 )
 _LEAVING = ("RETURN", "YIELD", "STORE", "DELETE", "FOR_ITER", "IMPORT")
-_TORCHS_OWN = ("gaussian_nll_loss",)  # of torch.nn.functional, which look at values so
+_TORCHS_OWN = ("gaussian_nll_loss",)  # functions of torch.nn.functional with such branches
 _Handler = Callable[[Any, Any], None]
 
 
 @contextlib.contextmanager
 def raises_left_out() -> Iterator[list[str]]:
-    """Let Dynamo skip branches that only raise; yields the list of their source lines."""
+    """Make Dynamo skip branches that only raise an error; yields a list that collects their source
+    lines."""
     lines: list[str] = []
     with contextlib.ExitStack() as stack:
         for name in _TORCHS_OWN:
@@ -56,7 +57,7 @@ def raises_left_out() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _add_handler(table: list[Any], code: int, lines: list[str]) -> Iterator[None]:
     before = table[code]
-    table[code] = _leaving_out(before, lines)
+    table[code] = _skipping_raises(before, lines)
     try:
         yield
     finally:
@@ -64,8 +65,7 @@ def _add_handler(table: list[Any], code: int, lines: list[str]) -> Iterator[None
 
 
 def _copy_function(function: Any) -> Any:
-    """Return the same function as another object: Dynamo does not recognize it as one of torch's,
-    and traces it."""
+    """Return a copy of a torch function, which Dynamo does not recognize and therefore traces."""
     copied = FunctionType(
         function.__code__,
         function.__globals__,
@@ -83,9 +83,9 @@ def _translators(kind: Any) -> Iterator[Any]:
         yield from _translators(each)
 
 
-def _leaving_out(handler: _Handler, lines: list[str]) -> _Handler:
+def _skipping_raises(handler: _Handler, lines: list[str]) -> _Handler:
     def handle(translator: Any, instruction: Any) -> None:
-        """Run an instruction, or leave out a branch on values that only raises."""
+        """Run an instruction; skip a branch on values that only raises an error."""
         translator.stack[-1] = or_its_value(translator.stack[-1])
         if not (_is_of_values(translator.stack[-1]) and _only_raises(translator, instruction)):
             handler(translator, instruction)
@@ -111,8 +111,8 @@ def _is_of_values(variable: Any) -> bool:
 
 
 def _only_raises(translator: Any, jump: Any) -> bool:
-    """Whether the code that the jump skips ends by raising, and has no earlier effect outside its
-    line."""
+    """Whether the code that the jump skips ends by raising an error, without storing values or
+    leaving the branch before."""
     here = translator.instruction_pointer
     for instruction in translator.instructions[here:]:
         if instruction is jump.target or any(word in instruction.opname for word in _LEAVING):
@@ -126,19 +126,19 @@ def _only_raises(translator: Any, jump: Any) -> bool:
 
 # --------------------------------------------------------------------------------------------------
 # Branches on whether values are finite: ``if not torch.isfinite(x).all(): x = torch.clamp(x,
-# ...)``, which many detection models have.
+# ...)``, as in many detection models.
 #
-# A program has one branch. If only such a question prevents a capture, the program gets the branch
-# for finite values, and the log says so. For an infinite value, the plain model takes its other
-# branch, and the program continues with the infinite value.
+# A program contains one of the branches. If only such a branch prevents a capture, the program
+# contains the branch for finite values, and a warning is logged. For an infinite value, the plain
+# model takes the other branch, while the program continues with the infinite value.
 
 _log = logging.getLogger("autopar")
-_FINITE, _INFINITE, _NO_NUMBER = torch.isfinite, torch.isinf, torch.isnan
+_FINITE, _INFINITE, _NAN = torch.isfinite, torch.isinf, torch.isnan
 
 
-class _Answer:
-    """The answer to a question about all elements. It is not a number: a model that computes with
-    it fails, and stays refused."""
+class _Truth:
+    """The result of `all` or `any` of a test for finite values. It is not a number: a model that
+    computes with it raises an error and remains refused."""
 
     def __init__(self, answer: bool) -> None:
         self.answer = answer
@@ -146,56 +146,56 @@ class _Answer:
     def __bool__(self) -> bool:
         return self.answer
 
-    def __or__(self, other: _Answer) -> _Answer:
-        return _Answer(self.answer or other.answer)
+    def __or__(self, other: _Truth) -> _Truth:
+        return _Truth(self.answer or other.answer)
 
-    def __and__(self, other: _Answer) -> _Answer:
-        return _Answer(self.answer and other.answer)
+    def __and__(self, other: _Truth) -> _Truth:
+        return _Truth(self.answer and other.answer)
 
-    def item(self) -> _Answer:
-        """Return the answer itself."""
+    def item(self) -> _Truth:
+        """Return the object itself."""
         return self
 
 
-class _Everywhere:
-    """The same answer for all elements of a tensor. It is not a tensor: any other use of it fails,
-    and the model stays refused."""
+class _SameForAll:
+    """The result of a test for finite values, the same for all elements. It is not a tensor: any
+    other use raises an error, and the model remains refused."""
 
     def __init__(self, answer: bool) -> None:
         self.answer = answer
 
-    def all(self) -> _Answer:
-        """Return the answer for all elements together."""
-        return _Answer(self.answer)
+    def all(self) -> _Truth:
+        """Return whether the test holds for all elements."""
+        return _Truth(self.answer)
 
-    def any(self) -> _Answer:
-        """Return the answer for any element."""
-        return _Answer(self.answer)
+    def any(self) -> _Truth:
+        """Return whether the test holds for any element."""
+        return _Truth(self.answer)
 
-    def __invert__(self) -> _Everywhere:
-        return _Everywhere(not self.answer)
+    def __invert__(self) -> _SameForAll:
+        return _SameForAll(not self.answer)
 
 
 def _finite(input: Any) -> Any:
-    return _Everywhere(True) if torch.compiler.is_dynamo_compiling() else _FINITE(input)
+    return _SameForAll(True) if torch.compiler.is_dynamo_compiling() else _FINITE(input)
 
 
 def _infinite(input: Any) -> Any:
-    return _Everywhere(False) if torch.compiler.is_dynamo_compiling() else _INFINITE(input)
+    return _SameForAll(False) if torch.compiler.is_dynamo_compiling() else _INFINITE(input)
 
 
-def _no_number(input: Any) -> Any:
-    return _Everywhere(False) if torch.compiler.is_dynamo_compiling() else _NO_NUMBER(input)
+def _not_a_number(input: Any) -> Any:
+    return _SameForAll(False) if torch.compiler.is_dynamo_compiling() else _NAN(input)
 
 
-# Dynamo traces these in the model's own code. torch's code, which meanwhile computes with tensors
-# without values, gets the usual answers.
-_ANSWERS = {"isfinite": _finite, "isinf": _infinite, "isnan": _no_number}
+# Dynamo traces these functions in the code of the model. Code of torch that runs meanwhile on fake
+# tensors uses the original functions.
+_REPLACEMENTS = {"isfinite": _finite, "isinf": _infinite, "isnan": _not_a_number}
 
 
 def asks_for_finite(refusal: CaptureError) -> bool:
-    """Whether the source line of `refusal` asks whether values are finite."""
-    return any(f"{name}(" in _line(refusal) for name in _ANSWERS)
+    """Whether the source line of `refusal` tests whether values are finite."""
+    return any(f"{name}(" in _line(refusal) for name in _REPLACEMENTS)
 
 
 def _line(refusal: CaptureError) -> str:
@@ -204,14 +204,14 @@ def _line(refusal: CaptureError) -> str:
 
 @contextlib.contextmanager
 def all_finite(refusal: CaptureError) -> Iterator[None]:
-    """Let Dynamo treat every value as finite; if the capture succeeds, log the source line of
-    `refusal`."""
+    """Make Dynamo treat every value as finite; if the capture succeeds, log a warning with the
+    source line of `refusal`."""
     with contextlib.ExitStack() as stack:
-        for name, answer in _ANSWERS.items():
+        for name, answer in _REPLACEMENTS.items():
             stack.enter_context(mock.patch.object(torch, name, answer))
         yield
     _log.warning(
-        "forward asks whether values are finite (%s): the program has the branch for those"
-        " that are",
+        "forward tests whether values are finite (%s): the program uses the branch for finite"
+        " values",
         _line(refusal),
     )

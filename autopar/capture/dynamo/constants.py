@@ -1,10 +1,10 @@
-"""Values that a capture knows: those that forward makes from plain numbers, and those of inputs and
-buffers that it may read.
+"""Tensors with known values in a capture: those that forward creates from plain numbers, and inputs
+and buffers whose values it may read.
 
-Values made from plain numbers (``torch.tensor(sizes)``, ``torch.arange(n)``, and what is computed
-from them alone) are known. If forward reads one (`.tolist()`, `.item()`, a mask that picks rows),
-it gets the number, and shapes may depend on it. torch does this for single numbers; this module
-extends it to small tensors. A tensor that is written to is no longer known.
+Tensors created from plain numbers (``torch.tensor(sizes)``, ``torch.arange(n)``), and tensors
+computed only from them, have known values. If forward reads one (`.tolist()`, `.item()`, a mask
+that selects rows), it gets the value, and shapes may depend on it. torch supports this for single
+numbers; this module extends it to small tensors. A tensor that is written to is no longer known.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from autopar.capture.ragged_rows.rows import tensor_of
 from autopar.capture.ragged_rows.rowwise import name_of
 
 # --------------------------------------------------------------------------------------------------
-# Which inputs and buffers determine the values that forward reads: ``sizes.tolist()``, ``int(n)``,
-# a branch, a mask that picks rows.
+# Which inputs and buffers determine the values that forward reads, as in ``sizes.tolist()``,
+# ``int(n)``, a branch, or a mask that selects rows.
 #
-# An input that describes the structure of a batch may be *known*: forward reads the batch's values
-# as it reads plain numbers, and the graph is for these values alone. Such inputs are
+# An input that describes the structure of a batch may be *known*: forward reads its values like
+# plain numbers, and the graph is specialized to these values. Such inputs are
 #
-# - whole numbers in rows of two to four (sizes of images and videos), in two rows (edges of a
-#   graph), or in one row (lengths, repeats, the graph of each node),
-# - flags in one row (which nodes are trained),
-# - square masks of flags, or of numbers that are all zero or practically minus infinity (attention
+# - integers with a last dim of two to four (sizes of images and videos), with shape ``[2, n]``
+#   (edges of a graph), or with one dim (lengths, repeats, the graph of each node),
+# - booleans with one dim (which nodes are trained),
+# - square masks of booleans, or of numbers that are all zero or close to minus infinity (attention
 #   masks).
 #
-# Other inputs are data, which differ from batch to batch. A buffer that forward reads may be known
-# too. Tensors that are attributes, global variables and the like are constants in any case, and
+# Other inputs are data, which differ between batches. A buffer that forward reads may also be
+# known. Tensors in attributes, global variables and similar places are constants in any case, and
 # known if they have values.
 
-Key: TypeAlias = int | str  # an input's flat position in the call, or the name of a buffer
-_ELSEWHERE = -1  # parameters, and inputs and buffers that no capture may know
-_MOST_SIZES = 1 << 10  # elements of rows of sizes that may be known
-_MOST_ORIGINS = 1 << 16  # elements of one or two rows
-_MOST_OF_MASKS = 1 << 22  # elements of a square mask, and of a buffer
+Key: TypeAlias = int | str  # flat position of an input in the call, or name of a buffer
+_ELSEWHERE = -1  # anything else, such as parameters
+_MOST_SIZES = 1 << 10  # elements of a tensor of sizes
+_MOST_ORIGINS = 1 << 16  # elements of a tensor with one dim, or with shape [2, n]
+_MOST_OF_MASKS = 1 << 22  # elements of a square mask, or of a buffer
 _IN_A_ROW = range(2, 5)
-_MASKED = -1e4  # numbers in an attention mask that hide a position are at most this
+_MASKED = -1e4  # the largest value in an attention mask that hides a position
 _READING = torch.Tag.data_dependent_output
-# rows that a mask picks may all be computed (`autopar.capture.ragged_rows`), unless that is refused
+# Ops that select rows by a mask may compute all rows instead (`autopar.capture.ragged_rows`).
 _PICKING = torch.Tag.dynamic_output_shape
 
 
 def may_be_known(value: Any) -> bool:
-    """Whether an input of the call describes the structure of the batch, and has values."""
+    """Whether an input of the call has values and describes the structure of the batch."""
     if not _has_values(value):
         return False
     if value.dtype in (torch.int32, torch.int64):
@@ -73,7 +73,7 @@ def may_be_known(value: Any) -> bool:
 
 
 def buffer_may_be_known(value: torch.Tensor) -> bool:
-    """Whether a buffer has values, and few enough to compare them at each call that finds it
+    """Whether a buffer has values, and is small enough to compare them in each call after it
     changed."""
     return _has_values(value) and value.numel() <= _MOST_OF_MASKS
 
@@ -107,17 +107,17 @@ def _is_mask(value: torch.Tensor) -> bool:
 
 
 class Origins:
-    """Records from which inputs and buffers each tensor of a capture was computed, and which
-    unknown values were read.
+    """Records which inputs and buffers each tensor of a capture depends on, and which unknown
+    values forward reads.
 
     Attributes:
-        read: for each read in order, the inputs and buffers from which the value was computed.
+        read: for each read in order, the inputs and buffers that the value depends on.
         picked: the same for masks and indices that determine shapes.
-        is_reading: whether large constants are computed too, since forward is known to read one.
+        is_reading: whether large constants are computed too, since forward reads one.
 
     Args:
-        sources: flat position → the call's fake tensor, and name → a buffer's fake tensor.
-        known: the values of those that forward may read.
+        sources: flat position → fake tensor of the call, and name → fake tensor of a buffer.
+        known: the values of the known inputs and buffers.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class Origins:
             self._of[fake] = frozenset((key,))
 
     def unknown(self) -> list[frozenset[Key]]:
-        """Return the inputs and buffers of each read value that depends on no parameter."""
+        """Return the inputs and buffers of each read value that depends on nothing else."""
         return [keys for keys in (*self.read, *self.picked) if _ELSEWHERE not in keys]
 
     def last_read(self) -> frozenset[Key]:
-        """Return the inputs and buffers of the value that was read last; empty if it depends on
-        anything else."""
+        """Return the inputs and buffers of the value that was read last; empty if it also depends
+        on something else."""
         return self.read[-1] if self.read and _ELSEWHERE not in self.read[-1] else frozenset()
 
     def note(self, func: Any, operands: Sequence[FakeTensor], result: Any) -> None:
@@ -149,21 +149,21 @@ class Origins:
 
         Args:
             func: the op.
-            operands: its tensors.
-            result: a tensor, or a structure with tensors.
+            operands: the tensors among its arguments.
+            result: a tensor, or a structure of tensors.
         """
         positions = frozenset().union(*map(self._positions, operands))
         for made in tree_leaves(result):
             if isinstance(made, FakeTensor):
                 self._of[made] = positions
-        tags = getattr(func, "tags", ())  # a higher-order op has none
+        tags = getattr(func, "tags", ())  # higher-order ops have no tags
         if _READING in tags:
             self.note_read(operands)
         if _PICKING in tags and any(operand.constant is None for operand in operands):
             self.picked.append(positions)
 
     def note_read(self, operands: Sequence[FakeTensor]) -> None:
-        """Record that the values of `operands` decide a number, a shape or a branch."""
+        """Record that the values of `operands` determine a number, a shape or a branch."""
         if any(operand.constant is None for operand in operands):
             self.read.append(frozenset().union(*map(self._positions, operands)))
 
@@ -175,15 +175,15 @@ class Origins:
 
     @contextlib.contextmanager
     def track(self) -> Iterator[None]:
-        """Follow inputs and buffers into other fake modes.
+        """Track inputs and buffers in other fake modes.
 
-        A mode's own fake tensor for an input or a buffer has its origins and known values; one for
-        a plain tensor holds that tensor's values.
+        If another mode converts an input or a buffer, its fake tensor keeps the origins and the
+        known value. If it converts a plain tensor, its fake tensor gets the values of that tensor.
         """
         make = FakeTensorMode.from_tensor
 
         def make_tracked(mode: FakeTensorMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
-            """Make a fake tensor that has the origins and the known value of the real one."""
+            """Convert a tensor to a fake tensor with the same origins and known value."""
             fake = make(mode, tensor, **how)
             positions = self._of.get(tensor)
             if positions is not None:
@@ -198,34 +198,34 @@ class Origins:
                     give_value(fake, value)
             return fake
 
-        before = _FOLLOWED.set(self)
+        before = _TRACKED.set(self)
         try:
             with mock.patch.object(FakeTensorMode, "from_tensor", make_tracked):
                 yield
         finally:
-            _FOLLOWED.reset(before)
+            _TRACKED.reset(before)
 
 
-_FOLLOWED: ContextVar[Origins | None] = ContextVar("_FOLLOWED", default=None)
+_TRACKED: ContextVar[Origins | None] = ContextVar("_TRACKED", default=None)
 
 
-def note_branch(asked: Any) -> None:
-    """Record that a branch depends on the values of `asked`, in the capture that is tracked."""
-    origins = _FOLLOWED.get()
-    if origins is not None and isinstance(asked, FakeTensor):
-        origins.note_read((asked,))
+def note_branch(condition: Any) -> None:
+    """Record that a branch of the tracked capture depends on the values of `condition`."""
+    origins = _TRACKED.get()
+    if origins is not None and isinstance(condition, FakeTensor):
+        origins.note_read((condition,))
 
 
-_MOST = 1 << 14  # elements of a value that is known: a graph holds as many as literals
+_MOST = 1 << 14  # elements of a known tensor, which may become a literal in the graph
 _MOST_WORK = (
     1 << 22
-    # elements that an op computes: of pointwise ops those of the result, else the product of all
-    # operands'
+    # work of an op on known tensors: elements of the result for pointwise ops, else the product of
+    # the elements of all operands
 )
 _MOST_READ, _MOST_WORK_READ = (
     1 << 24,
     1 << 26,
-)  # the same where forward reads a value that would be unknown otherwise
+)  # the same limits if forward reads a value that would be unknown otherwise
 _ATEN = torch.ops.aten
 _MAKING = frozenset(
     (
@@ -241,15 +241,15 @@ _MAKING = frozenset(
         _ATEN.linspace.default,
     )
 )
-# Of these the shape and dtype alone come from a tensor.
+# These ops take only the shape and dtype from a tensor.
 _ZEROS = frozenset((_ATEN.zeros_like.default, _ATEN.new_zeros.default))
 _ONES = frozenset((_ATEN.ones_like.default, _ATEN.new_ones.default))
-_FILLED = {_ATEN.full_like.default: 1, _ATEN.new_full.default: 2}  # the position of the value
+_FILLED = {_ATEN.full_like.default: 1, _ATEN.new_full.default: 2}  # op → position of the value
 
 
 @contextlib.contextmanager
 def known_values(origins: Origins) -> Iterator[None]:
-    """Let every fake mode that is made meanwhile, also Dynamo's, know values made from plain
+    """Make every fake mode, including that of Dynamo, know the values of tensors created from plain
     numbers; `origins` records reads of other values."""
     dispatch = FakeTensorMode.dispatch
     most, work = (_MOST_READ, _MOST_WORK_READ) if origins.is_reading else (_MOST, _MOST_WORK)
@@ -261,7 +261,7 @@ def known_values(origins: Origins) -> Iterator[None]:
         if func is _ATEN.equal.default and all(x.constant is not None for x in operands):
             with no_dispatch():
                 return torch.equal(*(x.constant for x in operands))
-        with _unknown_where_many(operands, func, mode, work):
+        with _unknown_if_large(operands, func, mode, work):
             result = dispatch(mode, func, types, args, kwargs or {})
         if (
             _is_small(result, most)
@@ -282,24 +282,24 @@ def known_values(origins: Origins) -> Iterator[None]:
 
 
 def or_its_value(variable: Any) -> Any:
-    """Return the truth value of a Dynamo tensor with one known element, for a branch; else
-    `variable`."""
+    """Return the truth value of a Dynamo tensor variable with one known element, for a branch;
+    return other variables unchanged."""
     known = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
-    asked = (
+    condition = (
         known.as_proxy().node.meta.get("example_value")
         if isinstance(known, TensorVariable)
         else None
     )
-    value = getattr(asked, "constant", None)
+    value = getattr(condition, "constant", None)
     if value is None or value.numel() != 1:
-        note_branch(asked)
+        note_branch(condition)
         return variable
     with no_dispatch():
         return ConstantVariable.create(bool(value))
 
 
 def _value_created(func: Any, args: Any, kwargs: Any, result: FakeTensor) -> torch.Tensor | None:
-    """Return the value that an op makes from plain numbers; None for other ops."""
+    """Return the value of a tensor that an op creates from plain numbers; None for other ops."""
     with no_dispatch():
         if func in _MAKING:
             made: torch.Tensor = func(*args, **kwargs)
@@ -337,10 +337,10 @@ def _may_be_known(mode: FakeTensorMode, value: torch.Tensor, *, most: int) -> bo
 
 
 @contextlib.contextmanager
-def _unknown_where_many(
+def _unknown_if_large(
     operands: list[FakeTensor], func: Any, mode: FakeTensorMode, work: int
 ) -> Iterator[None]:
-    """Treat the operands of a large computation as unknown, so that it is not executed."""
+    """Treat the operands of a large computation as unknown, so that it is not run."""
     known = [(x, x.constant) for x in operands if x.constant is not None]
     if (
         not isinstance(func, torch._ops.OpOverload)
@@ -367,9 +367,9 @@ def _work_of(func: Any, values: Sequence[torch.Tensor]) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Results that known values pick are literals in the graph: their shapes follow from the values.
+# Results whose shapes depend on known values become literals in the graph.
 
-_MOST_KNOWN = 1 << 16  # numbers that a graph holds as a literal
+_MOST_KNOWN = 1 << 16  # elements of a literal in a graph
 _PICKING_OPS = frozenset(
     (
         "nonzero",
@@ -384,10 +384,10 @@ _PICKING_OPS = frozenset(
 
 
 def settle_known(graph: fx.Graph) -> None:
-    """Replace results that known values determine with literals, so that shapes follow from them.
+    """Replace results that only depend on known values with literals.
 
-    An op whose shape depends on known values becomes a literal, unless something writes to the
-    result. A number that is read from known values becomes a plain number.
+    An op whose shape depends on known values becomes a literal, unless its result is written to. A
+    number that is read from known values becomes a plain number.
     """
     written = {_storage(x) for node in graph.nodes if is_in_place(node) for x in node.args[:1]} - {
         None
@@ -398,7 +398,7 @@ def settle_known(graph: fx.Graph) -> None:
             node.replace_all_uses_with(number)
             graph.erase_node(node)
             continue
-        _read_by_numbers(node, written)
+        _index_by_numbers(node, written)
         value = _known(node)
         if value is None or not 0 < value.numel() <= _MOST_KNOWN or _storage(node) in written:
             continue
@@ -410,16 +410,16 @@ def settle_known(graph: fx.Graph) -> None:
         node.replace_all_uses_with(literal)
         picking = [
             operand for operand in node.all_input_nodes if _picks(operand)
-        ]  # of several results, that it is one of
+        ]  # e.g. the op whose results the node is one of
         graph.erase_node(node)
         for operand in picking:
             if not operand.users:
                 graph.erase_node(operand)
 
 
-def _read_by_numbers(node: fx.Node, written: Collection[int | None]) -> None:
-    """Replace known masks and repeats by indices of rows: ``x[mask]``, ``x[mask] = y``,
-    ``masked_select``, ``repeat_interleave``."""
+def _index_by_numbers(node: fx.Node, written: Collection[int | None]) -> None:
+    """Replace known masks and repeats in ``x[mask]``, ``x[mask] = y``, ``masked_select`` and
+    ``repeat_interleave`` with indices of rows."""
     name = name_of(node)
     if _known(node) is not None:
         return
@@ -444,7 +444,8 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _numbers(node: fx.Node, mask: Any, written: Collection[int | None]) -> tuple[Any, ...]:
-    """Return the indices along each dim that a known mask picks; any other index unchanged."""
+    """Return the indices along each dim that a known mask selects; return any other index
+    unchanged."""
     value = _known(mask)
     if (
         value is None
@@ -494,7 +495,7 @@ def _literal(node: fx.Node, value: torch.Tensor) -> fx.Node:
 
 
 def _picks(node: fx.Node) -> bool:
-    """Whether the shape of the result depends on values."""
+    """Whether the shape of the result depends on values of tensors."""
     name = name_of(node)
     if name == "getitem" and tensor_of(node.args[0]) is not None:
         return any(
@@ -507,7 +508,7 @@ def _picks(node: fx.Node) -> bool:
 
 
 def _known(node: Any) -> torch.Tensor | None:
-    """Return the value of a node, if it is known."""
+    """Return the value of a node; None if it is not known."""
     tensor = tensor_of(node)
     return getattr(tensor, "constant", None)
 

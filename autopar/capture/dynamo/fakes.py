@@ -18,10 +18,10 @@ FakeMode: TypeAlias = FakeTensorMode
 
 
 def new_fake_mode() -> FakeMode:
-    """Return a mode whose tensors have no data, and the shapes, strides and dtypes that kernels
-    return; other tensors are converted."""
+    """Return a fake tensor mode that also accepts real tensors, and whose results have the dtypes
+    that kernels return (`autopar.capture.precision`)."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # Not a subclass, which higher-order operators would not know.
+    # The method is replaced because higher-order operators do not accept a subclass of the mode.
     mode.dispatch = partial(_dispatch_fake, mode)
     return mode
 
@@ -31,7 +31,7 @@ def _dispatch_fake(
 ) -> Any:
     result = FakeTensorMode.dispatch(
         mode, func, types, args, kwargs or {}
-    )  # as it is then: `known_values`
+    )  # looked up at each call, since `known_values` replaces it
     return as_kernels_give(
         func, args, kwargs or {}, result, lambda sample, device: fake_like(sample, device, mode)
     )
@@ -46,23 +46,23 @@ def fake_like(sample: torch.Tensor, device: torch.device, mode: FakeMode) -> tor
     """Return a new fake tensor that shares the storage of a meta tensor.
 
     Args:
-        sample: a plain tensor on ``meta``, whose shape, strides and dtype it gets.
-        device: the device that it reports.
-        mode: its mode.
+        sample: a plain tensor on ``meta`` that defines the shape, strides and dtype.
+        device: the device that the fake tensor reports.
+        mode: the mode of the fake tensor.
     """
     return FakeTensor(mode, sample, device)
 
 
 def give_value(fake: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a fake tensor hold `value` until it is written to."""
-    assert isinstance(fake, FakeTensor), "a tensor of a mode"
+    """Attach the known `value` to a fake tensor, until the tensor is written to."""
+    assert isinstance(fake, FakeTensor), "the tensor is fake"
     with no_dispatch():
         fake.constant = value.clone()
     fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)
 
 
 def no_modes() -> contextlib.AbstractContextManager[None]:
-    """Compute with plain tensors, whatever modes are active."""
+    """Return a context that computes with plain tensors regardless of the active modes."""
     return no_dispatch()
 
 
@@ -70,27 +70,27 @@ def make_fake(tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | Non
     """Return a fake tensor on the CPU with the shape and strides of a real one.
 
     Args:
-        tensor: the real or fake tensor; a known value is kept.
+        tensor: the real or fake tensor; the result has its known value, if any.
         mode: the mode of the result.
-        precision: the widest floating dtype of the result, or None.
+        precision: dtype of the result if `tensor` has a wider floating dtype, or None.
     """
     with mode:
         made = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=narrow_dtype(tensor.dtype, precision), device="cpu"
         )
-    value = getattr(tensor, "constant", None)  # of a fake tensor that is known
+    value = getattr(tensor, "constant", None)  # the known value of a fake tensor
     if value is not None and made.dtype == value.dtype:
         give_value(made, value)
     return made
 
 
 def views_of_one_mode() -> contextlib.AbstractContextManager[object]:
-    """Let the mode that converts a real view own it: torch 2.13 makes views by ops, which an outer
-    mode would intercept."""
+    """Make the mode that converts a real view own the result: torch 2.13 converts views with ops,
+    which an outer mode would intercept."""
     make = FakeTensorMode.from_tensor
 
     def make_in_own_mode(mode: FakeMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
-        """Make a fake tensor; that of a real view with no other mode active."""
+        """Convert a tensor to a fake tensor; convert a real view with no other mode active."""
         with (
             _disable_current_modes()
             if tensor._is_view() and not is_fake(tensor)

@@ -1,11 +1,12 @@
-"""Calls of `flex_attention` become one op, `autopar.ops.flex_attention`, whose functions are text.
+"""Replace calls of `flex_attention` with one op, `autopar.ops.flex_attention`, whose score and mask
+functions are text.
 
-Dynamo turns a call, also of ``torch.compile(flex_attention)``, into a higher-order op with a graph
-for each function. These graphs are traced to ATen and written as text
-(`autopar.ops.score_functions`). The tensors of a block mask are left out: they state which blocks
-of the whole a kernel may skip, and the mask function states the same per element. Outside of
-Dynamo, a model that runs on fake tensors runs `flex_attention` as plain ATen calls: torch would
-compile it, and the compiled code would read memory that does not exist.
+Dynamo traces a call, including calls of ``torch.compile(flex_attention)``, as a higher-order op
+with a graph for each function. These graphs are traced to ATen ops and written as text
+(`autopar.ops.score_functions`). The tensors of a block mask are omitted: they list the blocks that
+a kernel may skip, and the mask function defines the same mask per element. When a model runs on
+fake tensors outside of Dynamo, `flex_attention` runs as plain ATen ops: torch would compile it, and
+the compiled code would access memory that is not allocated.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from autopar import ops
 from autopar.capture.diagnostics import of_flex_attention, user_line
 from autopar.ops.score_functions import SEEN, UnwritableError, write_function
 
-_CHANGING = {
+_SUPPORTED_OPTIONS = {
     "PRESCALE_QK": False,
     "ROWS_GUARANTEED_SAFE": False,
     "BACKEND": "AUTO",
-}  # options, as they have to be
-_FREE = 1 << 30  # the size of a block of a mask that hides nothing
+}  # options that change results → the only supported value
+_FREE = 1 << 30  # block size of a block mask that hides nothing
 SCALARS = ("score", "b", "h", "q", "k")
-_SETTLED = ((0, 0, 0), (), ())  # starts, own parts and heads of a whole
-_OPTIONS = (
-    "leave the option out; those that only tune a kernel (block sizes, warps, stages) may stay, and"
-    " are not used"
+_SETTLED = ((0, 0, 0), (), ())  # start offsets, sharded dims and heads of an unsharded call
+_OPTIONS_REMEDY = (
+    "remove the option; options that only tune a kernel (block sizes, warps, stages) are ignored"
+    " and may remain"
 )
 _aten = torch.ops.aten
 _COPIES = frozenset(
@@ -49,7 +50,7 @@ _COPIES = frozenset(
 )
 _FILLING: dict[
     Any, Any
-] = {  # ops → what they fill a tensor with, or "@" and which argument says it
+] = {  # op → value that it fills a tensor with, or "@" and the position of that argument
     **dict.fromkeys((_aten.new_ones.default, _aten.ones_like.default, _aten.ones.default), True),
     **dict.fromkeys(
         (_aten.new_zeros.default, _aten.zeros_like.default, _aten.zeros.default), False
@@ -58,13 +59,15 @@ _FILLING: dict[
     _aten.new_full.default: "@2",
     _aten.scalar_tensor.default: "@0",
 }
-_WITHIN = "call flex_attention in the model's own forward, outside of other higher-order calls"
+_NESTED_REMEDY = (
+    "call flex_attention in the model's own forward, outside of other higher-order calls"
+)
 
 
 @contextlib.contextmanager
 def flex_attention_on_cpu() -> Iterator[None]:
-    """Let torch's functions run, and be captured, on a CPU with gradients; paged caches are
-    refused."""
+    """Allow torch's functions to run and be captured on the CPU with gradients; refuse paged
+    caches."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torchs, "_validate_device", lambda *_: None))
         stack.enter_context(mock.patch.object(torchs, "_apply_kernel_options", _with_options))
@@ -75,15 +78,15 @@ def flex_attention_on_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def run_uncompiled() -> Iterator[None]:
-    """Run functions that a model compiles without compiling them."""
+    """Run functions that the model passes to torch.compile without compiling them."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextlib.contextmanager
 def flex_attention_eager() -> Iterator[None]:
-    """Run a model's calls by torch's dense reference, with the gradients of all captured
-    tensors."""
+    """Run calls of `flex_attention` with torch's dense reference implementation, which computes the
+    gradients of all captured tensors."""
     written = {"flex_attention_hop": math_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}
     with flex_attention_on_cpu(), run_uncompiled(), mock.patch.multiple(torchs, **written):
         yield
@@ -96,9 +99,9 @@ def _with_options(
     q: Any, k: Any, v: Any, return_lse: Any, options: Any, return_aux: Any = None
 ) -> Any:
     if return_aux is not None and return_aux.max_scores:
-        remedy = "ask for lse alone: return_aux=AuxRequest(lse=True)"
+        remedy = "request only lse: return_aux=AuxRequest(lse=True)"
         raise of_flex_attention(
-            "is asked for max_scores", user_line("".join(traceback.format_stack())), remedy
+            "requests max_scores", user_line("".join(traceback.format_stack())), remedy
         )
     return _apply_options(q, k, v, return_lse, options, return_aux)
 
@@ -106,18 +109,18 @@ def _with_options(
 def _refuse_pages(*_: Any, **__: Any) -> NoReturn:
     remedy = "pass keys and values as plain tensors, without a paged cache"
     raise of_flex_attention(
-        "has a paged cache", user_line("".join(traceback.format_stack())), remedy
+        "uses a paged cache", user_line("".join(traceback.format_stack())), remedy
     )
 
 
 def join_flex_attention(graph: fx.Graph) -> None:
-    """Replace each call in a graph of torch functions, and in the graphs that it calls.
+    """Replace each call in a graph of torch functions and in its subgraphs.
 
     Raises:
-        CaptureError: a function cannot be written as text, or an option changes what is computed.
+        CaptureError: a function cannot be written as text, or an option changes results.
     """
     owner = graph.owning_module
-    assert owner is not None, "Dynamo's graphs have modules"
+    assert owner is not None, "graphs of Dynamo have an owning module"
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is higher_order:
             _join(node, owner)
@@ -135,7 +138,7 @@ def refuse_flex_attention(graph: fx.Graph) -> None:
             node.target, torch._ops.HigherOrderOperator
         ):
             raise of_flex_attention(
-                "is called within another higher-order call", _source(node), _WITHIN
+                "is called within another higher-order call", _source(node), _NESTED_REMEDY
             )
 
 
@@ -158,9 +161,9 @@ def _join(node: fx.Node, owner: Any) -> None:
         for each in captured
     ):
         raise of_flex_attention(
-            "has a function that reads what is no tensor of fixed shape",
+            "has a function that reads a value that is not a tensor of fixed shape",
             _source(node),
-            "pass it as a tensor",
+            "pass the value as a tensor",
         )
     mask = block_mask[-1]
     try:
@@ -175,12 +178,12 @@ def _join(node: fx.Node, owner: Any) -> None:
         ]
     except UnwritableError as error:
         raise of_flex_attention(
-            f"has a function that is not known: {error.what}", _source(node), error.remedy
+            f"has an unsupported function: {error.what}", _source(node), error.remedy
         ) from error
     if texts[1] == SEEN and min(block_mask[-3:-1]) < _FREE:
         remedy = (
-            "make the block mask by create_block_mask, or give BlockMask.from_kv_blocks the "
-            "mask_mod that hides what its blocks leave out"
+            "create the block mask with create_block_mask, or pass BlockMask.from_kv_blocks a"
+            " mask_mod that hides the elements outside its blocks"
         )
         raise of_flex_attention(
             "has a block mask whose mask function hides nothing", _source(node), remedy
@@ -193,7 +196,7 @@ def _join(node: fx.Node, owner: Any) -> None:
         joined.meta = {name: value for name, value in node.meta.items() if name != "example_value"}
         joined.meta["example_value"] = node.meta["example_value"][:2]
     for user in list(node.users):
-        _take(user, joined)
+        _replace_result(user, joined)
     graph.erase_node(node)
 
 
@@ -204,26 +207,26 @@ def _example(node: Any) -> torch.Tensor:
 
 def _check(node: fx.Node, options: dict[str, Any]) -> None:
     for name, value in options.items():
-        due = _CHANGING.get(name.removeprefix("fwd_").removeprefix("bwd_"), value)
+        due = _SUPPORTED_OPTIONS.get(name.removeprefix("fwd_").removeprefix("bwd_"), value)
         if value != due:
             raise of_flex_attention(
-                f"has kernel_options that change what it computes ({name}={value!r})",
+                f"has kernel_options that change its results ({name}={value!r})",
                 _source(node),
-                _OPTIONS,
+                _OPTIONS_REMEDY,
             )
 
 
-def _take(getitem: fx.Node, joined: fx.Node) -> None:
-    """Replace a result of the higher-order op with one of the joined op; the former's logsumexp is
-    to base 2."""
+def _replace_result(getitem: fx.Node, joined: fx.Node) -> None:
+    """Replace a result of the higher-order op with that of the new op; the higher-order op returns
+    the logsumexp to base 2."""
     assert getitem.target is operator.getitem and getitem.args[1] in (
         0,
         1,
         2,
-    ), "Dynamo takes the results apart"
+    ), "Dynamo unpacks the results"
     graph, number = getitem.graph, getitem.args[1]
     if number == 2:
-        assert not getitem.users, "max_scores are refused"
+        assert not getitem.users, "calls that request max_scores are refused"
         graph.erase_node(getitem)
         return
     getitem.args = (joined, number)
@@ -241,10 +244,10 @@ def text_of(
 
     Args:
         function: the function.
-        scalars: names of its first arguments; ``score`` is in `dtype`, all others are integers.
-        dtype: dtype of scores.
-        reads: for each argument after the scalars, number of the captured tensor → a tensor like
-            it.
+        scalars: names of its first arguments; ``score`` has dtype `dtype`, the others are integers.
+        dtype: dtype of the scores.
+        reads: index of each captured tensor → an example of it, in the order of the arguments after
+            the scalars.
 
     Raises:
         UnwritableError: the function cannot be written as text.
@@ -258,13 +261,11 @@ def text_of(
             traced = make_fx(function)(*examples, *tensors)
     except UnwritableError:
         raise
-    except (
-        Exception
-    ) as error:  # torch raises many classes here; each says why there is no graph of scalars
-        said = next(
+    except Exception as error:  # torch raises errors of many classes here
+        reason = next(
             (line for line in str(error).splitlines() if line.strip()), type(error).__name__
         )
-        what = f"torch cannot trace it for one score: {said}"
+        what = f"torch cannot trace it for one score: {reason}"
         raise UnwritableError(
             what, remedy="write it with torch's elementwise functions (add, mul, exp, where)"
         ) from error
@@ -274,7 +275,7 @@ def text_of(
 
 
 def _write_out_numbers(traced: fx.GraphModule) -> None:
-    """Replace tensors that hold one number each, however they are made, by one op without
+    """Replace tensors that contain one number, however they are created, with one op without
     operands."""
     for node in list(traced.graph.nodes):
         if node.target in _COPIES:

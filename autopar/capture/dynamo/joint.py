@@ -63,9 +63,9 @@ from autopar.capture.tensor_kinds import is_of_kinds
 from autopar.capture.trace import ModuleAttribute, OutsideValue, held_elsewhere
 from autopar.errors import CaptureError, Where
 
-# A number that differs from an earlier capture would otherwise become symbolic: captures must not
+# By default, a number that differs from an earlier capture becomes symbolic. Captures must not
 # depend on each other. Sizes that depend on values are symbols; `autopar.capture.ragged_rows`
-# settles them.
+# replaces them with fixed sizes.
 _STATIC = {
     "capture_dynamic_output_shape_ops": True,
     "automatic_dynamic_shapes": False,
@@ -81,24 +81,24 @@ class RawJoint:
     """The joint graph as torch returns it, and the meaning of its placeholders and results.
 
     Attributes:
-        graph: ATen nodes; its output is one flat list.
-        constants: tensors that `get_attr` nodes name.
+        graph: graph of ATen ops; its output is one flat list.
+        constants: name → tensor of each `get_attr` node.
         placeholders: (kind, name or flat index) per placeholder; kind is parameter, buffer, input
             or tangent (of the result with that index).
         results: (kind, name or flat index) per result; kind is output, gradient (of a parameter),
             input gradient, mutation or none.
         loss: flat position of the loss in the returned structure; None if there is no loss.
         in_leaves: flat (path, value) of (args, kwargs).
-        known: flat position of an input, or name of a buffer → its values, if the graph is for
-            these values alone.
+        known: flat position of an input or name of a buffer → its values, if the graph is
+            specialized to them.
         in_spec: pytree spec of (args, kwargs).
         out_leaves: flat (path, value) of the returned structure; tensors are fake.
         out_spec: pytree spec of the returned structure.
-        attributes: values of modules that forward looked at.
-        outside: values outside the modules that forward looked at.
-        unkept: attributes that forward writes and a program does not.
-        held_elsewhere: other paths by which forward may reach a module → the path of its
-            registration.
+        attributes: values of modules that forward reads.
+        outside: values outside the modules that forward reads.
+        unkept: names of attributes that forward writes and a program does not.
+        held_elsewhere: other paths by which forward may access a module → the path under which the
+            module is registered.
         code: (file, qualified name, first line) of the functions that Dynamo traced.
     """
 
@@ -136,7 +136,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         )
         if hasattr(
             torch._functorch.config, "backward_pass_autocast"
-        ):  # outside of autocast, as users run backward; `verify` tells
+        ):  # users run backward outside of autocast
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         for context in (
             gradients_within,
@@ -151,7 +151,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
         stack.enter_context(_without_headers())
         stack.enter_context(
             torch.backends.mkldnn.flags(enabled=False)
-        )  # a recurrent layer is no op of CPUs alone
+        )  # mkldnn ops for recurrent layers exist only on CPUs
         stack.enter_context(views_of_one_mode())
         stack.enter_context(call.mode)
         try:
@@ -179,12 +179,12 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
             drop_checks(joint.graph_module.graph)
         except (
             Exception
-        ) as error:  # torch raises many unrelated classes here; every one is a refusal to capture
+        ) as error:  # torch raises errors of many classes; each means that the capture failed
             raise _refusal(error, model, call, origins) from error
-        _let_go(captured)
+        _release_model(captured)
         written = {
             (write.place.path, write.place.name) for write in notes.writes
-        }  # a setting that is guessed is no constant
+        }  # an attribute that forward sets is not a constant
         module = joint.graph_module
         return RawJoint(
             graph=plain_copy(module.graph),
@@ -218,7 +218,7 @@ def raw_joint(model: nn.Module, call: Prepared) -> RawJoint:
 
 
 def _run_dynamo(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
-    """Return Dynamo's graph, and its notes about the model's attributes."""
+    """Return Dynamo's graph, and the notes about values that forward reads and changes."""
     notes: list[Notes] = []
     with (
         computed_attributes(),
@@ -233,13 +233,13 @@ def _run_dynamo(model: nn.Module, call: Prepared) -> tuple[Any, Notes]:
 
 def _captured_again(model: nn.Module, call: Prepared) -> Notes:
     captured, notes = _run_dynamo(model, call)
-    _let_go(captured)
+    _release_model(captured)
     return notes
 
 
-def _let_go(captured: Any) -> None:
-    """Release the model from Dynamo's graph: torch 2.13 never frees the graph, which would keep the
-    weights."""
+def _release_model(captured: Any) -> None:
+    """Remove references to the model from Dynamo's graph: torch 2.13 never frees the graph, which
+    would keep the weights in memory."""
     for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten, captured):
         vars(part).clear()
 
@@ -249,8 +249,8 @@ def _call_again(model: nn.Module, call: Prepared) -> Any:
 
 
 def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origins) -> CaptureError:
-    """Return the error to raise for an error of torch or a refusal; if more inputs may be known, it
-    asks for them."""
+    """Return the error to raise for a failed capture; a `ReadsInputs` if the capture may succeed
+    with more known inputs."""
     if (keys := call.knowable(origins)) is not None:
         return ReadsInputs(
             error if isinstance(error, CaptureError) else as_capture_error(error), keys
@@ -269,7 +269,7 @@ def _refusal(error: Exception, model: nn.Module, call: Prepared, origins: Origin
 
 
 def _locate_refusal(refusal: CaptureError, model: nn.Module, call: Prepared) -> CaptureError:
-    """Add the module whose source line the refusal names; Dynamo knows only lines."""
+    """Add the module that contains the source line of the refusal; Dynamo only reports lines."""
     if not isinstance(refusal.where, Where) or refusal.where.module:
         return refusal
     module = module_of(refusal.where.source, model, lambda copied: _call_again(copied, call))
@@ -283,16 +283,16 @@ def _locate_refusal(refusal: CaptureError, model: nn.Module, call: Prepared) -> 
 
 
 def _without_record() -> contextlib.AbstractContextManager[object]:
-    """Disable Dynamo's record of its settings before torch 2.13, where it fails at the functions
-    that `logging_functions` adds."""
+    """Disable Dynamo's log of its settings before torch 2.13, which fails for the functions that
+    `logging_functions` adds."""
     if torch.__version__ >= (2, 13):
         return contextlib.nullcontext()
     return mock.patch.object(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None)
 
 
 def _without_headers() -> contextlib.AbstractContextManager[object]:
-    """Leave the names of functions out of Dynamo's log of calls. To find them, Dynamo splits each
-    source file of the model into tokens, even if nothing is logged."""
+    """Omit the names of functions from Dynamo's log of calls. To find them, Dynamo tokenizes each
+    source file of the model, even if nothing is logged."""
     if not hasattr(symbolic_convert, "get_funcname") or trace_call_log.isEnabledFor(logging.DEBUG):
         return contextlib.nullcontext()
     return mock.patch.object(symbolic_convert, "get_funcname", lambda *_: None)
@@ -310,10 +310,10 @@ def _placeholder_kind(desc: Any) -> tuple[str, Any]:
             return "tangent", getattr(desc.output, "idx", None)
     if "Token" in type(desc).__name__:
         raise CaptureError(
-            "the model has an op that torch runs for its effect, not its result",
-            remedy="leave out of forward what writes or prints",
+            "the model has an op with side effects",
+            remedy="remove writes and prints from forward",
         )
-    raise AssertionError(f"torch's joint graphs have no argument such as {desc}")
+    raise AssertionError(f"unexpected argument of a joint graph: {desc}")
 
 
 def _results(output: fx.Node) -> tuple[tuple[str, Any], ...]:
@@ -339,6 +339,5 @@ def _result_kind(desc: Any, node: Any) -> tuple[str, Any]:
         case InputMutationAOTOutput() if isinstance(desc.mutated_input, ParamAOTInput):
             raise changes_parameter(desc.mutated_input.target, node)
     raise AssertionError(
-        f"torch's joint graphs have no result such as {desc}, and changes of inputs are refused"
-        " before"
+        f"unexpected result of a joint graph: {desc}; changed inputs are refused earlier"
     )

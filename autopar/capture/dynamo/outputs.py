@@ -1,5 +1,5 @@
-"""The results of a captured forward, those that are differentiated, and its other effects: changed
-inputs, inner gradients, checks, logs and prints."""
+"""Results of a captured forward: which are differentiated, and its other effects: changed inputs,
+gradients computed in forward, checks, log messages and prints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.capture.trees import argument_name, flatten_with_paths, leaves_of
 from autopar.errors import CaptureError, Where
 
 # --------------------------------------------------------------------------------------------------
-# Which results are differentiated: the loss of the model, or without one all that have gradients.
+# Which results are differentiated: the loss, or without one all results that require gradients.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Differentiated:
 
     Attributes:
         loss: position of the loss; None if the model returns no loss.
-        positions: what is differentiated: the loss alone, or without one everything that has a
-            gradient; empty if nothing has one.
+        positions: positions of the differentiated results: of the loss, or without one of all
+            results that require a gradient; empty if no result does.
     """
 
     loss: int | None
@@ -51,9 +51,9 @@ def select_differentiated(
     """Select the results that are differentiated.
 
     The loss is the return value itself if it is a scalar; else its ``loss`` entry or attribute;
-    else the first scalar floating tensor of a tuple that depends on parameters and on the batch
-    (not the scale of logits, or a penalty on weights). It must depend on a parameter that requires
-    a gradient, unless nothing does.
+    else the first scalar floating tensor of a tuple that depends on parameters and on the batch,
+    which excludes a scale of logits or a penalty on weights. The loss must require a gradient,
+    unless no result does.
 
     Args:
         returned: what the model returns.
@@ -91,8 +91,8 @@ def _candidates(
 
 
 def _knows_builtins(captured: Any) -> None:
-    """Add builtins (`type`) to the globals of Dynamo's bytecode, which lacks them before torch
-    2.13."""
+    """Add builtins such as `type` to the globals of Dynamo's bytecode; torch before 2.13 omits
+    them."""
     for part in (captured._dynamo_bytecode_flatten, captured._dynamo_bytecode_unflatten):
         part.f_globals = {**vars(builtins), **part.f_globals}
 
@@ -103,8 +103,8 @@ def others_detached(
     """Make the Dynamo graph return the flat leaves of the model's return value, and detach those
     that are not differentiated.
 
-    Copies keep AOTAutograd from treating results as views of each other. Cleaning removes them, and
-    the detaching ops.
+    The results are cloned so that AOTAutograd does not treat them as views of each other. A later
+    pass removes the clones and the detach ops.
 
     Args:
         captured: Dynamo's graph module.
@@ -139,7 +139,7 @@ def others_detached(
     batch = {node for value, node in zip(flat_inputs, arguments, strict=True) if id(value) in given}
 
     def is_computed(tensor: torch.Tensor) -> bool:
-        """Return whether a result follows from both the batch and a parameter."""
+        """Return whether a result depends on both the batch and a parameter."""
         node = results.get(id(tensor))
         sources = _sources(node) if node is not None else set()
         return not sources.isdisjoint(batch) and any(
@@ -157,10 +157,10 @@ def others_detached(
                 continue
             if id(leaf) not in results:
                 raise CaptureError(
-                    f"the model returns a tensor at {path!r} that its forward does not compute",
+                    f"the model returns a tensor at {path!r} that forward does not compute",
                     remedy=(
-                        "return a copy (`self.name.clone()`), or leave it out and read it of the"
-                        " model"
+                        "return a copy (`self.name.clone()`), or do not return it and read it from"
+                        " the model"
                     ),
                 )
             node = results[id(leaf)]
@@ -175,8 +175,8 @@ def others_detached(
 def _read_arguments(graph: fx.Graph, num: int) -> list[fx.Node]:
     """Return the placeholders of `num` inputs.
 
-    Tensors that an earlier call left in a list, and that forward does not read, have a placeholder
-    without a source; these are erased.
+    A tensor that an earlier call stored in a list, and that forward does not read, has a
+    placeholder without a source. These placeholders are erased.
     """
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     unread = [
@@ -202,7 +202,7 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Inputs that forward changes in place: tensors of the caller, of which ranks have parts or copies.
+# Inputs that forward changes in place. They belong to the caller; ranks only have parts or copies.
 
 
 def refuse_changed_inputs(
@@ -213,7 +213,7 @@ def refuse_changed_inputs(
     Args:
         graph: the joint graph.
         leaves: (path, value) of the call's arguments.
-        model: the model, whose forward names the arguments.
+        model: the model; its forward defines the names of the arguments.
     """
     output = next(iter(reversed(graph.nodes)))
     returned: Any = output.args[0]
@@ -226,40 +226,44 @@ def refuse_changed_inputs(
             )
             held = "x" if "." in name else name
             raise CaptureError(
-                f"forward changes its input {name!r} in place: the caller's tensor, which no"
-                " program writes to",
+                f"forward changes its input {name!r} in place; a program does not write to the"
+                " caller's tensors",
                 where=Where(
                     module=recorded_module(node.meta),
                     source=user_line(node.meta.get("stack_trace") or ""),
                 ),
                 remedy=(
-                    f"let forward change a copy (`{held} = {held}.clone()` before), or compute a"
-                    " new tensor: x.masked_fill(...) in place of x.masked_fill_(...), a module"
-                    " with `inplace=False`"
+                    f"change a copy (`{held} = {held}.clone()` before), or use an out-of-place op:"
+                    " x.masked_fill(...) instead of x.masked_fill_(...), a module with"
+                    " `inplace=False`"
                 ),
             )
 
 
 # --------------------------------------------------------------------------------------------------
-# Gradients that forward computes: `torch.autograd.grad` is part of the graph, and differentiated.
+# Gradients that forward computes: `torch.autograd.grad` is part of the graph and is differentiated.
 
-# Refuses results that follow from a tensor on which forward called requires_grad_(), since
-# torch.compile's own results would lack what that did to them. A program's results have the
-# gradients of the joint graph alone, which begin at parameters and inputs.
+# Dynamo's check rejects results that depend on a tensor on which forward called requires_grad_(),
+# since the results of torch.compile would not have their gradient history. A program does not need
+# it: its gradients are those of the joint graph, with respect to parameters and inputs.
 _CHECK = "_check_requires_grad_intermediate_outputs"
 
 
 @contextlib.contextmanager
 def gradients_within() -> Iterator[None]:
-    """Let Dynamo trace `torch.autograd.grad` into the graph; `Tensor.backward`, which writes into
-    parameters, stays refused."""
+    """Let Dynamo trace `torch.autograd.grad` into the graph; `Tensor.backward`, which writes to
+    parameters, remains refused."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
         if hasattr(OutputGraph, _CHECK):  # since torch 2.13
             stack.enter_context(mock.patch.object(OutputGraph, _CHECK, lambda *_: None))
-        stack.enter_context(mock.patch.object(TensorVariable, "method_backward", _as_ever))
         stack.enter_context(
-            mock.patch.object(TorchInGraphFunctionVariable, "call_function", _made_first)
+            mock.patch.object(TensorVariable, "method_backward", _backward_untraced)
+        )
+        stack.enter_context(
+            mock.patch.object(
+                TorchInGraphFunctionVariable, "call_function", _call_then_require_grad
+            )
         )
         yield
 
@@ -270,11 +274,11 @@ _BACKWARD = TensorVariable.method_backward
 _CALL = TorchInGraphFunctionVariable.call_function
 
 
-def _made_first(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Trace ``torch.zeros(4, requires_grad=True)``, which Dynamo refuses, as
+def _call_then_require_grad(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Trace ``torch.zeros(4, requires_grad=True)``, which Dynamo does not support, as
     ``torch.zeros(4).requires_grad_()``."""
-    asked = kwargs.get("requires_grad")
-    if asked is None or not asked.is_python_constant() or asked.as_python_constant() is not True:
+    flag = kwargs.get("requires_grad")
+    if flag is None or not flag.is_python_constant() or flag.as_python_constant() is not True:
         return _CALL(self, tx, args, kwargs)
     made = _CALL(
         self, tx, args, {name: value for name, value in kwargs.items() if name != "requires_grad"}
@@ -282,22 +286,22 @@ def _made_first(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     return made.call_method(tx, "requires_grad_", [], {})
 
 
-def _as_ever(*args: Any, **kwargs: Any) -> Any:
+def _backward_untraced(*args: Any, **kwargs: Any) -> Any:
     with torch._dynamo.config.patch(trace_autograd_ops=False):
         return _BACKWARD(*args, **kwargs)
 
 
 # --------------------------------------------------------------------------------------------------
-# Ops that check their result while they run, as torch.linalg.inv, cholesky and solve do. A program
-# computes the unchecked forms.
+# Ops that check their results at run time, such as torch.linalg.inv, cholesky and solve. A program
+# runs their unchecked variants.
 
 _CHECKED = "aten::_linalg_check_errors"
 
 
 @contextlib.contextmanager
 def checks_in_no_order() -> Iterator[None]:
-    """Let checks of results be plain calls that nothing reads; since torch 2.13 they are effects,
-    ordered by tokens."""
+    """Trace checks of results as plain calls without users; since torch 2.13 they are effects that
+    are ordered by tokens."""
     held = getattr(simple_registry.singleton.find(_CHECKED), "effect", None)
     before = getattr(held, "effect", None)
     if held is None or before is None:
@@ -311,14 +315,14 @@ def checks_in_no_order() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What forward logs and prints: a program does neither.
+# Log messages and prints of forward, which a program omits.
 
 _METHODS = ("debug", "info", "warning", "warning_once", "error", "log", "info_once")
 
 
 def logging_functions() -> set[Callable[..., Any]]:
-    """Return the functions that Dynamo skips instead of refusing the graph: loggers' methods,
-    warnings and `print`."""
+    """Return the functions whose calls Dynamo skips: methods of loggers, `warnings.warn` and
+    `print`."""
     loggers = [logging.getLogger(), *model_loggers()]
     found = {
         getattr(logger, name) for logger in loggers for name in _METHODS if hasattr(logger, name)
@@ -329,7 +333,7 @@ def logging_functions() -> set[Callable[..., Any]]:
 
 @contextlib.contextmanager
 def prints_left_out() -> Iterator[list[str]]:
-    """Yield a list of the source lines at which Dynamo meets a `print`."""
+    """Yield a list that collects the source lines of the calls of `print` that Dynamo traces."""
     lines: list[str] = []
     call = IgnoredFunctionVariable.call_function
 

@@ -1,4 +1,4 @@
-"""Replace a model's weights and a call's arguments with fake tensors for the time of a capture."""
+"""Replace the weights of a model and the arguments of a call with fake tensors during a capture."""
 
 from __future__ import annotations
 
@@ -38,23 +38,22 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call that can be captured: its arguments as fake tensors, and the leaves that they were
-    made from.
+    """A call that can be captured: its arguments as fake tensors, and the original leaves.
 
     Attributes:
         mode: the mode of the fake tensors.
         args: fake positional arguments.
         kwargs: fake keyword arguments.
-        in_leaves: flat (path, value) of the call's own (args, kwargs).
+        in_leaves: flat (path, value) of the original (args, kwargs).
         in_spec: their pytree spec.
-        aliases: further names of tied tensors, by first name.
-        precision: the dtype that wider floating parameters and inputs are read in.
-        stored: name of each such parameter → its own dtype.
+        aliases: other names of tied tensors, by first name.
+        precision: dtype in which wider floating parameters and inputs are read.
+        stored: name of each such parameter → its stored dtype.
         on_gpu: whether a tensor of the model or the call is on a GPU.
-        inference: whether nothing has a gradient, whatever the model states.
-        buffers: name → the model's buffer.
-        known: flat position or name of a buffer → its values, if the graph is for these values
-            alone.
+        inference: whether no parameter or input requires a gradient during the capture.
+        buffers: name → buffer of the model.
+        known: flat position of an input or name of a buffer → its values, if the graph is
+            specialized to them.
         is_reading: whether forward reads a value that is only known with more work (`Origins`).
     """
 
@@ -84,8 +83,8 @@ class Prepared:
         return inputs | {name: buffer.fake for name, buffer in self.buffers.items()}
 
     def knowable(self, origins: Origins) -> frozenset[Key] | None:
-        """Return the unknown inputs and buffers that decide numbers, shapes or branches by
-        themselves and may be known; None if knowing more would not help."""
+        """Return the unknown inputs and buffers that may be known and on which alone a number, a
+        shape or a branch depends; None if knowing more values would not help."""
         found = [
             keys - self.known.keys()
             for keys in origins.unknown()
@@ -101,7 +100,7 @@ class Prepared:
         )
 
     def with_known(self, keys: Iterable[Key]) -> Prepared:
-        """Return the same call with the values of these inputs and buffers known too."""
+        """Return the same call with these inputs and buffers also known."""
         fakes = self._fakes()
         with no_modes():
             own = {
@@ -114,20 +113,20 @@ class Prepared:
         return replace(self, known={**self.known, **values}, is_reading=True)
 
     def arguments_anew(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return copies of args and kwargs for a run of forward, which may change them."""
+        """Return copies of args and kwargs for one run of forward, which may change them."""
         made: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-            torch.Tensor, _anew, (self.args, self.kwargs)
+            torch.Tensor, _fresh_copy, (self.args, self.kwargs)
         )
         return made
 
     def run(self, model: nn.Module) -> Any:
-        """Call `model`, this one or a copy, and return its results."""
+        """Call the model or a copy of it and return its results."""
         with self.mode, run_uncompiled():
             args, kwargs = self.arguments_anew()
             return model(*args, **kwargs)
 
 
-def _anew(tensor: torch.Tensor) -> torch.Tensor:
+def _fresh_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
@@ -140,14 +139,14 @@ def prepare_call(
     *,
     inference: bool = False,
 ) -> Iterator[Prepared]:
-    """Make `model` and a call of it fake; the model is restored on exit.
+    """Replace the tensors of a model and of a call with fake tensors; restore the model on exit.
 
     Args:
         model: the model.
         args: positional arguments.
         kwargs: keyword arguments.
-        precision: the dtype that wider floating parameters and inputs have meanwhile.
-        inference: whether no parameter or input requires a gradient meanwhile.
+        precision: dtype of wider floating parameters and inputs within the context.
+        inference: whether no parameter or input requires a gradient within the context.
     """
     mode = new_fake_mode()
     in_leaves, in_spec = flatten_call(args, kwargs)
@@ -177,7 +176,7 @@ def prepare_call(
         stack.enter_context(functions_replaced())
         stack.enter_context(flex_attention_on_cpu())
         stack.enter_context(_unchecked_distributions())
-        aliases = aliases_of(model)  # captured, a tensor is another object
+        aliases = aliases_of(model)  # of the fake tensors
         yield Prepared(
             mode,
             fake_args,
@@ -203,8 +202,8 @@ def _fake_input(
 def _fake_weights(
     model: nn.Module, mode: FakeMode, precision: torch.dtype | None, *, frozen: bool
 ) -> Iterator[None]:
-    """Replace every parameter and buffer by a fake one on the CPU (tied ones by one); restore the
-    user's own on exit."""
+    """Replace every parameter and buffer with a fake tensor on the CPU (tied ones with the same);
+    restore the originals on exit."""
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     fakes: dict[int, torch.Tensor] = {}
     try:
@@ -228,22 +227,22 @@ def _fake_weights(
 def _fake_weight(
     tensor: torch.Tensor, mode: FakeMode, precision: torch.dtype | None
 ) -> torch.Tensor:
-    """Return a fake tensor; a parameter wider than `precision` is in `precision`, buffers keep
-    their dtype."""
+    """Return a fake parameter or buffer; parameters wider than `precision` get that dtype, buffers
+    keep theirs."""
     dtype = (
         narrow_dtype(tensor.dtype, precision) if isinstance(tensor, nn.Parameter) else tensor.dtype
     )
     sample = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=dtype, device="meta"
-    )  # a storage for each
+    )  # each has its own storage
     fake = fake_like(sample, torch.device("cpu"), mode)
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 @contextlib.contextmanager
 def _ops_of_training() -> Iterator[None]:
-    """Disable the fused ops that torch's transformer layers use if nothing has a gradient; the
-    other ops compute the same."""
+    """Disable the fused ops that torch's transformer layers use without gradients; the regular ops
+    compute the same."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -254,7 +253,7 @@ def _ops_of_training() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """Let distributions skip the check of their parameters' values, which a graph cannot make;
+    """Make distributions skip the check of their parameters' values, which a graph cannot contain;
     torch.compile skips it too."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
@@ -265,8 +264,8 @@ def _unchecked_distributions() -> Iterator[None]:
 
 
 def changed_settings() -> dict[str, Any]:
-    """Return the settings of Dynamo and AOTAutograd that do not have their default values; aliases
-    of others, and what torch no longer reads, are left out."""
+    """Return the settings of Dynamo and AOTAutograd that differ from their defaults, except aliases
+    and deprecated settings."""
     return {
         f"{config.__name__}.{name}": getattr(config, name)
         for config in (torch._dynamo.config, torch._functorch.config)

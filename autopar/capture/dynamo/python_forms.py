@@ -1,9 +1,9 @@
-"""Adaptations of Python and torch code that Dynamo cannot trace as it is.
+"""Adaptations of Python and torch code that Dynamo cannot trace unchanged.
 
-- `functools.cached_property` takes a lock before Python 3.12, which cannot be traced. A capture has
-  one thread, and needs no lock.
-- Dynamo determines once how operators of tensors are called within a `TorchFunctionMode`, by trying
-  them. This fails with fake tensors, so it is done before.
+- Before Python 3.12, `functools.cached_property` acquires a lock, which cannot be traced. A capture
+  runs in one thread and needs no lock.
+- Dynamo determines once per process how tensor operators are called within a `TorchFunctionMode`,
+  by calling them. This fails with fake tensors, so it is done before the capture.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from autopar.ops import ctc_loss
 
 
 def know_operators() -> None:
-    """Let Dynamo determine how operators are called, before a mode is active."""
+    """Make Dynamo determine how tensor operators are called, before a mode is active."""
     find = getattr(builtin, "populate_builtin_to_tensor_fn_map", None)
     if find is not None:
         find()
 
 
 def unlocked_properties() -> contextlib.AbstractContextManager[object]:
-    """Use `functools.cached_property` without its lock."""
+    """Return a context in which `functools.cached_property` does not acquire its lock."""
     if sys.version_info >= (3, 12):
         return contextlib.nullcontext()
     return mock.patch.object(functools.cached_property, "__get__", _get)
@@ -52,24 +52,24 @@ def _get(self: Any, instance: Any, owner: Any = None) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Autograd functions of the user that get one tensor twice, as ``Product.apply(x, x)``, which Dynamo
-# (2.13) refuses.
+# Custom autograd functions that receive one tensor twice, as in ``Product.apply(x, x)``. Dynamo of
+# torch 2.13 does not support this.
 
 
 @contextlib.contextmanager
 def tensors_given_twice() -> Iterator[None]:
-    """Pass a view of a tensor wherever it is passed again; gradients of views add up as the
-    tensor's own do."""
+    """Pass a view instead of a tensor that is passed again; the gradients of the views add up to
+    the gradient of the tensor."""
     call = AutogradFunctionApplyVariable.call_function
 
     def call_with_views(variable: Any, translator: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        return call(variable, translator, _views_of_the_second(translator, args), kwargs)
+        return call(variable, translator, _with_views_of_repeated(translator, args), kwargs)
 
     with mock.patch.object(AutogradFunctionApplyVariable, "call_function", call_with_views):
         yield
 
 
-def _views_of_the_second(translator: Any, args: Sequence[Any]) -> list[Any]:
+def _with_views_of_repeated(translator: Any, args: Sequence[Any]) -> list[Any]:
     seen: list[Any] = []
     given = []
     for arg in args:
@@ -81,14 +81,15 @@ def _views_of_the_second(translator: Any, args: Sequence[Any]) -> list[Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions of torch that Dynamo traces in another form.
+# Functions of torch that are replaced under Dynamo.
 
 
 @contextlib.contextmanager
 def functions_replaced() -> Iterator[None]:
-    """Replace the CTC loss with an op that has fixed shapes, and cuDNN's flags, which do not affect
-    results, with nothing."""
-    # found by name once for the process: later, Dynamo would take what stands there now for torch's
+    """Replace the CTC loss with an op that has fixed shapes, and `torch.backends.cudnn.flags`,
+    which does not affect results, with a context that does nothing."""
+    # Dynamo looks torch functions up by name once per process. Do it now: after the replacement, it
+    # would treat the replacements as torch functions.
     trace_rules.get_torch_obj_rule_map()
 
     def flags(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
@@ -103,11 +104,11 @@ def functions_replaced() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Models that are fx.GraphModules: from torch.fx.symbolic_trace, torch.export or torchvision's
-# feature extractors.
+# Models that are fx.GraphModules, from torch.fx.symbolic_trace, torch.export or the feature
+# extractors of torchvision.
 #
-# The module that Dynamo captures is copied with all that it holds, also with its graph. So Dynamo
-# gets a module with the same forward that is not a GraphModule and holds all but the graph.
+# Dynamo copies the module with all its attributes, including the graph. Therefore it receives a
+# plain module with the same forward and all attributes except the graph.
 
 _OF_GRAPH_MODULES = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(
     vars(nn.Module())
@@ -115,8 +116,8 @@ _OF_GRAPH_MODULES = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - f
 
 
 def without_graph(model: nn.Module) -> nn.Module:
-    """Return `model`; for a GraphModule, a plain module that shares its parameters, buffers,
-    modules and hooks."""
+    """Return `model`, or for a GraphModule a plain module that shares its parameters, buffers,
+    submodules and hooks."""
     if not isinstance(model, fx.GraphModule):
         return model
     kind = type(type(model).__name__, (nn.Module,), {"forward": type(model).forward})
@@ -128,37 +129,36 @@ def without_graph(model: nn.Module) -> nn.Module:
 
 
 # --------------------------------------------------------------------------------------------------
-# Attributes of tensors that are tensors (`x.T`, `mT`, `H`, `mH`, `real`, `imag`, `data`), as calls
-# of the graph.
+# Attributes of tensors that are tensors (`x.T`, `mT`, `H`, `mH`, `real`, `imag`, `data`) become
+# calls in the graph.
 #
-# For such an attribute of an argument, a parameter or a buffer, Dynamo records its source, as it
-# does for attributes of modules. If it is returned unchanged, Dynamo reads it from the source again
-# after the graph, and nothing states what the graph must compute. Without a source it is a value
-# like any other.
+# For such an attribute of an argument, a parameter or a buffer, Dynamo records a source, as for an
+# attribute of a module. If forward returns the attribute, Dynamo reads it from the source after the
+# graph, and the graph does not compute it. Without a source, it is computed like any other value.
 
 _GETS = (
     "tp_getattro_impl",
     "var_getattr",
-)  # its method that gets an attribute, as of torch 2.14, and before
+)  # method of Dynamo that gets an attribute, since torch 2.14 and before
 
 
 def computed_attributes() -> contextlib.AbstractContextManager[object]:
-    """Let Dynamo compute tensor attributes of tensors (`x.T`, `x.real`) in its graph, also if they
+    """Make Dynamo compute tensor attributes of tensors (`x.T`, `x.real`) in its graph, even if they
     are returned."""
     name = next((name for name in _GETS if name in vars(TensorVariable)), None)
-    if name is None:  # such attributes are refused where they are returned
+    if name is None:  # models that return such attributes are then refused
         return contextlib.nullcontext()
-    return mock.patch.object(TensorVariable, name, _without_place(getattr(TensorVariable, name)))
+    return mock.patch.object(TensorVariable, name, _without_source(getattr(TensorVariable, name)))
 
 
-def _without_place(get: Callable[..., Any]) -> Callable[..., Any]:
+def _without_source(get: Callable[..., Any]) -> Callable[..., Any]:
     def get_attribute(self: Any, tx: Any, name: str) -> Any:
-        """Return an attribute of a tensor, without a place unless the tensor is an input.
+        """Return an attribute of a tensor, without a source unless it is a placeholder.
 
         Args:
             self: Dynamo's variable of the tensor.
             tx: Dynamo's translator.
-            name: the attribute.
+            name: name of the attribute.
         """
         value = get(self, tx, name)
         if isinstance(value, TensorVariable) and value.proxy.node.op != "placeholder":
@@ -169,18 +169,18 @@ def _without_place(get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Divergences of torch's distributions: the formula of each pair of classes is looked up before the
-# capture.
+# KL divergences of torch's distributions: the formulas of all pairs of classes are looked up before
+# the capture.
 #
 # `torch.distributions.kl_divergence` searches the registered formulas in a way that Dynamo cannot
-# trace, and caches the result. A capture must not depend on what the process computed before.
+# trace, and caches the result. A capture must not depend on earlier calls in the process.
 
 _Pair = tuple[type, type]
 
 
 def known_divergences() -> contextlib.AbstractContextManager[object]:
-    """Let every pair of distribution classes have its formula, as if `kl_divergence` had been
-    called with each."""
+    """Return a context in which `kl_divergence` has the formula of every pair of distribution
+    classes in its cache."""
     return mock.patch.dict(
         kl._KL_MEMOIZE,
         _formulas(frozenset(_kinds(Distribution)), frozenset(kl._KL_REGISTRY.items())),
@@ -198,9 +198,9 @@ def _kinds(kind: type) -> Iterator[type]:
 def _formulas(
     kinds: frozenset[type], registered: frozenset[tuple[_Pair, Any]]
 ) -> Mapping[_Pair, Callable[..., Any]]:
-    """Return pair of classes → formula for all pairs that have one; `registered` is torch's
-    registry."""
+    """Return pair of classes → formula for all pairs that have one; `registered` is the registry of
+    torch."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of pairs that no model may have
+        warnings.simplefilter("ignore")  # warnings about pairs that the model may not use
         found = {(p, q): kl._dispatch_kl(p, q) for p in kinds for q in kinds}
     return {pair: formula for pair, formula in found.items() if formula is not NotImplemented}

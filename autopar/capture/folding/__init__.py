@@ -1,6 +1,6 @@
-"""Capture equal layers of a deep model a few at a time, and repeat them in the graph.
+"""Capture a few of the equal layers of a deep model, and repeat them in the graph.
 
-The cost of a capture then does not depend on the depth of the model.
+The time of a capture then does not depend on the depth of the model.
 
 ::
 
@@ -9,17 +9,18 @@ The cost of a capture then does not depend on the depth of the model.
     runs         cutting  shortened, stream                    shortened
                                                                units, repeating
 
-A run of equal units is cut to its first two and its last two units. Three ways of cutting are tried
-(`shorten.CutWay`): forward may iterate over the layers, count them, or name each. The shortened
-model is captured and brought into normal form, and the pattern that its interior units share is
-repeated in the graph. Two conditions are checked:
+A run of equal units is shortened to its first two and its last two units. Three ways are tried
+(`shorten.CutWay`), for models that iterate over the layers, count them, or access them by name. The
+shortened model is captured and converted to normal form. The common pattern of its interior units
+is then repeated in the graph. Two conditions are checked:
 
-- the full model's forward, op by op, is the shortened model's with the interior unit repeated
-  (`compare`);
-- in the joint graph, the interior units are alike, and only their neighbours read them (`repeat`).
+- the ops of the full model's forward are those of the shortened model with the interior unit
+  repeated (`compare`);
+- in the joint graph, the interior units are equal, and only they and their neighbours read their
+  results (`repeat`).
 
-If one fails, the run is replaced by others (`Run.others`) or left out. If no run remains, the model
-is captured in full, and the trace states why.
+If a check fails, the run is replaced by other runs (`Run.others`) or dropped. If no run remains,
+the model is captured in full, and the trace gives the reason.
 """
 
 from __future__ import annotations

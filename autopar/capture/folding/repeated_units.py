@@ -1,20 +1,21 @@
-"""A run's units in the joint graph of a shortened model, and what is the same in two that are
-neighbours.
+"""The units of a run in the joint graph of a shortened model, and the common pattern of its two
+interior units.
 
-Forward and backward nodes of a unit lie together: the *slice* of a unit begins at the first node
-that a module of the unit made, and ends where the next slice begins (backward: that of the unit
-before). The two interior units, `one` and `two`, become the pattern of everything between them:
-node by node they must call the same ops with the same arguments, and what they read must be one of
+The forward nodes of a unit are consecutive, and so are its backward nodes. The *slice* of a unit
+begins at the first node of a module of the unit and ends where the next slice begins; in backward,
+the next slice is that of the previous unit. The two interior units, `one` and `two`, define the
+pattern of all units between them. Node by node, they must call the same ops with the same
+arguments, and each operand must be one of
 
 ==================  ========================================================
 `HERE`              a node of the same unit
-`PREVIOUS`          a forward node of the unit before
-`NEXT`              (backward) a backward node of the unit behind
+`PREVIOUS`          a forward node of the previous unit
+`NEXT`              (backward) a backward node of the next unit
 `OWN`               a placeholder of the unit
-an outside node     the same for both, of no unit
+an outside node     a node outside all units, the same for both
 ==================  ========================================================
 
-and nobody but the unit and its neighbour reads what it makes.
+Only the unit and its neighbour may read the results of the unit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autopar.capture.folding.runs import Run
 from autopar.capture.folding.stream import NotFoldable
 
 Border = dict[tuple[str, Any], fx.Node]  # (kind, name) → placeholder or result
-Home = tuple[int, str]  # unit, and the rest of a path: position within the unit and what follows
+Home = tuple[int, str]  # unit, and the rest of a path: position in the unit and path in the layer
 
 
 class UnitKind(Enum):
@@ -42,8 +43,13 @@ class UnitKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """An operand of the pattern; `offset` is (phase, offset) in the same unit, an offset in a
-    neighbour's slice, or (kind, rest) of a placeholder."""
+    """An operand of the pattern.
+
+    Attributes:
+        kind: kind of the operand.
+        offset: (phase, offset) in the same unit, offset in the slice of a neighbour, or (kind,
+            rest) of a placeholder.
+    """
 
     kind: UnitKind
     offset: Any
@@ -51,8 +57,10 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class UnitStep:
-    """A node of the pattern; its arguments hold `Ref` and outside nodes, and `home` is its module
-    within the unit, or the module's full path."""
+    """A node of the pattern; its arguments contain `Ref` objects and outside nodes.
+
+    `home` is the module within the unit, or the full path of a module outside the units.
+    """
 
     name: str
     target: Any
@@ -64,8 +72,8 @@ class UnitStep:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What is repeated: forward and backward steps, and placeholders and results by (kind, rest of
-    the name)."""
+    """The repeated part of the graph: forward and backward steps, and the placeholders and results
+    by (kind, rest of the name)."""
 
     forward: tuple[UnitStep, ...]
     backward: tuple[UnitStep, ...]
@@ -74,7 +82,7 @@ class Pattern:
 
 
 class Units:
-    """The slices of `run` in `graph`; units `one` and `two` are the interior ones."""
+    """The slices of `run` in `graph`; `one` and `two` are the numbers of the interior units."""
 
     def __init__(self, run: Run, graph: fx.Graph, placeholders: Border) -> None:
         self.run, self.graph = run, graph
@@ -95,8 +103,8 @@ class Units:
         }
 
     def home(self, path: str) -> Home | None:
-        """Return the unit that contains a module's or parameter's path, and the rest of the path;
-        None outside the run."""
+        """Return the unit that contains the path of a module or parameter, and the rest of the
+        path; None outside the run."""
         if path not in self._homes:
             self._homes[path] = self._home(path)
         return self._homes[path]
@@ -109,7 +117,7 @@ class Units:
         return (unit, f"{within}{found[1]}") if unit < self.run.num_units else None
 
     def path(self, unit: int, rest: str) -> str:
-        """Return the full path for the unit and rest that `home` returned."""
+        """Return the full path for a unit and a rest as returned by `home`."""
         within, dot, inner = rest.partition(".")
         return f"{self.run.layers[unit * self.run.period + int(within)]}{dot}{inner}"
 
@@ -130,7 +138,7 @@ class Units:
         starts = [units.index(unit) for unit in order]
         final = max(position for position, unit in enumerate(units) if unit is not None)
         ends = [*starts[1:], final + 1]
-        self._lengthen(starts, ends, order, len(nodes))
+        self._extend_last(starts, ends, order, len(nodes))
         for start, end, unit in zip(starts, ends, order, strict=True):
             if start >= end or any(other not in (unit, None) for other in units[start:end]):
                 raise NotFoldable(
@@ -140,11 +148,11 @@ class Units:
             unit: nodes[start:end] for start, end, unit in zip(starts, ends, order, strict=True)
         }
 
-    def _lengthen(
+    def _extend_last(
         self, starts: list[int], ends: list[int], order: Sequence[int], num_nodes: int
     ) -> None:
-        """Extend the last unit by the ops after its layers (``x = x + layer(x)``), as far as other
-        units have them too."""
+        """Extend the slice of the last unit by the ops after its layers (``x = x + layer(x)``), up
+        to the length of an interior unit."""
         last, two = order.index(self.last), order.index(self.two)
         length = ends[two] - starts[two]
         if last > two:
@@ -154,7 +162,7 @@ class Units:
 
 
 def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
-    """Return what the two interior units have in common.
+    """Return the common pattern of the two interior units.
 
     Args:
         units: the slices of the run.
@@ -162,7 +170,7 @@ def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
         results: results of the graph by (kind, name).
 
     Raises:
-        NotFoldable: the units differ, or something outside reads them.
+        NotFoldable: the units differ, or a node outside reads their results.
     """
     _Readers(units, results).check()
     merge = _Merge(units)
@@ -176,23 +184,24 @@ def pattern_of(units: Units, placeholders: Border, results: Border) -> Pattern:
         (
             entry,
             merge.value(
-                results[_full(units, units.one, entry)], results[_full(units, units.two, entry)]
+                results[_full_name(units, units.one, entry)],
+                results[_full_name(units, units.two, entry)],
             ),
         )
         for entry in made
     ]
     if any(not isinstance(value, Ref) or value.kind is not UnitKind.HERE for _, value in found):
-        raise NotFoldable(f"a gradient of {units.run.name} is not made in its layer", units.run)
+        raise NotFoldable(f"a gradient of {units.run.name} is not computed in its layer", units.run)
     return Pattern(forward, backward, own, tuple(found))
 
 
-def _full(units: Units, unit: int, entry: tuple[str, str]) -> tuple[str, str]:
+def _full_name(units: Units, unit: int, entry: tuple[str, str]) -> tuple[str, str]:
     return entry[0], units.path(unit, entry[1])
 
 
 def _equal_border(units: Units, border: Border) -> tuple[tuple[str, str], ...]:
-    """Return (kind, rest) of the entries of unit one; raise NotFoldable if those of unit two
-    differ."""
+    """Return (kind, rest) of the placeholders or results of unit one; raise NotFoldable if those of
+    unit two differ."""
     one, two = (
         [(kind, rest) for kind, rest, unit in _homes(units, border) if unit == wanted]
         for wanted in (units.one, units.two)
@@ -206,7 +215,7 @@ def _equal_border(units: Units, border: Border) -> tuple[tuple[str, str], ...]:
 
 
 def _homes(units: Units, border: Border) -> Iterator[tuple[str, str, int | None]]:
-    """Yield kind, rest of the name and unit of every entry."""
+    """Yield the kind, the rest of the name and the unit of every placeholder or result."""
     for kind, name in border:
         home = units.home(name) if isinstance(name, str) else None
         yield (kind, home[1], home[0]) if home else (kind, "", None)
@@ -219,7 +228,7 @@ class _Merge:
         self.units = units
         self.pairs: dict[
             fx.Node, fx.Node
-        ] = {}  # of what the two read of their neighbours: the same roles
+        ] = {}  # node of a neighbour that unit one reads → the node that unit two reads instead
 
     def steps(self, slices: Mapping[int, Sequence[fx.Node]]) -> Iterator[UnitStep]:
         """Yield the pattern of one phase."""
@@ -232,7 +241,11 @@ class _Merge:
                 home[1] if home else node.meta["module"]
                 for home, node in zip(homes, (one, two), strict=True)
             ]
-            if one.target is not two.target or rests[0] != rests[1] or _looks(one) != _looks(two):
+            if (
+                one.target is not two.target
+                or rests[0] != rests[1]
+                or _signature(one) != _signature(two)
+            ):
                 raise self.differ(one)
             try:
                 args, kwargs = self.value(one.args, two.args), self.value(one.kwargs, two.kwargs)
@@ -241,7 +254,7 @@ class _Merge:
             yield UnitStep(two.name, one.target, args, kwargs, two.meta, homes[0] or rests[0])
 
     def differ(self, node: fx.Node) -> NotFoldable:
-        """Return the refusal that names a node of unit one."""
+        """Return the error for a node of unit one that differs."""
         return NotFoldable(
             f"neighbouring layers of {self.units.run.name} differ in {node.target} of"
             f" {node.meta['module']}",
@@ -284,10 +297,10 @@ class _Merge:
             return one
         if place is None or other_place is None or place[0] != other_place[0]:
             raise ValueError
-        return self._beside(one, two, place, other_place)
+        return self._in_slices(one, two, place, other_place)
 
     def _own(self, one: fx.Node, two: fx.Node) -> Any:
-        """Return the operand if a unit alone has one of the nodes, as its parameters."""
+        """Merge two operands of which at least one is a parameter or buffer."""
         none: tuple[Any, str] = (None, "")
         home, kind = self.units.own.get(one, none)
         other, _ = self.units.own.get(two, none)
@@ -299,7 +312,7 @@ class _Merge:
             raise ValueError
         return Ref(UnitKind.OWN, (kind, home[1]))
 
-    def _beside(
+    def _in_slices(
         self, one: fx.Node, two: fx.Node, place: tuple[str, int, int], other: tuple[str, int, int]
     ) -> Ref:
         phase, unit, offset = place
@@ -310,14 +323,14 @@ class _Merge:
             one, two
         ) is not two:
             raise ValueError
-        # The offset must be one in an interior unit's slice: forward, two reads one; backward, one
-        # reads two.
+        # The offset must refer to the slice of an interior unit. In forward, that is the node of
+        # unit one that unit two reads; in backward, the node of unit two that unit one reads.
         return (
             Ref(UnitKind.PREVIOUS, other[2]) if phase == "forward" else Ref(UnitKind.NEXT, offset)
         )
 
 
-def _looks(node: fx.Node) -> Any:
+def _signature(node: fx.Node) -> Any:
     value = node.meta["val"]
     tensors = [
         (tuple(item.shape), item.stride(), item.dtype) if isinstance(item, torch.Tensor) else item
@@ -331,8 +344,8 @@ def _looks(node: fx.Node) -> Any:
 
 
 class _Readers:
-    """Checks that only the interior units and their neighbours read what the interior units
-    make."""
+    """Checks that only the interior units and their neighbours read the results of the interior
+    units."""
 
     def __init__(self, units: Units, results: Border) -> None:
         self.units = units
@@ -343,31 +356,31 @@ class _Readers:
             self.results.setdefault(node, set()).add(home[0] if home else None)
 
     def check(self) -> None:
-        """Raise NotFoldable if another node reads them.
+        """Raise NotFoldable if another node reads these results.
 
-        The backward of unit one is the end of the repeated part: sums of gradients that run through
-        all units leave from it.
+        The backward of unit one is the end of the repeated part. Its results may be read outside,
+        such as sums of gradients over all units.
         """
         units = self.units
         for unit, behind in ((units.one, units.two), (units.two, units.last)):
             for node in units.forward[unit]:
-                self._only(
+                self._check_users(
                     node,
                     unit,
                     {(phase, near) for phase in ("forward", "backward") for near in (unit, behind)},
                 )
         for node in units.backward[units.two]:
-            self._only(node, units.two, {("backward", units.two), ("backward", units.one)})
+            self._check_users(node, units.two, {("backward", units.two), ("backward", units.one)})
         for node, (home, _) in units.own.items():
             if home and home[0] in (units.one, units.two):
-                self._only(node, home[0], {("forward", home[0]), ("backward", home[0])})
+                self._check_users(node, home[0], {("forward", home[0]), ("backward", home[0])})
 
-    def _only(self, node: fx.Node, unit: int, allowed: set[tuple[str, int]]) -> None:
+    def _check_users(self, node: fx.Node, unit: int, allowed: set[tuple[str, int]]) -> None:
         for user in node.users:
             own_result = user is self.output and self.results.get(node) == {unit}
             if not own_result and self.units.place.get(user, ("", 0, 0))[:2] not in allowed:
                 raise NotFoldable(
-                    f"{user.meta.get('module') or 'the model'} reads {node.target} of a layer of"
-                    f" {self.units.run.name}, from outside",
+                    f"{user.meta.get('module') or 'the model'} is outside the layers of"
+                    f" {self.units.run.name} and reads {node.target} of a layer",
                     self.units.run,
                 )

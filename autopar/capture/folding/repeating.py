@@ -1,8 +1,9 @@
-"""Repeat the pattern of a run in the joint graph of a shortened model until it is the full model's.
+"""Repeat the pattern of a run in the joint graph of a shortened model, to get the graph of the full
+model.
 
-The graph has the full model's labels and names already, and holds the first two and the last two
-units of the run. The copies are inserted between them. Then unit `two` and the backward of unit
-`one` read their new neighbours.
+The graph already has the labels and names of the full model. It contains the first two and the last
+two units of the run. Copies are inserted between them, and unit `two` and the backward of unit
+`one` are connected to their new neighbours.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from autopar.capture.trace import ModuleAttribute
 
 
 def renumber_path(path: str, kept: Kept) -> str:
-    """Return the full model's path for a path of the shortened model: ``layers.3.mlp`` →
+    """Return the path in the full model of a path in the shortened model: ``layers.3.mlp`` →
     ``layers.31.mlp``."""
     full = ""
     for name in path.split(".") if kept else ():
@@ -40,8 +41,8 @@ def renumber_path(path: str, kept: Kept) -> str:
 def repeat_attributes(
     attributes: Iterable[ModuleAttribute], run: Run
 ) -> tuple[ModuleAttribute, ...]:
-    """Return the attributes that the full model reads: each removed layer reads those of its
-    counterpart in the first unit."""
+    """Return the attributes that the full model reads; each removed layer reads the same attributes
+    as its counterpart in the first unit."""
     by_layer: dict[int, list[tuple[ModuleAttribute, str]]] = {}
     stay = []
     for each in attributes:
@@ -50,7 +51,7 @@ def repeat_attributes(
             by_layer.setdefault(found[0], []).append((each, found[1]))
         if (
             found is None or found[0] not in run.removed_positions
-        ):  # what stands in place of a layer has its path
+        ):  # the module that replaces a removed layer has the same path
             stay.append(each)
     added = [
         replace(each, path=f"{run.layers[position]}{inner}")
@@ -63,24 +64,28 @@ def repeat_attributes(
 def repeat(
     run: Run, graph: fx.Graph, placeholders: Border, results: Border, ranks: Mapping[str, int]
 ) -> tuple[Border, Border]:
-    """Insert the interior units of `run` into `graph`, whose output lists `results`.
+    """Insert copies of the interior units of a run into a graph.
 
     Args:
-        placeholders, results: the border's nodes by (kind, name), in order.
-        ranks: the order in which the full model registers its parameters and buffers.
+        run: the run.
+        graph: the graph of the shortened model, changed in place.
+        placeholders: placeholders of the graph by (kind, name), in order.
+        results: results of the graph by (kind, name), in the order of its output.
+        ranks: name of each parameter and buffer → its position in the order of registration in the
+            full model.
 
     Returns:
-        placeholders and results of the longer graph, in the order of a full capture.
+        The placeholders and results of the new graph, in the order of a full capture.
 
     Raises:
-        NotFoldable: the units are not alike; the graph is unchanged then.
+        NotFoldable: the units differ; the graph is not changed.
     """
     return _Repetition(run, graph, placeholders, results, ranks).run()
 
 
 class _Repetition:
-    """The copies of one run: `copies[unit][phase]` are nodes in the pattern's order, `own[unit]`
-    its placeholders."""
+    """The copies of the units of one run: `copies[unit][phase]` are the nodes in the order of the
+    pattern, and `own[unit]` the placeholders."""
 
     def __init__(
         self,
@@ -161,7 +166,7 @@ class _Repetition:
 
     def _node(self, step: UnitStep, unit: int) -> fx.Node:
         def operand(ref: Ref) -> fx.Node:
-            """Return the node of a unit that stands for an operand of the pattern."""
+            """Return the node that an operand of the pattern refers to in this unit."""
             match ref.kind:
                 case UnitKind.HERE:
                     phase, offset = ref.offset
@@ -174,7 +179,7 @@ class _Repetition:
                     return self.own[unit][ref.offset]
 
         def fill_in(value: Any) -> Any:
-            """Return arguments with nodes in place of references."""
+            """Return an argument with references replaced by nodes."""
             if isinstance(value, Ref):
                 return operand(value)
             if isinstance(value, tuple):
@@ -187,8 +192,8 @@ class _Repetition:
                 return slice(fill_in(value.start), fill_in(value.stop), fill_in(value.step))
             return value
 
-        # Arguments come after: create_node would search them for symbolic numbers, which takes half
-        # of its time.
+        # Arguments are set afterwards: create_node would search them for symbolic numbers, which
+        # takes half of its time.
         node = self.graph.create_node("call_function", step.target, name=step.name)
         node.args, node.kwargs = fill_in(step.args), fill_in(step.kwargs)
         module = step.home if isinstance(step.home, str) else self.units.path(unit, step.home[1])
@@ -196,10 +201,10 @@ class _Repetition:
         return node
 
     def _redirect(self) -> None:
-        """Connect the copies to the shortened model's interior units.
+        """Connect the copies to the interior units of the shortened model.
 
-        Unit `two` reads the last copy instead of unit `one`, and the backward of unit `one` reads
-        the first copy's instead of that of unit `two`.
+        Unit `two` reads the last copy instead of unit `one`. The backward of unit `one` reads the
+        backward of the first copy instead of that of unit `two`.
         """
         units = self.units
         before = dict(
@@ -221,8 +226,8 @@ class _Repetition:
     def _join_border(
         self, border: Border, added: Mapping[int, Mapping[tuple[str, str], fx.Node]]
     ) -> Border:
-        """Return the border with the entries of the copies added; each kind is in the order of the
-        full model."""
+        """Return the placeholders or results with those of the copies added; each kind is in the
+        order of the full model."""
         more = {
             (kind, self.units.path(unit, rest)): copy
             for unit in self.inserted

@@ -1,13 +1,14 @@
 """Find runs of equal layers in a model.
 
-Layers are searched among the children of each list of modules (ModuleList, Sequential, ModuleDict).
-If a module has no run in its lists, all modules at the same depth below it are searched too: these
-may be attributes of a user's module, or layers of several parents. A list without a forward of its
-own, within another list, stands for its members. Layers are in the order of registration, or in the
-order in which forward calls them, if that differs.
+The children of each list of modules (ModuleList, Sequential, ModuleDict) are candidates for layers.
+If a module has no run in its lists, the modules at each depth below it are candidates too; these
+may be attributes of a module, or layers of several parents. A list without its own forward within
+another list is replaced by its members. Layers are in the order of registration, or in the order in
+which forward calls them if that differs.
 
-A *unit* is `period` neighbouring layers; a *run* is several equal units in a row. Two layers are
-equal if classes, attributes, shapes, dtypes, `requires_grad` and hooks of their modules are equal.
+A *unit* consists of `period` consecutive layers; a *run* is a sequence of equal units. Two layers
+are equal if classes, attributes, shapes, dtypes, `requires_grad` and hooks of their modules are
+equal.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from torch import nn
 # --------------------------------------------------------------------------------------------------
 # Equality of layers: classes, attributes, shapes, dtypes, `requires_grad` and hooks of modules.
 #
-# An integer attribute that counts the layers (``layer_idx``) does not make them differ; the check
-# against the full model determines whether it matters.
+# An integer attribute that numbers the layers (``layer_idx``) is ignored; the check against the
+# full model determines whether it affects the computation.
 
 DEPTH = 6  # of nested containers in an attribute
 INTERNAL = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-Fact = tuple[str, Any]  # (what, its value) of a layer
+Fact = tuple[str, Any]  # (description, value) of a property of a layer
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters and buffers of all modules; a shared tensor is yielded for each
-    holder."""
+    """Yield the parameters and buffers of all modules; a shared tensor is yielded once per module
+    that has it."""
     for _, module in model.named_modules(remove_duplicate=False):
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
@@ -47,8 +48,8 @@ def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def facts_beside(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Return, for each layer, the elements at its position in lists that have one element per
-    layer."""
+    """Return facts from lists and tuples outside the layers that have one element per layer: for
+    each layer, the elements at its position."""
     facts: list[dict[str, Any]] = [{} for _ in layers]
     for holder in beside(model, layers):
         for name, value in vars(holder).items():
@@ -59,7 +60,7 @@ def facts_beside(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str
 
 
 def counters(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the names of integer facts that equal the layer's position plus a constant."""
+    """Return the names of integer facts that equal the position of the layer plus a constant."""
     names = dict.fromkeys(name for fact in facts for name in fact)
     found = []
     for name in names:
@@ -74,13 +75,13 @@ def counters(facts: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def difference(facts: Sequence[dict[str, Any]], keys: Sequence[int], paths: Sequence[str]) -> str:
-    """Explain in one sentence why there is no run: the last two neighbours that differ, and the
-    first difference.
+    """Explain in one sentence why there is no run: name the last two consecutive layers that
+    differ, and the first difference.
 
     Args:
         facts: the facts of each layer.
         keys: one number per layer, the same for equal layers.
-        paths: the layers' paths.
+        paths: the paths of the layers.
     """
     later = max(
         position for position in range(1, len(keys)) if keys[position] != keys[position - 1]
@@ -97,12 +98,12 @@ def difference(facts: Sequence[dict[str, Any]], keys: Sequence[int], paths: Sequ
 
 
 def facts_of(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:
-    """Yield everything that decides what a layer computes.
+    """Yield all properties that determine the computation of a layer.
 
     Args:
         layer: the layer.
-        owners: how many modules of the model hold each tensor, by id. A tensor that is held
-            elsewhere too makes the layer different from all others.
+        owners: id of each tensor → number of modules of the model that have it. A layer with a
+            shared tensor differs from all other layers.
     """
     inside = {id(module): name for name, module in layer.named_modules()}
     for name, module in layer.named_modules():
@@ -113,7 +114,7 @@ def facts_of(layer: nn.Module, owners: Counter[int]) -> Iterator[Fact]:
                 yield f"{name}.{attribute}".lstrip("."), (kind, *_tensor_fact(tensor))
                 if (
                     tensor is not None and owners[id(tensor)] > 1
-                ):  # what something else has too is like no other
+                ):  # a shared tensor is different from every other tensor
                     yield f"{name}.{attribute} (tied)".lstrip("."), id(tensor)
         for attribute, value in vars(module).items():
             if attribute not in INTERNAL:
@@ -135,8 +136,8 @@ def _tensor_fact(tensor: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def _describe_value(value: Any, inside: dict[int, str], depth: int = 0) -> Any:
-    """Return a hashable description that is equal for values that behave alike; the identity if
-    nothing better is known."""
+    """Return a hashable description that is equal for values with equal behaviour; for values of
+    unknown behaviour, it contains the id."""
     if value is None or isinstance(
         value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
     ):
@@ -168,8 +169,8 @@ class _Plain:
 
 
 def _is_stateless(value: Any) -> bool:
-    """Whether an object of a Python class has neither attributes nor slots: then all objects of its
-    class behave alike, such as the processors of diffusers' attention."""
+    """Whether an object of a Python class has neither attributes nor slots, so that all objects of
+    its class behave the same, such as the attention processors of diffusers."""
     kind = type(value)
     has_slots = any("__slots__" in vars(each) for each in kind.__mro__)
     return (
@@ -180,21 +181,21 @@ def _is_stateless(value: Any) -> bool:
 
 
 def contents(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the values of a function's closure variables; variables without a value are skipped."""
+    """Yield the values of the closure variables of a function, except those without a value."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):
             yield cell.cell_contents
 
 
 def beside(model: nn.Module, layers: Iterable[nn.Module | None]) -> Iterator[object]:
-    """Yield the modules outside the layers, and all configurations of the model."""
+    """Yield the modules outside the layers, and all configuration objects of the model."""
     inside = {id(module) for layer in layers if layer is not None for module in layer.modules()}
     yield from (module for module in model.modules() if id(module) not in inside)
     yield from configurations(model)
 
 
 def configurations(model: nn.Module) -> list[Any]:
-    """Return the objects that modules hold as ``config``, and the ones nested in them
+    """Return the ``config`` attributes of modules and the configurations nested in them
     (``text_config``), each once."""
     found: dict[int, Any] = {}
     waiting = [
@@ -214,24 +215,25 @@ def configurations(model: nn.Module) -> list[Any]:
 KEPT_FIRST, KEPT_LAST = (
     2,
     2,
-)  # units that stay: between two equal neighbours there are enough to see what repeats
-_LEAST_SAVING = 2  # layers: the check costs about as much as capturing one
+)  # units that remain; the two interior ones show the pattern that repeats
+_LEAST_SAVING = 2  # layers; the check takes about as long as capturing one layer
 _FEWEST = KEPT_FIRST + KEPT_LAST + _LEAST_SAVING
 _MAX_PERIOD = 8
-_MAX_LEVELS = 4  # of modules within a module, among which layers are looked for
+_MAX_LEVELS = 4  # depth below a module at which layers are searched
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-Order = Mapping[nn.Module, int]  # modules that forward calls, and the number of the first call
+Order = Mapping[nn.Module, int]  # module that forward calls → number of its first call
 Named = tuple[str, nn.Module]  # path, module
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Units of equal layers: `period` layers each, one after the other.
+    """A sequence of equal units, each with `period` layers.
 
     Attributes:
-        path: the module that holds them. layers: their paths, in the order in which forward calls
-            them.
+        path: path of the innermost module that contains the layers.
+        layers: paths of the layers, in the order in which forward calls them.
+        period: number of layers in a unit.
     """
 
     path: str
@@ -256,12 +258,12 @@ class Run:
 
     @property
     def removed_positions(self) -> range:
-        """Positions of the layers that the shortened model lacks."""
+        """Positions of the layers that are removed from the shortened model."""
         return range(KEPT_FIRST * self.period, (self.num_units - KEPT_LAST) * self.period)
 
     @property
     def name(self) -> str:
-        """The holder of the layers in messages: its path, or "the model"."""
+        """Name of the module that contains the layers in messages: its path, or "the model"."""
         return self.path or "the model"
 
     def layer(self, position: int) -> str:
@@ -283,8 +285,8 @@ class Run:
         return position % self.period
 
     def others(self, unit: int) -> tuple[Run, ...]:
-        """Return runs to try if unit `unit` differs from the rest: units of all layers of one
-        holder, or the units before and after it."""
+        """Return the runs to try if unit `unit` differs from the others: the same layers with a
+        unit per parent module, or the units before and after `unit`."""
         held = [
             len(list(group))
             for _, group in itertools.groupby(self.layers, key=lambda path: path.rpartition(".")[0])
@@ -295,7 +297,7 @@ class Run:
         return _worthwhile(replace(self, layers=layers) for layers in pieces)
 
     def __str__(self) -> str:
-        alternating = f", {self.period} kinds in turn" if self.period > 1 else ""
+        alternating = f", {self.period} alternating kinds" if self.period > 1 else ""
         return f"{self.num_layers} layers of {self.name}{alternating}"
 
 
@@ -304,15 +306,15 @@ def _worthwhile(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def find_runs(model: nn.Module, order: Order | None = None) -> tuple[tuple[Run, ...], str]:
-    """Return the runs that are worth folding, outermost lists first, and why there are none.
+    """Find the runs that are worth folding.
 
     Args:
         model: the model to search.
-        order: number of the first call of each module, if layers are to be in the order of the
-            calls of forward instead of their registration.
+        order: number of the first call of each module, to order layers by their calls; None to
+            order them by registration.
 
     Returns:
-        (runs, reason); the reason is empty if there are runs.
+        The runs, those of the outermost lists first, and the reason if there are none, else ``""``.
     """
     owners = Counter(id(tensor) for tensor in tensors_of(model))
     search = _Search(model, owners, order)
@@ -324,7 +326,7 @@ def find_runs(model: nn.Module, order: Order | None = None) -> tuple[tuple[Run, 
 
 
 class _Search:
-    """A search for runs in a model; collects runs, and reasons against them."""
+    """A search for runs in a model; collects the runs, and reasons why lists have none."""
 
     def __init__(self, model: nn.Module, owners: Counter[int], order: Order | None) -> None:
         self.model, self.owners, self.order = model, owners, order
@@ -333,7 +335,7 @@ class _Search:
 
     def within(self, module: nn.Module, path: str) -> bool:
         """Search a module and its children; return whether there are runs."""
-        found = isinstance(module, LISTS) and self._among(_members(module, path), beside_them=True)
+        found = isinstance(module, LISTS) and self._among(_members(module, path), with_lists=True)
         if not found:
             found = any(
                 [
@@ -344,10 +346,11 @@ class _Search:
         return found or (not has_no_forward(module) and self._among_levels(module, path))
 
     def _among_levels(self, module: nn.Module, path: str) -> bool:
-        """Search the modules of each depth below `module`; long lists were searched before."""
+        """Search the modules of each depth below `module`, except those of long lists, which were
+        searched before."""
         level = _members(module, path, skip_long=True)
         for _ in range(_MAX_LEVELS):
-            if self._among(level, beside_them=False):
+            if self._among(level, with_lists=False):
                 return True
             deeper = [
                 inner
@@ -361,9 +364,9 @@ class _Search:
             level = deeper
         return False
 
-    def _among(self, layers: Sequence[Named], *, beside_them: bool) -> bool:
-        """Search these modules; with `beside_them`, lists of the same length elsewhere count as
-        facts about them."""
+    def _among(self, layers: Sequence[Named], *, with_lists: bool) -> bool:
+        """Search the given modules for runs; with `with_lists`, first also compare the elements of
+        lists that have one element per module."""
         if self.order is not None:
             layers = [each for each in layers if each[1] in self.order]
         if len(layers) < _FEWEST:
@@ -371,32 +374,33 @@ class _Search:
         modules = [module for _, module in layers]
         facts = [dict(facts_of(module, self.owners)) for module in modules]
         tries = [facts]
-        if beside_them:
-            told = facts_beside(self.model, modules)
-            tries.insert(0, [{**fact, **more} for fact, more in zip(facts, told, strict=True)])
+        if with_lists:
+            listed = facts_beside(self.model, modules)
+            tries.insert(0, [{**fact, **more} for fact, more in zip(facts, listed, strict=True)])
         for (
             candidates
-        ) in tries:  # lists that are as long as there are layers need not be about the layers
-            reason = self._equal(layers, candidates, least_units=0 if beside_them else _FEWEST)
+        ) in tries:  # a list with as many elements as layers may be unrelated to the layers
+            reason = self._equal(layers, candidates, least_units=0 if with_lists else _FEWEST)
             if not reason:
                 return True
-        self.reasons += [reason] if beside_them else []
+        self.reasons += [reason] if with_lists else []
         return False
 
     def _equal(
         self, layers: Sequence[Named], facts: Sequence[dict[str, Any]], least_units: int
     ) -> str:
-        """Add the runs of layers with equal facts; return why there are none, else ``""``."""
+        """Add the runs of layers with equal facts; return the reason if there are none, else
+        ``""``."""
         for counter in counters(facts):
             for fact in facts:
                 fact.pop(counter, None)
         kinds: dict[Any, int] = {}
         keys = [kinds.setdefault(tuple(fact.items()), len(kinds)) for fact in facts]
-        turn = list(range(len(layers)))
+        positions = list(range(len(layers)))
         if self.order is not None:
-            turn.sort(key=lambda position: self.order[layers[position][1]])  # type: ignore[index]
-        paths = tuple(layers[position][0] for position in turn)
-        spans = _best([keys[position] for position in turn], 0, len(keys))
+            positions.sort(key=lambda i: self.order[layers[i][1]])  # type: ignore[index]
+        paths = tuple(layers[position][0] for position in positions)
+        spans = _best([keys[position] for position in positions], 0, len(keys))
         found = [
             Run(_holder(paths[span.start : span.stop]), paths[span.start : span.stop], period)
             for span, period in spans
@@ -407,8 +411,8 @@ class _Search:
 
 
 def _members(module: nn.Module, path: str, *, skip_long: bool = False) -> list[Named]:
-    """Return a module's children; lists without a forward stand for their members. With
-    `skip_long`, long lists are left out."""
+    """Return the children of a module; a list without a forward is replaced by its members, or
+    omitted if it is long and `skip_long` is set."""
     found: list[Named] = []
     for name, child in module._modules.items():
         if child is None or (skip_long and has_no_forward(child) and _is_long(child)):
@@ -434,7 +438,7 @@ def _holder(layers: Sequence[str]) -> str:
 
 
 def has_no_forward(module: nn.Module) -> bool:
-    """Whether `module` is a plain list or dict of modules, which is not called itself."""
+    """Whether `module` is a list or dict of modules that cannot be called."""
     return (
         isinstance(module, (nn.ModuleList, nn.ModuleDict))
         and type(module).forward is nn.Module.forward
@@ -446,8 +450,8 @@ def _join_path(path: str, name: str) -> str:
 
 
 def _best(keys: Sequence[int], start: int, end: int) -> Iterator[tuple[range, int]]:
-    """Yield the positions and period of the run in ``keys[start:end]`` that saves most layers, and
-    of the best runs before and after it."""
+    """Yield the positions and period of the run in ``keys[start:end]`` that saves the most layers,
+    and those of the best runs before and after it."""
     best, period_of_best = range(0), 1
     for period in range(1, _MAX_PERIOD + 1):
         position = start

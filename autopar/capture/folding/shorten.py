@@ -19,15 +19,16 @@ _COUNTS = re.compile(r"layer|block|depth")
 
 Kept = Mapping[
     str, Mapping[str, str]
-]  # path of a module in the full model → its members' names → those in the full model
+]  # path of a module in the full model → new names of its children → names in the full model
 
 
 @contextlib.contextmanager
 def preserve_model(model: nn.Module) -> Iterator[None]:
-    """Restore the model's modules, their configurations and their lists, dicts and sets on exit.
+    """Restore the modules of a model, their configurations, and their lists, dicts and sets on
+    exit.
 
-    Tensors keep their identity. Values written into tensors are not restored: the tensors are fake
-    and hold none.
+    Tensors keep their identity. Values written to tensors are not restored, since the tensors are
+    fake and have none.
     """
     holders = [*model.modules(), *configurations(model)]
     saved = [(vars(holder), dict(vars(holder))) for holder in holders]
@@ -63,7 +64,7 @@ def _restore(value: Any, before: list[Any]) -> None:
     if len(now) == len(before) and all(
         a is b for a, b in zip(flat(now), flat(before), strict=True)
     ):
-        return  # as it was: those that refuse to be changed (diffusers' FrozenDict) are among these
+        return  # unchanged; includes immutable containers, such as FrozenDict of diffusers
     if isinstance(value, list):
         value[:] = before
     else:
@@ -74,16 +75,17 @@ def _restore(value: Any, before: list[Any]) -> None:
 class CutWay(Enum):
     """How a model is shortened.
 
-    ``REMOVED``: the layers are removed from the modules and lists that hold them. ``COUNTED``: in
-    addition, numbers of layers and keys are reduced, since some models index up to them.
-    ``PASSED``: layers that forward names keep their places, and return their first argument.
+    ``REMOVED``: the layers are removed from their modules and lists. ``COUNTED``: in addition,
+    attributes with numbers of layers are reduced and dict keys are renumbered, since some models
+    index layers by them. ``PASSED``: layers that forward accesses by name are replaced by modules
+    that return their first argument.
     """
 
     REMOVED, COUNTED, PASSED = auto(), auto(), auto()
 
 
 class Passing(nn.Module):
-    """Stands in for a removed layer: returns its first argument."""
+    """A replacement of a removed layer that returns its first argument."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -98,19 +100,20 @@ class Passing(nn.Module):
 
 
 def cut_runs(model: nn.Module, runs: Sequence[Run], way: CutWay) -> Kept:
-    """Remove the interior units of all runs from the model and from lists about them.
+    """Remove the interior units of all runs from a model and from related lists.
 
     Lists and tuples in configurations and in modules outside the layers are shortened in the same
-    way if they have one element per layer (``layer_types``), or hold the layers or their names.
-    Call it within `preserve_model`.
+    way if they have one element per layer (``layer_types``), or contain the layers or their names.
+    Must be called within `preserve_model`.
 
     Args:
-        model: the model to shorten, in place.
+        model: the model, shortened in place.
         runs: the runs of equal layers.
-        way: how the layers are taken out.
+        way: how the layers are removed.
 
     Returns:
-        For each module whose members were renamed: the new names → the names in the full model.
+        Path of each module with removed children → new names of its children → their names in the
+        full model.
     """
     removed = {run.layers[position] for run in runs for position in run.removed_positions}
     if way is CutWay.PASSED:
@@ -124,7 +127,7 @@ def cut_runs(model: nn.Module, runs: Sequence[Run], way: CutWay) -> Kept:
     while waiting:
         path = max(
             waiting, key=lambda each: each.count(".") + bool(each)
-        )  # a list that becomes empty goes, too
+        )  # innermost first: a list that becomes empty is removed too
         waiting.remove(path)
         names = _cut_members(model, path, removed, runs, way)
         if not names and path and has_no_forward(model.get_submodule(path)):
@@ -142,8 +145,8 @@ def _parent(path: str) -> str:
 def _cut_members(
     model: nn.Module, path: str, removed: Collection[str], runs: Sequence[Run], way: CutWay
 ) -> Mapping[str, str]:
-    """Remove members from the module at `path`; return the remaining names → their names in the
-    full model."""
+    """Remove children from the module at `path`; return the new names of the others → their names
+    in the full model."""
     holder, prefix = model.get_submodule(path), f"{path}." if path else ""
     members = holder._modules
     names = list(members)
@@ -175,8 +178,15 @@ def _shorten_attributes(
     stay: Sequence[int],
     lengths: Mapping[int, int],
 ) -> None:
-    """Shorten attributes about the members `names` of a module; numbers of members are replaced as
-    `lengths` states."""
+    """Shorten list attributes that describe the children of a module, and reduce numbers of
+    layers.
+
+    Args:
+        attributes: the attributes, changed in place.
+        names: names of the children.
+        stay: positions of the children that remain.
+        lengths: number of layers → the reduced number.
+    """
     left, every = {names[position] for position in stay}, set(names)
     for name, value in attributes.items():
         if type(value) in (list, tuple) and len(value) > 1:

@@ -1,5 +1,5 @@
-"""Capture a shortened model, after checking that the full model is the shortened one with units
-repeated."""
+"""Capture a shortened model, after checking that the full model equals the shortened model with
+units repeated."""
 
 from __future__ import annotations
 
@@ -51,27 +51,27 @@ from autopar.capture.trees import leaves_of
 from autopar.errors import CaptureError
 
 # --------------------------------------------------------------------------------------------------
-# Check that a shortened model is the full model without some units, by one eager forward of each on
-# fake tensors.
+# Check that a shortened model is the full model without some units, with one eager forward of each
+# on fake tensors.
 #
-# The check includes what affects backward without being an op: whether gradients are recorded,
-# which operands require them, and calls of the user's autograd functions. Hooks on tensors, which
-# run in backward only, are refused in the layers.
+# The check includes what affects backward but is not an op: whether gradients are enabled, which
+# operands require them, and calls of custom autograd functions. Hooks on tensors, which only run in
+# backward, are refused.
 
 
 def tell(
     model: nn.Module, prepared: Prepared, runs: Sequence[Run], layers: Mapping[nn.Module, Layer]
 ) -> Story:
-    """Run the shortened model's forward on fake tensors and record its ops.
+    """Run the forward of the shortened model on fake tensors and record its ops.
 
     Args:
         model: the shortened model.
         prepared: the call.
-        runs: the runs that were cut.
+        runs: the runs that were shortened.
         layers: the remaining layers of the runs.
 
     Raises:
-        NotFoldable: forward fails, or does not call the layers in turn.
+        NotFoldable: forward fails, or does not call the layers in order.
     """
     recorder = Recorder(runs, layers, [KEPT_FIRST + KEPT_LAST] * len(runs))
     recorder.story.results = _run(model, prepared, recorder, "the shortened model")
@@ -79,17 +79,17 @@ def tell(
 
 
 def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[Run]) -> None:
-    """Check that the full model executes the recorded ops, and each removed unit those of the
-    interior unit.
+    """Check that the full model runs the recorded ops, and each removed unit those of the interior
+    unit.
 
     Args:
-        story: the ops of the shortened model.
+        story: the recorded ops of the shortened model.
         model: the full model.
         prepared: the call.
-        runs: the runs that were cut.
+        runs: the runs that were shortened.
 
     Raises:
-        NotFoldable: it does not; the message says where it differs.
+        NotFoldable: the ops differ; the message names the location.
     """
     layers = dict(places(runs, model))
     follower = Follower(story, prepared.mode, runs, layers, [run.num_units for run in runs])
@@ -98,19 +98,19 @@ def compare(story: Story, model: nn.Module, prepared: Prepared, runs: Sequence[R
 
 
 def tag(model: nn.Module, prepared: Prepared, runs: Sequence[Run]) -> None:
-    """Name the full model's weights and the inputs, once for both forwards.
+    """Tag the weights of the full model and the inputs with names that both forwards use.
 
     Args:
         model: the full model.
         prepared: the call, whose inputs are numbered.
-        runs: the runs; weights of their layers are named within their unit.
+        runs: the runs; weights of their layers are named relative to their unit.
     """
     tag_weights(model, dict(places(runs, model)))
     tag_inputs(leaves_of((prepared.args, prepared.kwargs)))
 
 
 def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tuple[Any, ...]:
-    """Return the described results of forward; its ops go to the stream."""
+    """Run forward, pass its ops to the stream, and return descriptions of its results."""
     try:
         with _watch_stream(stream), prepared.mode, stream:
             args, kwargs = prepared.arguments_anew()
@@ -119,29 +119,29 @@ def _run(model: nn.Module, prepared: Prepared, stream: Stream, name: str) -> tup
         return tuple(stream.describe(leaf, []) for leaf in leaves_of(results))
     except NotFoldable:
         raise
-    # anything may be raised by a model that is cut, or that reads values of fake tensors
+    # a shortened model, or one that reads values of fake tensors, may raise any error
     except Exception as error:
         if stream.refusal is not None:
             raise stream.refusal from error
         first = next(iter(str(error).splitlines()), "")
         raise NotFoldable(
-            f"a forward of {name} without data fails: {type(error).__name__}: {first}"
+            f"forward of {name} fails on fake tensors: {type(error).__name__}: {first}"
         ) from error
 
 
 @contextlib.contextmanager
 def _watch_stream(stream: Stream) -> Iterator[None]:
-    """Notify the stream of calls of layers and of the user's autograd functions, and let the model
-    see that it is traced."""
+    """Notify the stream of calls of layers and of custom autograd functions, and make
+    `torch.compiler.is_compiling` return True."""
     layers: Mapping[nn.Module, Layer] = stream.layers
 
     def enter(module: nn.Module, _: Any) -> None:
-        """Tell the stream that a layer begins."""
+        """Notify the stream that a layer begins."""
         if module in layers:
             stream.enter(layers[module])
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
-        """Tell the stream that a layer ends.
+        """Notify the stream that a layer ends.
 
         Args:
             module: the module that was called.
@@ -161,7 +161,7 @@ def _watch_stream(stream: Stream) -> Iterator[None]:
     def register_hook(*_: Any) -> Any:
         """Refuse a hook on a tensor."""
         raise stream.record_refusal(
-            "forward registers a hook on a tensor, which only backward would show"
+            "forward registers a hook on a tensor, whose effect on backward is not compared"
         )
 
     with contextlib.ExitStack() as stack:
@@ -174,8 +174,8 @@ def _watch_stream(stream: Stream) -> Iterator[None]:
 
 
 def order_of_calls(model: nn.Module, prepared: Prepared) -> dict[nn.Module, int]:
-    """Return the number of the first call of each module in a forward on fake tensors, as far as
-    forward gets."""
+    """Return the number of the first call of each module in a forward on fake tensors; if forward
+    fails, only the modules called before."""
     order: dict[nn.Module, int] = {}
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -187,20 +187,21 @@ def order_of_calls(model: nn.Module, prepared: Prepared) -> dict[nn.Module, int]
         stack.callback(register_module_forward_pre_hook(enter).remove)
         with contextlib.suppress(
             Exception
-        ):  # whatever a model raises of such tensors, the capture will tell
+        ):  # if the model raises an error for fake tensors, the capture reports it
             prepared.run(model)
     return order
 
 
 # --------------------------------------------------------------------------------------------------
-# Buffers of repeated layers whose values forward reads: all copies of a layer must hold the same.
+# Buffers of repeated layers whose values forward reads: they must be equal in all copies of a
+# layer.
 
 
 def know_all_copies(call: Prepared, runs: Sequence[Run]) -> Prepared:
     """Return the call with each known buffer of a layer also known in all layers of its run.
 
     Raises:
-        NotFoldable: the layers' buffers hold different values, so their branches may differ.
+        NotFoldable: the buffers of the layers differ in values, so that branches may differ.
     """
     first_names = {
         name: first for first, others in call.aliases.items() for name in (first, *others)
@@ -210,7 +211,8 @@ def know_all_copies(call: Prepared, runs: Sequence[Run]) -> Prepared:
         for other in (first_names.get(copy, "") for run in runs for copy in _copies(name, run)):
             if other not in call.buffers or not _is_equal(call, name, other):
                 raise NotFoldable(
-                    f"forward reads the values of the buffer {name!r}, and {other!r} holds others"
+                    f"forward reads the values of the buffer {name!r}, but {other!r} has other"
+                    " values"
                 )
             copies.add(other)
     missing = copies - call.known.keys()
@@ -218,8 +220,7 @@ def know_all_copies(call: Prepared, runs: Sequence[Run]) -> Prepared:
 
 
 def _copies(name: str, run: Run) -> Iterator[str]:
-    """Yield the names of the same buffer in all units of a run; nothing if the run does not contain
-    it."""
+    """Yield the names of a buffer in all units of a run; nothing if the run does not contain it."""
     found = run.find(name)
     if found is not None:
         yield from (f"{layer}{found[1]}" for layer in run.layers[run.like(found[0]) :: run.period])
@@ -237,17 +238,17 @@ def _is_equal(call: Prepared, name: str, other: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Closure variables of the layers that were removed, which correspond to those of captured layers.
+# Closure variables of the removed layers, which correspond to those of captured layers.
 
 
 def repeat_closures(
     outside: Iterable[OutsideValue], model: nn.Module, run: Run
 ) -> tuple[OutsideValue, ...]:
-    """Return the closure variables that the full model reads: each removed layer reads in its own
-    closures what its counterpart in the first unit reads.
+    """Return the closure variables that the full model reads; each removed layer reads the same
+    variables as its counterpart in the first unit, in its own closures.
 
     Args:
-        outside: values that the shortened model read outside its modules.
+        outside: values outside the modules that the shortened model reads.
         model: the full model.
         run: the run to repeat.
     """
@@ -256,7 +257,7 @@ def repeat_closures(
     for position in run.removed_positions:
         pairs = zip(
             _cells(layers[run.like(position)]), _cells(layers[position]), strict=True
-        )  # equal layers hold equal functions
+        )  # equal layers have equal functions
         own = {id(theirs): its for theirs, its in pairs if its is not theirs}
         added += [
             replace(each, holder=own[id(each.holder)]) for each in found if id(each.holder) in own
@@ -299,10 +300,10 @@ class Shortened:
     """The capture of a shortened model.
 
     Attributes:
-        raw: the joint graph. Its placeholders and results have the full model's names; the paths of
-            its nodes are still the shortened model's.
-        runs: the runs that were cut.
-        kept: names of modules in the shortened model → their names in the full one (`cut_runs`).
+        raw: the joint graph. Its placeholders and results have the names of the full model, its
+            nodes the module paths of the shortened model.
+        runs: the runs that were shortened.
+        kept: names of modules in the shortened model → their names in the full model (`cut_runs`).
     """
 
     raw: RawJoint
@@ -311,16 +312,15 @@ class Shortened:
 
 
 def capture_shortened(model: nn.Module, call: Prepared, replaced: Replaced) -> Shortened:
-    """Shorten a prepared model, check it against the full model and capture it; the model is
-    restored.
+    """Shorten a prepared model, check it against the full model, capture it, and restore it.
 
     Args:
         model: the full model.
         call: the prepared call.
-        replaced: runs that must not be folded → the runs to use instead.
+        replaced: runs that cannot be folded → the runs to use instead.
 
     Raises:
-        NotFoldable: there is nothing to shorten, or the full model is not the shortened one with
+        NotFoldable: there is no run, or the full model does not equal the shortened model with
             units repeated.
     """
     runs = _runs(model, None, replaced)
@@ -384,7 +384,7 @@ def _capture_shortened(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) 
 
 
 def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> CutWay:
-    """Return the way of shortening for which both models execute the same ops."""
+    """Return the way of shortening with which both models run the same ops."""
     tag(model, call, runs)
     layers = dict(places(runs, model, short=True))
     refusals = []

@@ -1,15 +1,16 @@
-"""Describe a model's forward op by op, so that layers can be compared.
+"""Describe the forward of a model op by op, so that layers can be compared.
 
 A *place* is a unit of a run, or everything outside the runs. A unit lasts from the call of its
-first layer to that of the next unit's first layer; the last unit ends with its last layer. Each op
-has an offset within its place. An operand is named by where it was made, relative to the reader:
-(units back, offset) within a run; a fixed offset outside; for readers outside, counted from the
-first or the last unit. Readers outside may not read interior units. So equal units have equal
-*entries* (op, operands, other arguments, whether gradients are recorded), wherever they are.
+first layer to the call of the first layer of the next unit; the last unit ends with its last layer.
+Each op has an offset within its place. An operand is identified by where it was computed, relative
+to the reader: by (units back, offset) within a run; by a fixed offset outside; and for readers
+outside, by the unit counted from the first or the last. Ops outside must not read interior units.
+Thus equal units have equal *entries* (op, operands, other arguments, whether gradients are
+enabled) regardless of their position.
 
 `Recorder` records the entries of a shortened model, unit by unit. `Follower` runs the full model
-against them: each op must be the expected one, and its results are made from the record, without
-computing shapes again.
+against the record: each op must equal the recorded one, and its results are created from the
+record, without computing shapes again.
 """
 
 from __future__ import annotations
@@ -27,16 +28,15 @@ from autopar.capture.dynamo.fakes import FakeMode, fake_like, is_fake, no_modes
 from autopar.capture.folding.runs import KEPT_FIRST, KEPT_LAST, Run
 
 # --------------------------------------------------------------------------------------------------
-# The record of a forward: ops with their operands, and how to make their results again without
-# computing.
+# The record of a forward: ops with their operands, and descriptions to recreate their results.
 
 
 class NotFoldable(Exception):
-    """Why a model has to be captured in full.
+    """Raised if layers cannot be folded.
 
     Args:
-        why: the reason, a sentence part.
-        run: the run that causes it, if known: other runs may be folded without it.
+        why: the reason.
+        run: the run that causes the error, if known; the other runs may still be folded.
         unit: the unit that differs, if known.
     """
 
@@ -46,12 +46,13 @@ class NotFoldable(Exception):
 
 
 class NotInTurn(NotFoldable):
-    """Forward calls the layers in another order."""
+    """Raised if forward calls the layers in another order."""
 
 
 @dataclass(slots=True)
 class RecordedOp:
-    """One op: `what` is compared, `results` says how to make its results again."""
+    """One op: `what` is compared, and `results` describes its results so that they can be
+    recreated."""
 
     what: tuple[Any, ...]
     results: Any
@@ -59,7 +60,7 @@ class RecordedOp:
 
 @dataclass
 class Shape:
-    """A strided tensor without data; `sample` is made on first use."""
+    """A strided tensor without data; `sample` is created on first use."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -79,7 +80,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class RecordedOperand:
-    """A result that is the op's own operand (in-place ops): its number among the tensors that
+    """A result of an in-place op that is an operand of the op: its number among the tensors that
     the op reads."""
 
     number: int
@@ -90,14 +91,14 @@ Place = tuple[int, int]  # run or OUTSIDE, unit
 
 @dataclass
 class Story:
-    """The entries of a forward by place, and its results."""
+    """The record of a forward: its entries by place, and descriptions of its results."""
 
     entries: dict[Place, list[RecordedOp]] = field(default_factory=lambda: defaultdict(list))
     results: tuple[Any, ...] = ()
 
 
 def record_results(results: Any, numbers: Mapping[int, int]) -> Any:
-    """Describe an op's results without their tensors.
+    """Describe the results of an op without their tensors.
 
     Args:
         results: a tensor, or a nested tuple or list.
@@ -110,7 +111,7 @@ def record_results(results: Any, numbers: Mapping[int, int]) -> Any:
         if id(results) in numbers:
             return RecordedOperand(numbers[id(results)])
         if not is_fake(results) or results.layout is not torch.strided:
-            raise NotFoldable("an op of forward makes no plain tensor")
+            raise NotFoldable("an op of forward returns a tensor that is not strided")
         return Shape(tuple(results.shape), results.stride(), results.dtype, results.device)
     if isinstance(results, (tuple, list)):
         return type(results)([record_results(item, numbers) for item in results])
@@ -118,11 +119,11 @@ def record_results(results: Any, numbers: Mapping[int, int]) -> Any:
 
 
 def remake_results(results: Any, tensors: Sequence[torch.Tensor], mode: FakeMode) -> Any:
-    """Make the results of an op again from their description.
+    """Recreate the results of an op from their description.
 
     Args:
-        results: as `record_results` returns it.
-        tensors: the op's operands.
+        results: the description, as returned by `record_results`.
+        tensors: the operands of the op.
         mode: the mode of the new fake tensors.
     """
     if isinstance(results, Shape):
@@ -142,12 +143,12 @@ _TAG = "_made_at"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The place of a layer.
+    """The location of a layer.
 
     Attributes:
         run: number of the run.
-        unit: unit, as counted in the model that runs.
-        full_unit: unit, as counted in the full model.
+        unit: number of the unit in the model that runs.
+        full_unit: number of the unit in the full model.
         position: position in the unit.
         path: path in the full model.
     """
@@ -160,8 +161,8 @@ class Layer:
 
 
 def tag_weights(model: nn.Module, layers: Mapping[nn.Module, Layer]) -> None:
-    """Name every parameter and buffer: within the unit of its layer, or by its path outside the
-    layers."""
+    """Tag every parameter and buffer with a name: relative to the unit of its layer, or its path
+    outside the layers."""
     home = {
         id(inner): (layer, name)
         for module, layer in layers.items()
@@ -186,19 +187,19 @@ def tag_weights(model: nn.Module, layers: Mapping[nn.Module, Layer]) -> None:
 
 
 def tag_inputs(inputs: Sequence[Any]) -> None:
-    """Number the tensors of the call."""
+    """Tag the tensors of the call with their numbers."""
     for number, tensor in enumerate(inputs):
         if isinstance(tensor, torch.Tensor):
             setattr(tensor, _TAG, (OUTSIDE, 0, f"input {number}", 0))
 
 
 class Stream(TorchDispatchMode):
-    """Follows a forward through its places and describes its ops; see the module docstring.
+    """Tracks the current place of a forward and describes its ops (see the module docstring).
 
     Args:
         runs: the runs.
         layers: their layers in the model that runs.
-        num_units: units of each run in that model.
+        num_units: number of units of each run in that model.
     """
 
     def __init__(
@@ -211,19 +212,19 @@ class Stream(TorchDispatchMode):
         self.runs, self.layers, self.num_units = runs, layers, num_units
         self.run, self.unit, self.full_unit = OUTSIDE, 0, 0
         self.offset = 0
-        self.next_layer = [0] * len(runs)  # of each run, the number of the layer that must come
-        self._outside = 0  # offset outside while a run is on
-        self.refusal: NotFoldable | None = None  # kept, should the model catch it
+        self.next_layer = [0] * len(runs)  # number of the expected next layer of each run
+        self._outside = 0  # offset outside, saved while a run is active
+        self.refusal: NotFoldable | None = None  # stored in case the model catches it
 
     def record_refusal(
         self, why: str, kind: type[NotFoldable] = NotFoldable, of: tuple[int, int] | None = None
     ) -> NotFoldable:
-        """Return the first refusal of this forward, which is this one if there is none yet.
+        """Record a refusal unless there is one already, and return the first one of this forward.
 
         Args:
             why: the reason.
             kind: class of the error.
-            of: (run, unit) of the full model that causes it; by default those of the current place.
+            of: (run, unit) of the full model that causes it; by default that of the current place.
         """
         run, unit = of or (self.run, self.full_unit)
         self.refusal = self.refusal or (
@@ -233,12 +234,12 @@ class Stream(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: Dynamo never runs below a stream, and without the guard an op costs a third
-        less."""
+        """Return False: Dynamo never runs within a stream, and ops are a third faster without its
+        guard."""
         return False
 
     def enter(self, layer: Layer) -> None:
-        """Move to the layer's unit; called before a layer's forward.
+        """Move to the unit of the layer; called before the forward of a layer.
 
         Raises:
             NotFoldable: the layers are not called in order, each once.
@@ -250,7 +251,9 @@ class Stream(TorchDispatchMode):
             or (self.run == OUTSIDE) != (number == 0)
         ):
             self.run = layer.run
-            raise self.record_refusal(f"{layer.path} is not called in turn", NotInTurn)
+            raise self.record_refusal(
+                f"forward does not call {layer.path} in the order of the layers", NotInTurn
+            )
         self.next_layer[layer.run] += 1
         if layer.position == 0:
             if self.run == OUTSIDE:
@@ -258,7 +261,7 @@ class Stream(TorchDispatchMode):
             self.move(layer.run, layer.unit, layer.full_unit, 0)
 
     def leave(self, layer: Layer) -> None:
-        """Move outside after the last layer of a run; called after a layer's forward."""
+        """Move outside after the last layer of a run; called after the forward of a layer."""
         if self.next_layer[layer.run] == self.num_units[layer.run] * self.runs[layer.run].period:
             self.move(OUTSIDE, 0, 0, self._outside)
 
@@ -267,9 +270,9 @@ class Stream(TorchDispatchMode):
 
         Args:
             run: number of the run, or `OUTSIDE`.
-            unit: unit in the model that runs.
-            full_unit: unit in the full model.
-            offset: offset of the next op there.
+            unit: number of the unit in the model that runs.
+            full_unit: number of the unit in the full model.
+            offset: offset of the next op in the place.
         """
         self.run, self.unit, self.full_unit, self.offset = run, unit, full_unit, offset
 
@@ -287,7 +290,7 @@ class Stream(TorchDispatchMode):
             )
 
     def describe(self, value: Any, tensors: list[torch.Tensor]) -> Any:
-        """Return an argument in a form that is comparable between places; its tensors are appended
+        """Return a description of an argument that is comparable between places; append its tensors
         to `tensors`."""
         if isinstance(value, torch.Tensor):
             tensors.append(value)
@@ -320,22 +323,23 @@ class Stream(TorchDispatchMode):
         if unit and behind > KEPT_LAST:
             read = self.runs[run].layer(
                 unit * self.runs[run].period
-            )  # before all that a shortened model lacks
-            raise self.record_refusal(f"{self._where()} reads what {read} makes", of=(run, unit))
+            )  # the shortened model has no counterpart of this unit
+            raise self.record_refusal(f"{self._where()} reads a result of {read}", of=(run, unit))
         return run, unit if unit == 0 else -behind, offset, number
 
     def _constant(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Describe a tensor that forward built from numbers by its values."""
+        """Describe a tensor that forward creates from numbers by its values."""
         if is_fake(tensor) or tensor.numel() > _MOST_ELEMENTS:
             raise self.record_refusal(
-                f"forward reads a tensor of shape {tuple(tensor.shape)} that is no parameter,"
-                " buffer, input or result"
+                f"forward reads a tensor of shape {tuple(tensor.shape)} that is not a parameter,"
+                " buffer, input or result of an op"
             )
         with no_modes():
             return "constant", tensor.dtype, tuple(tensor.shape), str(tensor.tolist())
 
     def tag(self, results: Any) -> None:
-        """Name the tensors that the op at the current offset made; operands keep their names."""
+        """Tag the results of the op at the current offset; results that are operands keep their
+        tags."""
         for number, result in enumerate(
             results if isinstance(results, (tuple, list)) else (results,)
         ):
@@ -372,7 +376,7 @@ class Stream(TorchDispatchMode):
 
     def _where(self) -> str:
         if self.run == OUTSIDE:
-            return "the part outside of the layers"
+            return "the part outside the layers"
         run = self.runs[self.run]
         return run.layer(self.full_unit * run.period)
 
@@ -380,15 +384,15 @@ class Stream(TorchDispatchMode):
         """Return the results of an op.
 
         Args:
-            what: the description of the call.
-            tensors: its operands.
-            compute: computes the results.
+            what: description of the call.
+            tensors: operands of the op.
+            compute: function that computes the results.
         """
         raise NotImplementedError
 
 
 class Recorder(Stream):
-    """Computes results, and records them in `story`, one list of entries per place."""
+    """Computes the results of ops and records them in `story`, one list of entries per place."""
 
     def __init__(self, *context: Any) -> None:
         super().__init__(*context)
@@ -409,12 +413,12 @@ class Recorder(Stream):
 
 
 class Follower(Stream):
-    """Compares a forward with a story, and computes nothing.
+    """Compares a forward with a record, without computing.
 
     Args:
-        story: the story.
+        story: the record.
         mode: the mode of the results, which are fake tensors.
-        context: the arguments of `Stream`.
+        context: arguments of `Stream`.
     """
 
     def __init__(self, story: Story, mode: FakeMode, *context: Any) -> None:
@@ -442,7 +446,9 @@ class Follower(Stream):
 
     def _complete(self) -> None:
         if self.offset < len(self._expected):
-            raise self.record_refusal(f"{self._where()} lacks {_name(self._expected[self.offset])}")
+            raise self.record_refusal(
+                f"{self._where()} does not run {_name(self._expected[self.offset])}"
+            )
 
     def answer(self, what: tuple[Any, ...], tensors: list[torch.Tensor], compute: Any) -> Any:
         """Return the recorded results.
@@ -451,18 +457,18 @@ class Follower(Stream):
             what, tensors, compute: as for `Stream.answer`; nothing is computed.
 
         Raises:
-            NotFoldable: if another op was recorded.
+            NotFoldable: a different op was recorded.
         """
         entry = self._expected[self.offset] if self.offset < len(self._expected) else None
         if entry is None or entry.what != what:
             raise self.record_refusal(
-                f"{self._where()} differs from its like in {_name(RecordedOp(what, None))}"
+                f"{self._where()} differs from an equal layer in {_name(RecordedOp(what, None))}"
             )
         return remake_results(entry.results, tensors, self._mode)
 
 
 def _counterpart(unit: int, num_units: int) -> int:
-    """Return the unit of the shortened model that unit `unit` of the full one must equal."""
+    """Return the unit of the shortened model that must equal unit `unit` of the full model."""
     return (
         min(unit, KEPT_FIRST)
         if unit < num_units - KEPT_LAST
@@ -477,13 +483,13 @@ def _name(entry: RecordedOp) -> str:
 def places(
     runs: Sequence[Run], model: nn.Module, *, short: bool = False
 ) -> Iterator[tuple[nn.Module, Layer]]:
-    """Yield the layers of all runs with their places.
+    """Yield the layers of all runs with their locations.
 
     Args:
         runs: the runs.
         model: the full model.
-        short: whether to leave out the layers that the shortened model lacks, and count units
-            without them.
+        short: whether to omit the layers that are removed from the shortened model, and number the
+            units without them.
     """
     for number, run in enumerate(runs):
         unit = 0

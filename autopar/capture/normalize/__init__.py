@@ -1,8 +1,8 @@
-"""The passes that bring a captured joint graph into normal form, in order.
+"""The passes that convert a captured joint graph to normal form, in order.
 
-Each pass changes the graph in place, keeps what it computes (up to rounding), and sets phase,
-module and source of the nodes that it makes. Afterwards `propagate` sets exact fake values, and
-`assign_keys` the keys.
+Each pass changes the graph in place, preserves its results (up to rounding), and sets phase, module
+and source of new nodes. Afterwards `propagate` sets exact fake values, and `assign_keys` sets the
+keys.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Remove nodes without effect from a functional graph, and write equal things in one way.
+"""Remove nodes without effect from a functional graph, and write equivalent nodes in one form.
 
 Sizes become explicit. ``t``, ``reshape`` and ``_unsafe_view`` become ``transpose`` and ``view``.
-Equal views of one value within a module and phase become one node. A tensor that is split and
-joined again in the same order becomes itself. Ops that depend on strides or on a memory format get
-operands that have them in any layout.
+Equal views of one value within a module and phase become one node. If a tensor is split and joined
+again in the same order, the result is replaced by the tensor. Ops that need certain strides or a
+memory format get operands that have them in any layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.capture.graphs import aten, calls, dtype_of, emit, is_tensor, shape
 from autopar.errors import CaptureError, Where
 from autopar.ops.formats import ANY_FORMAT
 
-_MOST_ELEMENTS = 2**14  # of a constant, which stands in the program's code
+_MOST_ELEMENTS = 2**14  # of a constant, which is part of the code of the program
 _VIEWS = frozenset(
     {
         aten.view.default,
@@ -36,20 +36,20 @@ _VIEWS = frozenset(
 )
 _COMPUTED: dict[
     Callable[..., object], Callable[..., object]
-] = {  # in place of a mark on a view, of which a copy would be free
+] = {  # a lazy conjugation or negation of a view → the op that computes it
     aten._conj.default: aten.conj_physical.default,
     aten._neg_view.default: aten.neg.default,
 }
 
 
 def clean(graph: fx.Graph) -> None:
-    """Simplify every node once, in order, so that each sees its simplified operands."""
+    """Simplify every node once, in graph order, so that its operands are simplified before."""
     seen: dict[tuple[str, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not is_tensor(node):
             continue
         respell(node)
-        _state_dtype(node)
+        _set_dtype(node)
         simpler = _SIMPLER.get(node.target, _itself)(node)
         if simpler is node and node.target in _VIEWS:
             simpler = seen.setdefault(
@@ -62,8 +62,8 @@ def clean(graph: fx.Graph) -> None:
 
 
 def fold_views(graph: fx.Graph) -> None:
-    """Replace a view of a view with one view, if the value behind both is contiguous: memory then
-    allows it for all shapes."""
+    """Replace a view of a view with one view, if the original value is contiguous and thus can be
+    viewed in any shape."""
     for node in calls(graph, aten.view.default):
         source = node.args[0]
         if source.target is aten.view.default and source.args[0].meta["val"].is_contiguous():
@@ -74,13 +74,12 @@ def fold_views(graph: fx.Graph) -> None:
 def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> None:
     """Replace constant tensors of the graph with factory calls.
 
-    Such a constant is a tensor that forward built from numbers (``torch.tensor([1.0, 2.0])``), or
-    one that the model holds as a plain attribute; its present values are used, and no graph changes
-    it.
+    A constant is a tensor that forward creates from numbers (``torch.tensor([1.0, 2.0])``), or a
+    plain attribute of the model, with its current values. A graph does not change it.
 
     Args:
-        graph: the graph; `get_attr` nodes name the constants.
-        constants: name → value.
+        graph: the graph; the targets of its `get_attr` nodes are names of constants.
+        constants: name → tensor.
 
     Raises:
         CaptureError: a constant has more than 16384 elements, or no values.
@@ -94,10 +93,11 @@ def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> Non
         ):
             reader = next(iter(node.users), node)
             raise CaptureError(
-                f"forward builds a constant tensor of shape {tuple(value.shape)}",
+                f"forward creates a constant tensor of shape {tuple(value.shape)}, which is too"
+                " large for the code of a program",
                 where=Where(module=reader.meta["module"], source=reader.meta["source"]),
                 remedy=(
-                    "make it a buffer of the module (register_buffer), or build it with"
+                    "make it a buffer of the module (register_buffer), or create it with"
                     " torch.arange, full or ones"
                 ),
             )
@@ -108,7 +108,7 @@ def inline_constants(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> Non
 
 
 def _factory(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
-    """Insert a call that makes `value`."""
+    """Insert a call that creates `value`."""
     settings = {"dtype": value.dtype, "device": value.device}
     if value.numel() == 1:
         return graph.call_function(aten.full.default, (list(value.shape), value.item()), settings)
@@ -118,15 +118,15 @@ def _factory(graph: fx.Graph, value: torch.Tensor) -> fx.Node:
 
 
 def respell(node: fx.Node) -> None:
-    """Write a view or cast in its one form, with explicit sizes."""
+    """Write a view or cast in its normal form, with explicit sizes."""
     rewrite = _SPELLINGS.get(node.target)
     if rewrite is not None:
         rewrite(node)
 
 
-def _state_dtype(node: fx.Node) -> None:
-    """Add the dtype to a factory call; without it, the default dtype of the process that runs the
-    graph would be used."""
+def _set_dtype(node: fx.Node) -> None:
+    """Make the dtype of a factory call explicit; otherwise, it would depend on the default dtype of
+    the process that runs the graph."""
     takes = isinstance(node.target, torch._ops.OpOverload) and any(
         a.name == "dtype" for a in node.target._schema.arguments
     )
@@ -185,7 +185,8 @@ def _respell_strided_scatter(node: fx.Node) -> None:
 
 
 def _respell_mark(node: fx.Node) -> None:
-    """Compute what a view only marks; the operand may be a number."""
+    """Replace a lazy conjugation or negation with an op that computes it; the operand may be a
+    number."""
     operand = node.args[0]
     if isinstance(operand, fx.Node):
         node.target = _COMPUTED[node.target]
@@ -197,13 +198,13 @@ def _respell_mark(node: fx.Node) -> None:
 
 def _respell_copy(node: fx.Node) -> None:
     keeps_order = node.kwargs.get("memory_format") in (None, torch.preserve_format)
-    if keeps_order and _stays(node):
+    if keeps_order and _keeps_device(node):
         node.kwargs = {"dtype": dtype_of(node)}
 
 
 def _in_order(node: fx.Node, source: fx.Node) -> bool:
-    """Whether ``as_strided(base, size, stride)`` reads all of its contiguous base in order, and
-    `source` has as many elements."""
+    """Whether ``as_strided(base, size, stride)`` reads all elements of a contiguous base in order,
+    and `source` has the same number of elements."""
     base, other = node.args[0].meta["val"], source.meta["val"]
     size, stride, *offset = node.args[2 if node.target is aten.as_strided_scatter.default else 1 :]
     seen = torch.empty_strided(size, stride, device="meta")
@@ -211,7 +212,7 @@ def _in_order(node: fx.Node, source: fx.Node) -> bool:
     return in_order and seen.numel() == base.numel() == other.numel()
 
 
-def _stays(node: fx.Node) -> bool:
+def _keeps_device(node: fx.Node) -> bool:
     return node.meta["val"].device == node.args[0].meta["val"].device
 
 
@@ -240,7 +241,7 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _cast(node: fx.Node) -> fx.Node:
-    """Remove a cast to a wider dtype and back."""
+    """Return the operand of a cast to a wider dtype and back; return other casts unchanged."""
     node = _copy(node)
     source = node.args[0] if node.target is aten._to_copy.default else node
     if (
@@ -266,7 +267,11 @@ def _copy(node: fx.Node) -> fx.Node:
     same_order = layout in (None, torch.preserve_format) or source.meta["val"].is_contiguous(
         memory_format=layout
     )
-    return source if same_order and dtype_of(node) == dtype_of(source) and _stays(node) else node
+    return (
+        source
+        if same_order and dtype_of(node) == dtype_of(source) and _keeps_device(node)
+        else node
+    )
 
 
 def _same_shape(node: fx.Node) -> fx.Node:
@@ -280,7 +285,7 @@ def _same_shape(node: fx.Node) -> fx.Node:
     return source if shape_of(source) == shape_of(node) else node
 
 
-def _twice(node: fx.Node) -> fx.Node:
+def _double_transpose(node: fx.Node) -> fx.Node:
     source = node.args[0]
     return (
         source.args[0]
@@ -291,7 +296,8 @@ def _twice(node: fx.Node) -> fx.Node:
 
 def _neutral(neutral: float) -> Callable[[fx.Node], fx.Node]:
     def simplify(node: fx.Node) -> fx.Node:
-        """Return the operand if the other one is neutral and nothing is cast or broadcast."""
+        """Return the tensor if the other operand is neutral and the tensor is neither cast nor
+        broadcast."""
         source, other = node.args
         if not is_tensor(source) or isinstance(other, fx.Node) or other != neutral:
             return node
@@ -313,7 +319,7 @@ _SIMPLER: dict[Callable[..., object], Callable[[fx.Node], fx.Node]] = {
     aten.view.default: _same_shape,
     aten.expand.default: _same_shape,
     aten.slice.Tensor: _same_shape,
-    aten.transpose.int: _twice,
+    aten.transpose.int: _double_transpose,
     aten.add.Tensor: _neutral(0),
     aten.sub.Tensor: _neutral(0),
     aten.mul.Tensor: _neutral(1),
@@ -325,18 +331,18 @@ _SIMPLER: dict[Callable[..., object], Callable[[fx.Node], fx.Node]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# A tensor that is split and joined again in the same order is itself.
+# If a tensor is split and joined again in the same order, the result is replaced by the tensor.
 #
 # Loops over samples or time steps select one entry of a dim at a time, and fused projections are
-# sliced. Each of these, and the sum of padded gradients that mirrors it, would require the dim to
-# be whole. The *parts* of a dim are its entries (`select`, `unbind`) or its consecutive slices.
+# sliced. These ops, and the sums of padded gradients in their backward, would require that the dim
+# is not sharded. The *parts* of a dim are its entries (`select`, `unbind`) or consecutive slices.
 
 
 def rejoin(graph: fx.Graph) -> None:
-    """Replace sums of gradients of all parts with one join of them, and joins of all parts of a dim
-    with a view of the whole."""
+    """Replace sums of padded gradients of all parts of a dim with one `cat` or `stack` of the
+    gradients, and each `cat` or `stack` of all parts of a dim with a view of the tensor."""
     for node in calls(graph, aten.add.Tensor):
-        pieces = None if _goes_on(node) else _parts_summed(node)
+        pieces = None if _is_term(node) else _parts_summed(node)
         if pieces is not None:
             join, dim, parts = pieces
             with graph.inserting_before(node):
@@ -347,13 +353,13 @@ def rejoin(graph: fx.Graph) -> None:
         whole = _whole(node.args[0], dim)
         if whole is not None:
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_seen_as(node, whole))
+                node.replace_all_uses_with(_viewed_as(node, whole))
     sweep(graph)
 
 
-def _seen_as(node: fx.Node, whole: fx.Node) -> fx.Node:
-    """Return `whole` with the shape of `node`; cleaning removes the copy if memory allows the view
-    without it."""
+def _viewed_as(node: fx.Node, whole: fx.Node) -> fx.Node:
+    """Return `whole` viewed in the shape of `node`; `clean` removes the copy if the view is
+    possible without it."""
     if shape_of(whole) == shape_of(node):
         return whole
     order = {"memory_format": torch.contiguous_format}
@@ -365,8 +371,7 @@ def _seen_as(node: fx.Node, whole: fx.Node) -> fx.Node:
 
 
 def _whole(parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
-    """Return the tensor of which `parts` are all parts of dim `dim`, in order; None if there is no
-    such tensor."""
+    """Return the tensor whose parts of dim `dim` are `parts`, in order; None if there is none."""
     sources, end = set(), 0
     for part in parts:
         found = _part(part)
@@ -385,7 +390,7 @@ def _whole(parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
 
 
 def _part(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
-    """Return (tensor, dim, first, end) of a part; an entry is a part of length 1. None if `node` is
+    """Return (tensor, dim, first, end) of a part, where an entry has length 1; None if `node` is
     not a part."""
     if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
         source, at = node.args[0].args[0], node.args[1]
@@ -397,25 +402,25 @@ def _part(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
         return source, dim, at % shape_of(source)[dim], at % shape_of(source)[dim] + 1
     if (
         node.target is aten.slice.Tensor and len(node.args) == 5 and node.args[4] == 1
-    ):  # as `clean` spells it
+    ):  # the form that `clean` writes
         return node.args[:4]
     return None
 
 
-def _goes_on(node: fx.Node) -> bool:
-    """Whether the sum is an operand of a longer sum, and of nothing else."""
+def _is_term(node: fx.Node) -> bool:
+    """Whether a longer sum is the only user of the sum."""
     return len(node.users) == 1 and next(iter(node.users)).target is aten.add.Tensor
 
 
 def _parts_summed(node: fx.Node) -> tuple[OpOverload, int, list[fx.Node]] | None:
-    """Return (op that joins them, dim, gradients in order) if the sum pads the gradient of every
-    part of a dim once; else None."""
+    """Return (op that joins the gradients, dim, gradients in order) if the terms of the sum are the
+    padded gradients of all parts of a dim; else None."""
     terms, parts, dims = [node], {}, set()
     while terms:
         term = terms.pop()
         if not isinstance(term, fx.Node):
             return None
-        if term.target is aten.add.Tensor and (term is node or _goes_on(term)) and not term.kwargs:
+        if term.target is aten.add.Tensor and (term is node or _is_term(term)) and not term.kwargs:
             terms += term.args
             continue
         padded = _match_padding(term)
@@ -433,7 +438,7 @@ def _parts_summed(node: fx.Node) -> tuple[OpOverload, int, list[fx.Node]] | None
 
 
 def _match_padding(node: fx.Node) -> tuple[OpOverload, int, int, int] | None:
-    """Return (op that joins such parts, dim, first, end) if `node` pads the gradient of one part
+    """Return (op that joins the gradients, dim, first, end) if `node` pads the gradient of one part
     with zeros; else None."""
     if node.target is aten.select_backward.default:
         _, sizes, dim, at = node.args
@@ -447,15 +452,16 @@ def _match_padding(node: fx.Node) -> tuple[OpOverload, int, int, int] | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# ``as_strided`` reads the memory of a tensor. A part of the tensor, or one that was gathered from
-# parts, may have another order in memory.
+# ``as_strided`` reads the memory of a tensor. A shard of the tensor, or a gathered tensor, may have
+# a different order in memory.
 
 
 def copy_before_strided(graph: fx.Graph) -> None:
-    """Let ``as_strided`` read a copy whose elements lie as they do in the captured call.
+    """Make ``as_strided`` read a copy whose elements have the same order in memory as in the
+    captured call.
 
     Raises:
-        CaptureError: the elements are not adjacent there, or overlap.
+        CaptureError: the elements are not contiguous in the captured call, or overlap.
     """
     for node in calls(graph, aten.as_strided.default):
         x = node.args[0]
@@ -463,14 +469,14 @@ def copy_before_strided(graph: fx.Graph) -> None:
         order = sorted(range(len(strides)), key=[-stride for stride in strides].__getitem__)
         if not x.meta["val"].permute(order).is_contiguous():
             raise CaptureError(
-                "forward reads by strides (as_strided) a tensor that is a part or an expansion of"
-                " another",
+                "forward calls as_strided on a tensor that is a slice or an expansion of another"
+                " tensor",
                 where=Where(
                     op=str(node.target), module=node.meta["module"], source=node.meta["source"]
                 ),
                 remedy=(
-                    "read a copy: `x.contiguous().as_strided(...)`, or windows by `x.unfold(dim,"
-                    " size, step)`"
+                    "use a copy: `x.contiguous().as_strided(...)`; or use `x.unfold(dim, size,"
+                    " step)` for windows"
                 ),
             )
         shape = tuple(shape_of(x)[dim] for dim in order)
@@ -486,12 +492,13 @@ def copy_before_strided(graph: fx.Graph) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Ops whose kernels need operands in one memory format are replaced by functions that accept any
+# Ops whose kernels require a memory format are replaced by functions that accept any format
 # (`autopar.ops.formats`).
 
 
 def take_any_format(graph: fx.Graph) -> None:
-    """Replace ops that need one memory format with functions that accept any; arguments stay."""
+    """Replace ops that require a memory format with functions that accept any format, with the same
+    arguments."""
     for node in graph.nodes:
         if node.op == "call_function":
             node.target = ANY_FORMAT.get(node.target, node.target)

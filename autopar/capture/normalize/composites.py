@@ -1,5 +1,5 @@
-"""Replace groups of ops by one op of `autopar.ops`: attention, the weights of gated experts, and
-comparisons with an extreme."""
+"""Replace attention and comparisons with an extreme by ops of `autopar.ops`, and view the weights
+of gated experts with a separate dim for gate and up."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from autopar.capture.graphs import aten, calls, emit, shape_of, sweep, view
 from autopar.ops import extremes
 
 # --------------------------------------------------------------------------------------------------
-# Attention as one op for every device, and the weights of gated experts with a dim of their own
-# for gate and up.
+# Attention as one op for all devices.
 #
-# A capture on the CPU contains the CPU's flash attention; `autopar.ops.attention` replaces it, and
-# runs on any device.
+# A capture on the CPU contains the flash attention op of the CPU. `autopar.ops.attention`, which
+# runs on any device, replaces it.
 
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def replace_attention(graph: fx.Graph) -> None:
-    """Replace attention and its backward; ``getitem`` nodes take the results as before."""
+    """Replace attention and its backward; the new ops have the same results."""
     for node in calls(graph, _FORWARD):
         query, key, value = node.args[:3]
         is_causal = (*node.args, 0.0, False)[4]
-        _settle_sums(node)
-        _become(node, ops.attention, (query, key, value), is_causal)
+        _correct_sum_dtype(node)
+        _replace_call(node, ops.attention, (query, key, value), is_causal)
     for node in calls(graph, _BACKWARD):
         *tensors, _, is_causal = node.args
-        _become(node, ops.attention_backward, tuple(tensors), is_causal)
+        _replace_call(node, ops.attention_backward, tuple(tensors), is_causal)
 
 
-def _settle_sums(node: fx.Node) -> None:
-    """Set the dtype of the logsumexp to the one that kernels return: torch 2.11 reports float32 for
-    float64."""
+def _correct_sum_dtype(node: fx.Node) -> None:
+    """Set the dtype of the logsumexp to that of the kernels: fake tensors of torch 2.11 report
+    float32 for float64."""
     out, sums = node.meta["val"]
     dtype = torch.promote_types(out.dtype, torch.float32)
     if sums.dtype == dtype:
@@ -51,7 +50,9 @@ def _settle_sums(node: fx.Node) -> None:
             user.meta["val"] = node.meta["val"][1]
 
 
-def _become(node: fx.Node, target: object, tensors: tuple[fx.Node, ...], is_causal: bool) -> None:
+def _replace_call(
+    node: fx.Node, target: object, tensors: tuple[fx.Node, ...], is_causal: bool
+) -> None:
     query = tensors[0] if node.target is _FORWARD else tensors[1]
     scale = node.kwargs.get("scale")
     scale = shape_of(query)[-1] ** -0.5 if scale is None else scale
@@ -63,18 +64,19 @@ def _become(node: fx.Node, target: object, tensors: tuple[fx.Node, ...], is_caus
 
 
 # --------------------------------------------------------------------------------------------------
-# Weights of gated experts get a dim of their own for gate and up.
+# Weights of gated experts get a separate dim for gate and up.
 #
-# A gated expert's two linears are one weight ``[e, 2 f, h]``, and sharding ``2 f`` would cut across
-# the two. So the parameter is viewed as `autopar.ops.experts` reads it, ``[e, 2, f, h]``, like
-# fused projections (`autopar.capture.normalize.linears`).
+# The gate and up projections of gated experts are one weight ``[e, 2 f, h]``. A shard of ``2 f``
+# would contain different parts of the two. Therefore the parameter is viewed as ``[e, 2, f, h]``,
+# the shape that `autopar.ops.experts` reads, like fused projections
+# (`autopar.capture.normalize.linears`).
 
-_UP = 2  # the result of `experts_backward` that is up's gradient
+_UP = 2  # index of the gradient of up among the results of `experts_backward`
 
 
 def see_experts(graph: fx.Graph) -> None:
-    """Give every weight that only experts read, through one view, the shape of the view, and its
-    gradient too."""
+    """Give every weight that only experts read through views of one shape, and its gradient, the
+    shape of these views."""
     for node in calls(graph, ops.experts):
         seen = node.args[3]
         if seen.target is not aten.view.default or seen.args[0].op != "placeholder":
@@ -83,15 +85,15 @@ def see_experts(graph: fx.Graph) -> None:
         views = list(weight.users)
         if all(_is_read_as(view, shape) for view in views):
             for view in views:
-                _see_gradients(view)
+                _view_gradients(view)
                 view.replace_all_uses_with(weight)
             weight.meta["val"] = weight.meta["val"].new_empty(shape)
     sweep(graph)
 
 
 def _is_read_as(view: fx.Node, shape: tuple[int, ...]) -> bool:
-    """Whether `view` has `shape` and only experts read it, and only the output reads its
-    gradients."""
+    """Whether `view` has shape `shape`, only experts read it, and its gradients are only results of
+    the graph."""
     if view.target is not aten.view.default or shape_of(view) != shape:
         return False
     readers = all(user.target in (ops.experts, ops.experts_backward) for user in view.users)
@@ -99,7 +101,7 @@ def _is_read_as(view: fx.Node, shape: tuple[int, ...]) -> bool:
 
 
 def _gradients(view: fx.Node) -> list[fx.Node]:
-    """Return the views that bring the gradients of `view` back to the weight's shape."""
+    """Return the views that convert the gradients of `view` to the shape of the weight."""
     made = [user for user in view.users if user.target is ops.experts_backward]
     parts = [
         part
@@ -110,17 +112,17 @@ def _gradients(view: fx.Node) -> list[fx.Node]:
     return [user for part in parts for user in part.users]
 
 
-def _see_gradients(view: fx.Node) -> None:
+def _view_gradients(view: fx.Node) -> None:
     for back in _gradients(view):
         back.replace_all_uses_with(back.args[0])
 
 
 # --------------------------------------------------------------------------------------------------
-# Comparisons of a value with its own extreme, replaced by `autopar.ops.extremes`, which reads the
+# Comparisons of a value with its extreme are replaced by `autopar.ops.extremes`, which reads the
 # value once.
 #
-# Autograd gives the gradient of ``amax``, ``max()``, a median, an infinity norm and a reduction by
-# scattering to the elements that equal the result, and compares them in backward.
+# Autograd passes the gradient of ``amax``, ``max()``, a median, an infinity norm and a scatter
+# reduction to the elements that equal the result, and compares the elements in backward.
 
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
 _SHAPED = (
@@ -141,7 +143,7 @@ _NORMS = (aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Sc
 
 
 class _Extreme(NamedTuple):
-    """A reduction of `source`, or of its magnitudes, over `dims`; empty `dims` mean all."""
+    """A reduction of `source`, or of its absolute values, over `dims`; empty `dims` mean all."""
 
     source: fx.Node
     kind: str
@@ -150,7 +152,8 @@ class _Extreme(NamedTuple):
 
 
 def replace_extremes(graph: fx.Graph) -> None:
-    """Replace comparisons with extremes, and backward ops that compare inside torch's kernels."""
+    """Replace comparisons with extremes, and backward ops whose kernels contain such
+    comparisons."""
     for node in calls(graph, aten.eq.Tensor):
         pairs = [pair for pair in (node.args, node.args[::-1]) if _are_nodes(pair)]
         _replace(node, pairs, torch.bool)
@@ -180,8 +183,8 @@ def _insert_op(node: fx.Node, made: Made, dtype: torch.dtype) -> None:
 
 
 def _match_reduction(x: fx.Node, other: fx.Node) -> Made | None:
-    """Return the op that compares `x` with `other`, if `other` is the extreme of `x` over some
-    dims; else None."""
+    """Return the op and arguments that compare `x` with `other`, if `other` is the extreme of `x`
+    over some dims; else None."""
     while other.target is aten.expand.default:
         other = other.args[0]
     found = _extreme(_skip_reshapes(other))
@@ -195,7 +198,7 @@ def _match_reduction(x: fx.Node, other: fx.Node) -> Made | None:
     rank = len(shape_of(x))
     dims = [dim % rank for dim in found.dims if rank] or list(range(rank))
     kept = torch.Size(1 if dim in dims else size for dim, size in enumerate(shape_of(x)))
-    if torch.broadcast_shapes(shape_of(other), kept) != kept:  # it is compared along other dims
+    if torch.broadcast_shapes(shape_of(other), kept) != kept:  # broadcast along other dims
         return None
     return extremes.is_extreme, (x, dims, found.kind)
 
@@ -207,7 +210,7 @@ def _skip_reshapes(node: fx.Node) -> fx.Node:
 
 
 def _extreme(node: fx.Node) -> _Extreme | None:
-    """Return the reduction that `node` is; None if it is not an extreme."""
+    """Return the reduction that `node` computes; None if it is not an extreme."""
     if node.target in _OF_ALL and len(node.args) == 1:
         return _Extreme(node.args[0], _OF_ALL[node.target], ())
     if node.target in _OF_DIMS:
@@ -229,8 +232,8 @@ def _dims(node: fx.Node, position: int) -> tuple[int, ...]:
 
 
 def _match_scatter(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
-    """Return the op that compares `x` with `other`, if `x` was reduced into `other` by scattering;
-    else None."""
+    """Return the op and arguments that compare `x` with `other`, if `other` is a scatter reduction
+    of `x`; else None."""
     at = (
         other.args[0] if other.target in (aten.gather.default, aten.index_select.default) else other
     )
@@ -239,7 +242,7 @@ def _match_scatter(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
     into, dim, index, source, kind = at.args[:5]
     if kind not in ("amax", "amin") or x is not (into if other is at else source):
         return None
-    if other is not at and not _is_same(other.args[1:3], (dim, index)):  # read at other places
+    if other is not at and not _is_same(other.args[1:3], (dim, index)):  # read at other indices
         return None
     include_self = at.kwargs.get("include_self", True)
     if at.target is aten.index_reduce.default:
@@ -249,8 +252,8 @@ def _match_scatter(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two arguments have one value: constants are written once for forward and once for
-    backward."""
+    """Whether two arguments have the same value; forward and backward may have separate nodes for
+    the same constant."""
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(map(_is_same, a, b))
     if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or a is b:
@@ -260,7 +263,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _spread(node: fx.Node, index: fx.Node, dim: int, shape: tuple[int, ...]) -> fx.Node:
-    """Return the index of each element of a source of shape `shape`."""
+    """Expand an index along dim `dim` to shape `shape`."""
     dtype = index.meta["val"].dtype
     column = [shape[dim] if d == dim % len(shape) else 1 for d in range(len(shape))]
     seen = view(node, index, column)

@@ -1,12 +1,12 @@
-"""Matrix products and sums on unflattened tensors.
+"""Convert matrix products and sums to ops on unflattened tensors.
 
 ATen flattens batch and sequence around every product: ``view → mm → view``. A tensor that is
-sharded over batch and sequence has no plain layout once they are merged, so each ``mm``, ``addmm``
-and ``bmm`` becomes `autopar.ops.dot` on what is behind the views and transposes of its operands,
-and a sum reads behind them too. The bias of an ``addmm`` stays with its product
-(`autopar.ops.products` says why); one that torch adds apart, as it does after a product of more
-dims in memory of another order, is rounded apart by the model, and so it is here. Views back to the
-flattened shape that nobody needs disappear in cleaning.
+sharded over batch and sequence has no simple layout once these dims are merged. Therefore each
+``mm``, ``addmm`` and ``bmm`` becomes `autopar.ops.dot` on the values behind the views and
+transposes of its operands, and sums also read these values. The bias of an ``addmm`` remains an
+operand of the product (see `autopar.ops.products`). A bias that torch adds in a separate op, such
+as after a product of a non-contiguous tensor, is rounded separately and remains a separate op.
+`clean` removes unused views to the flattened shape.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A value behind transposes, copies and at most one merging view.
+    """The source of an operand, behind transposes, copies and at most one view that merges dims.
 
     Attributes:
-        source: the value.
+        source: the source.
         groups: for each dim of the operand, the dims of `source` that it merges, in order.
     """
 
@@ -39,13 +39,13 @@ class Behind:
     groups: tuple[Group, ...]
 
     def sizes(self, dim: int) -> tuple[int, ...]:
-        """Return the sizes of the source's dims behind dim `dim` of the operand."""
+        """Return the sizes of the dims of the source that dim `dim` of the operand merges."""
         return tuple(shape_of(self.source)[d] for d in self.groups[dim])
 
 
 def merged_dims(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Group, ...] | None:
-    """Return the dims of `before` behind each dim of `after`, if a view from one shape to the other
-    only merges neighbouring dims; else None."""
+    """Return the dims of `before` that each dim of `after` merges, if a view from `before` to
+    `after` only merges adjacent dims; else None."""
     groups: list[Group] = []
     position = 0
     for number, size in enumerate(after):
@@ -66,8 +66,8 @@ def merged_dims(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Group,
 
 
 def behind(node: fx.Node) -> Behind:
-    """Look behind the outer transposes and copies of an operand, and then behind one merging
-    view."""
+    """Return the source of an operand behind its outer transposes and copies, and then one view
+    that merges dims."""
     groups: tuple[Group, ...] = tuple((dim,) for dim in range(len(shape_of(node))))
     while True:
         if node.target is aten.transpose.int:
@@ -106,8 +106,8 @@ def unflatten_products(graph: fx.Graph) -> None:
 
 
 def unflatten_sums(graph: fx.Graph) -> None:
-    """Replace sums over merged dims with sums over the original dims, and remove kept dims that are
-    dropped right after."""
+    """Replace sums over merged dims with sums over the original dims, and do not keep reduced dims
+    that a following view removes."""
     for node in calls(graph, aten.sum.dim_IntList):
         source, dims, keepdim = (*node.args, False)[:3]
         operand = _behind_view(source)
@@ -156,8 +156,8 @@ def _addmm(node: fx.Node) -> fx.Node | None:
 
 
 def _product(node: fx.Node, left: fx.Node, right: fx.Node, bias: fx.Node | None = None) -> fx.Node:
-    """Return the `dot` of what is behind both operands, with their unflattened dims, and `bias`
-    over its columns."""
+    """Return the `dot` of the sources of both operands, with unflattened dims; `bias` is added
+    along the columns."""
     a, b = behind(left), behind(right)
     batch = len(a.groups) - 2
     for left_dim, right_dim in [*((dim, dim) for dim in range(batch)), (batch + 1, batch)]:
@@ -194,7 +194,7 @@ def _term(letters: dict[int, str]) -> str:
 
 
 def _merge(node: fx.Node, operand: Behind, dim: int) -> Behind:
-    """Merge the dims behind dim `dim` of the operand by a view of its source."""
+    """Merge the dims of the source behind dim `dim` of the operand with a view."""
     group = operand.groups[dim]
     if len(group) == 1:
         return operand
@@ -219,13 +219,13 @@ def _merge(node: fx.Node, operand: Behind, dim: int) -> Behind:
 
 
 # --------------------------------------------------------------------------------------------------
-# Fused projections get a dim of their own for the parts.
+# Fused projections get a separate dim for the parts.
 #
-# A weight that makes query, key and value at once is stored as ``[d, 3 e]`` (or ``[3 e, d]``), and
-# its product is split into three. Sharding ``3 e`` would cut across the parts. So the parameter is
-# viewed as ``[d, 3, e]``: the product has dims ``[..., 3, e]``, a part is a `select`, and sharding
-# ``e`` shards the heads of all three alike. In backward, the parts' gradients are stacked, and
-# weight and bias get gradients of the viewed shape.
+# A fused weight for query, key and value is stored as ``[d, 3 e]`` (or ``[3 e, d]``), and its
+# product is split into three parts. A shard of ``3 e`` would contain different heads of the parts.
+# Therefore the parameter is viewed as ``[d, 3, e]``: the product has dims ``[..., 3, e]``, a part
+# is a `select`, and sharding ``e`` shards the heads of all three equally. In backward, the
+# gradients of the parts are stacked, and weight and bias get gradients of the viewed shape.
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +235,11 @@ class _LinearSite:
     Attributes:
         product: the product.
         weight: its weight.
-        bias: its bias, if there is one.
+        bias: its bias; None if there is none.
         value: the product with its bias; the last dim is `num_parts` times the size of a part.
         split: the node that splits `value`.
         num_parts: number of equal parts.
-        joined: gradients of `value`: concatenated gradients of the parts.
+        joined: gradients of `value`, each a concatenation of the gradients of the parts.
     """
 
     product: fx.Node
@@ -252,7 +252,7 @@ class _LinearSite:
 
     @property
     def letter(self) -> str:
-        """Letter of the fused dim in the product's equation."""
+        """Letter of the fused dim in the equation of the product."""
         return self.product.args[0][-1]
 
     def split_dim(self, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
@@ -262,7 +262,7 @@ class _LinearSite:
 
 
 def separate_fused_projections(graph: fx.Graph) -> None:
-    """Give every fused projection with equal parts a dim of its own for the parts."""
+    """Give every fused projection with equal parts a separate dim for the parts."""
     for product in calls(graph, ops.dot):
         _split_slices(graph, product)
     for split in calls(graph, aten.split.Tensor, aten.split_with_sizes.default):
@@ -274,7 +274,7 @@ def separate_fused_projections(graph: fx.Graph) -> None:
 
 def _split_slices(graph: fx.Graph, product: fx.Node) -> None:
     """Replace slices of a product (plus bias) with one split, if they cover its last dim without
-    gaps or overlap."""
+    gaps or overlaps."""
     value = product
     if len(product.users) == 1 and (only := next(iter(product.users))).target is aten.add.Tensor:
         value = only
@@ -331,15 +331,15 @@ def _site(split: fx.Node) -> _LinearSite | None:
 
 
 def _summands(value: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Return the two summands of a sum; a node that is no sum, and None."""
+    """Return the two operands of a sum; for other nodes, the node and None."""
     if value.target is aten.add.Tensor and not value.kwargs and len(value.args) == 2:
         return value.args
     return value, None
 
 
 def _equal_parts(split: fx.Node) -> int | None:
-    """Return the number of parts of a split of the last dim, if they have equal sizes and are taken
-    one by one; else None."""
+    """Return the number of parts of a split of the last dim, if they have equal sizes and only
+    `getitem` nodes read them; else None."""
     source = shape_of(split.args[0])
     dim = split.args[2] if len(split.args) > 2 else 0
     sizes = [tuple(part.shape) for part in split.meta["val"]]
@@ -352,8 +352,7 @@ def _find_concatenations(
     x: fx.Node, weight: fx.Node, shape: tuple[int, ...], num_parts: int
 ) -> Iterator[fx.Node]:
     """Yield the concatenations of shape `shape` that are multiplied with the projection's input or
-    weight and with no other weight: another projection of the same input has gradients of its
-    own."""
+    weight and with no other weight, which would belong to another projection of the same input."""
     seen = set()
     for user in (*x.users, *weight.users):
         for operand in user.args[1:] if user.target is ops.dot else ():
@@ -366,8 +365,8 @@ def _find_concatenations(
 
 
 def _is_concatenation(node: fx.Node, shape: tuple[int, ...], num_parts: int) -> bool:
-    """Whether a node concatenates `num_parts` tensors along the last dim to a tensor of the
-    shape."""
+    """Whether a node concatenates `num_parts` tensors along the last dim to a tensor of shape
+    `shape`."""
     if node.target is not aten.cat.default or shape_of(node) != shape:
         return False
     dim = node.args[1] if len(node.args) > 1 else 0
@@ -375,8 +374,7 @@ def _is_concatenation(node: fx.Node, shape: tuple[int, ...], num_parts: int) -> 
 
 
 def _is_closed(site: _LinearSite) -> bool:
-    """Whether all nodes with the fused dim belong to the site, so that all of them can be
-    rewritten."""
+    """Whether all nodes with the fused dim belong to the projection and can be rewritten."""
     inside = {site.product, *site.joined}
     if site.bias is not None and not _is_own_bias(site.bias, site.value):
         return False
@@ -395,7 +393,7 @@ def _is_closed(site: _LinearSite) -> bool:
 
 
 def _is_own_bias(bias: fx.Node, value: fx.Node) -> bool:
-    """Whether a bias is a vector that only the node `value` reads."""
+    """Whether a bias is a parameter or buffer with one dim that only `value` reads."""
     is_vector = bias.op == "placeholder" and len(shape_of(bias)) == 1
     return is_vector and set(bias.users) == {value}
 
@@ -409,7 +407,7 @@ def _reads_joined(user: fx.Node, site: _LinearSite) -> bool:
 
 
 def _contracts_last(user: fx.Node, joined: fx.Node) -> bool:
-    """Whether a reader sums over the fused dim, as the input's gradient does; the gradients of
+    """Whether a reader sums over the fused dim, as the gradient of the input does and those of
     weight and bias do not."""
     if user.target is not ops.dot:
         return len(shape_of(joined)) - 1 in [dim % len(shape_of(joined)) for dim in user.args[1]]
@@ -458,8 +456,8 @@ def _rewrite_backward(graph: fx.Graph, joined: fx.Node, site: _LinearSite) -> No
 
 
 def _reletter(dot: fx.Node, letter: str) -> None:
-    """Replace one letter of the equation with two: one for the parts, and the old one for the dim
-    within a part."""
+    """Replace one letter of the equation with two: a new one for the parts, and the letter itself
+    for the dim within a part."""
     parts = next(new for new in string.ascii_letters if new not in dot.args[0])
     dot.args = (dot.args[0].replace(letter, parts + letter), *dot.args[1:])
 

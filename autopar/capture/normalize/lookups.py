@@ -1,8 +1,9 @@
-"""Replace table look-ups with `autopar.ops.embedding`, which can work on a part of the table.
+"""Replace table lookups with `autopar.ops.embedding`, which supports a sharded table.
 
-Bags of equal length are look-ups that are summed. A look-up of a table by positions is one by an
-arange. ``masked_scatter`` of whole rows, with which a multimodal language model inserts the
-features of an image, looks up row n of its source for the n-th place that the mask picks.
+Embedding bags of equal length are lookups followed by a sum or mean. Lookups by position are
+lookups by an arange. ``masked_scatter`` of whole rows, with which a multimodal language model
+inserts image features, is a lookup of row n of its source for the n-th position that the mask
+selects.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _INDEX = torch.int64
 
 
 def replace_bags(graph: fx.Graph) -> None:
-    """Replace ``_embedding_bag`` of bags of equal length, and its backward, with an embedding and a
-    sum or mean."""
+    """Replace ``_embedding_bag`` with bags of equal length, and its backward, with an embedding and
+    a sum or mean."""
     of_bags: dict[fx.Node, fx.Node] = {}
     for node in (
         *calls(graph, aten._embedding_bag.default),
@@ -47,7 +48,7 @@ def replace_bags(graph: fx.Graph) -> None:
 
 
 def _equal_bags(node: fx.Node) -> fx.Node | None:
-    """Return the ids ``[bags, length]``, made before `node`; None if bags may differ in length or
+    """Insert and return the ids as ``[bags, length]``; return None if bags may differ in length or
     entries are weighted."""
     offsets, num_ids = node.args[2], shape_of(node.args[1])[0]
     steps = {"arange.start_step": 2, "arange.default": None}
@@ -124,7 +125,7 @@ def replace_masked_rows(graph: fx.Graph) -> None:
 
 
 def _by_rows(mask: fx.Node, shape: tuple[int, ...]) -> fx.Node | None:
-    """Return the mask with a last dim of size 1 if it picks whole rows of a tensor of shape
+    """Return the mask with a last dim of size 1 if it selects whole rows of a tensor of shape
     `shape`; else None."""
     if mask.target is aten.expand.default and shape_of(mask) == shape:
         mask = mask.args[0]
@@ -132,7 +133,8 @@ def _by_rows(mask: fx.Node, shape: tuple[int, ...]) -> fx.Node | None:
 
 
 def _places(node: fx.Node, mask: fx.Node) -> fx.Node:
-    """Return the row that each place takes: the number of places that the mask picked before it."""
+    """Return the row of the source for each position: the number of positions that the mask selects
+    before it."""
     places = shape_of(mask)[:-1]
     flat = view(node, mask, (mask.meta["val"].numel(),))
     count = emit(node, aten.cumsum.default, (flat, 0), shape_of(flat), dtype=_INDEX)
@@ -156,12 +158,12 @@ def _rows_gradient(
 
 
 # --------------------------------------------------------------------------------------------------
-# Table look-ups as `autopar.ops.embedding`, which can work on a part of the table.
+# Table lookups become `autopar.ops.embedding`, which supports a sharded table.
 
 
 def replace_embeddings(graph: fx.Graph) -> None:
-    """Replace ``embedding`` and its dense backward; gradients scaled by frequency need all ids and
-    stay as they are."""
+    """Replace ``embedding`` and its dense backward, except gradients scaled by frequency, which
+    need all ids."""
     for node in calls(graph, aten.embedding.default):
         with graph.inserting_before(node):
             node.replace_all_uses_with(emit(node, ops.embedding, node.args[:2], shape_of(node)))
@@ -176,12 +178,13 @@ def replace_embeddings(graph: fx.Graph) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Look-ups by position: rows of a table by the positions of tokens, and one row of each sample.
+# Lookups by position: rows of a table by the positions of tokens, and one row of each sample.
 #
-# ATen's ``index`` requires the dims that it indexes to be whole, and its gradient, an ``index_put``
-# into zeros, is not a sum of parts. A look-up of a table by an arange is an
-# `autopar.ops.embedding`, whose gradient is such a sum. ``x[arange(n), picks]`` of n samples is a
-# ``gather`` along dim 1, which keeps samples apart, as does its gradient, a ``scatter_add``.
+# The dims that ATen's ``index`` indexes must not be sharded, and its gradient, an ``index_put``
+# into zeros, is not a partial sum. A lookup in a table by an arange becomes an
+# `autopar.ops.embedding`, whose gradient is a partial sum. ``x[arange(n), picks]`` with n samples
+# becomes a ``gather`` along dim 1, which does not combine samples; neither does its gradient, a
+# ``scatter_add``.
 
 _ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default))
 _ARRANGES = frozenset(
@@ -201,11 +204,11 @@ _ARRANGES = frozenset(
 
 
 def replace_positions(graph: fx.Graph) -> None:
-    """Replace look-ups in tables by aranges, and look-ups of one row of each sample, forward and
+    """Replace lookups in tables by aranges, and lookups of one row of each sample, in forward and
     backward."""
     for node in calls(graph, aten.index.Tensor):
         with graph.inserting_before(node):
-            made = _looked_up(node) or _match_lookup(node)
+            made = _match_table_lookup(node) or _match_row_lookup(node)
         if made is not None:
             node.replace_all_uses_with(made)
     for node in calls(graph, aten.index_put.default):
@@ -218,7 +221,7 @@ def replace_positions(graph: fx.Graph) -> None:
     sweep(graph)
 
 
-def _looked_up(node: fx.Node) -> fx.Node | None:
+def _match_table_lookup(node: fx.Node) -> fx.Node | None:
     table, ids = node.args[0], _ids_of(node)
     return None if ids is None else emit(node, ops.embedding, (table, ids), shape_of(node))
 
@@ -235,8 +238,8 @@ def _table_gradient(node: fx.Node) -> fx.Node | None:
 
 
 def _ids_of(node: fx.Node) -> fx.Node | None:
-    """Return the positions that are looked up in a table ``[v, d]``, if they cannot be negative
-    (negative indices count from the end); else None."""
+    """Return the positions that are looked up in a table ``[v, d]``, if they cannot be negative;
+    else None."""
     indices = node.args[1]
     if (
         len(shape_of(node.args[0])) != 2
@@ -248,7 +251,7 @@ def _ids_of(node: fx.Node) -> fx.Node | None:
 
 
 def _is_arange(node: fx.Node) -> bool:
-    """Whether all elements of `node` are elements of an arange that starts at 0 or above."""
+    """Whether all elements of `node` are elements of an arange of nonnegative integers."""
     while node.target in _ARRANGES and not dtype_of(node).is_floating_point:
         node = node.args[0]
     match str(node.target), node.args:
@@ -263,7 +266,7 @@ def _is_arange(node: fx.Node) -> bool:
     return False
 
 
-def _match_lookup(node: fx.Node) -> fx.Node | None:
+def _match_row_lookup(node: fx.Node) -> fx.Node | None:
     picks = _picks_of(node)
     if picks is None:
         return None
@@ -284,8 +287,8 @@ def _picks_gradient(node: fx.Node) -> fx.Node | None:
 
 
 def _picks_of(node: fx.Node) -> fx.Node | None:
-    """Return the row that is picked of each sample of ``node.args[0]`` ``[n, s, ...]``, as ``[n, 1,
-    ...]``; None if `node` is not such a look-up."""
+    """Return the row that is selected from each sample of ``node.args[0]`` ``[n, s, ...]``, as
+    ``[n, 1, ...]``; None if `node` is not such a lookup."""
     indices = node.args[1]
     if len(indices) != 2 or None in indices:
         return None
@@ -310,7 +313,7 @@ def _picks_of(node: fx.Node) -> fx.Node | None:
 
 
 def _from_start(node: fx.Node, picks: fx.Node, length: int) -> fx.Node:
-    """Return the picks with negative ones, which count from the end, made positive."""
+    """Return the row numbers with negative ones, which count from the end, made nonnegative."""
     if picks.target is aten.argmax.default:
         return picks
     below = emit(node, aten.lt.Scalar, (picks, 0), shape_of(picks), dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Split cross entropies and negative log likelihoods into pieces that work with a split batch,
+"""Split cross entropies and negative log likelihoods into ops that support a sharded batch,
 sequence and vocabulary.
 
 The cross entropy is computed on unflattened logits::
@@ -8,8 +8,8 @@ The cross entropy is computed on unflattened logits::
     ∂loss/∂x = cross_entropy_backward(x, m, s, label, valid · tangent / max(Σ valid, 1))
 
 If no label is valid, the loss is NaN and its gradient zero, as in torch. The number of valid labels
-is a sum of its own, known before the first backward. The logits are read as they are: in half
-precision, a cast before the loss is redundant, since the pieces compute in float32.
+is a separate sum, which is known before the first backward. A cast of half-precision logits to
+float32 before the loss is omitted, since the ops compute in float32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """What the forward leaves for the backward."""
+    """The values of forward that backward needs."""
 
     x: fx.Node
     m: fx.Node
@@ -52,7 +52,7 @@ class _Pieces:
 
 
 def split_cross_entropy(graph: fx.Graph) -> None:
-    """Split ``_log_softmax → nll_loss_forward`` and their backwards, for reductions mean and sum
+    """Split ``_log_softmax → nll_loss_forward`` and their backward, for the reductions mean and sum
     without class weights."""
     for node in calls(graph, aten.nll_loss_forward.default):
         if not _is_plain(node):
@@ -71,7 +71,7 @@ def split_cross_entropy(graph: fx.Graph) -> None:
 
 
 def _is_gradient(node: fx.Node, forward: fx.Node) -> bool:
-    """Whether `node` is the backward of `forward`, not of another loss of the same scores."""
+    """Whether `node` is the backward of `forward` and not of another loss of the same scores."""
     if node.target is not aten.nll_loss_backward.default or node.args[1:6] != forward.args:
         return False
     total = node.args[6]
@@ -127,7 +127,7 @@ def _forward(node: fx.Node) -> _Pieces:
 
 
 def _unflatten_rows(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return the logits and the labels with the rows that the labels had before they were
+    """Return the logits and the labels with the dims that the labels had before they were
     flattened."""
     logits, labels = node.args[0].args[0], node.args[1]
     if (
@@ -141,7 +141,8 @@ def _unflatten_rows(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _before_cast(logits: fx.Node) -> fx.Node:
-    """Return the logits in half precision, if `logits` is a cast of them to float32."""
+    """Return the operand of `logits` if it is a cast from half precision to float32, else
+    `logits`."""
     widened = (
         logits.target is aten._to_copy.default
         and dtype_of(logits) == torch.float32
@@ -171,19 +172,19 @@ def _backward(end: fx.Node, tangent: fx.Node, pieces: _Pieces) -> None:
     ]:
         back.replace_all_uses_with(
             view(end, gradient, shape_of(end))
-        )  # no wider than the logits after all
+        )  # the gradient has the dtype of the logits already
     end.replace_all_uses_with(view(end, cast(end, gradient, dtype_of(end)), shape_of(end)))
 
 
 # --------------------------------------------------------------------------------------------------
-# Negative log likelihoods that are not the end of a cross entropy over the last dim (see above).
+# Negative log likelihoods that are not part of a cross entropy over the last dim (see above).
 #
 #     picked = x[label],  x [n, c, ...]        seen = label ≠ ignored
 #     loss = Σ −picked · w[label] · seen / Σ w[label] · seen
 #     ∂loss/∂x[label] = −tangent · w[label] · seen / Σ w[label] · seen
 #
-# Batch and space may be split: the two sums are partial then, and no other op combines rows. Sums
-# are taken in at least float32: there may be more labels than float16 can count.
+# Batch and spatial dims may be sharded: the two sums are then partial, and no other op combines
+# rows. Sums use at least float32, since there may be more labels than float16 can count.
 
 _NONE, _LIKELIHOOD_MEAN = 0, 1
 _FORWARD = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
@@ -191,7 +192,7 @@ _BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 
 
 def split_likelihood(graph: fx.Graph) -> None:
-    """Split ``nll_loss_forward`` and ``nll_loss2d_forward`` of a batch, and their backwards."""
+    """Split ``nll_loss_forward`` and ``nll_loss2d_forward`` of a batch, and their backward."""
     for node in calls(graph, *_FORWARD):
         x, labels, weight, reduction, ignored = node.args
         if len(shape_of(x)) > 1:
@@ -224,8 +225,8 @@ def _likelihood_forward(node: fx.Node, rows: _Rows, reduction: int) -> None:
 
 
 class _Rows:
-    """Builds the pieces of one likelihood before `node`. A row is a label with the scores of its
-    classes, which are dim 1 of `x`."""
+    """Inserts the ops of one likelihood before `node`. A row is a label with its class scores along
+    dim 1 of `x`."""
 
     def __init__(
         self, node: fx.Node, x: fx.Node, labels: fx.Node, weight: fx.Node | None, ignored: int
@@ -246,14 +247,13 @@ class _Rows:
     def step(
         self, target: Any, args: tuple[Any, ...], shape: tuple[int, ...] | None = None, **how: Any
     ) -> fx.Node:
-        """Insert a call; its result has the shape of the labels and the dtype of the scores by
-        default.
+        """Insert a call.
 
         Args:
             target: the op.
             args: its arguments.
-            shape: shape of the result.
-            how: ``dtype`` of the result, and ``kwargs`` of the call.
+            shape: shape of the result; by default that of the labels.
+            how: ``dtype`` of the result, by default that of the scores, and ``kwargs`` of the call.
         """
         return emit(
             self.node,
@@ -269,9 +269,9 @@ class _Rows:
         return self.step(aten.neg.default, (self.step(aten.squeeze.dim, (found, 1)),))
 
     def factor(self) -> fx.Node:
-        """Return w[label], 0 if the label is ignored.
+        """Return w[label], or 0 if the label is ignored.
 
-        Without weights the factor is only summed; it is then 1 or 0, in at least float32.
+        Without weights, the factor is 1 or 0 in at least float32, since it is only summed.
         """
         if self.weight is None:
             wide = torch.promote_types(dtype_of(self.x), torch.float32)
@@ -281,12 +281,13 @@ class _Rows:
         return self._mask_ignored(self.step(aten.index.Tensor, (self.weight, [self.labels])))
 
     def weigh(self, rows: fx.Node) -> fx.Node:
-        """Return `rows` times the factor; an ignored row is 0, even if it is infinite."""
+        """Return `rows` times the factor; ignored rows become 0, even if they are infinite."""
         rows = rows if self.weight is None else self.step(aten.mul.Tensor, (rows, self.factor()))
         return self._mask_ignored(rows)
 
     def scatter(self, scale: fx.Node) -> fx.Node:
-        """Return zeros like x, with −`scale` times the factor at the labels."""
+        """Return a tensor like x with −`scale` times the factor at the labels, and zeros
+        elsewhere."""
         down = self.step(aten.neg.default, (scale,), shape_of(scale))
         each = down if shape_of(scale) else self.step(aten.expand.default, (down, list(self.shape)))
         source = self.step(aten.unsqueeze.default, (self.weigh(each), 1), shape_of(self.index))

@@ -1,9 +1,9 @@
-"""Split batch norms and root-mean-square norms into pieces (`autopar.ops.norms`), so that their
-statistics can be sums over ranks.
+"""Split batch norms and root-mean-square norms into several ops (`autopar.ops.norms`), so that
+their statistics can be sums over ranks.
 
-The mean of a split batch is a sum of parts, and so are its variance and the gradients of weight and
-bias. The normalization is elementwise. The running statistics are updated from those of the whole
-batch.
+The mean over a sharded batch is a partial sum, and so are the variance and the gradients of weight
+and bias. The normalization is elementwise. The running statistics are updated from those of the
+full batch.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _FORWARD = {
 
 @dataclass(frozen=True, slots=True)
 class _NormSite:
-    """Writes the pieces of one batch norm; sums are taken in the dtype `wide`.
+    """Inserts the ops of one batch norm; sums use the dtype `wide`.
 
     Attributes:
-        like: the node to replace; pieces get its phase, module and source.
+        like: the node to replace, whose phase, module and source are copied to new nodes.
         x: the operand ``[n, c, ...]``.
     """
 
@@ -66,7 +66,7 @@ class _NormSite:
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Shape of a value per channel."""
+        """Shape of a tensor with one element per channel."""
         return shape_of(self.x)[1:2]
 
     @property
@@ -108,7 +108,7 @@ class _NormSite:
 
 
 def split_batch_norm(graph: fx.Graph) -> None:
-    """Split forward and backward of every batch norm."""
+    """Split the forward and backward of every batch norm."""
     for node in calls(graph, *_FORWARD):
         with graph.inserting_before(node):
             _forward(node)
@@ -167,7 +167,10 @@ def _backward(node: fx.Node) -> None:
         grad_x = site.like_x(norms.normalize, grad, none, rstd, weight, None)
     dtype = dtype_of(weight) if is_tensor(weight) else site.wide
     made = (grad_x, site.cast(product, dtype), site.cast(total, dtype))
-    _replace(node, *(result if asked else None for result, asked in zip(made, wanted, strict=True)))
+    _replace(
+        node,
+        *(result if requested else None for result, requested in zip(made, wanted, strict=True)),
+    )
 
 
 def _replace(node: fx.Node, *results: fx.Node | None) -> None:
@@ -179,12 +182,12 @@ def _replace(node: fx.Node, *results: fx.Node | None) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Root-mean-square norms in pieces (`autopar.ops.norms`), so that sums over what is normed can be
-# sums over ranks.
+# Root-mean-square norms as several ops (`autopar.ops.norms`), so that sums over the normalized dim
+# can be sums over ranks.
 
 
 def split_rms_norms(graph: fx.Graph) -> None:
-    """Split forward and backward of every root-mean-square norm."""
+    """Split the forward and backward of every root-mean-square norm."""
     for node in calls(graph, ops.normed):
         with graph.inserting_before(node):
             _rms_forward(node, *node.args)
@@ -267,7 +270,7 @@ def _per_row(
 
 def _replace_rms(node: fx.Node, *results: fx.Node | None) -> None:
     for user in list(node.users):
-        assert user.target is operator.getitem, "an operator with two results"
+        assert user.target is operator.getitem, "the op has two results"
         result = results[user.args[1]]
         if result is not None:
             user.replace_all_uses_with(result)

@@ -1,7 +1,7 @@
-"""Replace torch's random ops with those of `autopar.ops.random`, which draw by position and read
-the random state.
+"""Replace random ops of torch with those of `autopar.ops.random`, whose numbers depend on the
+position of an element and on the random state.
 
-A graph that draws gets one more buffer, the state, which every step increments.
+A graph with random ops gets an additional buffer, the state, which every step increments.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ _Replacement = Callable[[fx.Node, fx.Node], fx.Node | None]
 
 
 def replace_random(graph: fx.Graph) -> fx.Node | None:
-    """Replace the random ops that have a counterpart; others stay in the graph.
+    """Replace the random ops that have a counterpart; others remain in the graph.
 
     Returns:
-        The placeholder of the state; None if the graph draws nothing.
+        The placeholder of the state; None if the graph has no random ops.
     """
-    _replace_dropouts_that_keep_all(graph)
+    _replace_inactive_dropouts(graph)
     for node in calls(graph, *random.WITHOUT_GENERATOR):
-        if (
-            node.kwargs.get("generator") is None
-        ):  # ``torch.randn(shape, generator=generator)`` of a caller who passes none
+        if node.kwargs.get("generator") is None:  # ``torch.randn(shape, generator=None)``
             node.target = random.WITHOUT_GENERATOR[node.target]
             node.kwargs = {
                 name: value for name, value in node.kwargs.items() if name != "generator"
@@ -58,8 +56,8 @@ def replace_random(graph: fx.Graph) -> fx.Node | None:
 
 
 def _count_unread(graph: fx.Graph) -> None:
-    """Sweep the graph, and let each remaining draw hold its distance from the previous one: eager
-    torch also makes the draws that nothing reads."""
+    """Sweep the graph, and set ``draw`` of each remaining draw to its distance from the previous
+    one; unused draws count, since eager torch runs them."""
     every = [node for node in graph.nodes if "draw" in node.kwargs]
     sweep(graph)
     left, step = set(graph.nodes), 0
@@ -70,15 +68,15 @@ def _count_unread(graph: fx.Graph) -> None:
 
 
 def next_state(graph: fx.Graph, state: fx.Node) -> fx.Node:
-    """Insert the random state's new value before the graph's output."""
+    """Insert the new value of the random state before the output of the graph."""
     output = next(iter(reversed(graph.nodes)))
     with graph.inserting_before(output):
         return emit(state, aten.add.Scalar, (state, 1), ())
 
 
 def number_draws(graph: fx.Graph) -> None:
-    """Number the draws of the graph in order; before, each draw holds its distance from the
-    previous one."""
+    """Number the draws of the graph in order; ``draw`` of each is its distance from the previous
+    one before, and its number afterwards."""
     number = -1
     for node in graph.nodes:
         if "draw" in node.kwargs:
@@ -87,7 +85,7 @@ def number_draws(graph: fx.Graph) -> None:
 
 
 def _state(graph: fx.Graph) -> fx.Node:
-    """Insert a placeholder for the state among parameters and buffers, which come before inputs."""
+    """Insert a placeholder for the state before the other placeholders."""
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
         state = graph.placeholder(random.STATE)
@@ -97,7 +95,7 @@ def _state(graph: fx.Graph) -> fx.Node:
     return state
 
 
-def _replace_dropouts_that_keep_all(graph: fx.Graph) -> None:
+def _replace_inactive_dropouts(graph: fx.Graph) -> None:
     for node in calls(graph, aten.native_dropout.default):
         x, p, train = node.args
         if train is False or p == 0.0:
@@ -128,8 +126,8 @@ def _replace_dropout(node: fx.Node, state: fx.Node) -> None:
 
 
 def _replace_slopes(node: fx.Node, state: fx.Node) -> None:
-    """Draw a slope for each element that is not positive; if nothing is trained, torch calls
-    another op."""
+    """Replace a randomized leaky relu in training mode: draw a slope for each element that is not
+    positive."""
     x, _, lower, upper = node.args[:4]
     shape, dtype = shape_of(x), dtype_of(x)
     drawn = _draw(node, state, random.uniform, (shape, lower, upper, dtype), shape, dtype)
@@ -161,11 +159,11 @@ def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
 
 
 def _replace_shaped(kind: Callable[..., Any], first: float, second: float) -> _Replacement:
-    """Return a replacement for ``rand``, ``randn`` and their ``_like`` forms, which need only the
-    result's shape and dtype."""
+    """Return a replacement for ``rand``, ``randn`` and their ``_like`` forms, which only need the
+    shape and dtype of the result."""
 
     def replace(node: fx.Node, state: fx.Node) -> fx.Node:
-        """Replace a draw that needs the shape and the dtype of its result alone."""
+        """Replace a draw that only needs the shape and dtype of its result."""
         shape, dtype = shape_of(node), dtype_of(node)
         return _draw(node, state, kind, (shape, first, second, dtype), shape, dtype)
 
@@ -178,7 +176,7 @@ def _replace_ranged(
     """Return a replacement for ``uniform(x, from, to)`` and ``normal_functional(x, mean, std)``."""
 
     def replace(node: fx.Node, state: fx.Node) -> fx.Node:
-        """Replace a draw whose two parameters are arguments."""
+        """Replace a draw whose distribution parameters are arguments."""
         shape, dtype = shape_of(node), dtype_of(node)
         first, second = (
             _argument(node, i + 1, name, default)
@@ -190,11 +188,11 @@ def _replace_ranged(
 
 
 def _integers(low: int | None, high: int) -> _Replacement:
-    """Return a replacement for ``randint`` and its variants; `low` and `high` are positions of
-    arguments."""
+    """Return a replacement for ``randint`` and its variants; `low` and `high` are the positions of
+    the arguments."""
 
     def replace(node: fx.Node, state: fx.Node) -> fx.Node | None:
-        """Replace a draw of integers; return None if the range is too large for it."""
+        """Replace a draw of integers; return None if the range is too large."""
         shape, dtype = shape_of(node), dtype_of(node)
         begin, end = node.args[low] if low is not None else 0, node.args[high]
         if end - begin > random.LARGEST_RANGE:
@@ -218,7 +216,7 @@ def _bernoulli_p(node: fx.Node, state: fx.Node) -> fx.Node:
 
 
 def _bernoulli(node: fx.Node, state: fx.Node) -> fx.Node:
-    """Draw with the probabilities that the operand holds."""
+    """Draw booleans with the probabilities in the operand."""
     shape, probabilities = shape_of(node), node.args[0]
     drawn = _draw(
         node, state, random.uniform, (shape, 0.0, 1.0, torch.float32), shape, torch.float32
@@ -247,8 +245,8 @@ def _exponential(node: fx.Node, state: fx.Node) -> fx.Node:
 def _exponentials(
     node: fx.Node, state: fx.Node, shape: Sequence[int], dtype: torch.dtype, rate: float = 1.0
 ) -> fx.Node:
-    """Draw exponential numbers by inversion, −log(1 − u) / rate; never 0, and in at least float32,
-    whose digits reach into the tail."""
+    """Draw exponential numbers by inversion, −log(1 − u) / rate. They are never 0, and use at least
+    float32, whose precision covers the tail."""
     drawn = _draw(node, state, random.uniform, (shape, 0.0, 1.0, dtype), shape, dtype)
     negative = emit(node, aten.neg.default, (drawn,), shape, dtype=dtype)
     logarithm = emit(node, aten.log1p.default, (negative,), shape, dtype=dtype)
@@ -259,8 +257,8 @@ def _exponentials(
 
 
 def _multinomial(node: fx.Node, state: fx.Node) -> fx.Node:
-    """Draw categories as a race: each waits for an exponential time whose rate is its weight, and
-    the first ones are drawn. Draws with replacement each have times of their own."""
+    """Draw categories by exponential times: each category gets a time whose rate is its weight, and
+    those with the smallest times are drawn. With replacement, each draw has its own times."""
     weights, num = node.args[:2]
     replaced, dtype = (
         _argument(node, 2, "replacement", False) and num > 1,
@@ -320,7 +318,7 @@ def _dirichlet(node: fx.Node, state: fx.Node) -> fx.Node:
 
 
 def _permutation(node: fx.Node, state: fx.Node) -> fx.Node:
-    """Return the order of random integers."""
+    """Draw a permutation as the order of random integers."""
     shape = shape_of(node)
     drawn = _draw(
         node,

@@ -1,5 +1,5 @@
-"""Tangents from which backward starts in checks and in `execute`, where no user code computes them,
-and their place in sums of gradients."""
+"""Tangents for backward in checks and in `execute`, which have no user code that computes them, and
+the position of tangents in sums of gradients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from autopar.capture.graphs import dtype_of, is_tensor, shape_of
 def tangent_of(
     path: str, shape: Sequence[int], dtype: torch.dtype, *, is_loss: bool, scale: float = 1.0
 ) -> torch.Tensor:
-    """Return the gradient of a scalar by an output.
+    """Return a tangent for an output.
 
     The tangent of the model's loss is `scale`. That of any other output is `scale` times normally
-    distributed numbers, which are always the same for its path and shape: with ones, the gradient
-    through a softmax would be zero whatever was computed. The numbers are drawn in float64 or
-    complex128, and rounded.
+    distributed numbers, which only depend on its path and shape. Ones would not suffice: the
+    gradient through a softmax would always be zero. The numbers are drawn in float64 or complex128
+    and rounded.
 
     Args:
         path: path of the output in the returned structure.
@@ -41,17 +41,18 @@ def tangent_of(
 
 
 # --------------------------------------------------------------------------------------------------
-# Sums of gradients add the tangent of an output last, after the gradients from ops that read it.
+# In a sum of gradients, the tangent of an output is added last, after the gradients from ops that
+# read the output.
 #
-# Autograd adds it first, to whichever other term comes first. If the model is cut into stages, the
-# gradients from later stages would then cross as two tensors: `t + a`, then `+ b`. With the tangent
-# last, one tensor crosses: the sum of all gradients from later stages.
+# Autograd adds the tangent first: `(t + a) + b`. If the model is cut into stages and `a` and `b`
+# are from later stages, two tensors would then be sent to the earlier stage. With the tangent last,
+# one tensor is sent: the sum of all gradients from later stages.
 
 _add = torch.ops.aten.add.Tensor
 
 
 def add_tangents_last(graph: fx.Graph, tangents: Iterable[fx.Node]) -> None:
-    """Reorder sums of gradients so that tangents are added last; values of nodes are updated.
+    """Reorder sums of gradients so that tangents are added last, and update ``val`` of the nodes.
 
     Args:
         graph: the joint graph.
@@ -63,7 +64,7 @@ def add_tangents_last(graph: fx.Graph, tangents: Iterable[fx.Node]) -> None:
 
 
 def _move_down(tangent: fx.Node, here: fx.Node) -> None:
-    """Move the tangent from the sum `here` to the next sum, while that is the only reader."""
+    """Move the tangent from the sum `here` to the next sum, as long as that is its only user."""
     while len(here.users) == 1:
         (behind,) = here.users
         others = [term for term in behind.args if term is not here]
@@ -74,7 +75,7 @@ def _move_down(tangent: fx.Node, here: fx.Node) -> None:
             and _alike(here, behind, *mine, *others)
         ):
             return
-        behind.prepend(here)  # after what else `behind` adds
+        behind.prepend(here)  # after the other operand of `behind`
         here.args = (*mine, *others)
         here.meta["val"] = _add(*(term.meta["val"] for term in here.args))
         behind.args = (here, tangent)

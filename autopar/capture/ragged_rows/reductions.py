@@ -1,5 +1,5 @@
-"""Ends of picked rows: ops that sum or average them, or write them back into the tensor that they
-were picked from."""
+"""Ops that sum or average selected rows, or write them back into the tensor that they were selected
+from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_ELEMENTS = frozenset(
 _OF_ROWS = frozenset(
     ("cosine_embedding_loss", "triplet_margin_loss", "multilabel_soft_margin_loss")
 )
-"""Losses that have a number for each row of a matrix."""
+"""Losses with one number per row of a matrix."""
 _OF_CLASSES = frozenset(("cross_entropy", "nll_loss"))
 
 
@@ -52,19 +52,18 @@ def reduction_of(node: fx.Node) -> str:
 
 
 def end_rows(node: fx.Node, masks: Masks, write: Writer) -> fx.Node:
-    """Write the replacement of a node that has picked rows among its operands and none in its
-    result.
+    """Insert the replacement of a node whose operands contain selected rows, but not its result.
 
     Args:
-        node: the node to replace; it stays in the graph.
-        masks: the masks by the symbol that counts their rows.
-        write: writes nodes before `node`.
+        node: the node to replace; it remains in the graph.
+        masks: masks by the symbol of their number of rows.
+        write: inserts nodes before `node`.
 
     Returns:
-        The node with the same result, computed from all rows.
+        A node with the same result, computed from all rows.
 
     Raises:
-        CaptureError: `node` does not treat rows alike and apart before it reduces them.
+        CaptureError: `node` is not a supported reduction.
     """
     ending = _loss if is_loss(node) else _ENDINGS.get(name_of(node))
     made = ending(node, masks, write) if ending is not None else None
@@ -81,14 +80,14 @@ def _mask_of(node: Any, masks: Masks) -> tuple[Mask, int]:
 
 
 def _method(node: fx.Node) -> str:
-    """Return the method name of an op; it ends with an underscore if the op writes in place."""
+    """Return the method name of an op, with the underscore of in-place forms."""
     return str(node.target) if node.op == "call_method" else name_of(node)
 
 
-def _fill_unpicked(
+def _fill_others(
     rows: fx.Node, value: Any, masks: Masks, write: Writer, rank: int | None = None
 ) -> fx.Node:
-    """Return `rows` with `value` in the rows that were not picked."""
+    """Return `rows` with `value` in the rows that are not selected."""
     mask, factor = _mask_of(rows, masks)
     tensor = tensor_of(rows)
     dims = rank if rank is not None else 1 if tensor is None else tensor.dim()
@@ -113,7 +112,7 @@ def _sum(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
     found = _along(node)
     if found is None:
         return None
-    kept = _fill_unpicked(node.args[0], False if found[0].dtype is torch.bool else 0, masks, write)
+    kept = _fill_others(node.args[0], False if found[0].dtype is torch.bool else 0, masks, write)
     return write.method("sum", kept, *node.args[1:], **node.kwargs)
 
 
@@ -129,22 +128,23 @@ def _mean(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
 
 def _extreme(sign: int) -> _Ending:
     def end_extreme(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-        """Reduce with the identity in rows that were not picked; None if indices are asked for.
+        """Reduce with the identity in the rows that are not selected; return None if the reduction
+        also returns indices.
 
         Args:
             node: the reduction.
-            masks: the masks by the symbol that counts their rows.
-            write: writes nodes before `node`.
+            masks: masks by the symbol of their number of rows.
+            write: inserts nodes before `node`.
         """
         found = _along(node)
         if found is None:
             return None
         name = name_of(node)
         if name in ("max", "min") and argument(node, 1, "dim") is not None:
-            return None  # which index is meant, of several that are equal
+            return None  # the index of the extreme is ambiguous if rows are equal
         least = sign * math.inf if found[0].is_floating_point() else _bound(found[0].dtype, sign)
         return write.method(
-            name, _fill_unpicked(node.args[0], least, masks, write), *node.args[1:], **node.kwargs
+            name, _fill_others(node.args[0], least, masks, write), *node.args[1:], **node.kwargs
         )
 
     return end_extreme
@@ -154,20 +154,20 @@ def _bound(dtype: torch.dtype, sign: int) -> int:
     return torch.iinfo(dtype).max if sign > 0 else torch.iinfo(dtype).min
 
 
-def _whether(every: bool) -> _Ending:
+def _boolean(every: bool) -> _Ending:
     def end_flags(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-        """Reduce with the neutral flag in rows that were not picked.
+        """Reduce booleans with the identity in the rows that are not selected.
 
         Args:
             node: the reduction.
-            masks: the masks by the symbol that counts their rows.
-            write: writes nodes before `node`.
+            masks: masks by the symbol of their number of rows.
+            write: inserts nodes before `node`.
         """
         if _along(node) is None:
             return None
         return write.method(
             name_of(node),
-            _fill_unpicked(node.args[0], every, masks, write),
+            _fill_others(node.args[0], every, masks, write),
             *node.args[1:],
             **node.kwargs,
         )
@@ -198,7 +198,7 @@ def _loss(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
         if tensors[-1].is_floating_point() or len(operands) < 2:
             return None
         ignored = given.get("ignore_index", -100)
-        target = _fill_unpicked(given["target"], ignored, masks, write)
+        target = _fill_others(given["target"], ignored, masks, write)
         return write.call(getattr(functional, name), **{**given, "target": target})
     if name in _OF_ROWS and max(tensor.dim() for tensor in tensors) != 2:
         return None
@@ -209,14 +209,14 @@ def _loss(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
 def _reduce_loss(
     node: fx.Node, operand: fx.Node, shape: tuple[int, ...], masks: Masks, write: Writer
 ) -> fx.Node:
-    """Sum or average a loss over the picked rows.
+    """Sum or average a loss over the selected rows.
 
     Args:
         node: the call of the loss.
-        operand: an operand with the picked rows.
-        shape: shape of the loss of one row without reduction, [1, ...].
-        masks: the masks by the symbol that counts their rows.
-        write: writes nodes before `node`.
+        operand: an operand with the selected rows.
+        shape: shape of the loss of one row without reduction, ``[1, ...]``.
+        masks: masks by the symbol of their number of rows.
+        write: inserts nodes before `node`.
     """
     given = _settings(node)
     each = write.call(getattr(functional, name_of(node)), **{**given, "reduction": "none"})
@@ -231,14 +231,14 @@ def _reduce_loss(
 
 
 def _index_add(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-    """Add rows, with zeros for those that were not picked."""
+    """Add rows, with zeros in the rows that are not selected."""
     held, dim, index, rows = (
         argument(node, i, name) for i, name in enumerate(("input", "dim", "index", "source"))
     )
     if dim != 0 or first_dim(held) or not first_dim(rows) or first_dim(index) != first_dim(rows):
         return None
     return write.method(
-        _method(node), held, 0, index, _fill_unpicked(rows, 0, masks, write), **node.kwargs
+        _method(node), held, 0, index, _fill_others(rows, 0, masks, write), **node.kwargs
     )
 
 
@@ -247,16 +247,16 @@ def _index_put(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
     adds = bool(argument(node, 3, "accumulate", False))
     if not adds or first_dim(held) or not all(first_dim(i) == first_dim(rows) for i in indices):
         return None
-    return write.method(_method(node), held, indices, _fill_unpicked(rows, 0, masks, write), True)
+    return write.method(_method(node), held, indices, _fill_others(rows, 0, masks, write), True)
 
 
 def put_back(node: fx.Node, masks: Masks, write: Writer) -> bool:
-    """Rewrite ``x[mask] = rows`` if `rows` were picked by the same mask.
+    """Rewrite ``x[mask] = rows`` if the same mask selected `rows`.
 
     Args:
         node: the call of ``setitem``.
-        masks: the masks by the symbol that counts their rows.
-        write: writes nodes before `node`.
+        masks: masks by the symbol of their number of rows.
+        write: inserts nodes before `node`.
 
     Returns:
         Whether the node was rewritten.
@@ -285,8 +285,8 @@ def put_back(node: fx.Node, masks: Masks, write: Writer) -> bool:
 
 
 def _masked_scatter(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-    """Match ``x.masked_scatter(mask, rows)`` if the same mask, or one that it is expanded from,
-    picked `rows`."""
+    """Rewrite ``x.masked_scatter(mask, rows)`` if the same mask, up to expansion, selected
+    `rows`."""
     held, flags, rows = node.args[:3]
     mask, factor = _mask_of(rows, masks)
     tensor, given, where = tensor_of(held), tensor_of(rows), tensor_of(flags)
@@ -295,7 +295,7 @@ def _masked_scatter(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | Non
         or given is None
         or where is None
         or factor != 1
-        or _picks(flags) != _picks(mask.node)
+        or _mask_origin(flags) != _mask_origin(mask.node)
     ):
         return None
     rest = tuple(tensor.shape[len(mask.shape) :])
@@ -307,9 +307,9 @@ def _masked_scatter(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | Non
     return write.method("copy_", held, made) if str(node.target).endswith("_") else made
 
 
-def _picks(flags: Any) -> tuple[int, Any]:
-    """Return how often a mask is negated, modulo 2, and the node that it is derived from; dims of
-    length 1 are ignored."""
+def _mask_origin(flags: Any) -> tuple[int, Any]:
+    """Return the number of negations of a mask modulo 2, and the node that it is derived from; dims
+    of length 1 are ignored."""
     negated = 0
     while isinstance(flags, fx.Node):
         name = name_of(flags)
@@ -324,8 +324,8 @@ def _picks(flags: Any) -> tuple[int, Any]:
 
 
 def _ctc(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
-    """Pad targets that a mask picks from one row per sample: the picked elements of each row come
-    first."""
+    """Pad targets that a mask selects from one row per sample: the selected elements of each row
+    are moved to its front."""
     log_probs, targets, frames, lengths, *rest = node.args
     mask, factor = _mask_of(targets, masks)
     if factor != 1 or len(mask.shape) != 2 or not _counts(lengths, mask):
@@ -337,7 +337,7 @@ def _ctc(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
 
 
 def _counts(lengths: Any, mask: Mask) -> bool:
-    """Whether `lengths` is the number of elements that `mask` picks from each row."""
+    """Whether `lengths` is the number of elements that `mask` selects from each row."""
     while isinstance(lengths, fx.Node) and name_of(lengths) in (
         "reshape",
         "as_tensor",
@@ -351,7 +351,7 @@ def _counts(lengths: Any, mask: Mask) -> bool:
         or argument(lengths, 1, "dim") not in (-1, 1, (-1,), (1,))
     ):
         return False
-    return _picks(lengths.args[0]) == _picks(mask.node)
+    return _mask_origin(lengths.args[0]) == _mask_origin(mask.node)
 
 
 _SAME_FLAGS = ("unsqueeze", "expand", "expand_as", "to", "bool")
@@ -362,8 +362,8 @@ _ENDINGS: Mapping[str, _Ending] = {
     "amax": _extreme(-1),
     "min": _extreme(1),
     "amin": _extreme(1),
-    "any": _whether(False),
-    "all": _whether(True),
+    "any": _boolean(False),
+    "all": _boolean(True),
     "index_add": _index_add,
     "index_put": _index_put,
     "masked_scatter": _masked_scatter,

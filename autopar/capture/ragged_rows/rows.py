@@ -1,4 +1,4 @@
-"""Masks, the symbols that count their picked rows, and a writer of nodes in a graph of torch
+"""Masks, the symbols of their numbers of selected rows, and a writer of nodes in a graph of torch
 functions."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import fx
 from autopar.capture.diagnostics import of_changing_shapes, user_line
 from autopar.errors import CaptureError, Where
 
-_BINDING = "unbacked_bindings"  # torch's note that a node gives a symbol its value
+_BINDING = "unbacked_bindings"  # torch's metadata of nodes that define a symbol
 
 
 def value_of(node: Any) -> Any:
-    """Return the example value that Dynamo recorded for a node: a tensor without data, or a number;
+    """Return the example value of a node that Dynamo recorded, a tensor without data or a number;
     None if there is none."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
@@ -33,8 +33,8 @@ def tensor_of(node: Any) -> torch.Tensor | None:
 def count_symbol(size: Any) -> tuple[str, int] | None:
     """Return (symbol, factor) of a size that depends on values.
 
-    The result is ``("", 0)`` if the size is not a multiple of one symbol, and None for a plain
-    number and for a symbolic size that torch has determined to be one integer.
+    The result is ``("", 0)`` if the size is not a multiple of one symbol. It is None for a plain
+    number, and for a symbolic size that equals an integer.
     """
     if not isinstance(size, torch.SymInt) or size.node.expr.is_Integer:
         return None
@@ -43,8 +43,8 @@ def count_symbol(size: Any) -> tuple[str, int] | None:
 
 
 def first_dim(node: Any) -> tuple[str, int] | None:
-    """Return (symbol, factor) of a tensor's first dim if only that dim depends on values; None if
-    no dim does.
+    """Return (symbol, factor) of the first dim of a tensor if only that dim depends on values; None
+    if no dim does.
 
     Raises:
         CaptureError: another dim depends on values.
@@ -59,7 +59,7 @@ def first_dim(node: Any) -> tuple[str, int] | None:
 
 
 def refusal(node: fx.Node) -> CaptureError:
-    """Return the error for a node through which picked rows cannot be followed."""
+    """Return the error for a node that is not supported for selected rows."""
     name = (
         node.target
         if isinstance(node.target, str)
@@ -69,7 +69,7 @@ def refusal(node: fx.Node) -> CaptureError:
 
 
 class Writer:
-    """Writes nodes before `here`, and copies its source lines and module path to them."""
+    """Inserts nodes before `here`, with its source lines and module path."""
 
     def __init__(self, graph: fx.Graph, here: fx.Node) -> None:
         self._graph, self._here = graph, here
@@ -98,24 +98,24 @@ class Writer:
         return node
 
     def replace(self, node: fx.Node) -> None:
-        """Let `node` take the place of `here` for all users, with its metadata."""
+        """Replace `here` with `node` for all users, and copy its metadata."""
         node.meta = {name: value for name, value in self._here.meta.items() if name != _BINDING}
         self._here.replace_all_uses_with(node)
 
 
 @dataclass
 class Mask:
-    """The rows that one symbol counts.
+    """A mask whose number of selected rows is one symbol.
 
     Attributes:
         node: the mask as the model computes it.
         shape: its shape.
-        flat: the mask as one dim.
-        first: the index of the first picked row, or the number of rows if none is picked. None if
-            rows that were not picked may be zeros: the first picked row depends on all samples.
+        flat: the mask with one dim.
+        first: index of the first selected row, or the number of rows if none is selected; None if
+            the other rows may be zeros.
         repeated: factor → `flat` with each element repeated that many times.
-        num: the number of picked rows, once it is computed.
-        numbers: nodes that hold the indices of the rows.
+        num: number of selected rows, once it is computed.
+        numbers: nodes that contain the indices of the rows.
     """
 
     node: fx.Node
@@ -128,13 +128,13 @@ class Mask:
 
     @staticmethod
     def of(node: fx.Node, shape: tuple[int, ...], tame: bool, write: Writer) -> Mask:
-        """Build the mask of `node`.
+        """Create the `Mask` of a node.
 
         Args:
-            node: the mask, a boolean tensor of `shape`.
+            node: the mask, a boolean tensor of shape `shape`.
             shape: its shape.
-            tame: whether rows that were not picked may be zeros (`rowwise.is_tame`).
-            write: writes the nodes.
+            tame: whether the rows that are not selected may be zeros (`rowwise.is_tame`).
+            write: inserts nodes.
         """
         flat = write.method("reshape", node, -1)
         if tame:
@@ -145,16 +145,16 @@ class Mask:
 
     @property
     def num_rows(self) -> int:
-        """Rows in total, picked or not."""
+        """Number of all rows, selected or not."""
         return math.prod(self.shape)
 
     def rows(self, factor: int, dims: int, write: Writer) -> fx.Node:
         """Return the mask with each element repeated `factor` times, as the first of `dims` dims.
 
         Args:
-            factor: the number of rows that each original row was split into.
+            factor: number of rows that each original row was split into.
             dims: rank of the result; all dims after the first have length 1.
-            write: writes the nodes.
+            write: inserts nodes.
         """
         if factor not in self.repeated:
             made = (
@@ -164,20 +164,20 @@ class Mask:
         return write.method("view", self.repeated[factor], -1, *[1] * (dims - 1))
 
     def count(self, factor: int, write: Writer) -> fx.Node:
-        """Return the number of picked rows, times `factor`, as a scalar tensor."""
+        """Return `factor` times the number of selected rows, as a scalar tensor."""
         if self.num is None:
             self.num = write.method("sum", self.flat)
         return self.num if factor == 1 else write.method("mul", self.num, factor)
 
     def choose_rows(self, rows: fx.Node, sample: torch.Tensor, dims: int, write: Writer) -> fx.Node:
-        """Return all rows, with the first picked row, or zeros, in place of each row that is not
-        picked.
+        """Return all rows, with those that are not selected replaced by the first selected row, or
+        by zeros.
 
         Args:
             rows: all rows, ``[num_rows, ...]``.
-            sample: a tensor of the dtype and device of `rows`.
+            sample: a tensor with the dtype and device of `rows`.
             dims: rank of `rows`.
-            write: writes the nodes.
+            write: inserts nodes.
         """
         if sample.dtype is torch.bool:
             return rows
@@ -192,13 +192,13 @@ class Mask:
         return write.call(torch.where, self.rows(1, dims, write), rows, first)
 
     def places(self, dim: int, write: Writer) -> fx.Node:
-        """Return the index of every row along dim `dim` of the mask; a row that is not picked gets
-        that of the first picked row, or keeps its own."""
+        """Return the index of every row along dim `dim` of the mask; rows that are not selected get
+        the index of the first selected row, or keep their own."""
         rows = numbers = write.call(torch.arange, self.num_rows, device=_device(self.node))
         if self.first is not None:
             inside = write.call(
                 torch.clamp, self.first, max=self.num_rows - 1
-            )  # where none is picked
+            )  # if no row is selected
             rows = write.call(torch.where, self.flat, numbers, inside)
         stride = math.prod(self.shape[dim + 1 :])
         whole = write.call(torch.div, rows, stride, rounding_mode="floor") if stride > 1 else rows
@@ -206,8 +206,8 @@ class Mask:
 
 
 def _device(node: fx.Node) -> torch.device:
-    """Return the device of a mask; masks written by this package are on the CPU, as all of a
-    capture is."""
+    """Return the device of a mask; masks inserted by this package are on the CPU, like all tensors
+    of a capture."""
     tensor = tensor_of(node)
     return torch.device("cpu") if tensor is None else tensor.device
 

@@ -1,5 +1,5 @@
-"""Ops that treat the rows of a tensor alike and apart: row i of the result depends only on row i of
-each operand that has these rows."""
+"""Row-wise ops: row i of the result depends only on row i of each operand with these rows, in the
+same way for all rows."""
 
 from __future__ import annotations
 
@@ -137,13 +137,12 @@ _ELEMENTWISE = frozenset(
         "copy",
     ]
 )
-"""Of operands that are broadcast."""
+"""Elementwise ops, whose operands are broadcast."""
 MAKING = frozenset(("zeros", "ones", "full", "new_zeros", "new_ones", "new_full"))
 SHAPING = frozenset(("view", "reshape", "flatten", "expand", "unflatten"))
-"""What splits rows, joins or repeats what is within them, where the first dim still counts rows
-afterwards."""
+"""Ops that change shapes, after which the first dim still counts rows or parts of rows."""
 SIZED = SHAPING | MAKING | {"repeat"}
-"""What takes sizes."""
+"""Ops with sizes among their arguments."""
 COMPUTING = frozenset(
     [
         "add",
@@ -165,7 +164,7 @@ COMPUTING = frozenset(
         "ge",
     ]
 )
-"""Of a tensor and a number, which may be a tensor as well."""
+"""Ops of a tensor and a number, which also accept a tensor instead of the number."""
 _DIMS: Mapping[str, tuple[int, str, Any]] = {
     **dict.fromkeys(
         [
@@ -208,11 +207,11 @@ _DIMS: Mapping[str, tuple[int, str, Any]] = {
     "flip": (1, "dims", 0),
     "roll": (2, "dims", 0),
 }
-"""Name → where the dim stands that an op works along, and which one where none is given; 0 for
-all."""
+"""Name → (position, name, default) of the argument with the dim that the op works along. The
+default 0 also means all dims."""
 _ALONG_ALL = {"cat": 0, "stack": 0, "gather": 1, "take_along_dim": 2}
-"""The same of what works along a dim of several operands, all of which have to have the rows;
-the dim is second, or third."""
+"""Name → default dim of ops that work along a dim of several operands, all of which must have the
+rows."""
 _FIRST = {"linear": 2, "bilinear": 2, "layer_norm": 2, "rms_norm": 2, "embedding": 1, "one_hot": 1}
 _IMAGES = {
     **{
@@ -225,8 +224,8 @@ _IMAGES = {
     "interpolate": 3,
     "pad": 2,
 }
-"""Name → the smallest rank of the first operand, the only one with rows, of which the first dim
-is samples."""
+"""Name → least rank of the first operand at which its first dim is the samples. Only the first
+operand may have rows."""
 
 
 _TAME = frozenset(
@@ -344,12 +343,12 @@ _TAME = frozenset(
         *_IMAGES,
     ]
 )
-"""What has a finite result and finite derivatives for whatever finite numbers."""
+"""Ops with finite results and finite derivatives for all finite operands."""
 
 
 def is_tame(node: fx.Node) -> bool:
-    """Whether a row that the model does not use (zeros, or a row that was left out) cannot cause an
-    error, an infinite value or an infinite derivative."""
+    """Whether a row that the model does not compute (such as zeros) cannot cause an error, an
+    infinite value or an infinite derivative."""
     name = name_of(node)
     if name in ("truediv", "div", "itruediv"):
         return first_dim(argument(node, 1, "other")) is None
@@ -372,7 +371,7 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
     Args:
         node: a call.
-        position: the argument's position.
+        position: position of the argument.
         name: its keyword.
         default: the result if the argument is not passed.
     """
@@ -380,11 +379,11 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 
 def dims_of(node: fx.Node, name: str, rank: int) -> tuple[int, ...] | None:
-    """Return the dims that an op of `_DIMS` works along; None if the argument is a tensor instead.
+    """Return the dims that an op of `_DIMS` works along; None if the argument is a tensor.
 
     Args:
         node: a call of the op.
-        name: the op's name, a key of `_DIMS`.
+        name: name of the op, a key of `_DIMS`.
         rank: rank of the first operand.
     """
     position, keyword, default = _DIMS[name]
@@ -396,11 +395,11 @@ def dims_of(node: fx.Node, name: str, rank: int) -> tuple[int, ...] | None:
     return tuple(dim % rank for dim in (given if isinstance(given, list | tuple) else (given,)))
 
 
-_ALWAYS = _ELEMENTWISE | SHAPING | MAKING  # ops that keep the rows whatever their arguments
+_ALWAYS = _ELEMENTWISE | SHAPING | MAKING  # ops that are row-wise for all arguments
 
 
 def keeps_rows(node: fx.Node) -> bool:
-    """Whether `node`, whose result's first dim counts rows, treats rows alike and apart."""
+    """Whether `node` is row-wise; the first dim of its result counts rows."""
     name, operands = name_of(node), [n for n in node.all_input_nodes if tensor_of(n) is not None]
     rows = list(filter(first_dim, operands))
     if name in _ALWAYS:
@@ -438,10 +437,10 @@ def _takes_all(index: Any) -> bool:
 
 
 def _getitem(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
-    """Match an index that takes all rows, or that looks rows of integers up in another tensor."""
+    """Whether an index takes all rows, or looks up integer rows in another tensor."""
     held, index = node.args
     if tensor_of(held) is None:
-        return True  # of several results
+        return True  # one of several results
     indices = index if isinstance(index, tuple) else (index,)
     if held in rows:
         inner = [i for i in indices if isinstance(i, fx.Node)]
@@ -490,14 +489,14 @@ def _attention(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> b
 
 
 def _dropout(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
-    """Match dropout that drops nothing; with more rows than the model has, other elements would be
-    dropped."""
+    """Whether a dropout drops nothing; with all rows instead of the selected ones, other elements
+    would be dropped."""
     return argument(node, 1, "p", 0.5) == 0.0 or not argument(node, 2, "training", True)
 
 
 def _repeat(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
-    """Match repeats within rows, or of a tensor without rows; repeated rows would be in another
-    order."""
+    """Whether a repeat is within rows, or of a tensor without rows; repeated rows would be in
+    another order."""
     first = node.args[1][0] if isinstance(node.args[1], tuple | list) else node.args[1]
     return not rows or first == 1
 

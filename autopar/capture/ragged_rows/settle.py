@@ -1,5 +1,5 @@
-"""Rewrite a graph of torch functions whose sizes and numbers depend on values to fixed sizes and
-tensors."""
+"""Rewrite a graph of torch functions so that sizes that depend on values become fixed, and numbers
+that are read from tensors remain tensors."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from autopar.capture.ragged_rows.rowwise import (
 from autopar.errors import CaptureError, Where
 
 # --------------------------------------------------------------------------------------------------
-# Masks in a graph of torch functions: equal masks are merged, and masks whose number of picked
-# rows is fixed are rewritten to fixed shapes.
+# Masks in a graph of torch functions: equal masks are merged, and masks with a fixed number of
+# selected rows are rewritten to fixed shapes.
 #
 # A mask that is computed twice, as in ``out[~mask] = f(x[~mask])``, becomes one mask, so that both
-# uses pick equally many rows.
+# uses have the same number of rows.
 
 
 _COMPARING = frozenset(
@@ -80,14 +80,14 @@ _COMPARING = frozenset(
         *SHAPING,
     ]
 )
-"""What masks are made by: of equal operands they give equal values."""
+"""Ops that compute masks; their results are equal for equal operands."""
 
 
 def join_equal_masks(graph: fx.Graph) -> None:
-    """Replace masks that are computed by the same ops from the same values with the first of them.
+    """Replace masks that the same ops compute from the same values with the first of them.
 
-    Masks that are written to are left alone. All that one mask picks gets the same symbol for its
-    number of rows. The replaced nodes stay in the graph, unused.
+    Masks that are written to are not replaced. All results of one mask get the same symbol for
+    their number of rows. The replaced nodes remain in the graph, without users.
     """
     writes = [written for node in graph.nodes for written in _storages_written(node)]
     version: dict[int, int] = {}
@@ -105,19 +105,19 @@ def join_equal_masks(graph: fx.Graph) -> None:
         ):
             continue
         try:
-            made[node] = _story(node, made, version)
+            made[node] = _describe(node, made, version)
             first = firsts.setdefault(made[node], node) if value.dtype is torch.bool else node
         except TypeError:
-            continue  # an argument that cannot be compared
+            continue  # an argument is not hashable
         if first is not node and not {_storage(value), _storage(tensor_of(first))} & set(writes):
             node.replace_all_uses_with(first)
-    _count_alike(graph)
+    _unify_counts(graph)
 
 
-def _story(node: fx.Node, made: dict[fx.Node, Any], version: dict[int, int]) -> Any:
+def _describe(node: fx.Node, made: dict[fx.Node, Any], version: dict[int, int]) -> Any:
     """Return a hashable description of how a value is computed.
 
-    The description ends at operands that are not themselves comparisons; these count with the
+    Operands that are not computed by ops of `_COMPARING` are identified by their node and the
     number of writes to their storage so far.
 
     Raises:
@@ -133,9 +133,9 @@ def _story(node: fx.Node, made: dict[fx.Node, Any], version: dict[int, int]) -> 
         return tuple(map(part, x)) if isinstance(x, tuple | list) else (type(x), x)
 
     settings = tuple((name, part(x)) for name, x in sorted(node.kwargs.items()))
-    story = node.op, node.target, tuple(part(x) for x in node.args), settings
-    hash(story)
-    return story
+    description = node.op, node.target, tuple(part(x) for x in node.args), settings
+    hash(description)
+    return description
 
 
 def _storage(value: torch.Tensor | None) -> int:
@@ -143,15 +143,15 @@ def _storage(value: torch.Tensor | None) -> int:
 
 
 def _storages_written(node: fx.Node) -> set[int]:
-    """The storages that a node writes to."""
+    """Return the storages that a node writes to."""
     first = node.args[:1] if is_in_place(node) else ()
     return {
         _storage(tensor_of(x)) for x in (*first, node.kwargs.get("out")) if tensor_of(x) is not None
     }
 
 
-def _count_alike(graph: fx.Graph) -> None:
-    """Give all results that one mask picks the same symbol for their number of rows."""
+def _unify_counts(graph: fx.Graph) -> None:
+    """Give all results of one mask the same symbol for their number of rows."""
     sizes: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         index = node.args[1] if name_of(node) == "getitem" and len(node.args) > 1 else None
@@ -174,22 +174,22 @@ def _count_alike(graph: fx.Graph) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Masks that must pick a fixed number of rows: ``x[mask] + given`` and ``x[mask] = given``, where
-# `given` has that many rows.
+# Masks that must select a fixed number of rows: ``x[mask] + given`` and ``x[mask] = given``, where
+# `given` has that number of rows.
 #
-# With another number the plain model raises an error. So shapes are fixed: rows are read by the
-# places that the mask picks, and written back in their order.
+# With another number, the plain model raises an error. Therefore shapes are fixed: rows are read by
+# the positions that the mask selects, and written back in their order.
 
 
 def is_required(node: fx.Node) -> bool:
-    """Whether `node` reads or writes rows by a mask that must pick a fixed number of rows."""
+    """Whether `node` reads or writes rows by a mask that must select a fixed number of rows."""
     return name_of(node) in ("getitem", "setitem") and _match_picked(node) is not None
 
 
 def settle_required(graph: fx.Graph) -> None:
-    """Read and write the rows of such masks in fixed shapes.
+    """Rewrite reads and writes by masks with a fixed number of rows to fixed shapes.
 
-    A symbolic number that torch has determined to be one integer is replaced by that integer.
+    A symbolic number that equals an integer is replaced by that integer.
     """
     for node in list(graph.nodes):
         number = node.meta.get("example_value")
@@ -221,18 +221,18 @@ def _match_picked(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...], int] | None:
     num = None if rows is None else rows.shape[0]
     if isinstance(num, torch.SymInt):
         num = int(num.node.expr) if num.node.expr.is_Integer else None
-    elif num == 1:  # of one row each that is picked takes a copy
+    elif num == 1:  # one row is broadcast to all selected rows
         num = None
     return None if num is None else (flags, tuple(others), num)
 
 
 def _picked_rows(node: fx.Node, others: Sequence[Any], rank: int) -> torch.Tensor | None:
-    """Return the rows that an index reads or writes; None for rows that it does not write whole.
+    """Return the rows that an index reads or writes; None if it only writes parts of rows.
 
     Args:
         node: a call of ``getitem`` or ``setitem``.
         others: the indices after the mask.
-        rank: rank of the rows in the tensor that is indexed.
+        rank: rank of the selected rows.
     """
     if name_of(node) == "getitem":
         return tensor_of(node)
@@ -260,7 +260,7 @@ def _replace_write(
     held, shape = tensor_of(node.args[0]), tuple(getattr(tensor_of(flags), "shape", ()))
     assert (
         held is not None and isinstance(node.args[0], fx.Node) and isinstance(node.args[2], fx.Node)
-    ), "a tensor, and rows to put in"
+    ), "the operands are a tensor and rows"
     number = write.method(
         "cumsum", write.method("to", write.method("reshape", flags, -1), torch.int64), 0
     )
@@ -293,19 +293,18 @@ def _rank(node: fx.Node) -> int:
 
 _log = logging.getLogger("autopar")
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_DIVIDING = ("truediv", "sym_float")  # they make floats
+_DIVIDING = ("truediv", "sym_float")  # results are floats
 _ARITHMETIC = ("add", "sub", "mul", "neg", *_DIVIDING)
 
 
 def settle_rows(graph: fx.Graph) -> None:
-    """Compute all rows in place of the rows that a mask picks (see `autopar.capture.ragged_rows`).
+    """Compute all rows instead of those that a mask selects (see `autopar.capture.ragged_rows`).
 
-    A number that forward reads from a tensor and computes with (`loss / mask.sum().item()`) becomes
-    the tensor. A graph without such rows and numbers is left as it is.
+    A number that forward reads from a tensor and computes with (`loss / mask.sum().item()`) is
+    replaced by the tensor. A graph without such rows and numbers is not changed.
 
     Raises:
-        CaptureError: an op on picked rows does not treat them alike and apart, or a number decides
-            a shape.
+        CaptureError: an op on selected rows is not row-wise, or a number determines a shape.
     """
     if not any(_depends(value_of(node)) or is_required(node) for node in graph.nodes):
         return
@@ -326,27 +325,27 @@ def _depends(value: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """Whether x is a node that gives a number read from tensors."""
+    """Whether x is a node whose result is a number that is read from tensors."""
     return isinstance(x, fx.Node) and isinstance(value_of(x), _NUMBERS)
 
 
 def _symbol_of(node: fx.Node) -> tuple[str, int] | None:
-    """Return (symbol, factor) of the first dim of a node's tensor, if that dim depends on
-    values."""
+    """Return (symbol, factor) of the first dim of a node's tensor if it depends on values, else
+    None."""
     tensor = tensor_of(node)
     return count_symbol(tensor.shape[0]) if tensor is not None and tensor.dim() else None
 
 
 class _Settling:
     """One run of `settle_rows`: the masks by symbol, the replaced nodes, and the symbols whose rows
-    pass an op that is not tame."""
+    are operands or results of an op that is not tame."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._masks: dict[str, Mask] = {}
-        self._gone: set[fx.Node] = set()
+        self._replaced: set[fx.Node] = set()
         self._tensors: dict[fx.Node, fx.Node] = {}
-        self._wild = {
+        self._not_tame = {
             first[0]
             for node in graph.nodes
             if not is_tame(node)
@@ -355,29 +354,29 @@ class _Settling:
         }
 
     def run(self) -> None:
-        """Settle the nodes in order, and erase the replaced ones."""
+        """Rewrite the nodes in order, and erase the replaced ones."""
         for node in list(self._graph.nodes):
-            if node not in self._gone and node.op != "placeholder":
+            if node not in self._replaced and node.op != "placeholder":
                 self._settle(node)
         for node in reversed(list(self._graph.nodes)):
-            if node in self._gone or isinstance(value_of(node), _NUMBERS):
+            if node in self._replaced or isinstance(value_of(node), _NUMBERS):
                 for user in node.users:
-                    raise self._misread(user, node)
+                    raise self._number_error(user, node)
                 self._graph.erase_node(node)
-        self._tell()
+        self._warn()
 
     def _settle(self, node: fx.Node) -> None:
-        """Rewrite one node: the numbers that it reads first, then rows that it picks or reads."""
+        """Rewrite one node: first the numbers that it reads, then rows that it selects or reads."""
         value, operands = value_of(node), node.all_input_nodes
         if isinstance(value, _NUMBERS):
-            return  # sizes are put in where they are read
+            return  # numbers are replaced in the nodes that read them
         numbers = [n for n in operands if isinstance(value_of(n), _NUMBERS)]
         rows = [n for n in operands if _depends(value_of(n)) and n not in numbers]
         if node.op == "output":
             self._check_output(rows, numbers)
         write = Writer(self._graph, node)
         if numbers:
-            self._put_sizes_in(node, numbers, write)
+            self._replace_numbers(node, numbers, write)
         if rows:
             self._settle_rows_of(node, rows, write)
         elif _depends(value) and not numbers:
@@ -386,25 +385,27 @@ class _Settling:
             self._keep(node, rows)
 
     def _check_output(self, rows: Sequence[fx.Node], numbers: Sequence[fx.Node]) -> None:
-        """Raise CaptureError if forward returns picked rows or numbers."""
+        """Raise CaptureError if forward returns selected rows or numbers."""
         if rows:
             raise refusal(rows[0])
         if numbers:
-            raise self._misread(numbers[0], numbers[0])
+            raise self._number_error(numbers[0], numbers[0])
 
     def _settle_rows_of(self, node: fx.Node, rows: Iterable[fx.Node], write: Writer) -> None:
-        """Rewrite a node that reads rows: one that puts them back, ends them, or keeps them."""
+        """Rewrite a node that reads rows: one that writes them back, reduces them, or is
+        row-wise."""
         if name_of(node) == "setitem":
             if not put_back(node, self._masks, write):
                 raise refusal(node)
-            self._gone.add(node)
+            self._replaced.add(node)
         elif not _depends(value_of(node)):
             self._replace(node, end_rows(node, self._masks, write), write)
         else:
             self._keep(node, rows)
 
     def _keep(self, node: fx.Node, rows: Iterable[fx.Node]) -> None:
-        """Check that all results have the rows of the operands, or parts of them."""
+        """Check that a node is row-wise and its results have the rows of its operands, or parts of
+        them."""
         symbols = {
             self._counts(leaf)[0]
             for leaf in tree_leaves(value_of(node))
@@ -422,7 +423,7 @@ class _Settling:
         return (count_symbol(tensor.shape[0]) if tensor.dim() else None) or ("", 0)
 
     def _pick(self, node: fx.Node, write: Writer) -> None:
-        """Rewrite the node that picks rows."""
+        """Rewrite a node that selects rows."""
         name = name_of(node)
         if name == "getitem" and tensor_of(node.args[0]) is not None:
             made = self._by_index(node, write)
@@ -439,7 +440,7 @@ class _Settling:
 
     def _mask(self, symbol: str, node: fx.Node, shape: tuple[int, ...], write: Writer) -> Mask:
         if symbol not in self._masks:
-            self._masks[symbol] = Mask.of(node, shape, symbol not in self._wild, write)
+            self._masks[symbol] = Mask.of(node, shape, symbol not in self._not_tame, write)
         return self._masks[symbol]
 
     def _by_index(self, node: fx.Node, write: Writer) -> fx.Node | None:
@@ -452,7 +453,7 @@ class _Settling:
             return None
         counts = first_dim(node)
         assert counts is not None and isinstance(held, fx.Node) and isinstance(flags, fx.Node), (
-            "a tensor whose first dim counts rows"
+            "the first dim of the result counts rows"
         )
         mask = self._mask(counts[0], flags, tuple(picks.shape), write)
         flat = write.method("flatten", held, 0, picks.dim() - 1) if picks.dim() > 1 else held
@@ -467,13 +468,13 @@ class _Settling:
             return None
         shape = tuple(torch.broadcast_shapes(tensor.shape, picks.shape))
         whole = write.method("expand", flags, *shape) if tuple(picks.shape) != shape else flags
-        assert isinstance(whole, fx.Node), "a mask"
+        assert isinstance(whole, fx.Node), "the mask is a node"
         mask = self._mask(counts[0], whole, shape, write)
         flat = write.method("reshape", write.method("expand", held, *shape), -1)
         return mask.choose_rows(write.method("clone", flat), tensor, 1, write)
 
     def _places(self, node: fx.Node, write: Writer) -> fx.Node | None:
-        """Rewrite ``nonzero``: one tensor of indices along each dim of the mask, or all of them
+        """Rewrite ``nonzero``: return one tensor of indices per dim of the mask, or all of them
         stacked."""
         flags = node.args[0]
         picks, value = tensor_of(flags), value_of(node)
@@ -496,25 +497,25 @@ class _Settling:
             along[number].meta["example_value"] = value_of(user)
             mask.numbers.add(along[number])
             user.replace_all_uses_with(along[number])
-            self._gone.add(user)
-        self._gone.add(node)
+            self._replaced.add(user)
+        self._replaced.add(node)
         return node
 
-    def _put_sizes_in(self, node: fx.Node, numbers: list[fx.Node], write: Writer) -> None:
-        """Replace the numbers that `node` reads: by the number of all rows in a shape, else by a
+    def _replace_numbers(self, node: fx.Node, numbers: list[fx.Node], write: Writer) -> None:
+        """Replace the numbers that `node` reads: in a shape by the number of all rows, else by a
         tensor."""
         name = name_of(node)
         for number in numbers:
             symbol, factor = count_symbol(value_of(number)) or ("", 0)
             if name in SIZED and symbol in self._masks:
-                self._swap(node, number, factor * self._masks[symbol].num_rows)
+                self._substitute_size(node, number, factor * self._masks[symbol].num_rows)
             elif name in COMPUTING:
                 node.replace_input_with(number, self._as_tensor(number, node, write))
             else:
-                raise self._misread(node, number)
+                raise self._number_error(node, number)
 
     def _as_tensor(self, number: fx.Node, reader: fx.Node, write: Writer) -> fx.Node:
-        """Return a number as a scalar tensor, in float64 after a division, as in Python."""
+        """Return a number as a scalar tensor, in float64 after a division as in Python."""
         if number in self._tensors:
             return self._tensors[number]
         symbol, factor = count_symbol(value_of(number)) or ("", 0)
@@ -529,14 +530,14 @@ class _Settling:
             if name in _DIVIDING:
                 pairs = list(zip(operands, args, strict=True))
                 args = [write.method("double", arg) if _is_number(x) else arg for x, arg in pairs]
-            assert callable(number.target), "an operator of Python"
+            assert callable(number.target), "the target is a Python operator"
             made = args[0] if name == "sym_float" else write.call(number.target, *args)
         else:
-            raise self._misread(reader, number)
+            raise self._number_error(reader, number)
         self._tensors[number] = made
         return made
 
-    def _misread(self, reader: fx.Node, number: fx.Node) -> CaptureError:
+    def _number_error(self, reader: fx.Node, number: fx.Node) -> CaptureError:
         """Return the error for a number that cannot be replaced by a tensor."""
         symbol, _ = count_symbol(value_of(number)) or ("", 0)
         if symbol in self._masks:
@@ -546,9 +547,9 @@ class _Settling:
         )
 
     @staticmethod
-    def _swap(node: fx.Node, number: fx.Node, size: int) -> None:
+    def _substitute_size(node: fx.Node, number: fx.Node, size: int) -> None:
         def substitute(x: Any) -> Any:
-            """Return the size in place of the number."""
+            """Return the size instead of the number."""
             return size if x is number else x
 
         node.args, node.kwargs = (
@@ -560,18 +561,18 @@ class _Settling:
         write.replace(made)
         if any(node in mask.numbers for mask in self._masks.values()):
             raise refusal(node)
-        self._gone.add(node)
+        self._replaced.add(node)
 
-    def _tell(self) -> None:
+    def _warn(self) -> None:
         if self._masks and os.environ.get("RANK", "0") == "0":  # every rank captures
             lines = dict.fromkeys(
                 user_line(mask.node.meta.get("stack_trace") or "") for mask in self._masks.values()
             )
             num = max(mask.num_rows for mask in self._masks.values())
-            said = "; ".join(line for line in lines if line) or "masks"
+            sources = "; ".join(line for line in lines if line) or "masks"
             _log.warning(
-                "forward picks rows by values (%s): a program computes all %d, and leaves the"
-                " others out of sums",
-                said,
+                "forward selects rows by values (%s): a program computes all %d rows and excludes"
+                " the other rows from sums",
+                sources,
                 num,
             )

@@ -61,9 +61,9 @@ def test_a_cache_is_refused_by_name(
 ) -> None:
     model = build()
     batch = {"input_ids": IDS, "labels": IDS, "past_key_values": cache(model)}
-    with pytest.raises(CaptureError, match="'past_key_values' is a cache") as refusal:
+    with pytest.raises(CaptureError, match="'past_key_values' is a key/value cache") as refusal:
         capture(model, (), batch, inference=inference)
-    assert "leave past_key_values out, and pass the whole sequence" in refusal.value.remedy
+    assert "do not pass past_key_values; pass the whole sequence" in refusal.value.remedy
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])

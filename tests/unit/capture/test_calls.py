@@ -49,9 +49,9 @@ def batch(samples: int = 8, width: int = 16, labels: int | None = None) -> tuple
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (batch()[:1], {}, r"^forward\(\) misses 'y'\n.*call it as forward\(x, y, …\)"),
-    ((), {}, r"^forward\(\) misses 'x', 'y'\n"),
-    ((*batch(), 1), {}, r"^forward\(\) takes 2 positional arguments, and 3 were passed\n"),
+    (batch()[:1], {}, r"^forward\(\) is missing 'y'\n.*call it as forward\(x, y, …\)"),
+    ((), {}, r"^forward\(\) is missing 'x', 'y'\n"),
+    ((*batch(), 1), {}, r"^forward\(\) takes 2 positional arguments, but 3 were passed\n"),
     (batch(), {"scal": 2.0}, r"^forward\(\) has no argument 'scal'\n"),
     (batch(), {"x": batch()[0]}, r"^forward\(\): multiple values for argument 'x'"),
 ]
@@ -72,7 +72,7 @@ def test_arguments_that_do_not_bind_are_named(
 def test_a_mapping_that_is_the_one_argument_is_to_be_passed_as_a_tuple() -> None:
     both = {"x": torch.randn(4, 4), "t": torch.randn(4, 4)}
     with pytest.raises(
-        CallError, match=r"^forward\(\) has no argument 'x': it takes 'batch'[\s\S]*pass \(batch,\)"
+        CallError, match=r"^forward\(\) has no argument 'x'; it takes 'batch'[\s\S]*pass \(batch,\)"
     ):
         autopar.compile(OfBatches(), 1, example_inputs=both, hardware="cpu-gloo")
     assert (
@@ -95,7 +95,9 @@ def test_shapes_that_forward_refuses_are_told_in_its_own_words_with_the_line(
     args: Any, says: str, shapes: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Net()
-    with pytest.raises(CallError, match=rf"^forward does not take this call: .*{says}") as refusal:
+    with pytest.raises(
+        CallError, match=rf"^forward does not accept this call: .*{says}"
+    ) as refusal:
         capture(model, args)
     assert "test_calls.py" in str(refusal.value.where) and "hidden" in str(refusal.value.where)
     assert shapes in refusal.value.remedy and "rewrite the line" not in str(refusal.value)
@@ -112,7 +114,7 @@ def test_what_forward_raises_by_itself_is_told_with_its_kind() -> None:
             return super().forward(x)
 
     with pytest.raises(
-        CallError, match=r"^forward itself raises IndexError: an even number of samples, please"
+        CallError, match=r"^forward raises IndexError: an even number of samples, please"
     ):
         capture(Checks(4, 4), (torch.randn(3, 4),))
 

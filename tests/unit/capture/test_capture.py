@@ -290,7 +290,7 @@ def test_modules_that_torch_captures_in_no_words_are_refused_in_ours(
 
 def test_what_torch_cannot_compute_is_refused_with_its_cause() -> None:
     with pytest.raises(
-        CaptureError, match="forward does not take this call: Unsupported dtype BFloat16"
+        CaptureError, match="forward does not accept this call: Unsupported dtype BFloat16"
     ) as refused:
         capture(
             _net(returns=lambda hidden, loss: torch.fft.rfft(hidden.bfloat16()).abs().mean()),
@@ -301,7 +301,7 @@ def test_what_torch_cannot_compute_is_refused_with_its_cause() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_floats_of_8_bits_are_refused_with_their_place(dtype: torch.dtype) -> None:
-    with pytest.raises(CaptureError, match=rf"a tensor of {dtype}(?s:.*)test_capture\.py"):
+    with pytest.raises(CaptureError, match=rf"tensors of {dtype}(?s:.*)test_capture\.py"):
         capture(
             _net(returns=lambda hidden, loss: loss + hidden.to(dtype).to(hidden.dtype).mean()),
             _batch(),
@@ -322,7 +322,7 @@ def test_two_parameters_over_one_memory_are_refused_and_neighbours_in_one_storag
     assert len(capture(Net(first, second), (torch.randn(2, 4),)).parameters) == 2
     assert len(capture(Net(first, first), (torch.randn(2, 4),)).parameters) == 1
     with pytest.raises(
-        CaptureError, match="'first' and 'second' are two tensors over the same memory"
+        CaptureError, match="'first' and 'second' are different tensors that share memory"
     ):
         capture(Net(first, nn.Parameter(first.data)), (torch.randn(2, 4),))
 
@@ -340,7 +340,7 @@ def test_operands_of_two_dtypes_that_torch_lets_pass_in_a_capture_are_named() ->
 
     with pytest.raises(
         CaptureError,
-        match=r"float64 \(4,\) when it was captured, torch\.float32(.|\n)*test_capture",
+        match=r"float64 \(4,\) in the capture, torch\.float32(.|\n)*test_capture",
     ):
         capture(Net().double(), (torch.randn(4, 4).double(), torch.randint(0, 3, (4,))))
 

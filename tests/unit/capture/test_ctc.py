@@ -115,5 +115,5 @@ def test_targets_picked_otherwise_are_refused() -> None:
 
 def test_lengths_that_do_not_fit_are_refused() -> None:
     x, labels = torch.randn(3, 2, CLASSES).log_softmax(-1), torch.ones(2, 4, dtype=torch.long)
-    with pytest.raises(AutoparError, match="target_lengths has 5 classes, but targets has 4"):
+    with pytest.raises(AutoparError, match="a length of 5, but targets has only 4 labels"):
         autopar.ops.ctc(x, labels, torch.tensor([3, 3]), torch.tensor([5, 1]), 0, False)

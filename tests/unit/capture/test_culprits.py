@@ -109,16 +109,16 @@ def test_what_forward_calls_is_named(
 @pytest.mark.parametrize(
     ("does", "what", "line"),
     [
-        (_raises, "forward itself raises ValueError: user error", 'raise ValueError("user error")'),
+        (_raises, "forward raises ValueError: user error", 'raise ValueError("user error")'),
         (
             _raises_its_own,
-            "forward itself raises OwnError: of a class of its own",
+            "forward raises OwnError: of a class of its own",
             "raise OwnError(",
         ),
-        (_asserts, "forward itself raises AssertionError: five columns", "assert x.shape[1] == 5"),
+        (_asserts, "forward raises AssertionError: five columns", "assert x.shape[1] == 5"),
         (
             _misses_a_name,
-            "forward itself raises NameError: name 'scale' is not defined",
+            "forward raises NameError: name 'scale' is not defined",
             "return x * scale",
         ),
     ],

@@ -171,26 +171,26 @@ ALSO_WRONG = (
 SEEN_BY_THE_CHECK: dict[str, tuple[Walk, str]] = {
     "a change at layer 6": (
         at(6, lambda x: x * 2),
-        "layer 6 of layers differs from its like in aten.mul.Tensor",
+        "layer 6 of layers differs from an equal layer in aten.mul.Tensor",
     ),
     "a change at half depth": (
         step_by_step(lambda model, number, x: x * 2 if number >= len(model.layers) / 2 else x),
-        "layer 2 of layers lacks aten.mul.Tensor",
+        "layer 2 of layers does not run aten.mul.Tensor",
     ),
     "two layers detached": (
         step_by_step(lambda model, number, x: x + x.detach() if number in (4, 7) else x),
-        "layer 4 of layers differs from its like in aten.detach.default",
+        "layer 4 of layers differs from an equal layer in aten.detach.default",
     ),
     "two layers without gradients": (without_gradient, "layer 4 of layers differs"),
     "a skip from layer 7": (
         skip_from(7),
-        "outside of the layers reads what layer 7 of layers makes",
+        "outside the layers reads a result of layer 7 of layers",
     ),
     "a change at layer 6 that no exception leaves": (swallowed, "layer 6 of layers differs"),
     "a hook on a tensor": (at(6, hooked), "a hook on a tensor"),
     "another gradient in one layer": (
         step_by_step(lambda model, number, x: Scaled.apply(x, 3.0 if number == 6 else 1.0)),
-        "layer 6 of layers differs from its like in autograd function",
+        "layer 6 of layers differs from an equal layer in autograd function",
     ),
 }
 # What is refused whether or not the full model is looked at.
@@ -203,17 +203,17 @@ REFUSED: dict[str, tuple[Walk, str]] = {
         step_by_step(lambda model, number, x: x * (1 - number / N)),
         "layer 3 of layers differs",
     ),
-    "all hidden states": (collected, "outside of the layers reads what layer 1 of layers makes"),
+    "all hidden states": (collected, "outside the layers reads a result of layer 1 of layers"),
     "a layer used twice": (
         lambda model, x: model.layers[0](plain(model, x)),
-        "layers.0 is not called in turn",
+        "forward does not call layers.0 in the order of the layers",
     ),
     "a skip from layer 1": (
         skip_from(1),
-        "outside of the layers reads what layer 1 of layers makes",
+        "outside the layers reads a result of layer 1 of layers",
     ),
-    "a skip from layer 2": (skip_from(2), "outside of the layers reads what layer"),
-    "weights read from outside": (weighed, "outside of the layers"),
+    "a skip from layer 2": (skip_from(2), "outside the layers reads a result of layer"),
+    "weights read from outside": (weighed, "outside the layers"),
     "no layer called": (lambda model, x: x, "forward does not call the layers"),
 }
 FOLDED: dict[str, Walk] = {
@@ -283,7 +283,7 @@ def test_the_graph_shows_readers_outside_where_nothing_is_checked(
 ) -> None:
     monkeypatch.setattr(shortened, "compare", lambda *_: None)
     assert (
-        "from outside"
+        "is outside the layers"
         in capture(stack(REFUSED["weights read from outside"][0]), (X,)).folding.refusal
     )
 
@@ -298,7 +298,7 @@ def test_layers_before_one_that_is_unlike_the_rest_are_folded() -> None:
 def test_what_is_refused_is_captured_in_full_and_the_trace_says_why() -> None:
     model = stack(skip_from(-2))
     folded = capture(model, (X,))
-    assert "from outside" in str(folded.folding)
+    assert "is outside the layers" in str(folded.folding)
     assert_same_trace(folded, capture(model, (X,), fold=False))
 
 
@@ -380,7 +380,7 @@ CHANGED: dict[str, tuple[Stack, str]] = {
     ),
     "a list of kinds beside the layers": (
         changed(set_kinds, step_by_step(by_kind), num_layers=12),
-        "12 layers of layers, 2 kinds in turn",
+        "12 layers of layers, 2 alternating kinds",
     ),
 }
 
@@ -400,10 +400,13 @@ def test_layers_that_differ_stay_as_they_are_beside_those_that_are_folded(name: 
     ("model", "says"),
     [
         (changed(tie), "layers 7 and 8 of layers differ in 'linear.weight (tied)'"),
-        (stack(reads_index=True), "layer 2 of layers differs from its like in aten.div.Tensor"),
+        (
+            stack(reads_index=True),
+            "layer 2 of layers differs from an equal layer in aten.div.Tensor",
+        ),
         (
             stack(gradient_scale=float),
-            "layer 2 of layers differs from its like in autograd function",
+            "layer 2 of layers differs from an equal layer in autograd function",
         ),
         (
             changed(

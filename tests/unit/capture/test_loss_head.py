@@ -147,10 +147,13 @@ def test_the_loss_alone_leaves_none_for_other_outputs() -> None:
 
 
 REFUSED: dict[str, tuple[nn.Module, str]] = {
-    "a bias": (Head(plain, bias=True), "the linear layer that makes the logits of head has a bias"),
+    "a bias": (
+        Head(plain, bias=True),
+        "the linear layer that computes the logits of head has a bias",
+    ),
     "capped logits": (
         Head(lambda x, y: plain(30 * torch.tanh(x / 30), y)),
-        "not by a linear layer alone",
+        "not by a linear layer",
     ),
     "weights of rows": (
         Head(

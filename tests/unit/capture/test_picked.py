@@ -267,7 +267,7 @@ def test_the_log_says_where_and_how_many_rows_are_computed(
         capture(Net(put), batch())
     assert (
         "hidden[mask] = net.norm" in caplog.text
-        and f"computes all {SAMPLES * LENGTH}," in caplog.text
+        and f"computes all {SAMPLES * LENGTH} rows" in caplog.text
     )
 
 

@@ -40,8 +40,8 @@ def test_what_forward_prints_is_left_out_and_said_once(
     lines = [prints.__code__.co_firstlineno + 1, prints.__code__.co_firstlineno + 2]
     assert (
         record.getMessage()
-        == f"forward prints ({', '.join(f'{__file__}:{line}' for line in lines)}), which a compiled"
-        " call does not"
+        == f"forward prints ({', '.join(f'{__file__}:{line}' for line in lines)}); a compiled call"
+        " does not"
     )
 
 

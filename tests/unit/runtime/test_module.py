@@ -238,7 +238,7 @@ def test_arguments_may_come_by_position_or_by_name_in_any_order(devices: DeviceM
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda v: {"x": v["x"]}, r"forward\(\) misses 'target'"),
+        (lambda v: {"x": v["x"]}, r"forward\(\) is missing 'target'"),
         (lambda v: {**v, "more": v["x"]}, r"forward\(\) has no argument 'more'"),
         (
             lambda v: {**v, "x": v["x"][:4]},
