@@ -97,7 +97,7 @@ class Manifest:
             except OSError as error:
                 yield f"cannot read {file}: {error}"
             if file in modules and (name := user_code_in(modules[file])):
-                yield f"{name} is the user's"
+                yield f"{name} is code of the user"
 
     def _of_functions(self) -> Iterator[str]:
         for module, name, line in self.functions:

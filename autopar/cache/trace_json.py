@@ -292,7 +292,7 @@ def _of_torch(kind: type) -> Any:
     def read(name: str) -> Any:
         found = getattr(torch, name)
         if not isinstance(found, kind):
-            raise ValueError(f"torch.{name} is no {kind.__name__}")
+            raise ValueError(f"torch.{name} is not a {kind.__name__}")
         return found
 
     return read

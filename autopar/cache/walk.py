@@ -443,7 +443,7 @@ class Walk:
 
     def _python_module(self, module: types.ModuleType, lenient: bool) -> None:
         if is_module_of(module, "user") and not lenient:
-            raise self._opaque(f"holds the module {module.__name__}")
+            raise self._opaque(f"contains the module {module.__name__}")
         self._library("module", module.__name__, "", origin_of_module(module.__name__))
 
     def _wrapper_of_cache(self, value: Any, lenient: bool) -> None:

@@ -282,7 +282,7 @@ def _decode_bytes(text: str) -> bytes:
 def _read_dtype(name: str) -> torch.dtype:
     found = vars(torch).get(name) if type(name) is str else None
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name!r:.40} is not one")
+        raise TypeError(f"unknown dtype {name!r:.40}")
     return found
 
 

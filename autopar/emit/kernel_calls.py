@@ -135,8 +135,10 @@ def product_of(made: fx.Node, step: Communication) -> fx.Node:
     for node in made.users if gathers else (made, *added):
         if node.target is ops.dot and pattern_of(node.meta["key"])[0] == pattern:
             return node
-    what = f"{step.collective.kind} a tensor that it does not {'read' if gathers else 'return'}"
-    raise ChangedPlanError(f"the plan has {pattern} {what}", where=where_of(made))
+    what = f"which does not {'read' if gathers else 'return'} the tensor"
+    raise ChangedPlanError(
+        f"the plan fuses {step.collective.kind} into {pattern}, {what}", where=where_of(made)
+    )
 
 
 def emit_kernel(

@@ -215,7 +215,7 @@ def _check_step(
     if not _leads((tuple(shape), dtype), step.collective, step.source, step.target, mesh):
         c = step.collective
         raise ChangedPlanError(
-            f"no {c.kind} in {c.dtype}{f' on axis {c.axis}' if c.axis >= 0 else ''} leads from"
+            f"no {c.kind} in {c.dtype}{f' on axis {c.axis}' if c.axis >= 0 else ''} converts"
             f" {step.source} to {step.target} for {tensor} of {dtype} {tuple(shape)} on mesh"
             f" {mesh}",
             where=Where(module=step.module),

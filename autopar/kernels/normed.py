@@ -222,7 +222,8 @@ def check_normed(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
     for other in (*like, weight):
         if other is not weight and other.shape != x.shape:
             raise KernelError(
-                f"a part is {tuple(other.shape)}, but the residual is {tuple(x.shape)}",
+                f"a part has shape {tuple(other.shape)}, but the residual has shape"
+                f" {tuple(x.shape)}",
                 remedy="pass parts with the shape of the residual",
             )
         if other.dtype != x.dtype or other.device != x.device:
@@ -310,8 +311,9 @@ def dot_reduce_add_rmsnorm(
     check_chunked(equation, terms_of(equation)[2][dim], over.num_chunks)
     if n != residual.shape[-1] or not norms(residual.dtype, weight.dtype, dtype, rounded, out):
         what = (
-            f"no kernel computes this norm: {n} of {residual.shape[-1]} {residual.dtype}, in"
-            f" {dtype}, to {rounded}, by {weight.dtype}, to {out}"
+            f"no kernel computes this norm: n={n} of {residual.shape[-1]} elements, residual"
+            f" {residual.dtype}, computed in {dtype}, rounded to {rounded}, weight {weight.dtype},"
+            f" result {out}"
         )
         raise KernelError(what, remedy="compute the norm separately from the product")
     is_rounded = rounded == residual.dtype
@@ -457,12 +459,12 @@ def _check(equation: str, a: Tensor, b: Tensor, norm: AddNorm, dim: int, group: 
     part[dim] = part_range(part[dim], (group.size,), (group.coordinate,))[1]
     if list(residual.shape) != part or not a.dtype == b.dtype == residual.dtype:
         what = (
-            f"a residual {tuple(residual.shape)} {residual.dtype} does not match a part"
+            f"a residual {tuple(residual.shape)} {residual.dtype} does not match a shard"
             f" {tuple(part)} of a product of {a.dtype} and {b.dtype}"
         )
         raise KernelError(
             what,
-            remedy=("pass a residual with the shape and dtype of the rank's part of the product"),
+            remedy="pass a residual with the shape and dtype of the rank's shard of the product",
         )
     check_normed([], residual, norm.weight)
 

@@ -455,7 +455,7 @@ def _check(
             )
     for shape, wanted in zip(shapes, layout.local_sizes(first, count), strict=True):
         if shape != wanted:
-            what = f"a tensor is {shape}; with the parts of these ranks it would be {wanted}"
+            what = f"a tensor has shape {shape}, but the layout requires {wanted} for these ranks"
             raise KernelError(what, remedy="see BucketLayout.local_sizes")
 
 

@@ -414,8 +414,8 @@ def moe_dispatch(
     """
     if num_experts % size or experts.numel() > most:
         raise ValueError(
-            f"{num_experts} experts on {size} ranks, {experts.numel()} pairs of at most {most}:"
-            " uneven, or too many"
+            f"{num_experts} experts must be a multiple of {size} ranks, and {experts.numel()} pairs"
+            f" must be at most {most}"
         )
     group = AxisGroup(name, size, coordinate)
     if size > 1:

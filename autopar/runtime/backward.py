@@ -88,7 +88,7 @@ def ran_twice() -> RuntimeStateError:
     """Return the error for a second backward through one call."""
     what = "backward ran a second time for one call, whose saved tensors are already freed"
     return RuntimeStateError(
-        what, remedy="call the module again before each backward; one call gives one backward"
+        what, remedy="call the module again before each backward; each call supports one backward"
     )
 
 

@@ -129,8 +129,8 @@ class ParallelModule(Compiled):
         check_shape(devices, program.mesh)
         if batch != "global" and not program.is_single:
             what = (
-                f"batch={batch!r}: a plan with microbatches takes whole batches, which the stages"
-                " divide themselves"
+                f"batch={batch!r}: a plan with microbatches takes the global batch on every rank"
+                " and divides it"
             )
             raise RuntimeStateError(what, remedy='pass batch="global"')
         agree(program.plan_hash, "plan", devices)
