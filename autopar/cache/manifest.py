@@ -117,7 +117,7 @@ class Manifest:
 
 
 def make_manifest(traces: Iterable[Trace], walk: Walk) -> Manifest:
-    """Return what captures depend on beside what was hashed.
+    """Return the dependencies of captures that were not hashed.
 
     Args:
         traces: the captures.

@@ -367,7 +367,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 class Steps:
-    """Whether optimizers have stepped since a module was called."""
+    """A record of whether optimizers have stepped since a module was called."""
 
     def __init__(self) -> None:
         self.has_stepped, self._num_failures = False, 0

@@ -52,9 +52,9 @@ def take_gpu() -> None:
 
 
 def share_cores() -> None:
-    """Set the number of threads of this process to its share of the machine's cores if it is one,
-    and log the change. torchrun sets one thread, but the optimizer step of offloaded parameters
-    runs on the host."""
+    """If this process has one thread, set its number of threads to its share of the machine's
+    cores, and log the change. torchrun sets one thread, but the optimizer step of offloaded
+    parameters runs on the host."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
