@@ -257,7 +257,7 @@ def user_code_in(module: types.ModuleType) -> str:
     seen: set[int] = set()
 
     def find(name: str, value: Any, depth: int) -> str:
-        if _is_users(value):
+        if _is_user_code(value):
             return name
         if depth == 0 or id(value) in seen:
             return ""
@@ -273,7 +273,7 @@ def user_code_in(module: types.ModuleType) -> str:
     return ""
 
 
-def _is_users(value: Any) -> bool:
+def _is_user_code(value: Any) -> bool:
     if isinstance(value, type):
         return origin_of_module(value.__module__) == "user"
     code = getattr(getattr(value, "__func__", value), "__code__", None)

@@ -141,10 +141,10 @@ def read_others(place: Path) -> SavedOthers:
     path = place / OTHERS
     if not path.is_file() and (place / OLD_OTHERS).is_file():
         path = place / OLD_OTHERS
-        with _damage_of(path):
+        with _reporting_damage(path):
             old = _read_old(path)
         return SavedOthers(dict.fromkeys(old, VALUE), lambda name, _: old[name])
-    with _damage_of(path):
+    with _reporting_damage(path):
         states, parts = _read_json(path)
     opened: list[TensorFile] = []
 
@@ -165,7 +165,7 @@ def read_others(place: Path) -> SavedOthers:
                 opened.append(TensorFile(place / TENSORS))
             return opened[0].read(name, dtype, shape)
 
-        with _damage_of(path):
+        with _reporting_damage(path):
             return decode(states[name], (name,), find)
 
     return SavedOthers({**dict.fromkeys(states, VALUE), **parts}, value)
@@ -194,7 +194,7 @@ def _on_meta(name: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 
 @contextmanager
-def _damage_of(path: Path) -> Iterator[None]:
+def _reporting_damage(path: Path) -> Iterator[None]:
     """Convert a ValueError to a RuntimeStateError that names the damaged file."""
     try:
         yield

@@ -360,7 +360,7 @@ class Background:
         self._error = error
         log.error("step %d was not saved in the background: %s", self._saving.step, error)
         if self._saving.rank:
-            _leave_failed(self._saving, error)
+            _mark_failed(self._saving, error)
 
 
 def _mark(saving: Saving, kind: str, content: Any) -> None:
@@ -371,7 +371,7 @@ def _mark(saving: Saving, kind: str, content: Any) -> None:
     begun.rename(path)
 
 
-def _leave_failed(saving: Saving, error: Exception) -> None:
+def _mark_failed(saving: Saving, error: Exception) -> None:
     """Write the marker of a failure for the first rank. If this also fails, the first rank waits
     for `WITHIN_S`."""
     try:

@@ -383,7 +383,7 @@ def load_weights(
             if names is not None
             else set().union(*(each for each, _ in matched))
         )
-        _tell(found["files"], read, missing)
+        _log_mismatches(found["files"], read, missing)
     return missing
 
 
@@ -582,7 +582,7 @@ def _pieces(name: str, tensor: Tensor) -> list[Piece]:
     return found
 
 
-def _tell(files: WeightFiles, wanted: Collection[str], missing: Sequence[str]) -> None:
+def _log_mismatches(files: WeightFiles, wanted: Collection[str], missing: Sequence[str]) -> None:
     """Log the names that are missing in the files, and those that are missing in the model."""
     beyond = [name for name in files.files if name not in wanted]
     for names, what in (

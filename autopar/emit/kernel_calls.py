@@ -172,10 +172,10 @@ def emit_kernel(
     step = _scatter_step(phase, node, strategy, again)
     if step is not None and _kernel(step).name != NORMED:
         _scatter(phase, node, strategy, refs, step)
-    return step is not None or _stands_later(phase, node, again)
+    return step is not None or _is_emitted_later(phase, node, again)
 
 
-def _stands_later(phase: BuildsPhase, node: fx.Node, again: bool) -> bool:
+def _is_emitted_later(phase: BuildsPhase, node: fx.Node, again: bool) -> bool:
     """Return whether a product is emitted later, with the addition whose sum is scattered."""
     total = next(iter(node.users), node)
     place = product_added(total)

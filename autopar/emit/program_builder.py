@@ -273,10 +273,10 @@ def with_step(program: StageProgram, trace: Trace, index: PlanIndex) -> StagePro
     begin, end = [], []
     for p, tensor in zip(trace.parameters, program.parameters, strict=True):
         storage, wide = index.storage(p.name), sum_dtype(p.dtype)
-        begin.append(_Passing(p, 0, storage, tensor.layout))
+        begin.append(_Conversion(p, 0, storage, tensor.layout))
         if p.gradient is not None:
             end.append(
-                _Passing(
+                _Conversion(
                     p,
                     1,
                     index.chosen[parameter_key(p.name)].inputs[0].plain,
@@ -302,7 +302,7 @@ def with_step(program: StageProgram, trace: Trace, index: PlanIndex) -> StagePro
 
 
 @dataclass(frozen=True, slots=True)
-class _Passing:
+class _Conversion:
     """A tensor that a graph converts from one layout to another.
 
     Attributes:
@@ -328,7 +328,7 @@ class _GraphBuilder:
     emitted: _Emitted
     graph: fx.Graph = field(default_factory=fx.Graph)
 
-    def module(self, passing: Sequence[_Passing]) -> fx.GraphModule:
+    def module(self, passing: Sequence[_Conversion]) -> fx.GraphModule:
         """Return the graph that converts the tensors."""
         here = [
             self.graph.placeholder(f"sum_{each.p.node}" if each.result else each.p.node)
@@ -339,11 +339,11 @@ class _GraphBuilder:
                 key=storage_key(each.p.name), module=each.p.name, phase=PHASE, source=""
             )
         self.graph.output(
-            tuple(self._pass_on(node, each) for node, each in zip(here, passing, strict=True))
+            tuple(self._convert(node, each) for node, each in zip(here, passing, strict=True))
         )
         return LazyGraphModule({}, self.graph)
 
-    def _pass_on(self, node: fx.Node, each: _Passing) -> fx.Node:
+    def _convert(self, node: fx.Node, each: _Conversion) -> fx.Node:
         if each.p.is_narrowed and not each.result:
             node = self._cast(node, each.p.compute_dtype, each.p.name, CAST)
             node.meta["on_host"] = each.source.host
@@ -368,7 +368,7 @@ class _GraphBuilder:
         node.meta.update(meta, key=storage_key(name) + what)
         return node
 
-    def _chain(self, each: _Passing) -> list[Communication]:
+    def _chain(self, each: _Conversion) -> list[Communication]:
         """Return the plan's collectives between the two layouts, in reverse order."""
         key = storage_key(each.p.name)
         steps = self.index.steps.get((PHASE, (key, each.result)), {})

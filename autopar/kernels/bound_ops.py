@@ -81,7 +81,7 @@ def finish_all_gather(
         dim, size, name, length: see `all_gather`.
     """
     return (
-        _itself(started)
+        _only_operand(started)
         if size == 1
         else _cut_dim(_join_parts(_await_received(started, name), dim), dim, length)
     )
@@ -132,7 +132,7 @@ def finish_reduce_scatter(
         dim, reduce_op, size, name, coordinate: see `reduce_scatter`.
     """
     if size == 1:
-        return _itself(started)
+        return _only_operand(started)
     own = started.pop()
     return _cut_dim(_await_received(started, name).squeeze(0), dim, own)
 
@@ -194,7 +194,7 @@ def finish_all_reduce(started: Started, reduce_op: str, size: int, name: str) ->
         started: the result of `start_all_reduce`.
         reduce_op, size, name: see `all_reduce`.
     """
-    return _itself(started) if size == 1 else _await_received(started, name)
+    return _only_operand(started) if size == 1 else _await_received(started, name)
 
 
 def all_to_all(
@@ -261,7 +261,7 @@ def finish_all_to_all(
         dim, to_dim, size, name, coordinate, length: see `all_to_all`.
     """
     if size == 1 or dim == to_dim:
-        return _itself(started)
+        return _only_operand(started)
     own = started.pop()
     return _cut_dim(
         _cut_dim(_join_parts(_await_received(started, name), dim), dim, length), to_dim, own
@@ -400,7 +400,7 @@ def finish_swap(started: Started, dim: int, size: int, name: str, coordinate: in
         dim, size, name, coordinate: see `swap`.
     """
     if size == 1:
-        return _itself(started)
+        return _only_operand(started)
     x = started.pop()
     first = x.narrow(dim, 0, x.shape[dim] // 2)
     return torch.cat([first, _await_received(started, name).view(first.shape)], dim=dim)
@@ -538,7 +538,7 @@ def _await_received(started: Started, name: str) -> Tensor:
     return come if come.dtype == sent.dtype else come.view(sent.dtype).squeeze(-1)
 
 
-def _itself(started: Started) -> Tensor:
+def _only_operand(started: Started) -> Tensor:
     x: Tensor = started.pop()
     return x
 

@@ -222,7 +222,7 @@ class Peers(ABC):
                 self._regions[key] = self._new_regions(num_bytes, num_words)
             return self._regions[key]
 
-    def _say_refused(self) -> None:
+    def _log_refused(self) -> None:
         """Log once if the device does not support signals and waits as stream operations."""
         if self._may_be_refused and library.num_refused(self.kind):
             self._may_be_refused = False
@@ -294,7 +294,7 @@ class VirtualRanks(Peers):
                     phase.work(lane, rank)
         for streams in self._streams:
             streams.join()
-        self._say_refused()
+        self._log_refused()
 
 
 class HostThreads(Peers):
@@ -391,7 +391,7 @@ class SymmetricMemory(Peers):
             with within(lane):
                 phase.work(lane, self._rank)
         streams.join()
-        self._say_refused()
+        self._log_refused()
 
     def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
         import torch.distributed._symmetric_memory as symmetric

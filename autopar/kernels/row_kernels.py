@@ -32,7 +32,7 @@ _WITH_DATA = (Tensor, torch.nn.Parameter)  # fake tensors have other types
 
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
     """Run the kernel that replaces `autopar.ops.sum_exp`."""
-    if not _serves(x):
+    if not _supports(x):
         return ops.sum_exp(x, m)
     s = x.new_empty(x.shape[:-1], dtype=library.wide(x.dtype))
     most = _wide(m, x)
@@ -48,7 +48,7 @@ def cross_entropy_backward(
     Args:
         x, m, s, index, scale, start: see `autopar.ops.cross_entropy_backward`.
     """
-    if not _serves(x):
+    if not _supports(x):
         return ops.cross_entropy_backward(x, m, s, index, scale, start)
     return _cross_entropy_backward(x, m, s, index, scale, start, torch.empty_like(x))
 
@@ -61,7 +61,7 @@ def cross_entropy_backward_in_place(
     Args:
         x, m, s, index, scale, start: see `autopar.ops.cross_entropy_backward`.
     """
-    if not _serves(x):
+    if not _supports(x):
         return cross_entropy_backward_(x, m, s, index, scale, start)
     return _cross_entropy_backward(x, m, s, index, scale, start, x)
 
@@ -74,7 +74,7 @@ def linear_cross_entropy(
     Args:
         x, weight, index, ignored, rows, gradients: see `autopar.ops.linear_cross_entropy`.
     """
-    if not _serves(x, weight):
+    if not _supports(x, weight):
         return ops.linear_cross_entropy(x, weight, index, ignored, rows, gradients)
     return linear_cross_entropy_by(_row_losses, x, weight, index, ignored, rows, gradients)
 
@@ -96,7 +96,7 @@ def rms_norm(
     """
     wide = library.wide(x.dtype)
     if (
-        not _serves(x, weight)
+        not _supports(x, weight)
         or squares.dtype != wide
         or out != x.dtype
         or rounded not in (x.dtype, wide)
@@ -113,7 +113,7 @@ def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dty
     Args:
         grad, x, weight, dtype: see `autopar.ops.rms_product`.
     """
-    if not _serves(x, grad, weight) or wide_dtype(dtype) != library.wide(x.dtype):
+    if not _supports(x, grad, weight) or wide_dtype(dtype) != library.wide(x.dtype):
         return ops.rms_product(grad, x, weight, dtype)
     product = x.new_empty(x.shape[:-1], dtype=library.wide(x.dtype))
     _launch("ap_row_product", grad, x, weight, product)
@@ -135,7 +135,9 @@ def rms_norm_backward(
     Args:
         grad, x, squares, product, weight, n, eps, dtype: see `autopar.ops.rms_norm_backward`.
     """
-    if not _serves(x, grad, weight) or not squares.dtype == product.dtype == library.wide(x.dtype):
+    if not _supports(x, grad, weight) or not squares.dtype == product.dtype == library.wide(
+        x.dtype
+    ):
         return ops.rms_norm_backward(grad, x, squares, product, weight, n, eps, dtype)
     dx, sums, products = torch.empty_like(x), squares.contiguous(), product.contiguous()
     _launch("ap_row_norm_backward", grad, x, sums, products, weight, dx, last=(n, eps))
@@ -151,7 +153,7 @@ def rms_weight_gradient(
         grad, x, squares, n, eps, dtype: see `autopar.ops.rms_weight_gradient`.
     """
     num_bands = -(-squares.numel() // BAND)
-    if not _serves(x, grad) or squares.dtype != library.wide(x.dtype) or num_bands > 65535:
+    if not _supports(x, grad) or squares.dtype != library.wide(x.dtype) or num_bands > 65535:
         return ops.rms_weight_gradient(grad, x, squares, n, eps, dtype)
     dw, bands, sums = (
         squares.new_empty(x.shape[-1]),
@@ -192,7 +194,7 @@ def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Te
     return s.log().add_(m).sub_(picked), gradient
 
 
-def _serves(x: Tensor, *others: Tensor | None) -> bool:
+def _supports(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether a kernel supports these tensors: contiguous tensors with data, of one dtype,
     on one device."""
     if torch.compiler.is_compiling() or not _has_kernel(x):

@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         ignored."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                self._see(tensor)
+                self._count_storage(tensor)
 
     def reset_peak(self) -> None:
         """Set the peak to the current number of bytes."""
@@ -87,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
             for leaf in made:
                 host.put_on_host(leaf)
         for leaf in made if not self.paused else ():
-            self._see(leaf)
+            self._count_storage(leaf)
         return result
 
     def __exit__(self, *exception: Any) -> None:
@@ -96,7 +96,7 @@ class LiveBytes(TorchDispatchMode):
             finalizer.detach()
         self._known.clear()
 
-    def _see(self, tensor: Tensor) -> None:
+    def _count_storage(self, tensor: Tensor) -> None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
@@ -431,7 +431,7 @@ class _Run:
     def __call__(self, operands: list[Any]) -> list[Any]:
         env: dict[fx.Node, Any] = {}
         given = (node for _, node in self.order if node.op == "placeholder")
-        env.update(zip(given, _taken_over(operands, self.memory), strict=True))
+        env.update(zip(given, _as_values(operands, self.memory), strict=True))
         last_use = _last_uses(self.order)
         known = _effects.setdefault(self.groups, {})
         with use_groups(self.groups):
@@ -442,17 +442,17 @@ class _Run:
                     if call is None:
                         call = node if action == "run" else _Part.of(action, node)
                     env[node], rise_bytes = self._call_node(call, env, known)
-                    self._tell(node, before + rise_bytes)
+                    self._report_peak(node, before + rise_bytes)
                     for dead in last_use.get(place, ()):
                         del env[dead]
         last = self.order[-1][1]
-        self._tell(last, self.memory.live_bytes)
+        self._report_peak(last, self.memory.live_bytes)
         values = [env[r] if isinstance(r, fx.Node) else r for r in last.args[0]]
         env.clear()
         unread = [_copy_value(values.pop()) for _ in range(self.num_unread)]
-        return [*_handed_over(values), *reversed(unread)]
+        return [*_as_fake_tensors(values), *reversed(unread)]
 
-    def _tell(self, node: fx.Node, peak_bytes: int) -> None:
+    def _report_peak(self, node: fx.Node, peak_bytes: int) -> None:
         self.memory.peak_bytes = max(self.memory.peak_bytes, peak_bytes)
         if self.seen is not None:
             self.seen(self.phase, node, peak_bytes)
@@ -545,7 +545,7 @@ def _copy_value(value: Any) -> Any:
     return AbstractValue(value.storage, value.view) if isinstance(value, AbstractValue) else value
 
 
-def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
+def _as_values(operands: list[Any], memory: LiveBytes) -> list[Any]:
     """Convert operands to values, and release the operands. Saved values are unchanged."""
     saved = [x.storage for x in operands if isinstance(x, AbstractValue)]
     storages = {
@@ -565,7 +565,7 @@ def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
     return values
 
 
-def _handed_over(values: list[Any]) -> list[Any]:
+def _as_fake_tensors(values: list[Any]) -> list[Any]:
     """Convert values to fake tensors with the same views, and release the values."""
     results: list[Any] = []
     for value in values:

@@ -68,7 +68,7 @@ def without(source: fx.Graph, tangents: Collection[str], absent: Collection[str]
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(source, {}))
-    found = _Gone.of(graph, tangents, absent)
+    found = _TangentDependence.of(graph, tangents, absent)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _SUMS and node not in found.gone:
             _keep_one_term(node, found.gone)
@@ -102,7 +102,7 @@ class Unused:
         """Find the unused part if the loss does not depend on the outputs `absent`."""
         trace = program.trace
         ends = {o.tangent: o.path for o in trace.differentiable}
-        found = _Gone.of(
+        found = _TangentDependence.of(
             trace.graph, ends, [tangent for tangent, path in ends.items() if path in absent]
         )
         names = {node.name for node in found.gone}
@@ -134,7 +134,7 @@ def tangent_names(program: StageProgram) -> list[tuple[str, str]]:
 
 
 @dataclass(slots=True)
-class _Gone:
+class _TangentDependence:
     """A classification of nodes by the tangents that they depend on.
 
     Attributes:
@@ -148,14 +148,16 @@ class _Gone:
     parts: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: fx.Graph, tangents: Collection[str], absent: Collection[str]) -> _Gone:
+    def of(
+        graph: fx.Graph, tangents: Collection[str], absent: Collection[str]
+    ) -> _TangentDependence:
         """Classify the nodes of a graph.
 
         Args:
             graph: a backward graph, or the graph of a trace.
             tangents, absent: see `without`.
         """
-        found = _Gone()
+        found = _TangentDependence()
         for node in graph.nodes:
             if node.op == "placeholder" and node.target in tangents:
                 found.following.add(node)
@@ -265,7 +267,7 @@ class Executor:
         del buffers_in
         results = list(self._graph("forward" if keep else "inference")(operands))
         if not keep:
-            self._let_hosts_write()
+            self._await_fetches()
         num_outputs, num_mutated = len(self.program.outputs), len(self._mutated)
         saved = results[num_outputs + num_mutated :]
         for position, value in zip(
@@ -343,7 +345,7 @@ class Executor:
         assert self.program.end is not None, "the program accumulates"
         return self._await_gradients(list(self._graph("end")(sums)))
 
-    def _let_hosts_write(self) -> None:
+    def _await_fetches(self) -> None:
         """Wait until a GPU has fetched the parameters that are on the host, since the user may then
         change them. If backward follows, waiting for its gradients is sufficient."""
         if self.device.type == "cuda" and any(t.layout.host for t in self.program.parameters):

@@ -290,7 +290,7 @@ class Ranks:
                     for part in self._run_step(phase, node, env, kind, (x, *settings))
                 ]
             if node.target is steps.finish:
-                return _handed_over(node, env)
+                return _started_results(node, env)
             if node.target in KERNELS:
                 return self._run_kernel(phase, node, env)
             if node.target in dispatched.TOGETHER:
@@ -432,7 +432,7 @@ class Ranks:
         return steps.range_of(size, splitters, [coordinate[axis] for axis, _ in splitters])
 
 
-def _handed_over(node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
+def _started_results(node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
     """Return the results of the start that a finish waits for. Each start has one finish."""
     results = []
     for handed in env[node.args[0]]:

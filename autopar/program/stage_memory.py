@@ -427,7 +427,7 @@ class _Replay:
             if stage in self._chunks:
                 self._act(self._chunks[stage], kind, stage, microbatch)
         for stage, phase in list(self._sent):
-            self._let_go(stage, phase)
+            self._release_sent(stage, phase)
         self._add(sum(chunk.joined for chunk in self._chunks.values()) * num_microbatches)
         for chunk in self._chunks.values():
             self._rise(chunk.finish)
@@ -438,7 +438,7 @@ class _Replay:
         if what == "receive":
             self._add(chunk.received if phase == "forward" else chunk.received_back)
         elif what == "send":
-            self._let_go(stage, phase)
+            self._release_sent(stage, phase)
             self._sent[stage, phase] = microbatch
         elif phase == "forward":
             self._rise(chunk.forward)
@@ -448,7 +448,7 @@ class _Replay:
         else:
             self._rise(chunk.backward)
 
-    def _let_go(self, stage: int, phase: str) -> None:
+    def _release_sent(self, stage: int, phase: str) -> None:
         """Release the tensors of the last send of a phase."""
         microbatch = self._sent.pop((stage, phase), None)
         if microbatch is not None:

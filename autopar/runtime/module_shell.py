@@ -67,7 +67,7 @@ class Standing(nn.Module):
             for n, x in vars(module).items()
             if n.startswith("_") and n not in self.__dict__ and is_plain(x)
         }
-        self.__dict__["_asks"] = _asked_by(module)
+        self.__dict__["_asks"] = _delegate_of(module)
         self.__dict__["_hidden"] = self._names_in_use(own, vars(module))
         found = {
             name: x for name, x in found.items() if not name.startswith("_") and name != "training"
@@ -377,7 +377,7 @@ def classes_of(cls: type) -> list[type]:
     return [each for each in cls.__mro__ if each not in nn.Module.__mro__]
 
 
-def _asked_by(module: nn.Module) -> str:
+def _delegate_of(module: nn.Module) -> str:
     """Return the name of the submodule to which a module delegates missing attributes, as peft
     models do; empty if there is none. To find it, this reads an attribute that only the submodule
     has."""
@@ -481,7 +481,7 @@ class _Hidden:
         raise AttributeError(self._name)
 
 
-class _Walked:
+class _SequenceMethods:
     """The methods that torch's containers have in common."""
 
     _modules: dict[str, Any]
@@ -498,7 +498,7 @@ class _Walked:
         )
 
 
-class _Named(_Walked):
+class _MappingMethods(_SequenceMethods):
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)
 
@@ -519,9 +519,9 @@ class _Named(_Walked):
 
 
 _CONTAINERS: tuple[tuple[type, type], ...] = (
-    (nn.ModuleList, _Walked),
-    (nn.Sequential, _Walked),
-    (nn.ModuleDict, _Named),
+    (nn.ModuleList, _SequenceMethods),
+    (nn.Sequential, _SequenceMethods),
+    (nn.ModuleDict, _MappingMethods),
 )
 
 
@@ -535,7 +535,7 @@ def likeness(cls: type[nn.Module]) -> type[Part]:
         name: x
         for each in classes_of(cls)
         for name, was in vars(each).items()
-        if (x := _instead(name, was)) is not None
+        if (x := _replacement_of(name, was)) is not None
     }
     for each in () if walked is None else reversed(classes_of(walked)):
         namespace |= {name: x for name, x in vars(each).items() if callable(x)}
@@ -554,7 +554,7 @@ def likeness(cls: type[nn.Module]) -> type[Part]:
     return made
 
 
-def _instead(name: str, was: Any) -> Any:
+def _replacement_of(name: str, was: Any) -> Any:
     """Return the replacement of a class's attribute in the class of a part; None if no replacement
     is needed."""
     if (

@@ -86,7 +86,7 @@ def take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Returns:
         The arguments with a stand-in as the optimizer; None if the step must run on the DTensors.
     """
-    if len(args) > 1 or kwargs or not _is_taken(optimizer):
+    if len(args) > 1 or kwargs or not _is_elementwise(optimizer):
         return None
     with torch._C.DisableTorchFunctionSubclass():
         made = _stand_in(optimizer)
@@ -113,7 +113,7 @@ def give_back(optimizer: Optimizer, args: tuple[Any, ...]) -> None:
     increment_version([parameter for parameter, _ in parts])
 
 
-def _is_taken(optimizer: Optimizer) -> bool:
+def _is_elementwise(optimizer: Optimizer) -> bool:
     """Return whether the optimizer has a known class and no settings or hooks that need
     DTensors."""
     if type(optimizer) not in ELEMENTWISE or optimizer._optimizer_step_pre_hooks:
@@ -142,7 +142,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer | None:
                 state[parameter] = optimizer.state[parameter]  # both optimizers share this dict
                 continue
             held = optimizer.state.get(parameter, {})
-            if not _is_split_as(parameter.grad, parameter) or not _has_state(
+            if not _is_sharded_like(parameter.grad, parameter) or not _has_state(
                 optimizer, group, held, parameter
             ):
                 return None
@@ -164,13 +164,13 @@ def _has_state(
     if not held and not (isinstance(optimizer, SGD) and not group["momentum"]):
         return False
     return all(
-        _is_split_as(value, parameter)
+        _is_sharded_like(value, parameter)
         for value in held.values()
         if isinstance(value, Tensor) and (value.dim() or isinstance(value, DTensor))
     )
 
 
-def _is_split_as(value: Any, parameter: DTensor) -> bool:
+def _is_sharded_like(value: Any, parameter: DTensor) -> bool:
     """Return whether a value is a DTensor with the shape, mesh and placements of a parameter."""
     if not isinstance(value, DTensor):
         return False
@@ -418,7 +418,7 @@ def _check_replaced(optimizer: Optimizer) -> None:
         )
 
 
-def _share_state(optimizer: Optimizer) -> None:
+def _shard_state(optimizer: Optimizer) -> None:
     """Replace full tensors in the state of distributed parameters by DTensors. The state dict of a
     plain model's optimizer contains full tensors."""
     for parameter, state in optimizer.state.items():
@@ -446,8 +446,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     _check_replaced(optimizer)
     if marks:
         check_optimizer(optimizer)
-        _share_state(optimizer)
-        optimizer.register_load_state_dict_post_hook(_share_state)
+        _shard_state(optimizer)
+        optimizer.register_load_state_dict_post_hook(_shard_state)
         optimizer.register_state_dict_post_hook(
             lambda _, state: {**state, "state": checkpointable(state["state"])}
         )

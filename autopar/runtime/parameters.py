@@ -126,11 +126,11 @@ class Storage:
                     " module"
                 ),
             )
-        if local.shape != self.stored_shape or not self._is_of(stored):
+        if local.shape != self.stored_shape or not self._is_shard_of(stored):
             raise self._of_another_form(stored)
         return local.view(self.graph_shape)
 
-    def _is_of(self, stored: Tensor) -> bool:
+    def _is_shard_of(self, stored: Tensor) -> bool:
         """Return whether the local tensor is this rank's shard of the tensor. A plain tensor counts
         as replicated."""
         if stored.shape != self.tensor.shape:

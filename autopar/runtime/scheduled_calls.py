@@ -373,7 +373,7 @@ class ScheduledCalls:
             if outputs == "dtensor" and not t.is_loss
         }
         if outputs not in ("full", "loss"):
-            _tell_of_missing(program, [t.name for t in program.outputs if t not in kept])
+            _warn_of_missing(program, [t.name for t in program.outputs if t not in kept])
         trained = {t.name for s in program.stages for t in s.parameters if t.has_gradient}
         self._is_trained = bool(trained)
         works = {
@@ -382,7 +382,7 @@ class ScheduledCalls:
         }
         groups = next(iter(executors.values())).groups
         how = program.microbatches.bound(lambda graph: bind(graph, groups, world.device_type))
-        self.held = _held_by(stages, trained)
+        self.held = _parameters_of(stages, trained)
         self._calls = StageCalls(exchange, works, how, kept, self.held, storages, world)
         if exchange.group is not None:
             share_overflows(exchange.group, world.device_type)
@@ -487,7 +487,7 @@ class ScheduledCalls:
         return dict(zip((t.name for t in self._calls.kept), found, strict=True))
 
 
-def _tell_of_missing(program: Program, names: Sequence[str]) -> None:
+def _warn_of_missing(program: Program, names: Sequence[str]) -> None:
     """Log a warning on the first rank that a call returns None for outputs of the model."""
     if not names or rank() != 0:
         return
@@ -511,7 +511,9 @@ def _describe_missing(program: Program, names: Sequence[str]) -> str:
     return f"{shown}{more} {'is' if len(names) == 1 else 'are'} None"
 
 
-def _held_by(stages: Iterable[StageProgram], trained: Collection[str]) -> tuple[ProgramTensor, ...]:
+def _parameters_of(
+    stages: Iterable[StageProgram], trained: Collection[str]
+) -> tuple[ProgramTensor, ...]:
     """Return the parameters of stages without duplicates. A parameter has a gradient if it has one
     in any stage of the model."""
     found = {t.name: t for stage in stages for t in stage.parameters}
