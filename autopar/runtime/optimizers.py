@@ -209,7 +209,7 @@ def _as_state(value: Any, parameter: DTensor) -> Any:
 # The size of an optimizer's state, compared with the size that the plan reserves for it.
 #
 # A plan reserves a number of copies of each trained parameter for the optimizer's state
-# (`autopar.planner.PlanOptions.optimizer`). An optimizer with more state may exceed the memory
+# (`autopar.request.PlanOptions.optimizer`). An optimizer with more state may exceed the memory
 # budget; an optimizer with less state leaves memory unused. Neither is an error, so a difference is
 # logged after a step.
 
