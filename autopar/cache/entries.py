@@ -1,9 +1,9 @@
-"""Plans and captures on disk, by keys that are known before anything is captured.
+"""Cache of plans and captures on disk. The key of an entry is known before the model is captured.
 
-An entry is two lines of JSON and a body: what the entry is; what was read beside the key
-(`autopar.cache.manifest`), with the warnings that were given when the body was made, which are
-given again when it is used; and the plan, as `Plan.dumps` wrote it, or the trace as JSON. Nothing
-is unpickled.
+An entry consists of two lines of JSON and a body. The first line describes the entry. The second
+line contains the manifest (`autopar.cache.manifest`), and the warnings that were logged when the
+body was created; they are logged again when the entry is used. The body is the plan, as written by
+`Plan.dumps`, or the trace as JSON. No pickles are used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autopar.rules.table import REGISTERED
 from autopar.version import VERSION
 
 # --------------------------------------------------------------------------------------------------
-# What a plan depends on beside the request: versions, settings of torch, autopar's own code.
+# The dependencies of a plan other than the request: versions, settings of torch, autopar's code.
 
 _LIBRARIES = ("highspy", "numpy", "transformers")
 _DEVICES = ("cpu", "cuda")
@@ -51,10 +51,10 @@ _NOT_READ = ("AUTOPAR_CACHE", "AUTOPAR_CACHE_DIR", "AUTOPAR_KERNEL_CACHE")
 
 
 def add_ambient(walk: Walk) -> None:
-    """Hash what a plan depends on beside the request.
+    """Hash the dependencies of a plan other than the request.
 
     Raises:
-        Opaque: if it depends on something that cannot be hashed.
+        Opaque: if a dependency cannot be hashed.
     """
     if changed_package():
         raise Opaque("the code of autopar was modified after this process started")
@@ -97,7 +97,7 @@ def _settings() -> Iterator[Any]:
 
 
 def _environment() -> Iterator[tuple[str, str]]:
-    # the warnings of captures, which entries hold, are given on rank 0 alone
+    # entries contain the warnings of captures, which only rank 0 logs
     yield "rank", "0" if os.environ.get("RANK", "0") == "0" else "another"
     for name, value in sorted(os.environ.items()):
         if name.startswith("AUTOPAR_") and name not in _NOT_READ:
@@ -105,7 +105,7 @@ def _environment() -> Iterator[tuple[str, str]]:
 
 
 def _patches() -> Iterator[tuple[str, Any]]:
-    """Yield the functions that the user put in the place of torch's."""
+    """Yield the functions of torch that the user replaced."""
     for space in _PATCHED:
         for name, item in sorted(vars(space).items()):
             code = getattr(item, "__code__", None)
@@ -128,7 +128,9 @@ class Key:
     """The key of an entry, and the walk that hashed it.
 
     Attributes:
-        kind: what the entry is. text: the key, hexadecimal digits.
+        kind: the kind of the entry.
+        text: the key, as hexadecimal digits.
+        walk: the walk that computed the key.
     """
 
     kind: Literal["plan", "capture"]
@@ -146,15 +148,15 @@ class Key:
         """Return the key of a plan or capture.
 
         Args:
-            kind: which of them.
+            kind: the kind of the entry.
             model: the model.
-            args, kwargs: the call; values of its tensors do not count.
-            request: what else was asked for.
+            args, kwargs: the arguments of the call. The values of tensors are not hashed.
+            request: the options of the request.
 
         Raises:
-            Opaque: if the result depends on something that cannot be hashed; says on what.
+            Opaque: if a dependency of the result cannot be hashed. The message names it.
         """
-        install_recording_hooks(model)  # as the capture will
+        install_recording_hooks(model)  # the capture also installs these hooks
         walk = Walk()
         walk.add("format", (_FORMAT, _VERSION, kind))
         walk.add("the request", request)
@@ -165,18 +167,18 @@ class Key:
 
 
 def load_plan(key: Key) -> Plan | None:
-    """Return the cached plan of a key, and give its warnings again; None if there is none, or what
-    it depends on has changed."""
+    """Return the cached plan of a key, and log its warnings again. Return None if there is no plan,
+    or a dependency has changed."""
     return _load(key, Plan.loads)
 
 
 def save_plan(key: Key, plan: Plan, traces: Iterable[Trace], messages: Iterable[_Message]) -> None:
-    """Cache a plan, unless it depends on something that cannot be compared; the log says on what.
+    """Cache a plan, unless a dependency cannot be compared. In that case, the dependency is logged.
 
     Args:
-        key: of its request, made before it was planned.
+        key: the key of the request, computed before planning.
         plan: the plan.
-        traces: all captures that planning made.
+        traces: all captures that were used for planning.
         messages: the warnings of planning.
     """
     mark = plan.fingerprint
@@ -186,11 +188,11 @@ def save_plan(key: Key, plan: Plan, traces: Iterable[Trace], messages: Iterable[
 
 
 def load_trace(key: Key, model: nn.Module) -> Trace | None:
-    """Return the cached capture of a key, and give its warnings again; None if there is none, or
-    what it depends on has changed.
+    """Return the cached capture of a key, and log its warnings again. Return None if there is no
+    capture, or a dependency has changed.
 
     Args:
-        key: its key.
+        key: the key.
         model: the model of the key.
     """
     with collected_seldom():
@@ -198,12 +200,12 @@ def load_trace(key: Key, model: nn.Module) -> Trace | None:
 
 
 def save_trace(key: Key, model_name: str, trace: Trace, messages: Iterable[_Message]) -> None:
-    """Cache a capture, unless it depends on something that cannot be compared, or has a part that
-    cannot be written; the log says which.
+    """Cache a capture, unless a dependency cannot be compared or a part cannot be written as JSON.
+    In that case, the reason is logged.
 
     Args:
-        key: of the capture, made before it.
-        model_name: name of the model's class.
+        key: the key of the capture, computed before it.
+        model_name: the name of the model's class.
         trace: the capture.
         messages: the warnings of capturing.
     """
@@ -273,7 +275,7 @@ def recorded_warnings() -> Iterator[list[_Message]]:
             found.append((message.levelno, message.getMessage()))
         return True
 
-    # not as a handler: without any handler Python itself prints warnings
+    # a filter, not a handler: with a handler, Python would no longer print warnings by default
     log.addFilter(record)
     try:
         yield found

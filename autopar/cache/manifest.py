@@ -1,13 +1,13 @@
-"""What a capture read beyond what its key covers, so that an entry is used only if all of it is as
-it was.
+"""Manifests, which record the dependencies of a capture that its key does not cover. An entry is
+used only if all of them are unchanged.
 
-The key of an entry hashes the model, the call and the user's code before anything is captured
-(`autopar.cache.walk`). A capture then tells which functions ran and which values they read:
+The key of an entry hashes the model, the call and the user's code before the model is captured
+(`autopar.cache.walk`). The capture then reports which functions ran and which values they read:
 
-- code of the user has to be in the key, else nothing is stored,
+- code of the user must be covered by the key; otherwise the entry is not stored,
 - functions of installed libraries are recorded, with the content of their files,
 - plain values of global variables are recorded,
-- what depends on values of inputs or buffers, or on operators that were not shipped with torch, is
+- a capture that depends on values of inputs or buffers, or on ops that are not part of torch, is
   not stored.
 """
 
@@ -35,19 +35,19 @@ from autopar.capture import Trace
 from autopar.capture.side_effects import value_at
 from autopar.capture.trace import KnownBuffer, OutsideValue, Stamp
 
-_OF_DATACLASSES = "__create_fn__.<locals>."  # their generated methods
+_OF_DATACLASSES = "__create_fn__.<locals>."  # prefix of generated methods of dataclasses
 _NAMESPACES = frozenset(("aten", "prims", "prim", "autopar"))
 _OWN_FUNCTIONS = ("torch", "autopar", "_operator", "math", "builtins", "operator")
-_DEPTH = 3  # of dicts, objects and classes within each other
-_KEYS = (str, int)  # of containers, that JSON can hold
+_DEPTH = 3  # largest nesting of dicts, objects and classes
+_KEYS = (str, int)  # types of container keys that JSON supports
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What an entry depends on beside its key.
+    """The dependencies of an entry that its key does not cover.
 
     Attributes:
-        files: source file of a library → hash of its content.
+        files: the hash of the content of source files of libraries, by file.
         functions: (module, qualified name, first line) of functions of libraries that ran.
         values: (module, steps, type, value) of global variables that were read.
     """
@@ -57,7 +57,7 @@ class Manifest:
     values: tuple[tuple[str, tuple[tuple[str, Any], ...], str, Any], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the manifest as data of JSON."""
+        """Return the manifest as JSON data."""
         return {
             "files": dict(self.files),
             "functions": [list(each) for each in self.functions],
@@ -69,10 +69,10 @@ class Manifest:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Manifest:
-        """Return what `to_json` wrote.
+        """Return the manifest that `to_json` converted.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is nothing of the kind.
+            KeyError, TypeError, ValueError: if the data is malformed.
         """
         return Manifest(
             {str(file): str(digest) for file, digest in data["files"].items()},
@@ -84,7 +84,7 @@ class Manifest:
         )
 
     def difference(self) -> str:
-        """Return what is not as it was; empty if all is."""
+        """Describe the first dependency that has changed; empty if there is none."""
         found = (*self._of_files(), *self._of_functions(), *self._of_values())
         return found[0] if found else ""
 
@@ -97,7 +97,7 @@ class Manifest:
             except OSError as error:
                 yield f"cannot read {file}: {error}"
             if file in modules and (name := user_code_in(modules[file])):
-                yield f"{name} is the user's"
+                yield f"{name} is code of the user"
 
     def _of_functions(self) -> Iterator[str]:
         for module, name, line in self.functions:
@@ -107,7 +107,7 @@ class Manifest:
     def _of_values(self) -> Iterator[str]:
         for module, steps, kind, value in self.values:
             try:
-                if is_library(module):  # which the capture imported
+                if is_library(module):  # the capture imported it
                     importlib.import_module(module)
                 now = value_at(module, steps)
             except (AttributeError, LookupError, TypeError, ImportError):
@@ -117,14 +117,14 @@ class Manifest:
 
 
 def make_manifest(traces: Iterable[Trace], walk: Walk) -> Manifest:
-    """Return what captures depend on beside what was hashed.
+    """Return the dependencies of captures that were not hashed.
 
     Args:
         traces: the captures.
-        walk: hashed the model and the call before.
+        walk: the walk that hashed the model and the call.
 
     Raises:
-        Opaque: if they depend on anything that neither a key nor a manifest covers.
+        Opaque: if a dependency cannot be covered by a key or a manifest.
     """
     files, functions, values = dict[str, str](), set[tuple[str, str, int]](), dict[Any, Any]()
     for trace in traces:
@@ -138,7 +138,7 @@ def make_manifest(traces: Iterable[Trace], walk: Walk) -> Manifest:
             if isinstance(each, OutsideValue) and (read := _outside(each, walk)):
                 values[read[:2]] = read
     manifest = Manifest(files, tuple(sorted(functions)), tuple(values.values()))
-    if reason := manifest.difference():  # code of the user's in a library
+    if reason := manifest.difference():  # a library contains code of the user
         raise Opaque(reason)
     return manifest
 
@@ -166,11 +166,11 @@ def _refuse_foreign_ops(graph: fx.Graph) -> None:
 
 
 def _library_file(name: CodeName, walk: Walk) -> str:
-    """Return the file of a library's code; empty for torch's, the standard library's, and code that
-    was hashed.
+    """Return the file of code of a library. Return an empty string for torch, the standard library,
+    and code that was hashed.
 
     Raises:
-        Opaque: for code of the user that was not hashed.
+        Opaque: if code of the user was not hashed.
     """
     file, qualified, _ = name
     origin = origin_of_file(file)
@@ -194,7 +194,7 @@ def _outside(each: OutsideValue, walk: Walk) -> Any:
     """Return the record of a value outside of the model; None if it was hashed.
 
     Raises:
-        Opaque: if it can be neither.
+        Opaque: if the value was not hashed and cannot be recorded.
     """
     if isinstance(each.value, Stamp):
         if id(each.value.tensor()) in walk.followed.tensors:
@@ -208,12 +208,12 @@ def _outside(each: OutsideValue, walk: Walk) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions of libraries, which users may replace.
+# Functions of libraries. Users may replace them.
 
 
 def _library_functions(code: Iterable[CodeName]) -> Iterator[tuple[str, str, int]]:
-    """Yield (module, qualified name, first line) of the functions of libraries that can be found by
-    these."""
+    """Yield (module, qualified name, first line) of those functions of libraries that can be found
+    by these."""
     modules = {
         getattr(module, "__file__", None): name for name, module in tuple(sys.modules.items())
     }
@@ -228,8 +228,8 @@ def _library_functions(code: Iterable[CodeName]) -> Iterator[tuple[str, str, int
 
 
 def _is_own(module: types.ModuleType, name: str, line: int) -> bool:
-    """Whether a module has a function under its qualified name, which nothing of the user's
-    wraps."""
+    """Return whether a module has a function under its qualified name, and no code of the user
+    wraps it."""
     found: Any = module
     for part in name.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
@@ -244,7 +244,7 @@ def _is_own(module: types.ModuleType, name: str, line: int) -> bool:
 
 
 def _unwrapped(found: Any) -> Iterator[Any]:
-    """Yield a value and what it wraps, from the outside to the inside."""
+    """Yield a value and the values that it wraps, from the outermost to the innermost."""
     while found is not None:
         yield found
         inner = (getattr(found, name, None) for name in ("__wrapped__", "__func__", "fget", "func"))
@@ -252,12 +252,12 @@ def _unwrapped(found: Any) -> Iterator[Any]:
 
 
 def user_code_in(module: types.ModuleType) -> str:
-    """Return the name of a function or class of the user's that a library's module holds, as a
-    variable or in what its variables hold; empty if there is none."""
+    """Return the name of a function or class of the user that a library's module contains, directly
+    or inside the values of its variables. Return an empty string if there is none."""
     seen: set[int] = set()
 
     def find(name: str, value: Any, depth: int) -> str:
-        if _is_users(value):
+        if _is_user_code(value):
             return name
         if depth == 0 or id(value) in seen:
             return ""
@@ -273,18 +273,18 @@ def user_code_in(module: types.ModuleType) -> str:
     return ""
 
 
-def _is_users(value: Any) -> bool:
+def _is_user_code(value: Any) -> bool:
     if isinstance(value, type):
         return origin_of_module(value.__module__) == "user"
     code = getattr(getattr(value, "__func__", value), "__code__", None)
     if not isinstance(code, types.CodeType) or origin_of_file(code.co_filename) != "user":
         return False
-    return not code.co_filename.startswith("<")  # generated, as by dataclasses
+    return not code.co_filename.startswith("<")  # generated code, such as that of dataclasses
 
 
 def _held(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
-        yield from tuple(dict.items(value))  # some make their items only when these are asked for
+        yield from tuple(dict.items(value))  # subclasses may create items when they are accessed
     elif isinstance(value, type):
         if origin_of_module(value.__module__) == "library":
             yield from tuple(vars(value).items())

@@ -1,4 +1,4 @@
-"""What objects, classes and modules consist of, as (name, value) pairs for `autopar.cache.walk`."""
+"""The contents of objects, classes and modules as (name, value) pairs, for `autopar.cache.walk`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _WRITTEN = (
     type(typing.Union[int, str]),  # noqa: UP007  # the class of such objects before Python 3.14
     type(typing.Callable),
 )
-# of classes: what is derived from the rest, or only documents
+# attributes of classes that are derived from others, or only document the class
 _OF_CLASSES = frozenset(
     (
         "__doc__",
@@ -67,7 +67,7 @@ _OF_CLASSES = frozenset(
         "__type_params__",
     )
 )
-# of modules: what saves and loads them, and what is hashed apart
+# attributes of modules that are used for saving and loading
 _OF_MODULES = frozenset(
     (
         "_state_dict_hooks",
@@ -87,8 +87,9 @@ _HOOKS = frozenset(
         "_forward_hooks_always_called",
     )
 )
-# by library: what its configurations were, in a number that is another in each process; and what a
-# capture notes at a tensor, which has no part in the graph
+# attributes of objects of libraries that are not hashed: a hash of transformers' configurations
+# that differs between processes, and an attribute that a capture adds to tensors and that does not
+# affect the graph
 _LEFT_OUT = {
     "transformers": frozenset(("_original_object_hash",)),
     "torch": frozenset(("_dynamo_static_input_type",)),
@@ -96,12 +97,12 @@ _LEFT_OUT = {
 
 
 def is_atom(value: Any) -> bool:
-    """Whether a value is wholly its `repr`, in every process."""
+    """Return whether the `repr` of a value determines it in every process."""
     return type(value) in _ATOMS
 
 
 def is_hashed_by_name(value: Any) -> bool:
-    """Whether a value is the same in all processes that have a value of its name."""
+    """Return whether the name of a value determines it in every process."""
     if isinstance(value, types.BuiltinFunctionType):
         return value.__self__ is None or isinstance(value.__self__, types.ModuleType | type)
     return isinstance(value, (*_NAMED, *_WRITTEN, logging.Logger, re.Pattern)) or (
@@ -115,7 +116,7 @@ _BUILT_IN = frozenset(
 
 
 def text_of_name(value: Any) -> str:
-    """Return the name of a value that `is_hashed_by_name`, or of a class."""
+    """Return the name of a class, or of a value for which `is_hashed_by_name` is true."""
     if isinstance(value, logging.Logger):
         return f"logger {value.name}"
     if isinstance(value, re.Pattern):
@@ -132,11 +133,11 @@ def text_of_name(value: Any) -> str:
 
 
 def c_base(kind: type) -> type:
-    """Return the nearest base of a class, itself included, that is not defined in Python, whose
-    objects may have parts that Python code does not see.
+    """Return the nearest base of a class, including the class, that is not defined in Python.
+    Objects of such a class may have data that Python code cannot access.
 
-    A class that Python code defines adds to the size of its base what its slots need, and a
-    dictionary and weak references if its base has none.
+    A class that is defined in Python adds to the size of its base only its slots, and a dictionary
+    and weak references if its base has none.
     """
     while kind.__flags__ & HEAP and kind.__base__ is not None:
         own, base = vars(kind), kind.__base__
@@ -151,7 +152,7 @@ def c_base(kind: type) -> type:
 
 
 def slots_of(kind: type) -> list[str]:
-    """Return the names of the attributes for which a class itself has slots."""
+    """Return the names of the slots that a class defines, without those of its bases."""
     slots = vars(kind).get("__slots__", ()) if kind.__flags__ & HEAP else ()
     names = []
     for name in (slots,) if isinstance(slots, str) else slots:
@@ -181,8 +182,8 @@ def object_state(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def module_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what a module holds: attributes, parameters, buffers, submodules and hooks. Hooks are
-    keyed by numbers that differ from process to process, which are left out."""
+    """Yield the attributes, parameters, buffers, submodules and hooks of a module. Hooks are keyed
+    by numbers that differ between processes, so the numbers are left out."""
     for name, item in vars(module).items():
         if name in _HOOKS:
             yield name, list(item.values())
@@ -191,7 +192,7 @@ def module_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What code names.
+# The names that code uses.
 
 _GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
 _CONSTANT = frozenset(("LOAD_CONST", "LOAD_SMALL_INT"))
@@ -202,9 +203,9 @@ class Names:
     """The names that code uses.
 
     Attributes:
-        globals: global variables and built-in functions.
-        imports: the modules that it imports, with the level of relative imports.
-        attributes: all names, of attributes too.
+        globals: the names of global variables and built-in functions.
+        imports: the modules that the code imports, with the level of relative imports.
+        attributes: all names, including those of attributes.
     """
 
     globals: frozenset[str]
@@ -213,7 +214,7 @@ class Names:
 
 
 def names_in(code: types.CodeType) -> Names:
-    """Return the names that code uses, with the functions and classes within it."""
+    """Return the names that code uses, including the code of functions and classes inside it."""
     codes, found = [code], set[str]()
     imports, attributes = set[tuple[str, int]](), set[str]()
     for each in codes:
@@ -225,6 +226,6 @@ def names_in(code: types.CodeType) -> Names:
                 found.add(step.argval)
             elif step.opname in _CONSTANT:
                 constants = [constants[-1], step.argval]
-            elif step.opname == "IMPORT_NAME":  # below it are the level and the names
+            elif step.opname == "IMPORT_NAME":  # the level and the names were loaded before
                 imports.add((step.argval, int(constants[0])))
     return Names(frozenset(found), frozenset(imports), frozenset(attributes))

@@ -1,7 +1,8 @@
-"""Where code comes from: torch, the standard library, autopar, an installed library, or the user.
+"""The origin of code: torch, the standard library, autopar, an installed library, or the user.
 
 Code of the user is identified by its content. All other code is identified by the version of its
-library, and the files of a library that ran in a capture by their content (`manifest`).
+library. Files of libraries whose code ran in a capture are also identified by their content
+(`autopar.cache.manifest`).
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ def _folders() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _variants(folders: set[str]) -> set[str]:
-    """Return folders as they are named and without symbolic links, with a separator behind."""
+    """Return the folders as given and with symbolic links resolved, followed by a separator."""
     return {name + os.sep for each in folders for name in (each, os.path.realpath(each))}
 
 
 @functools.lru_cache(maxsize=65536)
 def origin_of_file(file: str) -> Origin:
-    """Return where a source file comes from.
+    """Return the origin of a source file.
 
     Args:
-        file: its name, as code objects have it. Names such as ``<string>`` are the user's.
+        file: the file name of a code object. Names such as ``<string>`` belong to the user.
     """
     libraries, standard = _folders()
     if file.startswith("<frozen "):
@@ -62,10 +63,11 @@ def origin_of_file(file: str) -> Origin:
 
 
 def origin_of_module(name: str | None) -> Origin:
-    """Return where a module comes from.
+    """Return the origin of a module.
 
     Args:
-        name: its full name; unknown ones are the user's, since their content counts.
+        name: the full name of the module. Unknown modules belong to the user, so that they are
+            identified by their content.
     """
     first = (name or "").partition(".")[0]
     if first == "autopar":
@@ -74,19 +76,20 @@ def origin_of_module(name: str | None) -> Origin:
         return "torch"
     module = sys.modules.get(name or "")
     file = getattr(module, "__file__", None)
-    if file is None:  # built in, a namespace, or not loaded
+    if file is None:  # a built-in module, a namespace, or a module that is not loaded
         return "standard" if first in sys.stdlib_module_names - {"__main__"} else "user"
     return origin_of_file(file)
 
 
 def library_version(module: str) -> str:
-    """Return the version of the library of a module, or a placeholder if it does not name one."""
+    """Return the version of the library of a module; a placeholder if the library has none."""
     first: Any = sys.modules.get(module.partition(".")[0])
     return str(getattr(first, "__version__", "no version"))
 
 
 def is_library(name: str) -> bool:
-    """Whether a module that is not loaded would be of a library, torch or the standard library."""
+    """Return whether a module that is not loaded belongs to a library, torch, autopar or the
+    standard library."""
     first = name.partition(".")[0]
     if first in sys.stdlib_module_names or first in ("torch", "autopar"):
         return True
@@ -94,14 +97,14 @@ def is_library(name: str) -> bool:
         spec = importlib.util.find_spec(first)
     except (ImportError, ValueError):
         return False
-    if spec is None:  # importing it fails, until it is installed
+    if spec is None:  # importing it fails until it is installed
         return True
     places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
     return all(origin_of_file(str(place)) != "user" for place in places)
 
 
 def is_module_of(value: object, *origins: Origin) -> bool:
-    """Whether a value is a module of one of these origins."""
+    """Return whether a value is a module of one of these origins."""
     return isinstance(value, ModuleType) and origin_of_module(value.__name__) in origins
 
 
@@ -111,7 +114,7 @@ def is_module_of(value: object, *origins: Origin) -> bool:
 
 @functools.cache
 def source_digest() -> str:
-    """Return the hash of autopar's own source files, which any change of autopar changes."""
+    """Return a hash of all source files of autopar."""
     digest = hashlib.sha256()
     for path in sorted(Path(_PACKAGE).rglob("*.py")):
         digest.update(f"{path.relative_to(_PACKAGE)}\0".encode())
@@ -120,24 +123,24 @@ def source_digest() -> str:
 
 
 def changed_package() -> bool:
-    """Whether autopar's own code was written after this process began."""
+    """Return whether autopar's code was modified after this process started."""
     return any(path.stat().st_mtime >= _STARTED for path in Path(_PACKAGE).rglob("*.py"))
 
 
 def file_digest(file: str) -> str:
-    """Return the hash of a file's content.
+    """Return a hash of the content of a file.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: if the file cannot be read.
     """
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def changed_since_start(file: str) -> bool:
-    """Whether a file was written after this process began, so that the code that was loaded from it
-    may be another.
+    """Return whether a file was modified after this process started, so that the code that was
+    loaded from it may differ.
 
     Raises:
-        OSError: if it does not exist.
+        OSError: if the file does not exist.
     """
     return os.stat(file).st_mtime >= _STARTED

@@ -1,12 +1,12 @@
-"""Entries of the cache on disk: one text file each, in a folder that only the current user can
-write to.
+"""Files of the cache on disk. Each entry is one text file, in a folder that only the current user
+can write to.
 
-An entry is written to a file of another name and then renamed, so that readers see all of it or
-nothing, and of several processes that write the same entry the last one wins. The last line of a
-file is the hash of what is before it. A file that is damaged, or that another user can have
-written, is reported once, removed and made again.
+An entry is written to a temporary file, which is then renamed. Readers therefore see a complete
+entry or none. If several processes write the same entry, the last one is kept. The last line of a
+file is a hash of the preceding content. A file that is damaged, or that another user may have
+written, is reported once, removed and written again.
 
-The folder holds at most `MAX_BYTES`; those that were not used for longest are removed first.
+The folder contains at most `MAX_BYTES`. The least recently used entries are removed first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.core.private_folder import (
 
 MAX_BYTES = 512 * 2**20
 _SUFFIX, _PART = ".json", ".part"
-_PART_AGE_S = 3600.0  # after which a file that was never renamed is left over from a killed process
+_PART_AGE_S = 3600.0  # an older temporary file was left by a process that was killed
 _NAME_ANOTHER = "set AUTOPAR_CACHE_DIR=FOLDER to use another folder"
 
 
@@ -39,7 +39,9 @@ class EntryFile:
     """A file of the cache.
 
     Attributes:
-        used_s: when it was last used, in seconds since the epoch.
+        path: the file.
+        num_bytes: its size in bytes.
+        used_s: the time at which it was last used, in seconds since the epoch.
     """
 
     path: Path
@@ -53,8 +55,8 @@ def entry_folder() -> Path:
 
 
 def _own_folder() -> Path | None:
-    """Return the folder of the entries, made if it is missing; None if the cache is off or the
-    folder cannot be made."""
+    """Return the folder of the entries. Create it if it does not exist. Return None if the cache is
+    disabled or the folder cannot be created."""
     if not is_cache_on("plans"):
         return None
     try:
@@ -65,10 +67,11 @@ def _own_folder() -> Path | None:
 
 
 def read_entry(key: str) -> str | None:
-    """Return the text of an entry; None if there is none. A file that cannot be trusted is removed.
+    """Return the text of an entry; None if there is no entry. A file that cannot be trusted is
+    removed.
 
     Args:
-        key: hexadecimal digits.
+        key: the key of the entry, as hexadecimal digits.
     """
     folder = _own_folder()
     if folder is None:
@@ -96,26 +99,30 @@ def report_damaged(key: str, reason: str) -> None:
     """Warn that an entry cannot be used, and remove it.
 
     Args:
-        key: of the entry.
-        reason: what is wrong with it.
+        key: the key of the entry.
+        reason: the reason.
     """
     warn_once(f"a cache entry is not used and will be replaced: {reason}")
     remove_entry(key)
 
 
 def remove_entry(key: str) -> None:
-    """Remove an entry, if it is there and can be removed."""
+    """Remove an entry if it exists and can be removed."""
     folder = _own_folder()
     if folder is not None:
-        with contextlib.suppress(OSError):  # not there, or in a folder that cannot be written to
+        with contextlib.suppress(OSError):  # it does not exist, or the folder is not writable
             (folder / f"{key}{_SUFFIX}").unlink()
 
 
 def write_entry(key: str, text: str) -> bool:
-    """Write an entry, and remove the oldest ones if there are more bytes than `MAX_BYTES`.
+    """Write an entry. Remove the least recently used entries if there are more than `MAX_BYTES`.
+
+    Args:
+        key: the key of the entry, as hexadecimal digits.
+        text: the text of the entry.
 
     Returns:
-        Whether it was written. If it was not, a warning says why, once.
+        Whether the entry was written. If not, the reason is logged once.
     """
     folder = _own_folder()
     if folder is None:
@@ -137,10 +144,10 @@ def _digest(body: bytes) -> str:
 
 
 def entries(folder: Path | None = None) -> tuple[EntryFile, ...]:
-    """Return the files of the cache, those that were used last first.
+    """Return the files of the cache, the most recently used first.
 
     Args:
-        folder: `entry_folder()` by default.
+        folder: the folder; by default, `entry_folder()`.
     """
     return tuple(
         sorted(_files(folder or entry_folder(), _SUFFIX), key=lambda e: (-e.used_s, e.path.name))
@@ -175,10 +182,10 @@ def clear() -> tuple[int, int]:
     """Remove all entries.
 
     Returns:
-        The number of entries, and of bytes, that were removed.
+        The number of removed entries, and the number of removed bytes.
 
     Raises:
-        OSError: if one cannot be removed.
+        OSError: if an entry cannot be removed.
     """
     removed = [0, 0]
     for entry in (*entries(), *_files(entry_folder(), _PART)):

@@ -1,11 +1,11 @@
-"""A `Trace` as data of JSON, and back.
+"""Conversion of a `Trace` to JSON data and back.
 
-The graph is a list of nodes: op, name, target by its qualified name, arguments, and what ``meta``
-holds. Values of nodes are fake tensors, which are written as shapes, strides, dtypes, devices and
-the storages that they share. Variables that a capture read are found again by the numbers that
-`autopar.cache.walk` gave them when it hashed the model.
+The graph is a list of nodes: op, name, target by its qualified name, arguments, and ``meta``.
+Values of nodes are fake tensors, which are written as shapes, strides, dtypes, devices and shared
+storages. Variables that a capture read are identified by the numbers that `autopar.cache.walk`
+assigned to them when it hashed the model.
 
-What has no such form makes the trace `Opaque`: it is not cached.
+A trace with a part that cannot be written raises `Opaque` and is not cached.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autopar.capture.trace import (
     Stamp,
 )
 
-_MODULES = ("autopar", "_operator", "math", "torch")  # whose functions nodes call
+_MODULES = ("autopar", "_operator", "math", "torch")  # modules of the functions that nodes call
 _META = ("phase", "module", "source", "key", "in_place")
 _BY_NAME = {
     "dtype": torch.dtype,
@@ -46,11 +46,11 @@ _PLAIN = (type(None), bool, int, str)
 
 
 class _Writer:
-    """Writes values, each fake tensor and storage once.
+    """Converts values to JSON data. Each fake tensor and each storage is written once.
 
     Attributes:
-        fakes: shape, strides, offset, dtype, device and number of the storage of each.
-        storages: bytes of each.
+        fakes: the shape, strides, offset, dtype, device and storage number of each fake tensor.
+        storages: the size of each storage in bytes.
     """
 
     def __init__(self, numbers: Mapping[fx.Node, int]) -> None:
@@ -61,10 +61,10 @@ class _Writer:
         self._storage_numbers: dict[int, int] = {}
 
     def value(self, value: Any) -> Any:
-        """Return a value as data of JSON: a list that begins with its kind, or a plain value.
+        """Convert a value to JSON data: a list that begins with its kind, or a plain value.
 
         Raises:
-            Opaque: if it has no such form.
+            Opaque: if the value cannot be converted.
         """
         if type(value) in _PLAIN:
             return value
@@ -115,10 +115,10 @@ class _Writer:
 
 
 def _target(target: Any) -> Any:
-    """Return the name of what a node calls.
+    """Return the name of the target of a node.
 
     Raises:
-        Opaque: if nothing is found under that name.
+        Opaque: if the target cannot be found by its name.
     """
     if isinstance(target, str):
         return target
@@ -140,10 +140,10 @@ def _target(target: Any) -> Any:
 
 
 def _find_target(name: Any) -> Any:
-    """Return what `_target` named.
+    """Return the target with a name from `_target`.
 
     Raises:
-        ValueError, AttributeError, ImportError: if there is none.
+        ValueError, AttributeError, ImportError: if there is no such target.
     """
     if isinstance(name, str):
         return name
@@ -155,14 +155,14 @@ def _find_target(name: Any) -> Any:
 
 
 def trace_to_json(trace: Trace, followed: Followed) -> dict[str, Any]:
-    """Return a trace as data of JSON.
+    """Convert a trace to JSON data.
 
     Args:
         trace: the trace.
-        followed: what the walk over the model and the call has met.
+        followed: the objects that the walk over the model and the call has followed.
 
     Raises:
-        Opaque: if a part has no such form.
+        Opaque: if a part cannot be converted.
     """
     numbers = {node: number for number, node in enumerate(trace.graph.nodes)}
     writer = _Writer(numbers)
@@ -218,7 +218,7 @@ def _spec(spec: Any) -> str:
 
 def _attribute(each: Any, followed: Followed, writer: _Writer) -> Any:
     is_stamp = isinstance(getattr(each, "value", None), Stamp)
-    if isinstance(each, ModuleAttribute):  # a stamp is made of the model's own tensor again
+    if isinstance(each, ModuleAttribute):  # a stamp is created again from the model's tensor
         return ["module", each.path, each.name, None if is_stamp else writer.value(each.value)]
     if not isinstance(each, OutsideValue):
         raise Opaque(f"a capture that depends on a {type(each).__name__} cannot be stored")
@@ -241,7 +241,7 @@ def _attribute(each: Any, followed: Followed, writer: _Writer) -> Any:
 
 
 class _Reader:
-    """Reads what `_Writer` wrote.
+    """Converts the JSON data of `_Writer` to values.
 
     Args:
         data: the fake tensors and their storages.
@@ -250,7 +250,7 @@ class _Reader:
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.nodes: list[fx.Node] = []
         mode = new_fake_mode()
-        with no_modes():  # by hand: the dispatch of the mode takes ten times as long
+        with no_modes():  # the dispatch of the fake mode would take ten times as long
             storages = [
                 torch.empty(num_bytes, dtype=torch.uint8, device="meta").untyped_storage()
                 for num_bytes in data["storages"]
@@ -267,10 +267,10 @@ class _Reader:
             ]
 
     def value(self, data: Any) -> Any:
-        """Return the value that was written.
+        """Convert JSON data to the value.
 
         Raises:
-            ValueError, LookupError, TypeError: if nothing is written so.
+            ValueError, LookupError, TypeError: if the data is malformed.
         """
         if not isinstance(data, list):
             return data
@@ -292,7 +292,7 @@ def _of_torch(kind: type) -> Any:
     def read(name: str) -> Any:
         found = getattr(torch, name)
         if not isinstance(found, kind):
-            raise ValueError(f"torch.{name} is no {kind.__name__}")
+            raise ValueError(f"torch.{name} is not a {kind.__name__}")
         return found
 
     return read
@@ -308,16 +308,15 @@ _READ: Mapping[str, Any] = {
 
 
 def trace_from_json(data: Mapping[str, Any], model: nn.Module, followed: Followed) -> Trace:
-    """Return the trace that `trace_to_json` wrote.
+    """Convert the JSON data of `trace_to_json` to the trace.
 
     Args:
-        data: what it wrote.
-        model: a model of the same key.
-        followed: what the walk over that model and the call has met.
+        data: the JSON data.
+        model: a model with the same key.
+        followed: the objects that the walk over that model and the call has followed.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError, ImportError: if it is nothing of the
-            kind.
+        ValueError, LookupError, TypeError, AttributeError, ImportError: if the data is malformed.
     """
     reader, graph = _Reader(data), fx.Graph()
     for op, name, target, args, kwargs, meta in data["nodes"]:

@@ -1,22 +1,22 @@
-"""A hash of everything that a model and a call refer to, the same in every process.
+"""A hash of all objects to which a model and a call refer. It is equal in every process.
 
-`Walk` takes values one after another and follows what they refer to: attributes, containers,
-closures, the globals that functions name, classes and their methods. It hashes
+`Walk` hashes values one after another and follows their references: attributes, containers,
+closures, globals that functions read, classes and their methods. It hashes
 
 - modules by their class, mode, attributes, submodules, hooks, parameters and buffers,
-- parameters, buffers and inputs by shape, strides, dtype, kind of device, storage and
-  ``requires_grad``, other tensors also by their values,
-- code of the user by its instructions, constants and source lines; code of torch and of installed
-  libraries by its name and the version (`autopar.cache.origin`), and functions that the user put in
-  the place of theirs as the user's,
+- parameters, buffers and inputs by shape, strides, dtype, device type, storage and
+  ``requires_grad``; other tensors also by their values,
+- code of the user by its instructions, constants and source lines; this includes functions of the
+  user that replace functions of libraries,
+- code of torch and of installed libraries by its name and version (`autopar.cache.origin`),
 - all other objects by their class and attributes.
 
-An object that is met again is hashed as a reference to the first meeting, so sharing counts and
-circles end. What cannot be hashed so raises `Opaque`, which says where it was met: a wrong hash
-would be a wrong plan.
+When an object occurs again, it is hashed as a reference to its first occurrence, so that shared
+objects affect the hash and reference cycles terminate. A value that cannot be hashed raises
+`Opaque`, which names its location, since a wrong hash could lead to a wrong plan.
 
-Objects of *libraries* are followed leniently: one that cannot be hashed counts by its type. What
-forward reads of them is compared otherwise (`autopar.cache.manifest`).
+Objects of *libraries* are followed leniently: an object that cannot be hashed is hashed by its
+type. The values that forward reads from them are compared separately (`autopar.cache.manifest`).
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ from autopar.cache.origin import (
 )
 
 CodeName: TypeAlias = tuple[str, str, int]
-"""File, qualified name and first line of a function's code."""
-MOST_BYTES = 1 << 28  # of one tensor or array whose values are hashed
+"""The file, qualified name and first line of a function's code."""
+MOST_BYTES = 1 << 28  # largest size of a tensor or array whose values are hashed
 
 
 class Opaque(Exception):
-    """A value that cannot be hashed; the text says which and where it was met."""
+    """Raised for a value that cannot be hashed. The message names the value and its location."""
 
 
 def name_of_code(code: types.CodeType) -> CodeName:
-    """Return the name of code, which no two functions of a program share."""
+    """Return the name of code, which is unique for each function of a program."""
     return code.co_filename, code.co_qualname, code.co_firstlineno
 
 
 @dataclass(slots=True)
 class Followed:
-    """What a walk has followed.
+    """The objects that a walk has followed.
 
     Attributes:
         code: the code of the user that was hashed.
-        cells: closure variables by id, in the order of the walk, which is the same for equal
+        cells: the closure variables, by id, in the order of the walk. The order is equal for equal
             hashes.
         tensors: the tensors whose values were hashed, by id.
         namespaces: the globals of the user's functions, by id.
@@ -91,10 +91,10 @@ class Followed:
 
 
 class Walk:
-    """The hash of values that were `add`-ed, in order.
+    """A hash of values that are added in order.
 
     Attributes:
-        followed: what was reached from them.
+        followed: the objects that were reached from the values.
     """
 
     def __init__(self) -> None:
@@ -103,17 +103,19 @@ class Walk:
         self._seen: dict[tuple[int, bool], int] = {}
         self._storages: dict[int, int] = {}
         self._by_metadata: set[int] = set()
-        self._read: dict[int, set[str]] = {}  # of modules of the user, by id: what was hashed
+        self._read: dict[int, set[str]] = {}  # hashed names of modules of the user, by module id
         self._waiting: deque[tuple[Any, bool, str]] = deque()
-        self._kept: list[Any] = []  # so that no id is used twice
+        self._kept: list[Any] = []  # keeps objects alive, so that no id is used twice
         self._where = ""
 
     def add(self, what: str, value: Any, *, values: bool = True) -> None:
-        """Hash a value and everything that it refers to.
+        """Hash a value and all objects to which it refers.
 
         Args:
-            what: what it is, for `Opaque`.
-            values: whether the values of tensors count, apart from parameters and buffers.
+            what: the name of the value, for the message of `Opaque`.
+            value: the value.
+            values: whether the values of tensors are hashed. Those of parameters and buffers are
+                never hashed.
 
         Raises:
             Opaque: if a part cannot be hashed.
@@ -129,11 +131,11 @@ class Walk:
 
     @property
     def hexdigest(self) -> str:
-        """The hash of everything that was added so far."""
+        """The hash of all values that were added so far."""
         return self._digest.hexdigest()
 
     def _note_metadata(self, value: Any) -> None:
-        """Let the values of the tensors of a model, or of nested inputs, not count."""
+        """Exclude the values of the tensors of a model, or of nested inputs, from the hash."""
         tensors = (
             (*value.parameters(), *value.buffers())
             if isinstance(value, nn.Module)
@@ -154,7 +156,7 @@ class Walk:
         return Opaque(f"{self._where}: {what}")
 
     def _value(self, value: Any, lenient: bool, at: str = "") -> None:
-        """Hash an atom or a tuple; of anything else a reference, and let its content follow."""
+        """Hash an atom or a tuple. For any other value, hash a reference, and queue its content."""
         if is_atom(value):
             self._token(type(value).__name__, repr(value))
         elif isinstance(value, types.CodeType):
@@ -180,7 +182,7 @@ class Walk:
         self._token("end")
 
     def _content(self, value: Any, lenient: bool) -> None:
-        """Hash the content of an object that is met for the first time."""
+        """Hash the content of an object at its first occurrence."""
         for kinds, handle in _HANDLERS:
             if isinstance(value, kinds):
                 handle(self, value, lenient)
@@ -243,7 +245,7 @@ class Walk:
         self._items(object_state(value), lenient)
 
     def _derived(self, value: Any, lenient: bool) -> None:
-        """Hash a text or a number of a class that Python code derived from these."""
+        """Hash a string or number of a derived class that is defined in Python."""
         self._class_of(value)
         base = next(kind for kind in (str, bytes, int, float) if isinstance(value, kind))
         self._token(base.__repr__(value))
@@ -332,7 +334,7 @@ class Walk:
         self._token(f"{origin} {kind}", module, name, version)
 
     def _code(self, code: types.CodeType) -> None:
-        """Hash code with its source lines, which plans quote."""
+        """Hash code and its source lines, since plans quote source lines."""
         self.followed.code.add(name_of_code(code))
         self._token("code", *name_of_code(code), code.co_flags, code.co_argcount)
         self._token(code.co_posonlyargcount, code.co_kwonlyargcount)
@@ -352,7 +354,7 @@ class Walk:
             self._token("".join(text[min(lines) - 1 : max(lines)]))
 
     def _globals(self, function: types.FunctionType) -> None:
-        """Hash the values of the globals that a function, or one within it, names."""
+        """Hash the values of the globals that a function, or a function inside it, reads."""
         names = names_in(function.__code__)
         for name in sorted(names.globals):
             self._token("global", name)
@@ -372,7 +374,7 @@ class Walk:
     def _import(
         self, function: types.FunctionType, name: str, level: int, attributes: frozenset[str]
     ) -> None:
-        """Hash what an import within a function gives it."""
+        """Hash the module that a function imports."""
         package = function.__globals__.get("__package__") or ""
         full = importlib.util.resolve_name("." * level + name, package) if level else name
         self._token("import", full)
@@ -382,7 +384,8 @@ class Walk:
             raise self._opaque(f"imports {full}, which is not loaded yet")
 
     def _module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
-        """Hash a Python module: of the user's, what functions may read of it."""
+        """Hash a Python module. For a module of the user, hash the variables that functions may
+        read."""
         if not is_module_of(module, "user"):
             origin = origin_of_module(module.__name__)
             self._library("module", module.__name__, "", origin)
@@ -409,8 +412,8 @@ class Walk:
             self._changes(kind)
 
     def _changes(self, kind: type) -> None:
-        """Hash a library's class as far as users may change it: plain values, containers, and
-        functions of theirs."""
+        """Hash the parts of a library's class that users may change: plain values, containers, and
+        functions of the user."""
         for name, item in class_items(kind):
             code = getattr(item, "__code__", None)
             is_users = isinstance(code, types.CodeType) and (
@@ -440,7 +443,7 @@ class Walk:
 
     def _python_module(self, module: types.ModuleType, lenient: bool) -> None:
         if is_module_of(module, "user") and not lenient:
-            raise self._opaque(f"holds the module {module.__name__}")
+            raise self._opaque(f"contains the module {module.__name__}")
         self._library("module", module.__name__, "", origin_of_module(module.__name__))
 
     def _wrapper_of_cache(self, value: Any, lenient: bool) -> None:
@@ -475,4 +478,4 @@ _BASES: dict[type, Any] = {
     **dict.fromkeys((set, frozenset), Walk._set),
     defaultdict: Walk._default_mapping,
 }
-"""Classes that are not defined in Python, whose objects have no other parts than are hashed."""
+"""Classes that are not defined in Python and whose objects are hashed completely."""

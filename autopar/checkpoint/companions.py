@@ -1,15 +1,14 @@
 """Companions: the modules, optimizers and other stateful objects that are saved with a model and
 its optimizer.
 
-    module                     its parameters and buffers by name, like the model's; each rank
-                               writes its parts
-    optimizer over             its state by parameter names, like the model's optimizer; if the
-      distributed parameters   state has lists (LBFGS), it is saved like any other object
+    module                     its parameters and buffers, by name; each rank writes its shards
+    optimizer over             its state, by parameter name; if the state has lists (LBFGS), it is
+      distributed parameters   saved like any other object
     any other object, dict     the value that `state_dict` returns: plain values in `others.json`,
-                               plain tensors in `others.safetensors`, distributed tensors in parts
-                               under their path in the value
+                               plain tensors in `others.safetensors`; each rank writes its shards of
+                               distributed tensors, named by their path in the value
 
-Values that are not in parts must be equal on all ranks, since one rank writes them. This is
+Values that are not distributed must be equal on all ranks, since only one rank writes them. This is
 checked.
 """
 
@@ -41,13 +40,13 @@ from autopar.runtime.rank_comm import by_all, num_ranks, of_all
 from autopar.runtime.tensor_guards import sample_checksum
 
 # --------------------------------------------------------------------------------------------------
-# The file `others.json`: states that are saved with a model and its optimizer, by name. Their
-# tensors are in `others.safetensors`.
+# The file `others.json` contains states that are saved with a model and its optimizer, by name.
+# Their tensors are in `others.safetensors`.
 #
 #     {"format": "autopar-others", "version": 1, "states": {"scheduler": {"last_epoch": 3}},
 #      "parts": {"average": "module"}}
 #
-# The names under "parts" are distributed objects. Each rank writes its part of them into its own
+# The names under "parts" are distributed objects. Each rank writes its shards of them into its
 # file.
 
 OTHERS, TENSORS, OLD_OTHERS = "others.json", "others.safetensors", "others.pt"
@@ -136,24 +135,24 @@ def read_others(place: Path) -> SavedOthers:
         place: the checkpoint's folder.
 
     Raises:
-        RuntimeStateError: if a file is damaged, or would run code.
+        RuntimeStateError: if a file is damaged, or reading it would run code.
         OSError: if a file cannot be read.
     """
     path = place / OTHERS
     if not path.is_file() and (place / OLD_OTHERS).is_file():
         path = place / OLD_OTHERS
-        with _damage_of(path):
+        with _reporting_damage(path):
             old = _read_old(path)
         return SavedOthers(dict.fromkeys(old, VALUE), lambda name, _: old[name])
-    with _damage_of(path):
+    with _reporting_damage(path):
         states, parts = _read_json(path)
     opened: list[TensorFile] = []
 
     def value(name: str, target: Target) -> Any:
-        """Decode the state of a name; `target` makes its distributed tensors."""
+        """Decode the state of a name. `target` creates its distributed tensors."""
 
         def find(name: str, dtype: torch.dtype, shape: torch.Size, is_sharded: bool) -> Tensor:
-            """Read a plain tensor from its file, or make the target of a distributed one.
+            """Read a plain tensor from its file, or create the target of a distributed tensor.
 
             Args:
                 name: the path of the tensor in the value.
@@ -166,7 +165,7 @@ def read_others(place: Path) -> SavedOthers:
                 opened.append(TensorFile(place / TENSORS))
             return opened[0].read(name, dtype, shape)
 
-        with _damage_of(path):
+        with _reporting_damage(path):
             return decode(states[name], (name,), find)
 
     return SavedOthers({**dict.fromkeys(states, VALUE), **parts}, value)
@@ -195,8 +194,8 @@ def _on_meta(name: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 
 @contextmanager
-def _damage_of(path: Path) -> Iterator[None]:
-    """Turn a ValueError into a RuntimeStateError that names the damaged file."""
+def _reporting_damage(path: Path) -> Iterator[None]:
+    """Convert a ValueError to a RuntimeStateError that names the damaged file."""
     try:
         yield
     except ValueError as error:
@@ -229,7 +228,7 @@ def _read_old(path: Path) -> dict[str, Any]:
         found = torch.load(path, weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # pickle and torch raise many classes for what they do not take
+    except Exception as error:  # pickle and torch raise many classes for invalid files
         said = next(iter(str(error).splitlines()), type(error).__name__)
         raise unsafe(f"{path.name} of the checkpoint is refused: {said}", path) from error
     if not isinstance(found, dict):
@@ -269,7 +268,7 @@ class ValueState:
         """Return the distributed tensors of the state, by key.
 
         Raises:
-            RuntimeStateError: if a tensor is a partial sum, or lies on the mesh of one stage.
+            RuntimeStateError: if a tensor is a partial sum, or belongs to one pipeline stage.
         """
         tensors = Tensors()
         encode(self.value(), (self.name,), tensors)
@@ -292,15 +291,16 @@ class ValueState:
         return {_key(name): checkpointable(tensor) for name, tensor in tensors.sharded.items()}
 
     def prepare_read(self, saved: Metadata) -> dict[str, Any]:
-        """Make tensors to read into, by key. Each is distributed like the tensor that the state
-        has now at the same path, and whole if there is none of the same shape."""
+        """Create the tensors to read into, by key. Each has the layout of the tensor that the state
+        currently has at the same path. If there is no such tensor of the same shape, it is a full
+        tensor."""
         assert self.saved is not None
         now = Tensors()
         encode(self.value(), (self.name,), now)
         found: dict[str, Any] = {}
 
         def target(name: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-            """Make the tensor to read into, and note it in `found`.
+            """Create the tensor to read into, and add it to `found`.
 
             Args:
                 name: the path of the tensor in the state.
@@ -336,7 +336,7 @@ class ValueState:
 
 
 def parts_of(holder: Holder, optimizer: Optimizer | None, *, weights: bool) -> list[Saved]:
-    """Return the savable states of a model and its optimizer; every rank calls it.
+    """Return the states of a model and its optimizer. Every rank must call this.
 
     Args:
         holder: the model.
@@ -374,7 +374,7 @@ def _check_own(holder: Holder, optimizer: Optimizer) -> None:
 
 
 def others_of(holder: Holder, others: Mapping[str, Any]) -> dict[str, Saved]:
-    """Return the savable states of companions, by name.
+    """Return the states of companions, by name.
 
     Args:
         holder: the model.
@@ -429,17 +429,17 @@ def others_of(holder: Holder, others: Mapping[str, Any]) -> dict[str, Saved]:
 
 
 def beside_of(holder: Holder, others: Mapping[str, Any]) -> tuple[dict[str, Saved], Others]:
-    """Return the savable states of companions and the content that one rank writes of them; every
-    rank calls it.
+    """Return the states of companions, and the content that only one rank writes. Every rank must
+    call this.
 
     Args:
         holder: the model.
         others: the companions, by name.
 
     Raises:
-        RuntimeStateError: on all ranks, if a state cannot be written as JSON and tensors, is not
-            whole on a rank that writes it, or differs between ranks. The message names the part of
-            the state.
+        RuntimeStateError: on all ranks, if a state cannot be written as JSON and tensors, is
+            incomplete on a rank that writes it, or differs between ranks. The message names the
+            part of the state.
     """
     made: list[tuple[dict[str, Saved], Others]] = []
 
@@ -467,10 +467,11 @@ def _encode_parts(parts: Mapping[str, Saved]) -> Others:
 
 
 def _check_alike(parts: Mapping[str, Saved], written: Others) -> None:
-    """Check that what one rank writes is the same on all ranks; every rank calls it.
+    """Check that the content that only one rank writes is equal on all ranks. Every rank must call
+    this.
 
     Raises:
-        RuntimeStateError: on all ranks, naming what differs.
+        RuntimeStateError: on all ranks, naming the value that differs.
     """
     marks: dict[str, int | None] = {
         name: crc32(text.encode()) for name, text in written.texts().items()
@@ -497,12 +498,12 @@ def _check_alike(parts: Mapping[str, Saved], written: Others) -> None:
 def with_saved(
     parts: Mapping[str, Saved], saved: SavedOthers, place: Path, others: Mapping[str, Any]
 ) -> list[Saved]:
-    """Select how each companion is read, by the way in which it was saved.
+    """Return the state through which each companion is read, depending on how it was saved.
 
     Args:
         parts: the states of the companions, by name.
         saved: the states of the checkpoint.
-        place: the checkpoint's folder, for errors.
+        place: the checkpoint's folder, for error messages.
         others: the companions, by name.
 
     Raises:
@@ -518,7 +519,7 @@ def with_saved(
                 what, where=str(place), remedy="save and load with the same names"
             )
         kind = saved.kinds[name]
-        if kind == VALUE:  # earlier versions saved modules and optimizers as values, too
+        if kind == VALUE:  # earlier versions also saved modules and optimizers as values
             found.append(ValueState(name, others[name], saved))
         elif kind == _kind_of(part):
             found.append(part)
@@ -552,8 +553,8 @@ def _key(name: str) -> str:
 
 
 def _unwrap_module(module: nn.Module) -> nn.Module:
-    """Return the compiled module behind one that is planned at its first call. One that was not
-    called yet raises its own error here."""
+    """Return the compiled module behind a module that is planned at its first call. A module that
+    was not called yet raises its error here."""
     if _has_own_state(module):
         return module
     next(iter(module.named_parameters()), None)
@@ -562,7 +563,7 @@ def _unwrap_module(module: nn.Module) -> nn.Module:
 
 
 def _has_own_state(module: nn.Module) -> bool:
-    """Whether the module's state dict is that of `nn.Module` or of a compiled module."""
+    """Return whether the module uses the state dict of `nn.Module` or of a compiled module."""
     cls = type(module)
     is_torchs = (
         cls.state_dict is nn.Module.state_dict and cls.load_state_dict is nn.Module.load_state_dict
@@ -571,7 +572,7 @@ def _has_own_state(module: nn.Module) -> bool:
 
 
 def _is_of_tensors(module: nn.Module) -> bool:
-    """Whether the module's state consists of parameters and buffers alone."""
+    """Return whether the module's state consists only of parameters and buffers."""
     return _has_own_state(module) and all(
         isinstance(x, Tensor) for x in tensors_of(module).values()
     )

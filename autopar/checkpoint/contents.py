@@ -1,5 +1,5 @@
-"""The file `contents.json`: the tensors of a checkpoint, the files that hold them, and the values
-that are not tensors.
+"""The file `contents.json`. It lists the tensors of a checkpoint, the files that contain them, and
+the values that are not tensors.
 
     {"format": "autopar-contents", "version": 1,
      "tensors": {"model.weight": {"dtype": "float32", "shape": [8, 4],
@@ -7,8 +7,8 @@ that are not tensors.
                                   ["rank_00001.safetensors", [4, 0], [4, 4]]]}},
      "values": {"optimizer.param_groups.weight.lr": 0.1}}
 
-A box is a part of the whole tensor, given by its file, its offsets and its sizes. Its name in the
-file consists of the tensor's name and the offsets (`name_box`), so that no entry can point to
+A box is a part of the full tensor, given by its file, its offsets and its sizes. Its name in the
+file consists of the tensor's name and the offsets (`name_box`), so that no entry can refer to
 another tensor.
 """
 
@@ -109,7 +109,7 @@ def read_contents(place: Path) -> Metadata:
         for each box, and `planner_data` the values by key.
 
     Raises:
-        RuntimeStateError: if the file is damaged, or boxes do not fill a tensor.
+        RuntimeStateError: if the file is damaged, or boxes do not cover a tensor.
         OSError: if the file cannot be read.
     """
     path = place / CONTENTS
@@ -122,15 +122,15 @@ def read_contents(place: Path) -> Metadata:
 
 
 def check_boxes(metadata: Metadata, path: Path) -> None:
-    """Check that each tensor's boxes lie inside it, do not overlap, and fill it, so that loading
-    overwrites every element.
+    """Check that the boxes of each tensor are inside the tensor, do not overlap, and cover it, so
+    that loading overwrites every element.
 
     Args:
         metadata: the tensors of a checkpoint and their boxes.
         path: the file that `metadata` was read from.
 
     Raises:
-        RuntimeStateError: if the boxes of a tensor do not. The message names the tensor.
+        RuntimeStateError: if the boxes of a tensor are invalid. The message names the tensor.
     """
     for key, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata) and (fault := _find_fault(tensor)):
@@ -167,7 +167,7 @@ def _metadata_of(data: Any) -> Metadata:
 def _read_tensor(
     key: str, entry: Any
 ) -> tuple[TensorStorageMetadata, dict[MetadataIndex, SavedBox]]:
-    """Read the entry of one tensor: its metadata, and its boxes by index."""
+    """Read the entry of one tensor. Return its metadata, and its boxes by index."""
     known = entry if isinstance(entry, dict) else {}
     name, boxes = known.get("dtype"), known.get("boxes")
     dtype = vars(torch).get(name) if isinstance(name, str) else None
@@ -208,7 +208,7 @@ def _read_sizes(key: str, sizes: Any) -> torch.Size:
 
 
 def _find_fault(tensor: TensorStorageMetadata) -> str:
-    """Return the fault in the boxes of a tensor; empty if they fill it."""
+    """Describe the fault in the boxes of a tensor; empty if there is none."""
     shape, boxes = tensor.size, [box for box in tensor.chunks if math.prod(box.sizes)]
     for box in boxes:
         if not len(shape) == len(box.offsets) == len(box.sizes):
@@ -224,12 +224,12 @@ def _find_fault(tensor: TensorStorageMetadata) -> str:
 
 
 def _overlap(boxes: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether two of the boxes share an element. Boxes have the same number of dims and are not
-    empty."""
+    """Return whether two of the boxes share an element. The boxes must have the same number of dims
+    and must not be empty."""
     if len(boxes) < 2 or not boxes[0].sizes:
         return len(boxes) > 1
-    # The boxes are sorted along the dim that splits them most. Each is compared with those that
-    # begin before it and end after its offset.
+    # The boxes are sorted along the dim with the most different offsets. Each box is compared with
+    # those that begin before its offset and end after it.
     dims = range(len(boxes[0].sizes))
     along = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}))
     going: list[ChunkStorageMetadata] = []

@@ -1,10 +1,10 @@
-"""Reading of checkpoints of earlier versions, which torch.distributed.checkpoint wrote with
-pickles, without running code from them.
+"""Safe reading of checkpoints of earlier versions, which torch.distributed.checkpoint wrote with
+pickles.
 
-Torch unpickles `.metadata` and every saved value that is not a tensor, and a pickle may call any
-function. The unpickler here creates only the classes that `.metadata` files of earlier versions
-contain. Other values are read with `torch.load(weights_only=True)`, as torch reads tensors.
-Nothing is written in this format any more.
+torch unpickles `.metadata` and every saved value that is not a tensor, and a pickle may call any
+function. The unpickler in this file creates only the classes that `.metadata` files of earlier
+versions contain. Other values are read with `torch.load(weights_only=True)`, which torch uses for
+tensors. This format is no longer written.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _PATHS = frozenset((module, kind) for module in ("pathlib", "pathlib._local") fo
 
 
 class OldReader(FileSystemReader):
-    """Torch's reader of a folder, restricted in `.metadata` to classes that describe tensors.
+    """torch's reader of a folder. In `.metadata`, it accepts only classes that describe tensors.
 
     Args:
         place: the checkpoint's folder.
-        metadata: the content of `.metadata`, if it was read already.
+        metadata: the content of `.metadata`, if it was already read.
     """
 
     def __init__(self, place: Path, metadata: Metadata | None = None) -> None:
@@ -64,7 +64,7 @@ class OldReader(FileSystemReader):
         self._known = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the keys of the checkpoint and the files that hold them. Arguments are ignored.
+        """Return the keys of the checkpoint and the files that contain them. Arguments are ignored.
 
         Raises:
             RuntimeStateError: if the file refers to any other class, or cannot be read.
@@ -86,7 +86,7 @@ class OldReader(FileSystemReader):
 
         Args:
             plan: the items to read.
-            planner: takes the values that were read.
+            planner: receives the values that were read.
 
         Raises:
             RuntimeStateError: if a file is damaged.
@@ -95,7 +95,7 @@ class OldReader(FileSystemReader):
             return super().read_data(plan, planner)
         except RuntimeStateError:
             raise
-        except Exception as error:  # torch raises many classes for what it cannot read
+        except Exception as error:  # torch raises many classes for unreadable files
             names = sorted(
                 {self.storage_data[item.storage_index].relative_path for item in plan.items}
             )
@@ -107,7 +107,7 @@ class OldReader(FileSystemReader):
 
 
 class OldPlanner(DefaultLoadPlanner):
-    """Torch's planner, which reads values that are not tensors with `weights_only=True`."""
+    """torch's planner, which reads values that are not tensors with `weights_only=True`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load one saved value into the state.
@@ -122,10 +122,10 @@ class OldPlanner(DefaultLoadPlanner):
         """
         try:
             found = torch.load(value, weights_only=True)
-        except Exception as error:  # pickle and torch raise many classes for what they do not take
+        except Exception as error:  # pickle and torch raise many classes for invalid values
             what = f"{read_item.dest_index.fqn} of the checkpoint is refused: {_first_line(error)}"
             raise unsafe(what, None) from error
-        safe = io.BytesIO()  # written again, since torch unpickles it without restrictions
+        safe = io.BytesIO()  # serialized again, since torch unpickles it without restrictions
         torch.save(found, safe)
         safe.seek(0)
         super().load_bytes(read_item, safe)
@@ -137,14 +137,14 @@ class _Unpickler(pickle.Unpickler):
         self._place = place
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class or function; refuse the file for any other.
+        """Return an allowed class or function.
 
         Raises:
             RuntimeStateError: if the pickle refers to anything that is not allowed.
         """
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        if (module, name) in _PATHS:  # the folder at the time of saving; nothing opens it
+        if (module, name) in _PATHS:  # the folder at the time of saving; it is never opened
             return PurePath
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
@@ -154,8 +154,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_form(metadata: Metadata, place: Path) -> None:
-    """Raise RuntimeStateError unless the metadata describes tensors whose parts are in files of
-    the checkpoint's folder and fill the tensors."""
+    """Check that the metadata describes tensors whose boxes are in files of the checkpoint's folder
+    and cover the tensors; otherwise raise RuntimeStateError."""
     try:
         kinds = {type(each) for each in metadata.state_dict_metadata.values()}
         names = [info.relative_path for info in (metadata.storage_data or {}).values()]

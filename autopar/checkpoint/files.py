@@ -1,10 +1,10 @@
-"""Integrity of a checkpoint's files: `autopar.json` holds a checksum of each file and one of
-itself.
+"""Integrity of a checkpoint's files. `autopar.json` contains a checksum of each file and of its
+content.
 
-The checksum is CRC-32, since it has to detect damage and not manipulation. It detects every change
-within 32 consecutive bits and all but one in 2^32 other changes, in a quarter of the time of
-BLAKE2. Each rank computes the checksums of the files that it wrote. When a checkpoint is loaded,
-all ranks share the verification, however many they are.
+The checksum is CRC-32, since it must detect damage, not manipulation. It detects every change
+within 32 consecutive bits, and all but one in 2^32 other changes. It takes a quarter of the time of
+BLAKE2. Each rank computes the checksums of the files that it writes. When a checkpoint is loaded,
+the files are divided among all ranks for verification.
 """
 
 from __future__ import annotations
@@ -37,16 +37,14 @@ from autopar.runtime.rank_comm import by_all, by_first, num_ranks, of_all, rank
 FORMAT, VERSION, OLD_VERSION = "autopar-checkpoint", 3, 2
 ABOUT = "autopar.json"
 SHARE = "use a folder that all machines share, with its absolute path"
-SEEN_WITHIN_S, PAUSE_S = (
-    30.0,
-    0.5,
-)  # shared file systems show on one machine late what another wrote
+# a shared file system may show changes on other machines with a delay
+SEEN_WITHIN_S, PAUSE_S = 30.0, 0.5
 _CHUNK_BYTES = 2**22
 _NEEDED = {VERSION: {CONTENTS, OTHERS}, OLD_VERSION: {OLD_CONTENTS, OLD_OTHERS}}
 
 
 def seen_by_all(place: Path, within_s: float) -> None:
-    """Wait until all ranks see a folder that the first rank made; every rank calls it.
+    """Wait until all ranks see a folder that the first rank created. Every rank must call this.
 
     Args:
         place: the folder.
@@ -73,8 +71,7 @@ def checksums(place: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the entries of a folder are on the disk, if the system supports it for
-    folders."""
+    """Wait until the entries of a folder are on the disk, if the system supports this."""
     with contextlib.suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -84,21 +81,22 @@ def sync_folder(folder: Path) -> None:
 
 
 def about_text(about: Mapping[str, Any]) -> str:
-    """Return the text of `autopar.json`, with the checksum of its own content."""
+    """Return the text of `autopar.json`, including the checksum of its content."""
     return json.dumps({**about, "checksum": _own_checksum(about)}, indent=1) + "\n"
 
 
 def read_about(place: Path) -> tuple[Mapping[str, Any], str]:
-    """Read `autopar.json` and verify the files of a checkpoint; every rank calls it.
+    """Read `autopar.json` and verify the files of a checkpoint. Every rank must call this.
 
     Args:
         place: the checkpoint's folder.
 
     Returns:
-        The content of `autopar.json`, and a description of the damage, empty if there is none.
+        The content of `autopar.json`, and a description of the damage, which is empty if there is
+        none.
 
     Raises:
-        RuntimeStateError: on all ranks, if the checkpoint has another format, or some rank does not
+        RuntimeStateError: on all ranks, if the checkpoint has another format, or a rank does not
             see it.
     """
     about, damage = by_first(lambda: _read_manifest(place), str(place))
@@ -145,7 +143,7 @@ def _read_manifest(place: Path) -> tuple[Mapping[str, Any], str]:
 
 
 def _find_fault(about: Mapping[str, Any]) -> str:
-    """Return the fault in the form of `autopar.json`; empty if there is none."""
+    """Describe the fault in the structure of `autopar.json`; empty if there is none."""
     kinds: dict[str, type | tuple[type, ...]] = {
         "step": int,
         "mesh": str,
@@ -176,7 +174,7 @@ def _find_fault(about: Mapping[str, Any]) -> str:
 
 
 def _find_damage(place: Path, wanted: Mapping[str, int]) -> list[str]:
-    """Return a line for each file that does not have its checksum.
+    """Return a line for each file whose checksum differs.
 
     Raises:
         FileNotFoundError: if this rank does not see a file that the first rank has seen.
@@ -188,7 +186,7 @@ def _find_damage(place: Path, wanted: Mapping[str, int]) -> list[str]:
                 found.append(f"{name} was changed after it was written")
         except FileNotFoundError:
             raise
-        except OSError as error:  # such as a read error of the disk
+        except OSError as error:  # for example, a read error of the disk
             found.append(f"{name} cannot be read ({error})")
     return found
 
@@ -206,16 +204,16 @@ def _own_checksum(about: Mapping[str, Any]) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Writing one checkpoint, by all ranks together or in the background during training.
+# Writing of one checkpoint, by all ranks together or in the background during training.
 #
 # Files are written into a temporary folder, which is renamed when all parts are complete
-# (`Checkpoints`). In the background, ranks do not communicate: each writes a marker file when its
-# part is on the disk, and the first rank waits for the markers of all. So collectives of training
-# and of saving never mix, and if a rank ends early, the folder keeps its temporary name and is
-# never loaded.
+# (`Checkpoints`). In the background, ranks do not communicate: each rank writes a marker file when
+# its part is on the disk, and the first rank waits for the markers of all ranks. Collectives of
+# training and of saving are therefore never mixed. If a rank ends early, the folder keeps its
+# temporary name and is never loaded.
 
 log = logging.getLogger("autopar")
-# How long the first rank waits for the parts of the others, and how long when the process is
+# Time limits of the first rank for the parts of other ranks, in general and while the process is
 # ending.
 WITHIN_S, AT_EXIT_S = 1800.0, 60.0
 _POLL_S = 0.02
@@ -232,10 +230,10 @@ class Saving:
 
     Attributes:
         step: the number of training steps.
-        place: the folder that is written into.
+        place: the folder to write into.
         rank, num_ranks: the rank of this process, and the number of ranks.
         parts: the part of this rank.
-        others: the states of companions; only the first rank writes them.
+        others: the states of companions. Only the first rank writes them.
         about: the content of `autopar.json` without the checksums of files.
         plan: the plan, or None if there is none.
     """
@@ -250,7 +248,7 @@ class Saving:
     plan: Plan | None
 
     def write(self) -> dict[str, int]:
-        """Write this rank's files and return the CRC-32 of each file, by file name."""
+        """Write this rank's files. Return the CRC-32 of each file, by file name."""
         sums = self.parts.write(self.place)
         if self.rank == 0:
             sums |= self.others.write(self.place)
@@ -261,7 +259,11 @@ class Saving:
         return sums
 
     def finish(self, sums: Mapping[str, int]) -> None:
-        """Write `autopar.json` with the checksums of all ranks' files; the first rank calls it.
+        """Write `autopar.json` with the checksums of all ranks' files. Only the first rank calls
+        this.
+
+        Args:
+            sums: the checksum of each file, by file name.
 
         Raises:
             RuntimeStateError: if a file is missing or incomplete.
@@ -278,15 +280,14 @@ class Saving:
 
 
 class HostCopies:
-    """Copies of tensors in the memory of the host. The memory is used again for the next
-    checkpoint."""
+    """Copies of tensors in host memory. The memory is reused for the next checkpoint."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._used: dict[str, Tensor] = {}
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor. The copy of a tensor on a GPU is complete after `wait`."""
+        """Copy a tensor to the host. The copy of a tensor on a GPU is complete after `wait`."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -294,7 +295,7 @@ class HostCopies:
         return buffer
 
     def wait(self) -> None:
-        """Wait until all copies are complete, and free the memory that was not used again."""
+        """Wait until all copies are complete, and free memory that was not reused."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._buffers, self._used = self._used, {}
@@ -303,11 +304,12 @@ class HostCopies:
 class Background:
     """A thread of this process that writes a checkpoint.
 
-    The process does not end before the thread. An error is logged at once, and raised by `result`.
+    The process does not end before the thread. An error is logged immediately, and raised by
+    `result`.
 
     Args:
         saving: the content that this rank writes.
-        finish: completes the checkpoint, given the checksums of all files; only the first rank
+        finish: completes the checkpoint, given the checksums of all files. Only the first rank
             calls it.
     """
 
@@ -317,19 +319,19 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=f"autopar-save-{saving.step}")
         try:
             self._thread.start()
-        except RuntimeError as error:  # no more threads; the marker tells the first rank
+        except RuntimeError as error:  # no thread is available; the marker informs the first rank
             self._fail(error)
 
     @property
     def place(self) -> Path:
-        """The folder that is written into."""
+        """The folder to write into."""
         return self._saving.place
 
     def result(self) -> None:
         """Wait until this rank has written its part.
 
         Raises:
-            RuntimeStateError: if writing failed. The message has the step.
+            RuntimeStateError: if writing failed. The message contains the step.
         """
         if self._thread.ident is not None:
             self._thread.join()
@@ -351,14 +353,14 @@ class Background:
             _mark(saving, _DONE, sums)
             if saving.rank == 0:
                 self._finish(saving, _collect_marks(saving))
-        except Exception as error:  # whatever it is, the next call raises it
+        except Exception as error:  # the next call raises any error
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         self._error = error
         log.error("step %d was not saved in the background: %s", self._saving.step, error)
         if self._saving.rank:
-            _leave_failed(self._saving, error)
+            _mark_failed(self._saving, error)
 
 
 def _mark(saving: Saving, kind: str, content: Any) -> None:
@@ -369,8 +371,8 @@ def _mark(saving: Saving, kind: str, content: Any) -> None:
     begun.rename(path)
 
 
-def _leave_failed(saving: Saving, error: Exception) -> None:
-    """Write the marker of a failure for the first rank. If that fails, too, the first rank waits
+def _mark_failed(saving: Saving, error: Exception) -> None:
+    """Write the marker of a failure for the first rank. If this also fails, the first rank waits
     for `WITHIN_S`."""
     try:
         _mark(saving, _FAILED, str(error))
@@ -379,10 +381,10 @@ def _leave_failed(saving: Saving, error: Exception) -> None:
 
 
 def _collect_marks(saving: Saving) -> dict[str, int]:
-    """Wait for the markers of all ranks, and return the checksums of all files.
+    """Wait for the markers of all ranks. Return the checksums of all files.
 
     Raises:
-        RuntimeStateError: if a rank failed, or wrote no marker in time.
+        RuntimeStateError: if a rank failed, or did not write its marker in time.
     """
     deadline, is_ending = time.monotonic() + WITHIN_S, False
     sums: dict[str, int] = {}

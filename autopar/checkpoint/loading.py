@@ -1,9 +1,9 @@
-"""Reading of a checkpoint's tensors and values with torch.distributed.checkpoint: each rank reads
-the parts that it needs, whichever rank wrote them.
+"""Reading of a checkpoint's tensors and values with torch.distributed.checkpoint. Each rank reads
+the shards that it needs, regardless of which rank wrote them.
 
-`contents.json`, the headers of the files and the kinds of values are checked before anything is
-changed. Checkpoints of earlier versions, which have a pickle instead of `contents.json`, are read
-by `autopar.checkpoint.earlier_format`.
+`contents.json`, the headers of the files and the types of values are checked before any object is
+changed. `autopar.checkpoint.earlier_format` reads checkpoints of earlier versions, which have a
+pickle instead of `contents.json`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def read_metadata(place: Path) -> Metadata:
         place: the checkpoint's folder.
 
     Returns:
-        The keys, the shapes, and the files that hold them.
+        The keys, the shapes, and the files that contain them.
 
     Raises:
-        RuntimeStateError: if the metadata file is damaged, or would run code.
+        RuntimeStateError: if the metadata file is damaged, or reading it would run code.
         OSError: if the file cannot be read.
     """
     if (place / CONTENTS).is_file() or not (place / OLD_CONTENTS).is_file():
@@ -53,10 +53,11 @@ def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> No
     Args:
         state: tensors and values to read, by key.
         place: the checkpoint's folder.
-        alone: whether this process reads alone; otherwise every rank calls it.
+        alone: whether only this process reads; otherwise every rank must call this.
 
     Raises:
-        RuntimeStateError: on all ranks that read, if a file is damaged, missing, or would run code.
+        RuntimeStateError: on all ranks that read, if a file is damaged or missing, or reading it
+            would run code.
     """
     found: list[Metadata] = []
     if alone:
@@ -86,7 +87,7 @@ def load_parts(state: dict[str, Any], place: Path, *, alone: bool = False) -> No
 
 
 class TensorsReader(StorageReader):
-    """Storage reader of the files that `contents.json` names.
+    """A storage reader of the files that `contents.json` lists.
 
     Args:
         place: the checkpoint's folder.
@@ -102,7 +103,7 @@ class TensorsReader(StorageReader):
         self.has_begun = False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, which was read before."""
+        """Return the metadata, which was already read."""
         return self._metadata
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -111,13 +112,14 @@ class TensorsReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing, since the constructor has set everything up."""
+        """Do nothing, since the constructor has already set up the reader."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Check the headers of all files that this rank reads, before any rank reads a tensor.
 
         Raises:
-            RuntimeStateError: if a file does not hold a tensor as `contents.json` describes it.
+            RuntimeStateError: if a tensor in a file differs from its description in
+                `contents.json`.
         """
         for item in plan.items:
             if item.type == LoadItemType.TENSOR:
@@ -134,7 +136,7 @@ class TensorsReader(StorageReader):
 
         Args:
             plan: the items that this rank reads.
-            planner: resolves the tensors, and takes values that are not tensors.
+            planner: resolves the tensors, and receives values that are not tensors.
 
         Raises:
             RuntimeStateError: if a file cannot be read.
@@ -142,7 +144,7 @@ class TensorsReader(StorageReader):
         self.has_begun = True
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO())  # its value was read with the contents
+                planner.load_bytes(item, io.BytesIO())  # the value is in the contents
                 continue
             file, name, dtype, sizes = self._find(item)
             box = tuple(
@@ -155,7 +157,7 @@ class TensorsReader(StorageReader):
         return completed_future(None)
 
     def _find(self, item: ReadItem) -> tuple[TensorFile, str, torch.dtype, torch.Size]:
-        """Return the file of the box of an item, the name, dtype and sizes of the box."""
+        """Return the file of the box of an item, and the name, dtype and sizes of the box."""
         index = item.storage_index
         of_box: SavedBox = self._metadata.storage_data[index]
         if of_box.file not in self._files:
@@ -174,14 +176,14 @@ class TensorsReader(StorageReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """Torch's planner, which takes values that are not tensors from `contents.json`. Each must be
-    of the same kind as the value that it replaces."""
+    """torch's planner, which takes values that are not tensors from `contents.json`. Each value
+    must have the same type as the value that it replaces."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Create torch's plan for this rank, and check the kinds of its values.
+        """Create torch's plan for this rank, and check the types of its values.
 
         Raises:
-            RuntimeStateError: if a saved value is of another kind than the one here.
+            RuntimeStateError: if a saved value has another type than the current value.
         """
         plan = super().create_local_plan()
         for item in plan.items:
@@ -191,11 +193,11 @@ class Planner(DefaultLoadPlanner):
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value of `contents.json` into the state.
+        """Set a value of the state to that in `contents.json`.
 
         Args:
             read_item: the item that the value belongs to.
-            value: ignored; the value was read with the contents.
+            value: ignored, since the value was read with the contents.
         """
         *above, last = self.mappings[read_item.dest_index.fqn]
         holder: Any = self.original_state_dict
@@ -211,7 +213,7 @@ class Planner(DefaultLoadPlanner):
 
 
 def _check_fits(key: str, here: Any, saved: Any) -> None:
-    """Raise RuntimeStateError if a saved value is of another kind than the one that it
+    """Raise RuntimeStateError if a saved value has another type than the value that it
     replaces."""
     if not _fits(here, saved):
         what = f"{key} is {saved!r:.40} in the checkpoint, {here!r:.40} here"

@@ -1,13 +1,13 @@
-"""`Checkpoints`: saving of training runs, and resuming on any number of devices.
+"""`Checkpoints`, which saves training runs and resumes them on any number of devices.
 
-A checkpoint is a folder. It holds the full model and the state of its optimizer under the model's
-names, independently of layouts and stages, so that another plan, mesh or number of processes can
-load its own parts. torch.distributed.checkpoint divides the writing among the ranks. No file is a
-pickle:
+A checkpoint is a folder. It contains the full model and the state of its optimizer under the
+model's names, independently of layouts and stages, so that another plan, mesh or number of
+processes can load it. torch.distributed.checkpoint divides the writing among the ranks. No file is
+a pickle:
 
     rank_00000.safetensors, …   tensors; each rank writes one file
                                 (`autopar.checkpoint.safetensors_files`)
-    contents.json               the files that hold each tensor, and the settings of optimizers
+    contents.json               the files that contain each tensor, and the settings of optimizers
                                 (`autopar.checkpoint.contents`)
     others.json, .safetensors   the states of companions, such as a scheduler, except distributed
                                 tensors (`autopar.checkpoint.companions`)
@@ -17,8 +17,8 @@ pickle:
 
 A checkpoint is written into a temporary folder, which is renamed when all ranks' parts are
 complete. A folder with the name of a checkpoint is therefore complete, unless it was damaged later.
-`autopar.json` names the run that saved the checkpoint. A run detects from it that another run saves
-into its folder.
+`autopar.json` names the run that saved the checkpoint. A run uses it to detect that another run
+saves into the same folder.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ from autopar.version import VERSION as AUTOPAR_VERSION
 # --------------------------------------------------------------------------------------------------
 # Detection of another run that saves into the same folder.
 #
-# A run knows the checkpoints that existed when it began or last loaded, and its own. Any other
-# checkpoint was saved since then by another run that is still active. This needs no lock that would
-# have to be renewed or that a dead run would leave behind. A folder is renamed only if the target
-# does not exist, so that only one of two runs that save the same step at once succeeds.
+# A run knows the checkpoints that existed when it started or last loaded, and those that it saved.
+# Any other checkpoint was saved by another run that is still active. Unlike a lock, this needs no
+# renewal, and a run that ends leaves nothing behind. A folder is renamed only if the target does
+# not exist, so that only one of two runs that save the same step at the same time succeeds.
 
 
 def this_run() -> str:
-    """Return the name of this run: host, process and a random number. The name of the first rank is
-    used for all ranks."""
+    """Return the name of this run: host, process id and a random number. All ranks use the name of
+    the first rank."""
     return _run_of_process(os.getpid())
 
 
@@ -85,7 +85,7 @@ def _run_of_process(pid: int) -> str:  # cached by process, since a fork inherit
 
 
 def runs_of(found: Mapping[int, Path]) -> dict[int, str]:
-    """Return the name of the run that saved each step. Checkpoints without one, such as damaged
+    """Return the name of the run that saved each step. Checkpoints without a name, such as damaged
     ones, are left out."""
     runs = {}
     for step, place in found.items():
@@ -133,16 +133,16 @@ class Checkpoints:
     """The checkpoints of one training run, in a folder that all ranks see.
 
         checkpoints = autopar.Checkpoints("checkpoints")
-        start = checkpoints.load(pm, optimizer)  # 0 if there is none
+        start = checkpoints.load(pm, optimizer)  # 0 if there is no checkpoint
         for step in range(start, 1000):
             ...
             checkpoints.save(step + 1, pm, optimizer)
 
     Args:
-        folder: the folder of the checkpoints; created if it does not exist.
-        keep: the number of checkpoints to keep; older ones are removed after each save.
-        weights: whether the model's weights are saved. If not, the optimizer's state and other
-            objects are saved, and the weights have to be saved in another way.
+        folder: the folder of the checkpoints. It is created if it does not exist.
+        keep: the number of checkpoints to keep. Older ones are removed after each save.
+        weights: whether the model's weights are saved. If False, only the optimizer's state and
+            other objects are saved, and the weights must be saved in another way.
 
     Raises:
         RuntimeStateError: if `keep` is less than 1.
@@ -157,7 +157,8 @@ class Checkpoints:
         self._copies = HostCopies()
 
     def steps(self) -> tuple[int, ...]:
-        """Return the steps of the existing checkpoints in ascending order; every rank calls it.
+        """Return the steps of the existing checkpoints in ascending order. Every rank must call
+        this.
 
         Raises:
             RuntimeStateError: if ranks see different checkpoints.
@@ -181,25 +182,25 @@ class Checkpoints:
     def save(
         self, step: int, module: nn.Module, optimizer: Optimizer | None = None, **others: Any
     ) -> Path:
-        """Save a checkpoint; every rank calls it.
+        """Save a checkpoint. Every rank must call this.
 
         Args:
-            step: the number of training steps made so far.
+            step: the number of completed training steps.
             module: the result of `autopar.compile`.
             optimizer: the optimizer over the module's parameters, or None.
             others: other objects to save, by name: modules, compiled or not (averages, critics),
                 their optimizers, dicts of values, and objects with `state_dict` and
-                `load_state_dict`, such as a learning rate scheduler. Distributed tensors are saved
-                in parts; all other values have to be equal on all ranks.
+                `load_state_dict`, such as a learning rate scheduler. Each rank saves its shards of
+                distributed tensors. All other values must be equal on all ranks.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            RuntimeStateError: on all ranks, if `module` is not compiled, others differ between
-                ranks or hold values that cannot be written as JSON and tensors, the folder has
-                later steps or is not shared, another run saves into it, or it cannot be written to.
-                Existing checkpoints stay.
+            RuntimeStateError: on all ranks, if `module` is not compiled, `others` differ between
+                ranks or have values that cannot be written as JSON and tensors, the folder has
+                later steps or is not shared, another run saves into it, or it is not writable.
+                Existing checkpoints are unchanged.
         """
         saving = self._collect(step, module, optimizer, others, None)
         free = size_text(shutil.disk_usage(self.folder).free)
@@ -216,23 +217,24 @@ class Checkpoints:
     def async_save(
         self, step: int, module: nn.Module, optimizer: Optimizer | None = None, **others: Any
     ) -> Path:
-        """Save a checkpoint in the background while training continues; every rank calls it.
+        """Save a checkpoint in the background while training continues. Every rank must call this.
 
-        Each rank copies its part into the memory of the host, which usually takes less than a step,
-        and writes the copy in the background. Later changes of the tensors are not saved. When all
-        ranks have written their parts, the checkpoint is complete and older ones are removed. If a
-        process ends earlier, existing checkpoints stay, and a folder with the suffix ``.part``
-        remains, which is never loaded. One checkpoint is written at a time: the next call of a
-        method waits for it. The memory of the copy is kept for the next checkpoint.
+        Each rank copies its part to host memory, which usually takes less time than a training
+        step, and writes the copy in the background. Later changes of the tensors are not saved.
+        When all ranks have written their parts, the checkpoint is complete, and older checkpoints
+        are removed. If a process ends earlier, existing checkpoints are unchanged, and a folder
+        with the suffix ``.part`` remains, which is never loaded. Only one checkpoint is written at
+        a time: the next call of a method waits for it. The host memory of the copy is reused for
+        the next checkpoint.
 
         Args:
-            step, module, optimizer, others: the arguments of `save`.
+            step, module, optimizer, others: see `save`.
 
         Returns:
-            The folder that the checkpoint will have.
+            The folder of the checkpoint. It exists when the checkpoint is complete.
 
         Raises:
-            RuntimeStateError: on all ranks, under the conditions of `save`, and if the previous
+            RuntimeStateError: on all ranks, under the conditions of `save`, or if the previous
                 checkpoint could not be written in the background. The next call of any method
                 reports that failure and does nothing else.
         """
@@ -242,8 +244,8 @@ class Checkpoints:
         return self._place(step)
 
     def wait(self) -> None:
-        """Wait until the checkpoint in the background is written, if there is one; every rank calls
-        it.
+        """Wait until the checkpoint in the background, if any, is written. Every rank must call
+        this.
 
         Raises:
             RuntimeStateError: on all ranks, if the checkpoint could not be saved.
@@ -254,7 +256,7 @@ class Checkpoints:
                 by_all(background.result, str(background.place))
 
     def load(self, module: nn.Module, optimizer: Optimizer | None = None, **others: Any) -> int:
-        """Load the newest checkpoint; every rank calls it.
+        """Load the newest checkpoint. Every rank must call this.
 
         Args:
             module: the result of `autopar.compile`.
@@ -262,13 +264,13 @@ class Checkpoints:
             others: the other objects to load, under the names with which they were saved.
 
         Returns:
-            The number of training steps after which the checkpoint was saved; 0 if there is no
-            checkpoint, in which case nothing is changed.
+            The number of training steps after which the checkpoint was saved. If there is no
+            checkpoint, the result is 0 and no object is changed.
 
         Raises:
             RuntimeStateError: on all ranks, if the checkpoint belongs to another model or
-                optimizer, some rank does not see it, or a file is damaged. In the last case the
-                message names the newest earlier checkpoint without damage. Nothing is changed.
+                optimizer, a rank does not see it, or a file is damaged. In the last case, the
+                message names the newest earlier checkpoint without damage. No object is changed.
         """
         steps = self.steps()
         if rank() == 0 and (
@@ -278,7 +280,7 @@ class Checkpoints:
         if not steps:
             return 0
         known = by_first(lambda: runs_of(self._find_checkpoints()), str(self.folder))
-        # a checkpoint that was saved since `steps` belongs to another active run
+        # a checkpoint that was saved after `steps` was read belongs to another active run
         self._known = {step: run for step, run in known.items() if step in steps}
         holder, place = holder_of(module), self._place(steps[-1])
         about, damage = self._read_about(steps[-1])
@@ -310,20 +312,20 @@ class Checkpoints:
         dtype: torch.dtype | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> int:
-        """Write the weights of a checkpoint as safetensors, which ``from_pretrained`` reads. Every
-        rank calls it, or a single process, which needs no mesh and no GPU.
+        """Write the weights of a checkpoint as safetensors files, which ``from_pretrained`` reads.
+        Either every rank calls this, or a single process, which needs no mesh and no GPU.
 
         Args:
-            folder: the folder of the weights; created if it does not exist.
-            step: the step of the checkpoint; by default the newest.
-            dtype, max_file_bytes: arguments of `autopar.save_weights`.
+            folder: the folder of the weights. It is created if it does not exist.
+            step: the step of the checkpoint; by default, the newest step.
+            dtype, max_file_bytes: see `autopar.save_weights`.
 
         Returns:
             The step.
 
         Raises:
             RuntimeStateError: on all ranks, if there is no such checkpoint, it is damaged, or the
-                folder cannot be written to.
+                folder is not writable.
         """
         steps = self.steps()
         if not steps or step not in (None, *steps):
@@ -354,15 +356,15 @@ class Checkpoints:
         return int(about["step"])
 
     def _read_about(self, step: int) -> tuple[Mapping[str, Any], str]:
-        """Return the content of a step's `autopar.json` and a description of the damage, empty if
-        there is none; every rank calls it."""
+        """Return the content of a step's `autopar.json`, and a description of the damage, which is
+        empty if there is none. Every rank must call this."""
         about, damage = read_about(self._place(step))
         if not damage and about.get("step") != step:
             damage = f"it was saved as step {about.get('step')}, and its folder was renamed"
         return about, damage
 
     def _remedy(self, steps: Sequence[int]) -> str:
-        """Return the remedy if the newest of the steps is damaged; every rank calls it."""
+        """Return the remedy for a damaged newest step. Every rank must call this."""
         for number, step in enumerate(reversed(steps[:-1]), start=1):
             try:
                 damage = self._read_about(step)[1]
@@ -397,7 +399,8 @@ class Checkpoints:
         return {int(match[1]): each for match, each in matches if match}
 
     def _repair(self) -> None:
-        """Restore checkpoints whose replacement was interrupted, and remove replaced ones."""
+        """Restore checkpoints whose replacement was interrupted, and remove replaced
+        checkpoints."""
         for before in self.folder.glob("step_*.old"):
             target = before.with_suffix("")
             if target.exists():
@@ -409,7 +412,7 @@ class Checkpoints:
         check_alone(self._known, self._find_checkpoints())
 
     def _begun(self, step: int) -> str:
-        """Check that this run may save a step, make an empty folder to write into, and return the
+        """Check that this run may save a step, and create an empty folder to write into. Return the
         name of the run."""
         found = self._find_checkpoints()
         check_alone(self._known, found)
@@ -439,12 +442,11 @@ class Checkpoints:
         others: Mapping[str, Any],
         copies: HostCopies | None,
     ) -> Saving:
-        """Collect the content that this rank writes into a folder that all ranks see; every rank
-        calls it.
+        """Collect the content that this rank writes. Every rank must call this.
 
         Args:
-            step, module, optimizer, others: the arguments of `save`.
-            copies: makes copies of the tensors; None to collect the tensors themselves.
+            step, module, optimizer, others: see `save`.
+            copies: copies the tensors to the host; if None, tensors are not copied.
         """
         self.wait()
         if not isinstance(step, int) or step < 0:
@@ -494,8 +496,9 @@ class Checkpoints:
 
     @contextmanager
     def _another_run_first(self) -> Iterator[None]:
-        """If the body fails on all ranks, report another run that saves into the folder first,
-        since it may have caused the failure by removing the unfinished folder."""
+        """A context that, if its body fails on all ranks, first checks whether another run saves
+        into the folder. Such a run may have caused the failure by removing the unfinished
+        folder."""
         try:
             yield
         except RuntimeStateError:
@@ -503,8 +506,13 @@ class Checkpoints:
             raise
 
     def _finish(self, saving: Saving, sums: Mapping[str, int]) -> None:
-        """Rename the complete checkpoint, whose files have the given checksums, and remove
-        superseded checkpoints and unfinished folders of this and earlier steps."""
+        """Complete and rename a checkpoint. Remove old checkpoints, and unfinished folders of this
+        and earlier steps.
+
+        Args:
+            saving: the content that this rank has written.
+            sums: the checksum of each file of all ranks, by file name.
+        """
         saving.finish(sums)
         step = saving.step
         before = self._named(step, saving.place)
@@ -519,18 +527,18 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     def _named(self, step: int, writing: Path) -> Path:
-        """Rename the folder to the checkpoint's name. Return the path of the checkpoint that it
-        replaced, which exists only if there was one."""
+        """Rename the folder to the name of the checkpoint. Return the path of the replaced
+        checkpoint, which exists only if a checkpoint was replaced."""
         found, target = self._find_checkpoints(), self._place(step)
         check_alone(self._known, found)
         before = target.with_suffix(".old")
         if step in found:
-            # if the process ends before the second renaming, `_repair` restores the old checkpoint
+            # if the process ends before the folder is renamed, `_repair` restores the checkpoint
             target.rename(before)
             try:
                 check_alone(self._known, {step: before})
             except RuntimeStateError:
                 self._repair()
                 raise
-        writing.rename(target)  # fails if another run has saved that step since
+        writing.rename(target)  # fails if another run has saved this step in the meantime
         return before

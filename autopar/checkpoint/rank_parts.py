@@ -1,8 +1,9 @@
-"""Each rank's part of a checkpoint. torch.distributed.checkpoint assigns the parts to ranks.
+"""The part of a checkpoint that each rank writes. torch.distributed.checkpoint assigns tensors and
+shards to ranks.
 
-Saving has two steps. The first is collective: ranks agree on the assignment, and each collects its
-part or a copy of it (`collect_parts`). In the second, each rank writes its part without
-communication (`CheckpointParts.write`).
+Saving has two steps. The first step is collective: ranks agree on the assignment, and each rank
+collects its part or a copy of it (`collect_parts`). In the second step, each rank writes its part
+without communication (`CheckpointParts.write`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class CheckpointParts:
     Attributes:
         file: the name of this rank's file.
         tensors: boxes of tensors, by their names in the file.
-        contents: the text of `contents.json` on the first rank, empty on the others.
+        contents: the text of `contents.json` on the first rank; empty on the others.
     """
 
     file: str
@@ -82,18 +83,18 @@ def write_bytes(path: Path, content: bytes) -> int:
 def collect_parts(
     state: dict[str, Any], what: str, kept: str, where: Path, copy: Copy | None = None
 ) -> CheckpointParts:
-    """Agree with all ranks on the part that each writes, and collect it; every rank calls it.
+    """Agree with all ranks on the part that each rank writes, and collect this rank's part. Every
+    rank must call this.
 
     Args:
         state: tensors, sharded or not, and other values, by key.
-        what: the name of the state, for errors.
-        kept: a sentence that says what stays unchanged if saving fails, for errors.
-        where: the folder that the part is written into, for errors.
-        copy: makes a copy of a box from its name and tensor; by default the part holds the tensors
-            themselves.
+        what: the name of the state, for error messages.
+        kept: a sentence about what is unchanged if saving fails, for error messages.
+        where: the folder to write into, for error messages.
+        copy: copies a box, given its name and tensor; by default, tensors are not copied.
 
     Raises:
-        RuntimeStateError: on all ranks, if the state of one cannot be saved.
+        RuntimeStateError: on all ranks, if the state of any rank cannot be saved.
     """
     writer = _Collector(copy)
     try:
@@ -110,10 +111,10 @@ def collect_parts(
 
 
 def save_parts(state: dict[str, Any], place: Path, what: str, kept: str) -> dict[str, int]:
-    """Save every rank's part into a folder; every rank calls it.
+    """Save every rank's part into a folder. Every rank must call this.
 
     Args:
-        state, what, kept: arguments of `collect_parts`.
+        state, what, kept: see `collect_parts`.
         place: the folder, which all ranks see.
 
     Returns:
@@ -133,7 +134,7 @@ def save_parts(state: dict[str, Any], place: Path, what: str, kept: str) -> dict
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Torch's planner, which encodes values that are not tensors as JSON data."""
+    """torch's planner, which encodes values that are not tensors as JSON data."""
 
     def create_local_plan(self) -> SavePlan:
         """Create torch's plan for this rank without empty boxes, and check its items.
@@ -153,10 +154,10 @@ class _SavePlanner(DefaultSavePlanner):
         )
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Encode a value as JSON data; return a tensor unchanged.
+        """Encode a value as JSON data. Tensors are unchanged.
 
         Args:
-            write_item: the item of the value; its key names the value in errors.
+            write_item: the item of the value. Error messages contain its key.
             object: the value.
         """
         return object if isinstance(object, Tensor) else encode(object, (write_item.index.fqn,))
@@ -171,13 +172,13 @@ def _check_kind(key: str, tensor: Any) -> None:
 
 
 def _is_empty_box(item: WriteItem) -> bool:
-    """Whether an item is an empty part of a tensor that has elements."""
+    """Return whether an item is an empty box of a tensor that has elements."""
     data = item.tensor_data
     return data is not None and math.prod(data.chunk.sizes) == 0 < math.prod(data.size)
 
 
 class _Collector(StorageWriter):
-    """Storage writer that collects the tensors and the contents in memory."""
+    """A storage writer that collects the tensors and the contents in memory."""
 
     def __init__(self, copy: Copy | None) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -188,7 +189,7 @@ class _Collector(StorageWriter):
         """Do nothing, since a collector serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, since the constructor has set everything up."""
+        """Do nothing, since the constructor has already set up the writer."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -199,7 +200,7 @@ class _Collector(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Collect the tensors of a plan, or copies of them, by their names in the file.
+        """Collect the tensors of a plan or copies of them, by their names in the file.
 
         Args:
             plan: the items that this rank writes.
@@ -224,7 +225,7 @@ class _Collector(StorageWriter):
         return completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the text of `contents.json`; torch calls it on the first rank.
+        """Create the text of `contents.json`. torch calls this on the first rank.
 
         Args:
             metadata: the tensors of all ranks.
@@ -246,15 +247,16 @@ class _Collector(StorageWriter):
 
 @contextmanager
 def no_warning_if_alone() -> Iterator[None]:
-    """Suppress torch's warning about a missing process group, since one process needs none."""
+    """Suppress torch's warning about a missing process group, since a single process needs no
+    group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def find_reasons(error: dcp.api.CheckpointException) -> tuple[str, str]:
-    """Return the distinct reasons of the ranks that failed, and the first remedy among them, empty
-    if there is none."""
+    """Return the distinct reasons of the ranks that failed, and the first remedy among them. The
+    remedy is empty if there is none."""
     failures = [failure[0] for failure in error.failures.values()]
     reasons = dict.fromkeys(
         f"{getattr(each, 'what', '') or f'{type(each).__name__}: {each}'}" for each in failures
@@ -265,7 +267,7 @@ def find_reasons(error: dcp.api.CheckpointException) -> tuple[str, str]:
 
 
 def completed_future(value: Any) -> Future[Any]:
-    """Return a torch future that has its value."""
+    """Return a torch future that is completed with a value."""
     future = Future[Any]()
     future.set_result(value)
     return future

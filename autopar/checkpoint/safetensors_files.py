@@ -1,8 +1,8 @@
-"""Tensor files in the safetensors format. Files are written one tensor at a time, and checked
-before they are read.
+"""Tensor files in the safetensors format. Files are written tensor by tensor, and checked before
+they are read.
 
-The format is a JSON header with each tensor's dtype, shape and offsets, followed by the bytes of
-the tensors. A tensor whose dtype is not supported by every reader of the format is written as bytes
+A file has a JSON header with each tensor's dtype, shape and offsets, followed by the bytes of the
+tensors. A tensor whose dtype is not supported by every reader of the format is written as bytes
 (``U8``).
 """
 
@@ -36,7 +36,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 UNSAFE = "do not use it unless you know who wrote it; use another checkpoint, or save again"
-"""The remedy for a file that would run code, or that no version of autopar wrote."""
+"""The remedy for a file that was not written by autopar, or that would run code when it is read."""
 
 
 def damage_error(what: str, path: Path) -> RuntimeStateError:
@@ -46,8 +46,8 @@ def damage_error(what: str, path: Path) -> RuntimeStateError:
 
 
 def unsafe(what: str, place: Path | None) -> RuntimeStateError:
-    """Return the error for a file of a checkpoint that would run code, or that no version of
-    autopar wrote."""
+    """Return the error for a file of a checkpoint that was not written by autopar, or that would
+    run code when it is read."""
     return RuntimeStateError(what, where=None if place is None else str(place), remedy=UNSAFE)
 
 
@@ -56,15 +56,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
 
     Args:
         path: the file.
-        tensors: the tensors by name, on any device; each is copied to the host while it is written.
+        tensors: the tensors, by name, on any device. Each is copied to the host when it is written.
 
     Returns:
         The CRC-32 of the file.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
-    # Tensors are ordered by element size, so that each begins at a multiple of its element size.
+    # Tensors are ordered by element size, so that each offset is a multiple of the element size.
     ordered = sorted(tensors.items(), key=lambda named: (-_size_in_file(named[1]), named[0]))
     header, end = {}, 0
     for name, tensor in ordered:
@@ -87,7 +87,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
 
 
 def in_file(dtype: torch.dtype, shape: torch.Size) -> tuple[str, tuple[int, ...]]:
-    """Return the format's name of the dtype, and the shape, that a tensor has in a file."""
+    """Return the safetensors name of the dtype and the shape that a tensor has in a file."""
     if dtype in _NAMES:
         return _NAMES[dtype], tuple(shape)
     return _BYTES, (shape.numel() * dtype.itemsize,)
@@ -105,7 +105,7 @@ def _content(tensor: Tensor) -> Any:
 
 
 class TensorFile:
-    """A tensor file that is open for reading. Its header has been checked against its size.
+    """A tensor file that is open for reading. The header is checked against the size of the file.
 
     Args:
         path: the file.
@@ -127,7 +127,7 @@ class TensorFile:
 
         Args:
             name: the name of the tensor in the file.
-            dtype, shape: the dtype and shape of the whole tensor, as they were saved.
+            dtype, shape: the saved dtype and shape of the tensor.
 
         Raises:
             RuntimeStateError: if the dtype or shape differs, or there is no tensor of that name.
@@ -148,11 +148,11 @@ class TensorFile:
 
         Args:
             name: the name of the tensor in the file.
-            dtype, shape: the dtype and shape of the whole tensor, as they were saved.
-            box: a slice for each dim; by default the whole tensor.
+            dtype, shape: the saved dtype and shape of the tensor.
+            box: a slice for each dim; by default, the whole tensor is read.
 
         Raises:
-            RuntimeStateError: if the file does not hold such a tensor.
+            RuntimeStateError: if the file does not contain such a tensor.
         """
         self.check(name, dtype, shape)
         try:

@@ -1,10 +1,10 @@
-"""States of modules and optimizers in a checkpoint, and the check that they fit.
+"""States of modules and optimizers in a checkpoint, and the check that they match.
 
-States are flat and keyed by parameter names, so that stages, each with its own parameters, write
-into one checkpoint. An optimizer that has made no step has no state. To find out what the state
-contains, torch would make one step with zero gradients, which changes later steps (`step` becomes
-1). Saving therefore makes no such step, and loading drops the state that torch made for parameters
-of which no state was saved.
+States are flat and keyed by parameter names, so that all stages, which have different parameters,
+write into one checkpoint. An optimizer that has made no step has no state. To determine the keys of
+the state, torch would make one step with zero gradients, which would change later steps (`step`
+becomes 1). Saving therefore makes no such step. Loading removes the state that torch created for
+parameters without saved state.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ class Saved(Protocol):
     """An object whose state is saved in a checkpoint."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state that is saved, by key. Tensors are the object's own, not copies."""
+        """Return the state to save, by key. Tensors are not copied."""
 
     def prepare_read(self, saved: Metadata) -> dict[str, Any]:
-        """Return the state that is read, by key: tensors to read into, and values to replace."""
+        """Return the state to read, by key: tensors to read into, and values to replace."""
 
     def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
-        """Return a line for each part of the state that does not fit; every rank calls it.
+        """Return a line for each mismatch between the object and the checkpoint. Every rank must
+        call this.
 
         Args:
             wanted: the result of `prepare_read`.
@@ -65,7 +66,7 @@ class ModuleState:
     Args:
         module: the module.
         prefix: the prefix of its keys in the checkpoint.
-        label: its name in errors.
+        label: its name in error messages.
     """
 
     module: nn.Module
@@ -81,7 +82,7 @@ class ModuleState:
         return {**found, **self._random_state()}
 
     def prepare_read(self, saved: Metadata) -> dict[str, Any]:
-        """Return the module's own tensors, and the random state if the checkpoint has it."""
+        """Return the tensors of the module, and the random state if the checkpoint has one."""
         known = saved.state_dict_metadata
         drawn = {key: value for key, value in self._random_state().items() if key in known}
         return {
@@ -90,7 +91,8 @@ class ModuleState:
         }
 
     def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
-        """Return what is missing or has another shape, and what no rank's module has.
+        """Return a line for each tensor that is missing in the checkpoint, has another shape, or is
+        missing in the module on all ranks.
 
         Args:
             wanted: the result of `prepare_read`.
@@ -112,7 +114,7 @@ class ModuleState:
         """Do nothing, since `prepare_read` changes nothing."""
 
     def take(self, read: Mapping[str, Any]) -> None:
-        """Load the state into a plain module; set the random state of a compiled one."""
+        """Load the state into a plain module, or set the random state of a compiled module."""
         if not isinstance(self.module, Holder):  # tensors of a compiled module were read in place
             own = {
                 key.removeprefix(self.prefix): value
@@ -128,8 +130,8 @@ class ModuleState:
         return f"{self.prefix.removesuffix('.')}!random_state"
 
     def _random_state(self) -> dict[str, Any]:
-        """Return the random state of a compiled companion, by key. That of the model is in
-        `autopar.json`."""
+        """Return the random state of a compiled companion, by key. The random state of the model is
+        in `autopar.json`."""
         if (
             self.prefix == _MODEL
             or not isinstance(self.module, Holder)
@@ -146,7 +148,7 @@ class OptimizerState:
     Args:
         optimizer: the optimizer.
         root: a module whose parameter names are the saved names of the optimizer's parameters.
-        prefix, label: the prefix of the keys, and the name in errors, as in `ModuleState`.
+        prefix, label: see `ModuleState`.
     """
 
     optimizer: Optimizer
@@ -158,18 +160,18 @@ class OptimizerState:
     _never: frozenset[str] = field(default=frozenset(), init=False)
 
     def state(self) -> dict[str, Any]:
-        """Return the settings, and the state tensors if the optimizer has made a step."""
+        """Return the settings and, if the optimizer has made a step, the state tensors."""
         found = {**self._groups(), **(self._flat_state() if self.optimizer.state else {})}
         return {key: _plain(value) for key, value in found.items() if not _is_of_this_run(key)}
 
     def prepare_read(self, saved: Metadata) -> dict[str, Any]:
-        """Let torch make the state of all parameters, and return the part of it that is read:
-        without parameters of which the checkpoint has no state."""
+        """Have torch create the state of all parameters. Return the part of it that is read, which
+        excludes parameters without saved state."""
         parameters = [
             p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad
         ]
         if not all(p in self.optimizer.state for p in parameters):
-            # torch makes missing states only if the optimizer has none at all
+            # torch creates missing states only if the optimizer has no state at all
             self._before = dict(self.optimizer.state)
             self.optimizer.state.clear()
         with _without_gradients(parameters):
@@ -191,7 +193,7 @@ class OptimizerState:
         }
 
     def faults(self, wanted: Mapping[str, Any], saved: Metadata) -> list[str]:
-        """Return what is missing or has another shape.
+        """Return a line for each value that is missing in the checkpoint or has another shape.
 
         Args:
             wanted: the result of `prepare_read`.
@@ -206,7 +208,7 @@ class OptimizerState:
             self.optimizer.state.update(self._before)
 
     def take(self, read: Mapping[str, Any]) -> None:
-        """Load the state, and remove the state of parameters of which none was saved."""
+        """Load the state, and remove the state of parameters without saved state."""
         given = {
             key.removeprefix(self.prefix): value
             for key, value in {**self._made, **read}.items()
@@ -227,13 +229,13 @@ class OptimizerState:
         return key.removeprefix(self._of_state).rpartition(".")[0]
 
     def _flat_state(self) -> dict[str, Any]:
-        """Return torch's flat state dict of the optimizer, by key; torch makes missing states."""
+        """Return torch's flat state dict of the optimizer, by key. torch creates missing states."""
         with _without_empty_groups(self.optimizer):
             found = get_optimizer_state_dict(self.root, self.optimizer, options=_FLAT)
         return {self.prefix + key: value for key, value in found.items()}
 
     def _groups(self) -> dict[str, Any]:
-        """Return the settings of the groups by parameter, in the form of torch's flat state
+        """Return the settings of the groups for each parameter, in the form of torch's flat state
         dict."""
         names = {parameter: name for name, parameter in self.root.named_parameters()}
         return {
@@ -262,14 +264,14 @@ def tensors_of(module: nn.Module) -> dict[str, Any]:
 
 
 def has_lists(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's state has lists, such as that of LBFGS. They do not belong to single
+    """Return whether the optimizer's state has lists, as with LBFGS. They do not belong to single
     parameters, so torch cannot flatten such a state."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return isinstance(optimizer, LBFGS) or any(isinstance(value, list | tuple) for value in values)
 
 
 def read_states(place: Path, parts: Sequence[Saved]) -> tuple[str, ...]:
-    """Read the states of all parts from a checkpoint; every rank calls it.
+    """Read the states of all parts from a checkpoint. Every rank must call this.
 
     Args:
         place: the checkpoint's folder.
@@ -279,8 +281,8 @@ def read_states(place: Path, parts: Sequence[Saved]) -> tuple[str, ...]:
         ``("optimizer",)`` if the checkpoint has the state of an optimizer that was not read.
 
     Raises:
-        RuntimeStateError: on all ranks, if the checkpoint belongs to another model or optimizer.
-            Nothing is changed then.
+        RuntimeStateError: on all ranks, if the checkpoint belongs to another model or optimizer. In
+            this case, no object is changed.
     """
     saved = read_metadata(place)
     try:
@@ -303,7 +305,7 @@ def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         place: the checkpoint's folder.
-        tied: second names of tied tensors → their first names.
+        tied: the first name of each tied tensor, by its other names.
     """
     known = read_metadata(place).state_dict_metadata
     keys = (
@@ -316,20 +318,20 @@ def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Remove groups without parameters for the time of a call to torch, which names a group by its
-    first parameter and fails without one (torch 2.13). Settings of such groups are not saved."""
+    """Remove groups without parameters during a call to torch. torch 2.13 names a group by its
+    first parameter, and fails if there is none. Settings of such groups are not saved."""
     groups = list(optimizer.param_groups)
     optimizer.param_groups[:] = [group for group in groups if group["params"]]
     try:
         yield
     finally:
-        filled = iter(optimizer.param_groups)  # loading makes new groups, in the same order
+        filled = iter(optimizer.param_groups)  # loading creates new groups in the same order
         optimizer.param_groups[:] = [next(filled) if group["params"] else group for group in groups]
 
 
 @contextmanager
 def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Remove the gradients for the time of a call to torch, which makes no state of a parameter
+    """Remove the gradients during a call to torch, since torch creates no state for a parameter
     that has a gradient."""
     gradients = [p.grad for p in parameters]
     for p in parameters:
@@ -342,13 +344,13 @@ def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _is_of_this_run(key: str) -> bool:
-    """Whether the key is that of a group's parameter names, which differ between ranks."""
+    """Return whether the key refers to a group's parameter names, which differ between ranks."""
     return key.endswith(".param_names")
 
 
 def _plain(value: Any) -> Any:
-    """Convert the numpy values of a setting to Python numbers, since numpy is not read back.
-    Schedulers may compute rates with numpy."""
+    """Convert the numpy values of a setting to Python numbers. Schedulers may compute learning
+    rates with numpy."""
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     return value.tolist() if type(value).__module__ == "numpy" else value
@@ -381,11 +383,11 @@ def _find_missing(
 def _check_same(
     parts: Sequence[Saved], wanted: Sequence[Mapping[str, Any]], saved: Metadata, place: Path
 ) -> None:
-    """Check on all ranks that the checkpoint has everything that is read, in the same shapes, and
+    """Check on all ranks that the checkpoint contains all values to read, in the same shapes, and
     no other parameters and buffers of the modules.
 
     Raises:
-        RuntimeStateError: on all ranks, if it does not. The message names up to three faults.
+        RuntimeStateError: on all ranks, if there is a mismatch. The message lists up to three.
     """
     if any(key.startswith(_OPTIMIZER) for each in wanted for key in each) and not _has_optimizer(
         saved

@@ -1,11 +1,12 @@
-"""Values of a checkpoint as JSON. Nothing is pickled, and reading a value runs no code.
+"""Conversion of a checkpoint's values to JSON and back. No pickles are used, and reading a value
+runs no code.
 
-Numbers, strings, lists, and dicts with string keys are represented as themselves. Any other value
-is an object with one key, which begins with ``!`` and names its kind: ``{"!tuple": [1, 2]}``.
-Tensors are stored in a tensor file, under their path in the value; the JSON refers to them with
-``{"!tensor": [device type, dtype, shape]}``, and to distributed tensors with
-``{"!sharded": [dtype, shape]}``. Each rank writes its part of a distributed tensor, as it does for
-parameters.
+Numbers, strings, lists, and dicts with string keys are written as the same JSON types. Any other
+value is written as an object with one key, which begins with ``!`` and names the type of the value:
+``{"!tuple": [1, 2]}``. Tensors are stored in a tensor file, named by their path in the value. The
+JSON contains ``{"!tensor": [device type, dtype, shape]}`` for a plain tensor, and
+``{"!sharded": [dtype, shape]}`` for a distributed tensor. Each rank writes its shard of a
+distributed tensor, like that of a parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuntimeStateError
 
-# Limit of nested lists and dicts; `autopar.core.json_text` reads three times as many brackets.
+# The limit of nested lists and dicts. `autopar.core.json_text` accepts three times as many levels.
 MOST_LEVELS = 30
 _BITS = 63
 _TAG = "!"
@@ -45,19 +46,19 @@ class Tensors(dict[str, Tensor]):
 
 
 def encode(value: Any, path: Keys, tensors: Tensors | None = None) -> Any:
-    """Write a value as JSON data.
+    """Convert a value to JSON data.
 
     Args:
         value: a value that consists of tensors, numpy arrays, numbers, strings, bytes, lists,
             tuples, sets, dicts, dtypes and devices.
-        path: the keys that lead to the value, for errors and for names of tensors.
+        path: the keys that lead to the value, for error messages and for names of tensors.
         tensors: receives the tensors, by name; if None, tensors are refused.
 
     Returns:
         Data for `json.dumps`.
 
     Raises:
-        RuntimeStateError: if a part of the value cannot be written. The message names the part.
+        RuntimeStateError: if a part of the value cannot be converted. The message names the part.
     """
     if len(path) > MOST_LEVELS:
         raise _refuse(path, f"is nested more than {MOST_LEVELS} levels deep")
@@ -79,13 +80,13 @@ def encode(value: Any, path: Keys, tensors: Tensors | None = None) -> Any:
 
 
 def decode(data: Any, path: Keys, find: Find | None = None) -> Any:
-    """Read a value from the result of `encode`.
+    """Convert a result of `encode` to the value.
 
     Args:
         data: the JSON data.
         path: the path that was passed to `encode`.
-        find: returns the tensor of a name, a dtype and a shape. Its last argument says whether the
-            tensor is distributed. If None, tensors are refused.
+        find: returns the tensor with a given name, dtype and shape. Its last argument is whether
+            the tensor is distributed. If `find` is None, tensors are refused.
 
     Raises:
         ValueError: if the data is not a result of `encode`. The message names the part.
@@ -245,7 +246,7 @@ _ENCODERS: Mapping[type, Callable[..., Any]] = {
 
 def _decode_text(make: Callable[[str], Any]) -> Callable[..., Any]:
     def decoder(content: Any, path: Keys, find: Find | None) -> Any:
-        """Make the value of a string.
+        """Create a value from a string.
 
         Raises:
             TypeError: if the content is not a string.
@@ -259,7 +260,7 @@ def _decode_text(make: Callable[[str], Any]) -> Callable[..., Any]:
 
 def _decode_items(make: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     def decoder(content: Any, path: Keys, find: Find | None) -> Any:
-        """Make the value of the decoded elements of a list.
+        """Create a value from the decoded elements of a list.
 
         Raises:
             TypeError: if the content is not a list.
@@ -281,7 +282,7 @@ def _decode_bytes(text: str) -> bytes:
 def _read_dtype(name: str) -> torch.dtype:
     found = vars(torch).get(name) if type(name) is str else None
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name!r:.40} is not one")
+        raise TypeError(f"unknown dtype {name!r:.40}")
     return found
 
 

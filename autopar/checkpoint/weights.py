@@ -1,8 +1,8 @@
-"""Weights of compiled modules as safetensors files, and models without weights.
+"""Weights of compiled modules as safetensors files, and creation of models without weights.
 
-When loading, each rank reads only the boxes that it holds, so that no process ever holds the whole
-model. When saving, ranks first write their parts as the files of a checkpoint. Then each rank
-assembles some of the safetensors files from these parts.
+When loading, each rank reads only its shards, so that no process holds the full model. When saving,
+ranks first write their shards like the files of a checkpoint. Then each rank assembles some of the
+safetensors files from these shards.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ _OURS = re.compile(rf"{_NAME}(-\d{{5}}-of-\d{{5}})?\{SUFFIX}")
 _UNREAD = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 Box = tuple[slice, ...]
-"""A part of a whole tensor."""
+"""A part of a tensor, as a slice for each dim."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor in a file, and the tensor that it is read into with a cast to the dtype of
-    the target."""
+    """A box of a tensor in a file, and the target tensor. Reading casts to the target's dtype."""
 
     name: str
     box: Box
@@ -64,9 +63,9 @@ class WeightFiles:
 
     Attributes:
         path: the file, index or folder.
-        files: name of a tensor → the file that holds it.
-        shapes, dtypes: name of a tensor → its shape, and the format's name of its dtype
-            (``"BF16"``).
+        files: the file of each tensor, by name.
+        shapes: the shape of each tensor, by name.
+        dtypes: the safetensors name of each tensor's dtype (``"BF16"``), by name.
     """
 
     path: Path
@@ -79,10 +78,10 @@ class WeightFiles:
         """Read the headers of the files at a path.
 
         Args:
-            path: a ``.safetensors`` file, an index, or a folder that has one of these.
+            path: a ``.safetensors`` file, an index, or a folder that contains one of these.
 
         Raises:
-            RuntimeStateError: if there are no weights, an index does not fit its files, or a file
+            RuntimeStateError: if there are no weights, an index does not match its files, or a file
                 cannot be read.
         """
         files, indexed = _files_of(path)
@@ -106,7 +105,7 @@ class WeightFiles:
         return WeightFiles(path, known, shapes, dtypes)
 
     def read(self, pieces: Iterable[Piece]) -> None:
-        """Read boxes into their targets, opening each file once.
+        """Read boxes into their targets. Each file is opened once.
 
         Raises:
             RuntimeStateError: if a file cannot be read.
@@ -126,7 +125,8 @@ class WeightFiles:
 
 
 def _files_of(path: Path) -> tuple[Sequence[Path], Mapping[str, str] | None]:
-    """Return the files to read, and the index from tensor names to file names, if there is one."""
+    """Return the files to read, and the index from tensor names to file names; None without an
+    index."""
     if path.is_dir():
         indices, single = sorted(path.glob(f"*{INDEX_SUFFIX}")), sorted(path.glob(f"*{SUFFIX}"))
         preferred = [
@@ -189,8 +189,8 @@ def _none_of(folder: Path, choices: Sequence[Path]) -> RuntimeStateError:
 
 
 class _OpenFile:
-    """Context manager that opens a safetensors file. An unreadable file raises RuntimeStateError
-    with its name."""
+    """A context manager that opens a safetensors file. For an unreadable file, it raises
+    RuntimeStateError with the name of the file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -209,15 +209,14 @@ class _OpenFile:
 
 
 def split_into_files(sizes: Mapping[str, int], max_file_bytes: int) -> Mapping[str, Sequence[str]]:
-    """Assign tensors to files in their order. Each file has at most `max_file_bytes`, or one
-    tensor.
+    """Assign tensors to files in order. A file with several tensors has at most `max_file_bytes`.
 
     Args:
-        sizes: name of a tensor → its size in bytes.
+        sizes: the size of each tensor in bytes, by name.
         max_file_bytes: the largest size of a file with several tensors, in bytes.
 
     Returns:
-        File name → names of its tensors.
+        The names of the tensors in each file, by file name.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -236,7 +235,7 @@ def split_into_files(sizes: Mapping[str, int], max_file_bytes: int) -> Mapping[s
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file of whole tensors on the CPU."""
+    """Write one file of full tensors on the CPU."""
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},
         path,
@@ -250,9 +249,9 @@ def put_in_place(
     """Move files of weights into a folder, write their index, and remove earlier weights.
 
     Args:
-        written: the folder that holds the new files.
-        folder: the folder that they are moved into.
-        files: file name → names of its tensors.
+        written: the folder with the new files.
+        folder: the folder to move them into.
+        files: the names of the tensors in each file, by file name.
         total_bytes: the size of all tensors, in bytes.
     """
     earlier = [
@@ -262,7 +261,7 @@ def put_in_place(
     ]
     index = folder / f"{_NAME}{INDEX_SUFFIX}"
     if earlier or any((folder / name).exists() for name in files):
-        # without its index the mixture of old and new files cannot be loaded as a model
+        # without an index, a mixture of old and new files cannot be loaded by mistake
         index.unlink(missing_ok=True)
     for name in files:
         (written / name).replace(folder / name)
@@ -296,10 +295,10 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @contextmanager
 def weights_on_meta() -> Iterator[None]:
-    """Build models without weights: inside the context, each parameter is moved to the meta device
-    when a module registers it. Such a model can be planned, and gets its values after it is
-    compiled (`load_weights`). Buffers are created as usual, since non-persistent buffers are in no
-    file.
+    """Create models without weights. Inside the context, each parameter is moved to the meta device
+    when a module registers it. Such a model can be compiled, and gets its values afterwards
+    (`load_weights`). Buffers are created as usual, since files do not contain non-persistent
+    buffers.
 
         with autopar.weights_on_meta():
             model = AutoModelForCausalLM.from_config(config)
@@ -309,15 +308,15 @@ def weights_on_meta() -> Iterator[None]:
     def on_meta(
         module: nn.Module, name: str, parameter: nn.Parameter | None
     ) -> nn.Parameter | None:
-        """Return the parameter on the meta device; torch calls it at each registration.
+        """Return the parameter on the meta device. torch calls this at each registration.
 
         Args:
             module, name: the module that registers the parameter, and the name.
             parameter: the parameter.
         """
         if parameter is None or type(parameter) is not nn.Parameter or parameter.is_meta:
-            return parameter  # lazy parameters and those of other classes are left alone
-        if parameter not in made:  # a parameter that two modules share stays shared
+            return parameter  # lazy parameters and those of other classes are unchanged
+        if parameter not in made:  # a parameter that two modules share remains shared
             made[parameter] = nn.Parameter(
                 parameter.detach().to("meta"), requires_grad=parameter.requires_grad
             )
@@ -339,27 +338,28 @@ def load_weights(
     strict: bool = True,
     names: Collection[str] | None = None,
 ) -> tuple[str, ...]:
-    """Read a compiled module's weights from safetensors. Every rank calls it, and reads its own
-    parts.
+    """Read a compiled module's weights from safetensors files. Every rank must call this, and reads
+    only its shards.
 
     Args:
         module: the result of `autopar.compile`.
-        path: a ``.safetensors`` file, or a folder that holds one, or several with their index, as
-            written by `save_weights` and Hugging Face's ``save_pretrained``.
-        rename: maps the model's name of a parameter or buffer to its name in the files. By default
-            the names are the same.
-        strict: whether the files must have all parameters and buffers of the module. If not, those
-            that are missing stay unchanged. Of tied parameters, one name is sufficient.
-        names: the parameters and buffers to read; all others stay unchanged. By default all are
+        path: a ``.safetensors`` file, or a folder that contains such a file or several with an
+            index, as written by `save_weights` and Hugging Face's ``save_pretrained``.
+        rename: maps the model's name of a parameter or buffer to its name in the files. By default,
+            the names are equal.
+        strict: whether the files must contain all parameters and buffers of the module. If False,
+            those that are missing in the files are unchanged. For tied parameters, one name is
+            sufficient.
+        names: the parameters and buffers to read; all others are unchanged. By default, all are
             read.
 
     Returns:
-        The names of parameters and buffers that are not in the files.
+        The names of parameters and buffers that are missing in the files.
 
     Raises:
-        RuntimeStateError: on all ranks, if a tensor is missing, has another shape or kind of dtype,
-            or a file cannot be read. Nothing is changed then, unless the damage of a file is
-            detected only while it is read.
+        RuntimeStateError: on all ranks, if a tensor is missing, has another shape, or is
+            floating-point only in the files or only in the model, or if a file cannot be read. In
+            this case, the module is unchanged, unless damage is detected only while a file is read.
     """
     holder, found = holder_of(module), dict[str, Any]()
     if names is not None:
@@ -383,7 +383,7 @@ def load_weights(
             if names is not None
             else set().union(*(each for each, _ in matched))
         )
-        _tell(found["files"], read, missing)
+        _log_mismatches(found["files"], read, missing)
     return missing
 
 
@@ -406,29 +406,28 @@ def save_weights(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a compiled module's weights as safetensors, which ``from_pretrained`` reads; every rank
-    calls it.
+    """Write a compiled module's weights as safetensors files, which ``from_pretrained`` reads.
+    Every rank must call this.
 
     Args:
         module: the result of `autopar.compile`.
-        folder: a folder that all ranks see; created if it does not exist. Weights with the same
-            file names are replaced.
-        dtype: the dtype in which floating-point tensors are written, such as ``torch.bfloat16``; by
-            default their own.
+        folder: a folder that all ranks see. It is created if it does not exist. Weights with the
+            same file names are replaced.
+        dtype: the dtype in which floating-point tensors are written, such as ``torch.bfloat16``. By
+            default, their dtypes are unchanged.
         max_file_bytes: the largest size of a file, in bytes. Larger weights are split into several
             files with an index.
 
     Raises:
         RuntimeStateError: on all ranks, if the module has no values yet, or the folder is not
-            shared or cannot be written to.
+            shared or not writable.
     """
     holder, into = holder_of(module), Path(folder)
     holder.check_values()
     with _writing_into(into) as written:
-        here, state = (
-            {names[0] for names in holder.same_names().values()},
-            holder.state_dict(),
-        )  # of tied ones one
+        # of tied parameters, only the first name is written
+        here = {names[0] for names in holder.same_names().values()}
+        state = holder.state_dict()
         keys = {name: name for names in of_all(here) for name in sorted(names)}
         save_parts(
             {name: x for name, x in state.items() if name in here}, written, "the model", _KEPT
@@ -443,12 +442,13 @@ def export(
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> None:
-    """Write the weights of a checkpoint as safetensors; every rank calls it, or a single process.
+    """Write the weights of a checkpoint as safetensors files. Either every rank calls this, or a
+    single process.
 
     Args:
         place: the checkpoint's folder.
-        keys: name of a tensor → its key in the checkpoint.
-        folder, dtype, max_file_bytes: arguments of `save_weights`.
+        keys: the key of each tensor in the checkpoint, by name.
+        folder, dtype, max_file_bytes: see `save_weights`.
 
     Raises:
         RuntimeStateError: under the conditions of `save_weights`.
@@ -459,11 +459,11 @@ def export(
 
 @contextmanager
 def _writing_into(folder: Path) -> Iterator[Path]:
-    """Make an empty temporary subfolder that all ranks see, and remove it at the end."""
+    """Create an empty temporary subfolder that all ranks see, and remove it at the end."""
     written = folder / _PART
 
     def begin() -> None:
-        """Make the subfolder on the first rank."""
+        """Create the subfolder on the first rank."""
         shutil.rmtree(written, ignore_errors=True)
         written.mkdir(parents=True)
 
@@ -483,16 +483,16 @@ def put_together(
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> None:
-    """Assemble the tensors of a checkpoint into files. Each rank writes some of the files; every
-    rank calls it.
+    """Assemble the tensors of a checkpoint into files. Each rank writes some of the files. Every
+    rank must call this.
 
     Args:
-        place: the folder of the checkpoint or of the parts that ranks wrote.
-        keys: name of a tensor → its key there.
-        folder, dtype, max_file_bytes: arguments of `save_weights`.
+        place: the folder of the checkpoint or of the shards that ranks wrote.
+        keys: the key of each tensor in this folder, by name.
+        folder, dtype, max_file_bytes: see `save_weights`.
 
     Raises:
-        RuntimeStateError: on all ranks, if a part cannot be read or a file cannot be written.
+        RuntimeStateError: on all ranks, if a file cannot be read or written.
     """
     known = by_first(lambda: read_metadata(place).state_dict_metadata, str(place))
     written, facts = (
@@ -534,10 +534,10 @@ def _match_names(
     strict: bool,
     wanted: Collection[str] | None,
 ) -> tuple[list[Piece], tuple[str, ...]]:
-    """Return the pieces that this rank reads, and the names that are not in the files.
+    """Return the boxes that this rank reads, and the names that are missing in the files.
 
     Raises:
-        RuntimeStateError: if the weights do not fit the model. The message names the tensors.
+        RuntimeStateError: if the weights do not match the model. The message names the tensors.
     """
     pieces, missing, wrong = list[Piece](), list[str](), list[str]()
     for names in holder.same_names().values():
@@ -582,8 +582,8 @@ def _pieces(name: str, tensor: Tensor) -> list[Piece]:
     return found
 
 
-def _tell(files: WeightFiles, wanted: Collection[str], missing: Sequence[str]) -> None:
-    """Log the names that are missing in the files, and those that are not in the model."""
+def _log_mismatches(files: WeightFiles, wanted: Collection[str], missing: Sequence[str]) -> None:
+    """Log the names that are missing in the files, and those that are missing in the model."""
     beyond = [name for name in files.files if name not in wanted]
     for names, what in (
         (missing, "missing in the files, so left unchanged"),

@@ -1,4 +1,4 @@
-"""Trace and plan → Program."""
+"""Emission: turn a trace and a plan into a program."""
 
 from autopar.emit.buckets import WaitingError, apply_buckets, can_share, on_bucket, slack_of
 from autopar.emit.overlap import Orders, apply_overlap, least_overlap, places

@@ -1,9 +1,9 @@
-"""Merge communications that share a bucket into one collective: pack, the collective, unpack.
+"""Merging of communications that share a bucket into one collective: pack, the collective, unpack.
 
-A bucket of deferrable steps stands where its last member stood in the graph, and readers of earlier
-members move behind it. A bucket of prefetchable steps stands where its first member stood. All
-other nodes keep their order. The casts around a reduction in a wider dtype are done by pack and
-unpack.
+A bucket of deferrable steps is placed at the position of its last member in the graph, and readers
+of earlier members move behind it. A bucket of prefetchable steps is placed at the position of its
+first member. All other nodes keep their order. Pack and unpack include the casts around a reduction
+in a wider dtype.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from autopar.kernels.packing import BucketLayout, from_bucket, into_bucket
 from autopar.plans import Bucket, Plan
 from autopar.program.program import LazyGraphModule, StageProgram
 
-_OF_STEPS = ("collective", "time_s", "moved")  # meta of steps that their results do not have
+_OF_STEPS = ("collective", "time_s", "moved")  # meta of steps that is not copied to results
 
 
 class WaitingError(ChangedPlanError):
-    """Raised for buckets that wait for each other's results. Each of them alone may be legal."""
+    """Raised if buckets wait for each other's results. Each bucket alone may be legal."""
 
 
 def can_share(step: fx.Node, mesh_shape: Sequence[int]) -> bool:
-    """Return whether a node is a step that may be in a bucket.
+    """Return whether a node is a communication step that may be in a bucket.
 
-    The step must move a floating tensor of which all ranks have equal parts. Within a microbatch it
-    must also be deferrable, or a prefetchable all-gather; at the begin and the end of a step of
-    several microbatches any such step qualifies.
+    The step must communicate a floating-point tensor that is sharded evenly. Within a microbatch,
+    it must also be deferrable or a prefetchable all-gather. In the graphs `begin` and `end` of a
+    step of several microbatches, any such step qualifies.
 
     Args:
-        step: a node of an emitted graph. mesh_shape: the sizes of the mesh axes.
+        step: a node of an emitted graph.
+        mesh_shape: the sizes of the mesh axes.
     """
     moved: Moved | None = step.meta.get("moved")
     if moved is None or not may_share(
@@ -56,20 +57,21 @@ def can_share(step: fx.Node, mesh_shape: Sequence[int]) -> bool:
 
 
 def on_bucket(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> Collective:
-    """Return the one collective that does what these steps do.
+    """Return the single collective that replaces several steps.
 
     Args:
-        steps: nodes of one kind, axis, dtype and reduction. mesh_shape: the sizes of the mesh axes.
+        steps: nodes with the same kind, axis, dtype and reduction.
+        mesh_shape: the sizes of the mesh axes.
 
     Returns:
         The collective on the packed bucket, with its size in bytes.
     """
     c: Collective = steps[0].meta["collective"]
-    lies = _Lying.of(steps, mesh_shape)
-    shapes = tuple(size or (1,) for size in lies.sizes)
+    packing = _Packing.of(steps, mesh_shape)
+    shapes = tuple(size or (1,) for size in packing.sizes)
     num_bytes = (
-        lies.count
-        * BucketLayout(shapes, lies.dims, lies.parts).row
+        packing.count
+        * BucketLayout(shapes, packing.dims, packing.parts).row
         * getattr(torch, c.dtype).itemsize
     )
     return Collective(
@@ -78,14 +80,15 @@ def on_bucket(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> Collective
 
 
 def apply_buckets(program: StageProgram, plan: Plan) -> StageProgram:
-    """Return the program with the plan's buckets in place of their members.
+    """Return the program with the plan's buckets instead of their members.
 
     Args:
-        program: the program without buckets. plan: the plan that names the buckets.
+        program: the program without buckets.
+        plan: the plan that lists the buckets.
 
     Raises:
-        PlanError: if a bucket holds a step that may not share it. WaitingError: if members wait for
-            each other.
+        PlanError: if a bucket contains a step that cannot be in a bucket.
+        WaitingError: if members depend on each other.
     """
     if not plan.buckets:
         return program
@@ -105,7 +108,9 @@ def apply_buckets(program: StageProgram, plan: Plan) -> StageProgram:
             if all(m in steps for m in names_of(bucket))
         ]
         if module is not None and found:
-            together = [_Together.of(bucket, steps, program.mesh.shape) for bucket, steps in found]
+            together = [
+                _BucketNodes.of(bucket, steps, program.mesh.shape) for bucket, steps in found
+            ]
             changed[name] = LazyGraphModule(
                 module, _rebuilt(module.graph, together, program.mesh.shape)
             )
@@ -132,19 +137,20 @@ def names_of(bucket: Bucket) -> list[tuple[Any, ...]]:
 
 
 def slack_of(step: fx.Node) -> str:
-    """Return a step's slack, empty at the begin and the end of a step of several microbatches,
-    where it makes no difference."""
+    """Return a step's slack. It is empty in the graphs `begin` and `end`, where it has no
+    effect."""
     return str(step.meta.get("slack", ""))
 
 
 @dataclass(frozen=True, slots=True)
-class _Lying:
-    """How tensors lie in a bucket.
+class _Packing:
+    """The arrangement of tensors in a bucket.
 
     Attributes:
-        sizes: the tensors' shapes with all parts together. dims: the dim of each that is cut into
-            `parts`.
-        count: the number of these parts that the bucket holds.
+        sizes: the shape of each tensor with all shards of the axis.
+        dims: the dim of each tensor that is divided into `parts`.
+        parts: the number of shards.
+        count: the number of these shards that the bucket contains.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -153,8 +159,8 @@ class _Lying:
     count: int
 
     @staticmethod
-    def of(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> _Lying:
-        """Collect the shapes and cut dims of the tensors that these steps move."""
+    def of(steps: Sequence[fx.Node], mesh_shape: Sequence[int]) -> _Packing:
+        """Collect the shapes and sharded dims of the tensors that these steps communicate."""
         c: Collective = steps[0].meta["collective"]
         parts = 1 if c.kind == "all_reduce" else mesh_shape[c.axis]
         whole = [
@@ -166,17 +172,18 @@ class _Lying:
         ]
         sizes = tuple(local_shape(shape, layout, mesh_shape) for shape, layout in whole)
         dims = tuple(max(n.meta["collective"].dim, 0) for n in steps)
-        return _Lying(sizes, dims, parts, parts if c.kind == "reduce_scatter" else 1)
+        return _Packing(sizes, dims, parts, parts if c.kind == "reduce_scatter" else 1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Together:
+class _BucketNodes:
     """A bucket and its members in a graph.
 
     Attributes:
-        bucket: the plan's bucket. steps: the members' nodes. reads: what each member reads, without
-            a cast before it.
-        made: what readers read of each member, with the cast behind it if there is one.
+        bucket: the bucket of the plan.
+        steps: the nodes of the members.
+        reads: the node that each member reads, before a widening cast.
+        made: the result of each member, after a narrowing cast.
     """
 
     bucket: Bucket
@@ -198,15 +205,16 @@ class _Together:
         )
 
     @staticmethod
-    def of(bucket: Bucket, steps: Mapping[Any, fx.Node], mesh_shape: Sequence[int]) -> _Together:
+    def of(bucket: Bucket, steps: Mapping[Any, fx.Node], mesh_shape: Sequence[int]) -> _BucketNodes:
         """Look up a bucket's members in a graph.
 
         Args:
-            bucket: the plan's bucket. steps: the graph's steps by `Moved.name`. mesh_shape: the
-                sizes of the mesh axes.
+            bucket: the bucket of the plan.
+            steps: the steps of the graph, by `Moved.name`.
+            mesh_shape: the sizes of the mesh axes.
 
         Raises:
-            PlanError: if the members cannot be one collective.
+            PlanError: if the members cannot be merged into one collective.
         """
         members = tuple(steps[name] for name in names_of(bucket))
         kinds = {
@@ -225,27 +233,29 @@ class _Together:
             raise ChangedPlanError(what)
         sources = [n.args[0] for n in members]
         reads = tuple(s.args[0] if s.meta.get("key", "").endswith("/widen") else s for s in sources)
-        return _Together(bucket, members, reads, tuple(map(_cast_behind, members)))
+        return _BucketNodes(bucket, members, reads, tuple(map(_cast_behind, members)))
 
 
 def _cast_behind(step: fx.Node) -> fx.Node:
-    """Return the cast behind a step if it is the step's only reader, else the step."""
+    """Return the cast behind a step if it is the step's only reader, otherwise the step."""
     users = list(step.users)
     return (
         users[0] if len(users) == 1 and users[0].meta.get("key", "").endswith("/narrow") else step
     )
 
 
-def _rebuilt(graph: fx.Graph, together: Sequence[_Together], mesh_shape: Sequence[int]) -> fx.Graph:
+def _rebuilt(
+    graph: fx.Graph, together: Sequence[_BucketNodes], mesh_shape: Sequence[int]
+) -> fx.Graph:
     """Return the graph with its buckets.
 
-    Each bucket stands where its first or last member stood, or as soon after it as all that it
-    reads is computed.
+    Each bucket is placed at the position of its first or last member, or at the next position at
+    which its operands are available.
     """
     nodes = list(graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
-    at = dict(place)  # a node, or all that a bucket takes the place of → where it stands
-    buckets: dict[int, _Together] = {}
+    at = dict(place)  # node → its position; nodes of a bucket have the position of the bucket
+    buckets: dict[int, _BucketNodes] = {}
     taken = set[fx.Node]()
     for each in together:
         stands = (min if slack_of(each.steps[0]) == "prefetchable" else max)(
@@ -275,10 +285,10 @@ def _rebuilt(graph: fx.Graph, together: Sequence[_Together], mesh_shape: Sequenc
 def _write_in_order(
     nodes: Sequence[fx.Node],
     waits: TopologicalSorter[int],
-    buckets: Mapping[int, _Together],
+    buckets: Mapping[int, _BucketNodes],
     mesh_shape: Sequence[int],
 ) -> fx.Graph:
-    """Write the nodes in the order of their numbers, as far as their operands allow."""
+    """Write the nodes in the order of their positions, after their operands."""
     found, made = fx.Graph(), dict[fx.Node, fx.Node]()
     ready = list(waits.get_ready())
     heapq.heapify(ready)
@@ -295,15 +305,20 @@ def _write_in_order(
 
 
 def _write(
-    graph: fx.Graph, made: dict[fx.Node, fx.Node], each: _Together, mesh_shape: Sequence[int]
+    graph: fx.Graph, made: dict[fx.Node, fx.Node], each: _BucketNodes, mesh_shape: Sequence[int]
 ) -> None:
-    """Write a bucket: pack, the collective, unpack, and the result for each member's readers."""
-    c, lies, first = each.bucket.collective, _Lying.of(each.steps, mesh_shape), each.steps[0].meta
+    """Write a bucket: pack, the collective, unpack, and one result per member."""
+    c, packing, first = (
+        each.bucket.collective,
+        _Packing.of(each.steps, mesh_shape),
+        each.steps[0].meta,
+    )
     wide = getattr(torch, c.dtype)
     about = {name: first[name] for name in ("module", "phase", "source", "slack") if name in first}
     key = f"{each.bucket.members[0].node}/bucket"
     packed = graph.call_function(
-        into_bucket, ([made[x] for x in each.reads], list(lies.dims), lies.parts, lies.count, wide)
+        into_bucket,
+        ([made[x] for x in each.reads], list(packing.dims), packing.parts, packing.count, wide),
     )
     packed.meta.update(about, key=f"{key}/pack")
     call, args = CALLS[c.kind](c, each.bucket.members[0].target)
@@ -318,8 +333,10 @@ def _write(
         node.kwargs["dtype"] if node is not own else wide
         for node, own in zip(each.made, each.steps, strict=True)
     ]
-    sizes = [list(size) for size in lies.sizes]
-    unpacked = graph.call_function(from_bucket, (step, sizes, list(lies.dims), lies.parts, dtypes))
+    sizes = [list(size) for size in packing.sizes]
+    unpacked = graph.call_function(
+        from_bucket, (step, sizes, list(packing.dims), packing.parts, dtypes)
+    )
     unpacked.meta.update(about, key=f"{key}/unpack")
     for number, node in enumerate(each.made):
         made[node] = graph.call_function(operator.getitem, (unpacked, number))

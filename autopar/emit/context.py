@@ -1,5 +1,5 @@
-"""The state of the emission of one plan: the trace, the mesh, the plan indexed by keys, and what
-was emitted so far."""
+"""The state of the emission of one plan: the trace, the mesh, the plan indexed by keys, and the
+emitted collectives."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ from autopar.rules import Call, Length, Operand, Start, Starts, localize
 # --------------------------------------------------------------------------------------------------
 # A plan, indexed by node and tensor.
 #
-# Keys. Compute nodes have the trace's own keys. Placeholders and outputs are keyed by their names
-# in the model: ``NAME/parameter``, ``NAME/buffer``, ``PATH/input``, ``PATH/output``. A tensor that
-# crosses between stages has the layout of its gradient: the decision on an input that crosses also
-# holds for its gradient, the decision on an output other than the loss also for its tangent.
+# Compute nodes have the keys of the trace. Placeholders and outputs are keyed by their names in the
+# model: ``NAME/parameter``, ``NAME/buffer``, ``PATH/input``, ``PATH/output``. A tensor that is sent
+# between stages has the same layout as its gradient: the decision on such an input also applies to
+# its gradient, and the decision on an output other than the loss also applies to its tangent.
 #
-# ``NAME/parameter`` is the layout in which a microbatch reads the parameter and adds up its
-# gradient. If the parameter rests in another layout between steps, ``NAME/storage`` is that layout.
-# Result 0 of that key moves to the layout that microbatches read when a step begins. Result 1,
-# the sum of gradients, moves at the end of the step to storage. Both are in phase ``step``.
+# ``NAME/parameter`` is the layout in which a microbatch reads the parameter and accumulates its
+# gradient. If the parameter has another layout between steps, ``NAME/storage`` is that layout.
+# Result 0 of that key, the parameter, is converted to the layout of microbatches when a step
+# begins. Result 1, the sum of gradients, is converted to the storage layout when the step ends.
+# Both conversions are in phase ``step``.
 
 TensorKey = tuple[str, int]  # node key, result index
 
 
 def parameter_key(name: str) -> str:
-    """Return the key of a parameter as microbatches read it."""
+    """Return the key of a parameter in the layout that microbatches read."""
     return f"{name}/parameter"
 
 
 def storage_key(name: str) -> str:
-    """Return the key of a parameter as it rests between steps, if that layout is another one."""
+    """Return the key of a parameter in its storage layout, if that is another layout."""
     return f"{name}/storage"
 
 
@@ -80,10 +81,11 @@ class PlanIndex:
     """The plan's decisions with all instances expanded.
 
     Attributes:
-        chosen, again: node key → strategy in its own phase, and when backward runs it again.
-        steps: (phase, tensor) → target layout → the collective that makes it.
-        kept: tensor → layouts kept for backward.
-        own: (phase, node key) → the collectives that the node does itself in that phase.
+        chosen: the strategy of each node in its phase, by node key.
+        again: the strategy of each recomputed node in backward, by node key.
+        steps: for each phase and tensor, the collective that creates each layout.
+        kept: the layouts of each tensor that are kept for backward.
+        own: for each phase and node key, the collectives inside the node.
     """
 
     chosen: dict[str, Strategy]
@@ -107,16 +109,16 @@ class PlanIndex:
         )
 
     def storage(self, parameter: str) -> Layout:
-        """Return the layout in which a parameter rests between steps."""
+        """Return the storage layout of a parameter."""
         return self.chosen.get(
             storage_key(parameter), self.chosen[parameter_key(parameter)]
         ).outputs[0]
 
     def check(self, trace: Trace) -> None:
-        """Check that plan and trace name the same nodes.
+        """Check that the plan and the trace contain the same nodes.
 
         Raises:
-            PlanError: if entries are missing on either side; names the first ones.
+            PlanError: if entries are missing on either side. The message lists the first ones.
         """
         keys = {n.meta["key"] for n in trace.graph.nodes if n.op == "call_function"}
         keys |= set(placeholder_keys(trace).values()) | {output_key(o.path) for o in trace.outputs}
@@ -150,20 +152,24 @@ CAST = "/cast"
 
 
 def rests(node: fx.Node) -> bool:
-    """Return whether a node of a program is available from the start of its phase: a placeholder,
-    or a cast of one."""
+    """Return whether a node is available from the start of its phase: a placeholder, or a cast of a
+    placeholder."""
     return node.op == "placeholder" or node.meta.get("key", "").endswith(CAST)
 
 
 @dataclass
 class LoweringContext:
-    """What both phases share.
+    """The state that both phases share.
 
     Attributes:
-        placeholder_keys: placeholder node name → its key. nodes: the trace's nodes by name.
-        output: the trace's output node. emitted: (phase, key, collective) of the steps emitted so
-            far.
-        crossing: the inputs that come from another stage.
+        trace: the trace.
+        mesh: the mesh.
+        index: the plan, indexed by keys.
+        placeholder_keys: the key of each placeholder, by the name of its node.
+        nodes: the nodes of the trace, by name.
+        output: the output node of the trace.
+        emitted: (phase, key, collective) of each step that was emitted.
+        crossing: the nodes of inputs that come from another stage.
     """
 
     trace: Trace
@@ -189,7 +195,7 @@ class LoweringContext:
 
     @cached_property
     def parameters_of(self) -> dict[str, list[Parameter]]:
-        """Trace node → the parameters whose gradient it makes."""
+        """The parameters whose gradient a node of the trace computes, by the name of the node."""
         results, found = self.results(), dict[str, list[Parameter]]()
         for p in self.trace.parameters:
             if p.gradient is not None:
@@ -197,7 +203,7 @@ class LoweringContext:
         return found
 
     def value(self, ref: Ref) -> torch.Tensor:
-        """Return the traced value of a tensor, a fake tensor of global shape."""
+        """Return the traced value of a tensor: a fake tensor with the global shape."""
         value = self.nodes[ref[0]].meta["val"]
         return value[ref[1]] if isinstance(value, tuple | list) else value
 
@@ -216,16 +222,19 @@ class LoweringContext:
 
 
 # --------------------------------------------------------------------------------------------------
-# The call that each kind of collective is emitted as, and the record of what a step moves.
+# The function that each kind of collective is emitted as, and a record of the tensor and layouts of
+# a step.
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What the node of a communication of the plan moves.
+    """The tensor and the layouts of a communication step.
 
     Attributes:
-        phase: the graph that it is in. node, result: the tensor. shape: its global shape.
-        source, target: its layouts before and after.
+        phase: the phase of the graph that contains the step.
+        node, result: the key of the tensor's node, and the result index.
+        shape: the global shape of the tensor.
+        source, target: the layouts before and after the step.
     """
 
     phase: str
@@ -237,13 +246,13 @@ class Moved:
 
     @property
     def name(self) -> tuple[str, str, int, Layout]:
-        """Phase, tensor and target layout, which identify the communication in its plan."""
+        """The phase, tensor and target layout, which identify the communication in its plan."""
         return self.phase, self.node, self.result, self.target
 
 
 def _halo_arguments(c: Collective, target: Layout) -> tuple[Any, ...]:
     halo = target.placements[c.axis]
-    assert isinstance(halo, Halo), "only a halo step leads to a halo"
+    assert isinstance(halo, Halo), "the target layout of a halo step has a halo"
     return c.dim, halo.before, halo.after, halo.lowest, c.axis
 
 
@@ -261,8 +270,8 @@ CALLS: dict[str, Callable[[Collective, Layout], tuple[Callable[..., Any], tuple[
 
 
 # --------------------------------------------------------------------------------------------------
-# A call's local arguments as graph nodes: operands are inserted, and positions become steps that
-# compute them from the rank.
+# The arguments of a local call as graph nodes. Operands are inserted, and positions become nodes
+# that compute them from the rank.
 
 
 def local_call(
@@ -272,18 +281,19 @@ def local_call(
     mesh_shape: Sequence[int],
     operands: Sequence[fx.Node],
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return target, args and kwargs of the node that one rank runs.
+    """Return the target, args and kwargs of the node that one rank runs.
 
     Args:
-        graph: receives the nodes that compute positions from the rank. call: the call on global
-            tensors.
-        strategy: the layouts of its operands and results. mesh_shape: the sizes of the mesh axes.
+        graph: the graph to which nodes that compute positions from the rank are added.
+        call: the call on global tensors.
+        strategy: the layouts of operands and results.
+        mesh_shape: the sizes of the mesh axes.
         operands: the nodes of the local operands, in order.
     """
     local = localize(call, strategy, mesh_shape)
 
     def resolve(value: Any) -> Any:
-        """Return the node or literal that stands for an argument."""
+        """Return the node or literal for an argument."""
         if isinstance(value, Operand):
             return operands[value.index]
         if isinstance(value, Start | Length):
@@ -308,5 +318,5 @@ def local_call(
 def _splitters(
     token: Start | Length | Starts, mesh_shape: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """Return (axis, axis size) of the axes that split the token's dim, outermost first."""
+    """Return pairs (axis, axis size) of the axes that shard the token's dim, outermost first."""
     return tuple((axis, mesh_shape[axis]) for axis in token.layout.splitters(token.dim))

@@ -1,9 +1,9 @@
-"""Products that do a collective at their border themselves, as the plan asks
-(`autopar.cost.kernel_offers`).
+"""Kernels that fuse a product with a collective of an operand or of the result, if the plan selects
+them (`autopar.cost.kernel_offers`).
 
-A kernel that gathers stands at the first reader of the gathered tensor: at its product's own place,
-or before it. A kernel that scatters a sum stands where the sum would be computed. So does a kernel
-that also norms the sum.
+A kernel that gathers an operand is placed at the first reader of the gathered tensor: at the
+position of its product, or before it. A kernel that scatters a sum, and possibly normalizes it, is
+placed at the position of the sum.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ Ref = tuple[str, int]  # trace node name, result index
 
 @dataclass(frozen=True, slots=True)
 class KernelStep:
-    """What a kernel's node does besides its product.
+    """The collective of a kernel's node.
 
     Attributes:
-        collective: the collective. key: the key that its own node would have.
-        time_s: seconds of the collective alone. saved_s: seconds that the kernel saves.
-        shards: the tensor that ranks share.
-        others: keys of other nodes that the kernel replaces: the addition to the product, and the
-            norm.
+        collective: the collective.
+        key: the key that a separate node of the collective would have.
+        time_s: the seconds of the collective alone.
+        saved_s: the seconds that the kernel saves.
+        shards: the tensor that is gathered or scattered.
+        others: the keys of other nodes that the kernel replaces: the addition to the product, and
+            the norm.
     """
 
     collective: Collective
@@ -54,7 +56,7 @@ class KernelStep:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a rank holds of the shared tensor."""
+        """The bytes of the buffer on each rank that other ranks access."""
         return (
             self.shards.gather_bytes
             if self.collective.kind == "all_gather"
@@ -63,7 +65,7 @@ class KernelStep:
 
 
 class LowersPlan(Protocol):
-    """What both phases share (`autopar.emit.context.LoweringContext`)."""
+    """The state that both phases share (`autopar.emit.context.LoweringContext`)."""
 
     index: PlanIndex
     mesh: Mesh
@@ -81,9 +83,9 @@ class LowersPlan(Protocol):
 
 
 class BuildsPhase(Protocol):
-    """One phase's graph while it is built (`autopar.emit.phase.PhaseBuilder`)."""
+    """The builder of one phase's graph (`autopar.emit.phase.PhaseBuilder`)."""
 
-    job: Any  # a Job, which is invariant
+    job: Any  # not LowersPlan, since attributes of protocols are invariant
     phase: str
     graph: fx.Graph
     have: dict[Ref, dict[Layout, fx.Node]]
@@ -112,16 +114,17 @@ class BuildsPhase(Protocol):
 
 
 def product_of(made: fx.Node, step: Communication) -> fx.Node:
-    """Return the product that does a collective of a node's result.
+    """Return the product that is fused with a collective of a node's result.
 
-    For a gather it is the first reader of the gathered tensor that has the kernel's pattern. For a
-    scatter it is the node itself, or the product that was added last.
+    For a gather, it is the first reader of the gathered tensor that has the kernel's pattern. For a
+    scatter, it is the node, or the product that the node adds.
 
     Args:
-        made: the node of the trace whose result is moved. step: the communication.
+        made: the node of the trace whose result is communicated.
+        step: the communication.
 
     Raises:
-        EmissionError: if no such product reads the tensor, or makes it.
+        EmissionError: if no such product reads or returns the tensor.
     """
     pattern, gathers, place = (
         _kernel(step).node,
@@ -132,22 +135,26 @@ def product_of(made: fx.Node, step: Communication) -> fx.Node:
     for node in made.users if gathers else (made, *added):
         if node.target is ops.dot and pattern_of(node.meta["key"])[0] == pattern:
             return node
-    what = f"{step.collective.kind} a tensor that it does not {'read' if gathers else 'return'}"
-    raise ChangedPlanError(f"the plan has {pattern} {what}", where=where_of(made))
+    what = f"which does not {'read' if gathers else 'return'} the tensor"
+    raise ChangedPlanError(
+        f"the plan fuses {step.collective.kind} into {pattern}, {what}", where=where_of(made)
+    )
 
 
 def emit_kernel(
     phase: BuildsPhase, node: fx.Node, strategy: Strategy, refs: Sequence[Ref], again: bool
 ) -> bool:
-    """Emit a product together with a collective at its border, if the plan asks for it.
+    """Emit a product as a kernel with a collective, if the plan selects it.
 
     Args:
-        phase: the graph that is built. node: the product in the trace. strategy: its chosen
-            strategy.
-        refs: the tensors that it reads. again: whether backward runs it again.
+        phase: the builder of the graph.
+        node: the product in the trace.
+        strategy: the strategy of the product.
+        refs: the tensors that the product reads.
+        again: whether backward recomputes the product.
 
     Returns:
-        Whether the product is emitted by a kernel, here or later.
+        Whether the product is emitted as a kernel, now or later.
     """
     job: LowersPlan = phase.job
     for operand, (ref, layout) in enumerate(zip(refs, strategy.inputs, strict=True)):
@@ -165,10 +172,10 @@ def emit_kernel(
     step = _scatter_step(phase, node, strategy, again)
     if step is not None and _kernel(step).name != NORMED:
         _scatter(phase, node, strategy, refs, step)
-    return step is not None or _stands_later(phase, node, again)
+    return step is not None or _is_emitted_later(phase, node, again)
 
 
-def _stands_later(phase: BuildsPhase, node: fx.Node, again: bool) -> bool:
+def _is_emitted_later(phase: BuildsPhase, node: fx.Node, again: bool) -> bool:
     """Return whether a product is emitted later, with the addition whose sum is scattered."""
     total = next(iter(node.users), node)
     place = product_added(total)
@@ -181,7 +188,7 @@ def _stands_later(phase: BuildsPhase, node: fx.Node, again: bool) -> bool:
 def _scatter_step(
     phase: BuildsPhase, made: fx.Node, strategy: Strategy, again: bool
 ) -> Communication | None:
-    """Return the step by which a kernel scatters a node's only result, if there is one."""
+    """Return the step with which a kernel scatters a node's only result; None if there is none."""
     if len(strategy.outputs) != 1:
         return None
     for step in phase.job.index.steps.get(
@@ -189,7 +196,7 @@ def _scatter_step(
     ).values():
         scatters = step.collective.kind == "reduce_scatter" and step.source == strategy.outputs[0]
         if scatters and step.kernel is not None and step.kernel.again == again:
-            return step  # a Job is invariant
+            return step
     return None
 
 
@@ -263,7 +270,7 @@ def _scatter(
 
 
 def _chunked(step: Communication) -> fused.ChunkedAxis:
-    """Return the dim that a kernel's collective gathers or scatters, in its chunks."""
+    """Return the dim and axis of a kernel's collective, and the number of chunks."""
     c = step.collective
     return fused.ChunkedAxis(c.dim, c.axis, _kernel(step).num_chunks)
 
@@ -271,7 +278,8 @@ def _chunked(step: Communication) -> fused.ChunkedAxis:
 def _bias(
     phase: BuildsPhase, product: fx.Node, strategy: Strategy, operands: Sequence[fx.Node]
 ) -> dict[str, Any]:
-    """Return the bias of a product and the ranks that add it, as keywords; empty if it has none."""
+    """Return the bias of a product and the ranks that add it, as keyword arguments. Return an empty
+    dict if there is no bias."""
     _, (*_, bias), named = local_call(
         phase.graph, call_of(product), strategy, phase.job.mesh.shape, operands
     )
@@ -286,10 +294,8 @@ def _norm(
     place: int,
     step: Communication,
 ) -> None:
-    """Emit the kernel that scatters a product, adds a residual and norms the sum.
-
-    The product is `refs[place]`.
-    """
+    """Emit the kernel that scatters the product `refs[place]`, adds a residual and normalizes the
+    sum."""
     product, chosen = phase.job.nodes[refs[place][0]], phase.job.index.chosen
     after = normed_after(product)
     if after is None or after.total is not node:
@@ -346,5 +352,5 @@ def _call(
 
 
 def _kernel(step: Communication) -> InKernel:
-    assert step.kernel is not None, "a step that a product does"
+    assert step.kernel is not None, "the step is fused with a product"
     return step.kernel

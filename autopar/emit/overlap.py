@@ -1,7 +1,8 @@
-"""The order of a program's steps: communication starts early and finishes late, beside compute.
+"""The order of a program's communication steps. Steps start early and finish late, so that they
+overlap with compute.
 
-`Orders` computes the order for an overlap, and the smallest overlap that gives the same order.
-`apply_overlap` writes such an order into a program's graphs.
+`Orders` computes the order for an overlap, and the smallest overlap that leads to the same order.
+`apply_overlap` writes an order into a program's graphs.
 """
 
 from __future__ import annotations
@@ -22,45 +23,45 @@ from autopar.program.program import Action, StageProgram
 from autopar.program.reorder import without_idle_starts, write_order
 
 # --------------------------------------------------------------------------------------------------
-# Room for early steps: how many bytes they may hold, by place in a phase.
+# Limits on the bytes that early steps may hold, by place in a phase.
 #
-# A place is the number of a node of the spine, counted from 0. Placeholders have the place of the
+# A place is the index of a node of the spine, counted from 0. Placeholders have the place of the
 # first node.
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many bytes early steps may hold in one phase, by place.
+    """The number of bytes that early steps may hold in one phase, by place.
 
     Attributes:
-        most_bytes: the limit at every place. pieces: (place, bytes), sorted by place: from that
-            place on the limit is so many bytes, if that is less.
+        most_bytes: the limit at every place.
+        pieces: pairs (place, bytes), sorted by place. From each place up to the next one, the limit
+            is `bytes` if that is less than `most_bytes`.
     """
 
     most_bytes: int
     pieces: tuple[Piece, ...] = ()
 
     def at(self, place: int) -> int:
-        """Return the bytes that are allowed at a place."""
+        """Return the limit in bytes at a place."""
         return self.least(place, place)
 
     def least(self, first: int, last: int) -> int:
-        """Return the bytes that are allowed at every place from `first` to `last`."""
+        """Return the smallest limit in bytes from place `first` to place `last`, inclusive."""
         begin = max(bisect_right(self.pieces, first, key=lambda piece: piece[0]) - 1, 0)
         pieces = itertools.takewhile(lambda piece: piece[0] <= last, self.pieces[begin:])
         return min([self.most_bytes, *(size for _, size in pieces)])
 
 
 def follows(node: fx.Node) -> bool:
-    """Return whether a node belongs only to steps that have slack, so that it may run elsewhere.
-
-    All other nodes are the spine.
+    """Return whether a node belongs only to steps that have slack, so that it may run at another
+    place. All other nodes form the spine.
     """
     return node.op == "call_function" and node.meta.get("slack", "critical") != "critical"
 
 
 def places(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
-    """Iterate over the nodes of the spine, in order, each with its place."""
+    """Iterate over pairs of a node of the spine and its place, in order."""
     place = -1
     for node in graph.nodes:
         if not follows(node):
@@ -71,46 +72,49 @@ def places(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
 # --------------------------------------------------------------------------------------------------
 # The order of one phase.
 #
-# Terms. An *early* step has slack (`autopar.solve.tensor_moves`) and is communication. A *follower*
-# is a node that belongs only to such steps: a slice among them, a cast around a reduction in a
-# wider dtype, or the pack or unpack of a bucket. All other nodes are the *spine*, which keeps its
-# order. `work` is compute in seconds without communication beside it. During a second of
-# communication beside compute, 1 − s seconds of work are done (`autopar.core.streams`).
+# An *early* step is a communication step with slack (`autopar.solve.tensor_moves`). A *follower* is
+# a node that belongs only to such steps: a slice, a cast around a reduction in a wider dtype, or
+# the pack or unpack of a bucket. All other nodes form the *spine*, which keeps its order. `work` is
+# the time of compute without concurrent communication, in seconds. During a second of concurrent
+# communication, 1 − s seconds of work are done, where s is the slowdown (`autopar.core.streams`).
 #
-# The stream of early steps is fed just in time. Before each node of the spine, while the stream
-# would run empty during it, a step is started: the next prefetchable one if it would come too late
-# otherwise, else a deferrable one whose input is available. The latest starts of prefetchable steps
-# come from a backward pass, start ≤ min(next start, need) − duration, so that each is hidden with
-# the shortest lifetime. A prefetchable step is finished at its first reader. A deferrable step is
-# finished as soon as it was done for as long as it took, at the latest at the end of the phase.
+# Steps start just in time. Before each node of the spine, steps are started while the communication
+# stream would otherwise become idle during the node. The next prefetchable step is started if it
+# would otherwise be late; otherwise, a deferrable step whose input is available is started. The
+# latest starts of prefetchable steps are computed from the end of the phase, start ≤ min(next
+# start, need) − duration, so that each step is hidden and holds its memory for the shortest time. A
+# prefetchable step is finished at its first reader. A deferrable step is finished when the time
+# since its end equals its duration, or at the end of the phase.
 #
-# A step is not started if early steps would then hold more than the plan allows. It stays at its
-# place, as does every step whose start would stand right before its finish. Deferrable steps are
-# finished at a place that allows less than they hold. All ranks emit the same order, so they issue
-# their steps in the same order.
+# A step is not started early if early steps would then hold more bytes than the plan allows. In
+# this case it stays at its place. A step also stays at its place if nothing would run between its
+# start and its finish. Where the limit decreases below the bytes held, deferrable steps are
+# finished. All ranks emit the same order, so they issue collectives in the same order.
 
 
 def is_early(node: fx.Node) -> bool:
-    """Return whether a node is a step that may run beside compute."""
+    """Return whether a node is a step that may overlap with compute."""
     return follows(node) and "collective" in node.meta and node.meta["collective"].kind != "slice"
 
 
 def _feeds(node: fx.Node) -> bool:
-    """Return whether a node computes only what an early step sends, so that it runs right before
-    the step."""
+    """Return whether a node only prepares the operand of an early step, so that it runs directly
+    before the step."""
     return follows(node) and node.meta["key"].endswith(("/widen", "/pack"))
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseWork:
-    """What is known of a phase for any room.
+    """The data of a phase that does not depend on memory limits.
 
     Attributes:
-        spine: its nodes, each with its place. times: seconds of nodes. mesh_shape: the sizes of the
-            mesh axes. slowdown: the share of its speed that compute loses beside communication.
-        latest: prefetchable step → the seconds of compute after which it must have been started, in
-            the order in which the steps are read.
-        needed: prefetchable step → the place at which it is read.
+        spine: pairs of a node of the spine and its place.
+        times: the seconds of each node.
+        mesh_shape: the sizes of the mesh axes.
+        slowdown: the fraction of its speed that compute loses during communication.
+        latest: the latest start of each prefetchable step, in seconds of compute. The steps are in
+            the order in which they are read.
+        needed: the place at which each prefetchable step is read.
     """
 
     spine: tuple[tuple[fx.Node, int], ...]
@@ -130,9 +134,10 @@ class PhaseWork:
         """Compute the latest starts of a phase's prefetchable steps.
 
         Args:
-            graph: the phase's emitted graph. times: seconds of its nodes. mesh_shape: the sizes of
-                the mesh axes. slowdown: the share of its speed that compute loses beside
-                communication.
+            graph: the emitted graph of the phase.
+            times: the seconds of each node.
+            mesh_shape: the sizes of the mesh axes.
+            slowdown: the fraction of its speed that compute loses during communication.
         """
         spine, total, place = tuple(places(graph)), 0.0, 0
         before, read, needed = dict[fx.Node, float](), dict[fx.Node, int](), dict[fx.Node, int]()
@@ -156,16 +161,21 @@ class PhaseWork:
 
 @dataclass
 class OverlapSchedule:
-    """Builds one phase's order.
+    """Builds the order of one phase.
 
     Attributes:
-        room: the bytes that early steps may hold. order: the actions so far. held: the bytes that
-            early steps hold now. most_held: the most that they held.
-        place: the place of the spine's current node. work_s: seconds of the spine's compute so far.
-        there: the nodes whose results are available. started: early steps that are not finished, in
-            order, with the bytes that each holds.
-        waiting: deferrable steps whose input is available, with the bytes that each holds.
-        pending: prefetchable steps that are not started, with the latest start of each.
+        phase: the data of the phase.
+        room: the bytes that early steps may hold.
+        order: the actions so far.
+        streams: the simulated streams of the device.
+        work_s: the seconds of the spine's compute so far.
+        held: the bytes that early steps currently hold.
+        most_held: the largest number of bytes that they held.
+        there: the nodes whose results are available.
+        started: the early steps that are not finished, in order, with the bytes that each holds.
+        waiting: the deferrable steps whose input is available, with the bytes that each holds.
+        pending: the prefetchable steps that are not started, with the latest start of each.
+        place: the place of the current node of the spine.
     """
 
     phase: PhaseWork
@@ -187,7 +197,7 @@ class OverlapSchedule:
         self.pending = dict(self.phase.latest)
 
     def within(self, limit: int) -> OverlapSchedule:
-        """Return a new schedule of the phase in which early steps may hold no more than `limit`
+        """Return a new schedule of the phase in which early steps may hold at most `limit`
         bytes."""
         return OverlapSchedule(self.phase, Room(limit, self.room.pieces))
 
@@ -207,9 +217,9 @@ class OverlapSchedule:
         return without_idle_starts(self.order)
 
     def _finish_excess(self) -> None:
-        """Finish deferrable steps until early steps hold no more than is allowed here.
+        """Finish deferrable steps until early steps hold at most the limit at the current place.
 
-        Prefetchable steps need no check: they start only if they fit until they are read.
+        Prefetchable steps need no check, since they start only if they fit until they are read.
         """
         limit = self.room.at(self.place)
         if self.held > limit:
@@ -221,7 +231,7 @@ class OverlapSchedule:
                     self._demand(step)
 
     def _feed(self, time_s: float) -> None:
-        """Start the steps that should run beside the next `time_s` seconds of compute."""
+        """Start the steps that should overlap with the next `time_s` seconds of compute."""
         while self.streams.backlog_s * (1.0 - self.slowdown) < time_s:
             step = self._next(time_s)
             if step is None:
@@ -229,7 +239,8 @@ class OverlapSchedule:
             self._start(step)
 
     def _next(self, time_s: float) -> fx.Node | None:
-        """Return the step to start next, if any, before the next `time_s` seconds of compute."""
+        """Return the step to start before the next `time_s` seconds of compute; None if there is
+        none."""
         queued_s = self.work_s + self.streams.backlog_s * (1.0 - self.slowdown)
         deferred = next(iter(self.waiting), None)
         for step, latest_s in self.pending.items():
@@ -245,11 +256,11 @@ class OverlapSchedule:
         return deferred
 
     def _is_ready(self, step: fx.Node) -> bool:
-        """Return whether a prefetchable step could run at once, because no step before it is
-        unfinished."""
+        """Return whether a prefetchable step could run now, because all steps that it depends on
+        have finished."""
 
         def is_there(node: fx.Node) -> bool:
-            """Return whether the node's result is available, or could be computed at once."""
+            """Return whether the node's result is available or could be computed now."""
             done = node in self.there or node in self.streams.done_s
             return done or (follows(node) and not is_early(node) and self._is_ready(node))
 
@@ -271,7 +282,7 @@ class OverlapSchedule:
         if node in self.there:
             return
         assert follows(node), (
-            "the spine keeps its order, in which every node is made before it is read"
+            "the spine keeps its order, in which every node runs before its readers"
         )
         if node in self.started:
             self.streams.finish(node)
@@ -281,14 +292,14 @@ class OverlapSchedule:
             return
         for operand in node.all_input_nodes:
             self._demand(operand)
-        if node in self.there:  # it ran as soon as the last operand was there
+        if node in self.there:  # it ran when its last operand became available
             return
         self.pending.pop(node, None)
         self.held -= self.waiting.pop(node, 0)
         self._run(node)
 
     def _run(self, node: fx.Node) -> None:
-        """Run a node at its place. Nothing runs beside a collective that is not early."""
+        """Run a node at its place. A collective that is not early does not overlap with compute."""
         time_s = self.times.get(node, 0.0)
         self.order.append(("run", node))
         self.streams.block(blocked_s(node))
@@ -300,10 +311,9 @@ class OverlapSchedule:
         self._add_result(node)
 
     def _add_result(self, node: fx.Node) -> None:
-        """Record that a result is available, so that deferrable steps that read it may wait from
-        now on.
+        """Record that a result is available, so that deferrable steps that read it may start.
 
-        All tensors of a bucket are unpacked at once, so that none is held longer than it is read.
+        All tensors of a bucket are unpacked together, so that the bucket is freed.
         """
         self.there.add(node)
         for part in node.users if node.target is from_bucket else ():
@@ -312,12 +322,11 @@ class OverlapSchedule:
             if user in self.there or not follows(user) or user.meta["slack"] != "deferrable":
                 continue
             if _feeds(user):
-                if all(
-                    operand in self.there for operand in user.all_input_nodes
-                ):  # of a bucket, the last is what it waits for
+                # a bucket waits for its last operand
+                if all(operand in self.there for operand in user.all_input_nodes):
                     self._wait(next(iter(user.users)))
             elif is_early(user):
-                if not _feeds(node):  # else it is about to run
+                if not _feeds(node):  # otherwise, the step is about to run
                     self._wait(user)
             elif all(operand in self.there for operand in user.all_input_nodes):
                 self._demand(user)
@@ -330,7 +339,7 @@ class OverlapSchedule:
             self.waiting[step] = self._hold(size)
 
     def _retire(self) -> None:
-        """Finish deferrable steps that were done for as long as they took."""
+        """Finish deferrable steps for which the time since their end is at least their duration."""
         for step in [
             s for s in self.started if s.meta["slack"] == "deferrable" and s in self.streams.done_s
         ]:
@@ -338,13 +347,12 @@ class OverlapSchedule:
                 self._demand(step)
 
     def _bytes(self, step: fx.Node) -> int:
-        """Return the bytes that a step holds until it is finished: what it receives and what it
-        sends.
+        """Return the bytes that a step holds until it is finished: its result and its operand.
 
-        A parameter that is gathered rests on the device anyway, so it does not count as sent.
+        The operand of a gathered parameter does not count, since it stays on the device anyway.
         """
         c: Collective = step.meta["collective"]
-        if c.kind in HOST_KINDS:  # one of the two is on the host
+        if c.kind in HOST_KINDS:  # either the operand or the result is on the host
             return c.bytes
         rests = (
             c.kind == "all_gather"
@@ -360,19 +368,19 @@ class OverlapSchedule:
         return size
 
 
-_ROOM = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # multiples of what early steps hold
+_ROOM = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # multiples of the bytes that early steps hold
 
 
 def apply_overlap(program: StageProgram, plan: Plan) -> tuple[StageProgram, Overlap]:
-    """Order a program's communication beside its compute, as `plan.overlap` allows.
+    """Reorder a program so that communication overlaps with compute, within `plan.overlap`.
 
     Args:
-        program: in no other order yet. plan: the plan, with the seconds of the nodes.
+        program: a program that was not reordered before.
+        plan: the plan, with the seconds of the nodes.
 
     Returns:
-        The program, and the overlap with the bytes that early steps hold in it at most. With only
-            that
-        much room the order may differ.
+        The program, and the overlap with the largest number of bytes that early steps hold in it.
+        If that were the limit, the order might differ.
     """
     found, held = Orders(program, plan).within(plan.overlap)
     return write_order(found), held
@@ -388,7 +396,8 @@ class Orders:
     """The orders in which a program may run. The program's graphs are not changed.
 
     Args:
-        program: in no other order yet. plan: the plan, with the seconds of the nodes.
+        program: a program that was not reordered before.
+        plan: the plan, with the seconds of the nodes.
     """
 
     program: StageProgram
@@ -398,24 +407,27 @@ class Orders:
     def within(self, overlap: Overlap) -> tuple[StageProgram, Overlap]:
         """Order the program within an overlap.
 
+        Args:
+            overlap: the overlap, with the bytes that early steps may hold.
+
         Returns:
-            The program with `StageProgram.orders`, and the overlap with the bytes that early steps
-                hold at most.
+            The program with `StageProgram.orders`, and the overlap with the largest number of bytes
+            that early steps hold.
         """
         orders: dict[str, list[Action]] = {}
         held = dict.fromkeys(("forward", "backward"), 0)
         for phase, schedule in self._schedules(overlap).items():
             order = schedule.run()
             held[phase] = schedule.most_held
-            if schedule.most_held:  # else nothing is started, and the order stays as it was
+            if schedule.most_held:  # otherwise, no step starts early and the order is unchanged
                 orders[phase] = order
         return replace(self.program, orders=orders), _allow_bytes(overlap, held)
 
     def least(self, overlap: Overlap) -> Overlap:
-        """Return the overlap that gives the same program with few bytes allowed.
+        """Return an overlap with low limits that leads to the same program.
 
-        That is what early steps hold at most. If the order would change with so little room, it is
-        some multiple of that.
+        The limits are the largest numbers of bytes that early steps hold. If the order changed with
+        such a limit, the limit is a multiple of that number.
         """
         held = dict.fromkeys(("forward", "backward"), 0)
         for phase, schedule in self._schedules(overlap).items():
@@ -428,7 +440,7 @@ class Orders:
         return _allow_bytes(overlap, held)
 
     def _schedules(self, overlap: Overlap) -> dict[str, OverlapSchedule]:
-        """Return the schedules of the phases in which early steps may hold anything."""
+        """Return the schedules of the phases in which early steps may hold memory."""
         limits = {
             "forward": Room(overlap.forward_bytes, overlap.forward_room),
             "backward": Room(overlap.backward_bytes, overlap.backward_room),

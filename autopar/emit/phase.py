@@ -1,11 +1,11 @@
-"""Write the forward or the backward graph.
+"""Emission of the forward or the backward graph.
 
-One invariant: a tensor is requested in a layout and a phase (`PhaseBuilder.get`), and whatever is
-needed to have it there is emitted on the way: the collective whose target it is (and before that,
-its source), the saved value, or the node that backward runs again. Collectives that shrink what
-they read are issued as soon as their input exists, the others as late as their first reader.
-Recomputation happens when backward first requests it, so a layer is recomputed when its own
-backward comes.
+The emission of each node requests tensors in a layout and a phase (`PhaseBuilder.get`). A request
+emits what the tensor depends on: a collective that creates the layout (and, before it, its
+operand), a saved value, or a node that backward recomputes. Collectives that shrink their operand
+are issued as soon as the operand exists; other collectives are issued at their first reader. A node
+is recomputed when backward first requests its result, so a layer is recomputed directly before its
+backward.
 """
 
 from __future__ import annotations
@@ -45,16 +45,18 @@ from autopar.plans import Communication
 from autopar.rules import call_of, operands_of, where_of
 
 # --------------------------------------------------------------------------------------------------
-# Nodes that write their result into an operand. The trace must allow it, and nothing else in the
+# Nodes that write their result into an operand. The trace must allow it, and no other node of the
 # program may read the operand.
 
 
 def mark(node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
-    """Mark which operand a node of the program may be written into.
+    """Mark the operand into which a node of the program may write its result. The operand and the
+    result must be sharded in the same way.
 
     Args:
-        node: the node of the trace. here: the program's node, which gets the mark. strategy: its
-            layouts. The operand and the result must be split alike.
+        node: the node of the trace.
+        here: the node of the program, which gets the mark.
+        strategy: the layouts of the node.
     """
     place = operand_written(node)
     if place is not None:
@@ -63,12 +65,11 @@ def mark(node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
 
 
 def write(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequence[int]) -> None:
-    """Let a node write into the operand that it is marked for, if that is safe; else remove its
-    mark.
+    """Make a node write into its marked operand if that is safe; otherwise remove the mark.
 
     Args:
-        node: a node of the program. saved: forward node → the placeholder that stands for it in
-            this graph.
+        node: a node of the program.
+        saved: the placeholder in this graph for each saved forward node.
         mesh_shape: the sizes of the mesh axes.
     """
     place = node.meta.pop(IN_PLACE, None)
@@ -94,26 +95,21 @@ def _may_go(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequenc
 
 
 _cast, _clone = torch.ops.aten._to_copy.default, torch.ops.aten.clone.default
-_OF_STEPS = (
-    "collective",
-    "slack",
-    "time_s",
-    "kernel",
-    "own",
-    "moved",
-)  # meta of steps that their results do not have
+# meta of steps that is not copied to saved values
+_OF_STEPS = ("collective", "slack", "time_s", "kernel", "own", "moved")
 _AT_ONCE = ("reduce_scatter", "all_reduce", "store")
-"""Collectives that shrink their operand or free its memory on the device."""
+"""Collectives that return less than they read, or free device memory."""
 Have = dict[Ref, dict[Layout, fx.Node]]
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSums:
-    """The sums of gradients that a graph holds.
+    """The sums of gradients in a graph.
 
     Attributes:
-        nodes: parameter → the node that its gradients are added to.
-        wide: sums of a narrower tensor, in the dtype of the reduction.
+        nodes: the node of the current sum of each parameter's gradient, by name.
+        wide: the reduced value of each tensor and layout in the dtype of the reduction, if that is
+            wider than the dtype of the tensor.
     """
 
     nodes: dict[str, fx.Node] = field(default_factory=dict)
@@ -122,15 +118,20 @@ class GradientSums:
 
 @dataclass
 class PhaseBuilder:
-    """One phase's graph while it is built.
+    """The builder of one phase's graph.
 
     Attributes:
-        phase: ``forward`` or ``backward``. have: tensor → layout → the node that holds it.
-        earlier: for backward, the forward graph. saved: forward node → backward placeholder.
-        done: names of nodes that were emitted, and whether they run again.
+        job: the state that both phases share.
+        phase: ``forward`` or ``backward``.
+        graph: the graph.
+        have: the node of each tensor in each layout.
+        earlier: for backward, the builder of forward.
+        saved: for backward, the placeholder of each saved forward node.
+        done: the names of emitted nodes, and whether they are recomputed.
         in_progress: the tensors and layouts for which steps are being emitted.
-        gradient_sums: of the gradients of parameters.
-        copied: placeholders of parameters that are cast here to the dtype in which they are read.
+        gradient_sums: the sums of the gradients of parameters.
+        copied: the placeholders of parameters that this graph casts to the dtype in which they are
+            read.
     """
 
     job: LoweringContext
@@ -150,8 +151,8 @@ class PhaseBuilder:
         """Write the placeholders of the graph.
 
         Args:
-            parameters, buffers: those of the trace.
-            casts: whether parameters come in the dtype in which they rest, and are cast here to the
+            parameters, buffers: the parameters and buffers of the trace.
+            casts: whether this graph takes parameters in their stored dtype and casts them to the
                 dtype in which they are read.
         """
         chosen = self.job.index.chosen
@@ -173,7 +174,7 @@ class PhaseBuilder:
             self.define((node, 0), chosen[key].outputs[0], read)
 
     def tangents(self) -> list[fx.Node]:
-        """Write one placeholder per output that has a tangent."""
+        """Write one placeholder for each output that has a tangent."""
         found = []
         for o in self.job.trace.differentiable:
             key = self.job.placeholder_keys[o.tangent]
@@ -184,8 +185,8 @@ class PhaseBuilder:
         return found
 
     def hold_sums(self) -> None:
-        """Write one placeholder per parameter that has a gradient: the sum that the gradient is
-        added to as soon as it is computed."""
+        """Write one placeholder for each trained parameter: the sum of its gradient, to which the
+        gradient is added as soon as it is computed."""
         for p in self.job.trace.parameters:
             if p.gradient is not None:
                 here = self.graph.placeholder(f"sum_{p.node}")
@@ -193,8 +194,11 @@ class PhaseBuilder:
                 self.gradient_sums.nodes[p.name] = here
 
     def add_up(self, made: str) -> None:
-        """Add the result of this node of the trace to the sums of the parameters whose gradient it
-        is."""
+        """Add the result of a node to the sums of the parameters whose gradient it is.
+
+        Args:
+            made: the name of a node of the trace.
+        """
         sums = self.gradient_sums
         for p in self.job.parameters_of.get(made, ()) if sums.nodes else ():
             key, total = parameter_key(p.name), sums.nodes[p.name]
@@ -207,13 +211,15 @@ class PhaseBuilder:
                 sums.nodes[p.name] = added
 
     def define(self, ref: Ref, layout: Layout, node: fx.Node) -> None:
-        """Record the node that holds a tensor in a layout, and issue the collectives that shrink it
-        at once.
+        """Record the node of a tensor in a layout, and immediately issue the collectives that
+        shrink it.
 
         Args:
-            ref: the tensor in the trace. layout: its layout. node: the program's node.
+            ref: the tensor in the trace.
+            layout: the layout.
+            node: the node of the program.
         """
-        node.meta.setdefault("holds", (ref, layout))  # what `verify` compares it with
+        node.meta.setdefault("holds", (ref, layout))  # `verify` compares the node with this tensor
         self.have.setdefault(ref, {})[layout] = node
         for target, step in self.job.index.steps.get((self.phase, self.job.key(ref)), {}).items():
             if (
@@ -224,18 +230,20 @@ class PhaseBuilder:
                 self._step(ref, node, step)
 
     def _runs_again(self, node: fx.Node) -> bool:
-        """Whether the plan has backward run a node of forward again."""
+        """Return whether backward recomputes a node of forward."""
         return node.op == "call_function" and node.meta["key"] in self.job.index.again
 
     def get(self, ref: Ref, layout: Layout, wanted_by: str) -> fx.Node:
-        """Return the node of a tensor in a layout, after emitting whatever it needs.
+        """Return the node of a tensor in a layout. Emit the nodes that it depends on.
 
         Args:
-            ref: the tensor in the trace. layout: the requested layout. wanted_by: the key of its
-                reader, for the error.
+            ref: the tensor in the trace.
+            layout: the requested layout.
+            wanted_by: the key of the reader, for the error message.
 
         Raises:
-            PlanError: if nothing in the plan makes the tensor in this layout.
+            PlanError: if the plan has no collective, saved value or recomputation that creates the
+                tensor in this layout.
         """
         at_hand = self.have.get(ref, {})
         if layout in at_hand:
@@ -252,9 +260,8 @@ class PhaseBuilder:
             self.compute(product, again=step.kernel.again)
             if layout in self.have.get(ref, {}):
                 return self.have[ref][layout]
-        elif (
-            step is not None and (ref, layout) not in self.in_progress
-        ):  # else steps lead in a circle
+        # without the second condition, steps that form a cycle would not terminate
+        elif step is not None and (ref, layout) not in self.in_progress:
             self.in_progress.add((ref, layout))
             source = self.get(ref, step.source, wanted_by)
             self.in_progress.remove((ref, layout))
@@ -272,8 +279,9 @@ class PhaseBuilder:
         )
 
     def _from_forward(self, ref: Ref, layout: Layout) -> fx.Node | None:
-        """Return the placeholder of a value of forward, if backward may read it: it is kept by the
-        plan, or it rests anyway (parameters, buffers, inputs that cross no stage)."""
+        """Return the placeholder of a forward value if backward may read it. This is the case if
+        the plan keeps it, or if it is in memory anyway: parameters, buffers, and inputs that do not
+        come from another stage."""
         if self.earlier is None:
             return None
         held = ref[0] in self.job.crossing or ref[0] in self.earlier.copied
@@ -304,9 +312,10 @@ class PhaseBuilder:
             "slack": step.slack,
         }
         own, wide = self.job.dtype(ref), getattr(torch, c.dtype)
-        if (ref, step.source) in self.gradient_sums.wide and wide != own:  # by another axis before
+        # the tensor was already reduced along another axis in the wider dtype
+        if (ref, step.source) in self.gradient_sums.wide and wide != own:
             source = self.gradient_sums.wide[ref, step.source]
-        elif wide != own:  # a reduction in a wider dtype than the tensor's
+        elif wide != own:  # the dtype of the reduction is wider than that of the tensor
             source = self.graph.call_function(_cast, (source,), {"dtype": wide})
             source.meta.update(meta, key=f"{key}/widen")
         node = self.graph.call_function(target, (source, *args), self._length(ref, step))
@@ -323,7 +332,8 @@ class PhaseBuilder:
         return node
 
     def _length(self, ref: Ref, step: Communication) -> dict[str, int]:
-        """Return the whole length of the dim that a step joins, if its parts differ in length."""
+        """Return the full length of the dim that a step gathers if it is sharded unevenly, as a
+        keyword argument."""
         c = step.collective
         if c.kind not in JOINING:
             return {}
@@ -335,11 +345,12 @@ class PhaseBuilder:
         )
 
     def compute(self, node: fx.Node, *, again: bool = False) -> None:
-        """Emit one compute node with its chosen strategy, unless it was emitted before, such as for
-        a kernel.
+        """Emit one compute node with its strategy, unless it was already emitted, for example as
+        part of a kernel.
 
         Args:
-            node: the node of the trace. again: whether backward runs it again.
+            node: the node of the trace.
+            again: whether backward recomputes the node.
         """
         if (node.name, again) in self.done:
             return
@@ -350,9 +361,8 @@ class PhaseBuilder:
             return
         strategy = (self.job.index.again if again else self.job.index.chosen)[key]
         refs = _reads(node)
-        if any(
-            at.uncast for at in strategy.outputs
-        ):  # whom it is cast for adds up what it is cast from
+        # the reader of this cast accumulates the operand of the cast directly
+        if any(at.uncast for at in strategy.outputs):
             self.have.setdefault((node.name, 0), {})[strategy.outputs[0]] = self.get(
                 refs[0], strategy.inputs[0], key
             )
@@ -388,13 +398,14 @@ class PhaseBuilder:
         self.define_results(node, here, strategy)
 
     def define_results(self, node: fx.Node, here: fx.Node, strategy: Strategy) -> None:
-        """Record the nodes that hold the results of a node.
+        """Record the nodes of the results of a node.
 
         Args:
-            node: the node of the trace. here: the program's node. strategy: the layouts of its
-                results.
+            node: the node of the trace.
+            here: the node of the program.
+            strategy: the layouts of the results.
         """
-        if not isinstance(node.meta["val"], tuple | list):  # a list of one is a list
+        if not isinstance(node.meta["val"], tuple | list):  # a list of one result needs getitem
             self.define((node.name, 0), strategy.outputs[0], here)
             return
         for result, layout in enumerate(strategy.outputs):
@@ -403,7 +414,7 @@ class PhaseBuilder:
             self.define((node.name, result), layout, part)
 
     def _alias(self, node: fx.Node, again: bool) -> None:
-        """Let a getitem of the trace stand for one result of its operand."""
+        """Record the result of a getitem node of the trace, which is a result of its operand."""
         strategy = (self.job.index.again if again else self.job.index.chosen)[node.meta["key"]]
         source = self.get(_reads(node)[0], strategy.inputs[0], node.meta["key"])
         self.define((node.name, 0), strategy.outputs[0], source)
@@ -416,18 +427,17 @@ class PhaseBuilder:
         return [self.get((node.name, 0), chosen[key].inputs[0], key) for key, node in wanted]
 
     def gradients(self) -> list[fx.Node]:
-        """Return the gradients.
-
-        First come those of parameters, as the parameter reads them, or the sums that they were
-        added to. Then come those of inputs: whole, or as they lie if the input crosses between
-        stages.
+        """Return the gradients of parameters in the plan's layouts, or the sums that they were
+        added to, then the gradients of inputs. Gradients of inputs are full tensors, or in the
+        layout of the input if it comes from another stage.
         """
         nodes, chosen = self.job.results(), self.job.index.chosen
         found = []
         for p in self.job.trace.parameters:
             if p.gradient is not None:
                 key = parameter_key(p.name)
-                self.add_up(nodes[p.gradient].name)  # where it is none of backward's own nodes
+                # needed if the gradient is not computed by a node of backward
+                self.add_up(nodes[p.gradient].name)
                 found.append(
                     self.gradient_sums.nodes.get(p.name)
                     or self.get((nodes[p.gradient].name, 0), chosen[key].inputs[0], key)
@@ -439,8 +449,8 @@ class PhaseBuilder:
         return self._apart(found)
 
     def _apart(self, gradients: list[fx.Node]) -> list[fx.Node]:
-        """Give each gradient memory of its own, as autograd does: clipping and the next backward
-        write into every one of them."""
+        """Copy gradients that share memory. Gradients need separate memory, as with autograd, since
+        clipping and the next backward write into each of them."""
         owners, found = set[fx.Node](self.gradient_sums.nodes.values()), []
         for gradient in gradients:
             owner, lies_over_itself = owner_of(gradient)
@@ -463,11 +473,11 @@ class PhaseBuilder:
         return found
 
     def close(self, results: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
-        """Write the output node and remove what nobody reads.
+        """Write the output node, and remove unused nodes.
 
         Args:
-            results: the graph's results. tangents: the placeholders of tangents; saved values come
-                before them.
+            results: the results of the graph.
+            tangents: the placeholders of tangents. Those of saved values are placed before them.
 
         Returns:
             The forward nodes whose values are saved.

@@ -1,9 +1,9 @@
-"""Turn a plan into its program.
+"""Emission of the program of a plan.
 
-`emit` makes the program of each stage; a plan without a pipeline has one. `emit_stage` checks that
-the stage's plan is legal, writes the forward and the backward graph, adds the graphs at the begin
-and the end of a step of several microbatches, merges buckets, and orders communication beside
-compute.
+`emit` emits the program of each stage; a plan without a pipeline has one stage. `emit_stage` checks
+that the stage's plan is legal, writes the forward and the backward graph, adds the graphs that run
+at the begin and the end of a step of several microbatches, merges buckets, and reorders
+communication so that it overlaps with compute.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from autopar.rules.dispatch import OWN
 from autopar.stages import Cut, cut_trace
 
 # --------------------------------------------------------------------------------------------------
-# Check that a plan is legal, whoever wrote it.
+# Checks that a plan is legal, regardless of its origin.
 #
-# Emission would turn an illegal strategy into a program that runs and computes something else.
-# Therefore every strategy must be one that the op's rule offers, every border must be split evenly,
-# and every collective must lead from its source layout to its target layout.
+# With an illegal strategy, emission would produce a program that runs and computes wrong results.
+# Therefore every strategy must be one that the op's rule allows, every input and output must be
+# sharded evenly, and every collective must convert its source layout to its target layout.
 
 
 _Value = tuple[torch.Size, torch.dtype]
@@ -73,7 +73,9 @@ def check_legal(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool
     """Check every decision of the plan against the traced graph.
 
     Args:
-        trace: the traced model. index: the plan's decisions. mesh: the plan's mesh.
+        trace: the traced model.
+        index: the decisions of the plan.
+        mesh: the mesh of the plan.
         accumulates: whether gradients are added to sums, which may be partial sums over ranks.
 
     Raises:
@@ -108,7 +110,7 @@ def _check_strategies(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates
 
 
 def _check_borders(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: bool) -> None:
-    """Check the layouts in which tensors go in and out of the graphs."""
+    """Check the layouts of the inputs and outputs of the graphs."""
     summed = {parameter_key(p.name) for p in trace.parameters} if accumulates else set()
     for key, layouts, value, read in _borders(trace, index):
         of_sums = any(layout.has_partial or layout.uncast for layout in layouts) and not (
@@ -129,8 +131,8 @@ def _check_borders(trace: Trace, index: PlanIndex, mesh: Mesh, *, accumulates: b
 def _borders(
     trace: Trace, index: PlanIndex
 ) -> Iterator[tuple[str, tuple[Layout, ...], torch.Tensor, bool]]:
-    """Iterate over the tensors that the graphs take or return: key, layouts in the plan, traced
-    value, and whether the graph returns it."""
+    """Iterate over the inputs and outputs of the graphs. Yield the key, the layouts in the plan,
+    the traced value, and whether the graph returns it."""
     nodes = {node.name: node for node in trace.graph.nodes}
     for name, key in placeholder_keys(trace).items():
         yield key, index.chosen[key].outputs, nodes[name].meta["val"], False
@@ -165,7 +167,7 @@ def _check_strategy(node: fx.Node, strategy: Strategy, mesh: Mesh, *, may_be_unc
 
 
 def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
-    """Check that the collectives that nodes do themselves are those of their strategies."""
+    """Check that the collectives inside nodes are those of their strategies."""
     left = dict(index.own)
     for node in trace.graph.nodes:
         key = node.meta.get("key", "")
@@ -189,7 +191,8 @@ def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
 
 
 def _values(trace: Trace) -> Iterator[tuple[TensorKey, _Value]]:
-    """Iterate over shape and dtype of every tensor, and of the sums of gradients, by key."""
+    """Iterate over pairs of a key and the shape and dtype of a tensor, for all tensors and sums of
+    gradients."""
     keys = placeholder_keys(trace)
     for node in trace.graph.nodes:
         value = node.meta.get("val")
@@ -212,7 +215,7 @@ def _check_step(
     if not _leads((tuple(shape), dtype), step.collective, step.source, step.target, mesh):
         c = step.collective
         raise ChangedPlanError(
-            f"no {c.kind} in {c.dtype}{f' on axis {c.axis}' if c.axis >= 0 else ''} leads from"
+            f"no {c.kind} in {c.dtype}{f' on axis {c.axis}' if c.axis >= 0 else ''} converts"
             f" {step.source} to {step.target} for {tensor} of {dtype} {tuple(shape)} on mesh"
             f" {mesh}",
             where=Where(module=step.module),
@@ -227,8 +230,8 @@ def _leads(
     target: Layout,
     mesh: Mesh,
 ) -> bool:
-    """Whether a collective leads from one layout of a tensor to another. Equal layers ask the
-    same."""
+    """Return whether a collective converts a tensor from one layout to another. Results are cached,
+    since equal layers have the same collectives."""
     shape, dtype = value
     moved = getattr(torch, str(collective.dtype), None)
     wide = isinstance(moved, torch.dtype) and torch.promote_types(dtype, moved) == moved
@@ -244,14 +247,11 @@ def _fits(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-
-
-# --------------------------------------------------------------------------------------------------
 # The graphs at the begin and at the end of a step of several microbatches.
 #
-# ``begin`` takes the local parameters as they rest and returns them as microbatches read them.
-# ``end`` takes the sums of gradients and returns gradients in the layouts and dtypes in which
-# parameters rest.
+# ``begin`` takes the stored local parameters and returns them in the layouts that microbatches
+# read. ``end`` takes the sums of gradients and returns gradients in the layouts and dtypes of the
+# stored parameters.
 
 PHASE = "step"
 _cast = torch.ops.aten._to_copy.default
@@ -262,19 +262,21 @@ def with_step(program: StageProgram, trace: Trace, index: PlanIndex) -> StagePro
     """Add the graphs that run before the first microbatch and after the last one.
 
     Args:
-        program: the program of one microbatch. trace: its trace. index: the decisions of its plan.
+        program: the program of one microbatch.
+        trace: the trace of one microbatch.
+        index: the decisions of the plan.
 
     Raises:
-        EmissionError: if the plan has no collectives that lead from one layout to the other.
+        EmissionError: if the plan has no collectives that convert between the two layouts.
     """
     emitted: _Emitted = []
     begin, end = [], []
     for p, tensor in zip(trace.parameters, program.parameters, strict=True):
         storage, wide = index.storage(p.name), sum_dtype(p.dtype)
-        begin.append(_Passing(p, 0, storage, tensor.layout))
+        begin.append(_Conversion(p, 0, storage, tensor.layout))
         if p.gradient is not None:
             end.append(
-                _Passing(
+                _Conversion(
                     p,
                     1,
                     index.chosen[parameter_key(p.name)].inputs[0].plain,
@@ -300,13 +302,14 @@ def with_step(program: StageProgram, trace: Trace, index: PlanIndex) -> StagePro
 
 
 @dataclass(frozen=True, slots=True)
-class _Passing:
+class _Conversion:
     """A tensor that a graph converts from one layout to another.
 
     Attributes:
-        p: the parameter. result: 0 for the parameter itself, 1 for the sum of its gradients.
-        source, target: the layouts before and after. dtype: the dtype that it is cast to at the
-            end, if any.
+        p: the parameter.
+        result: 0 for the parameter, 1 for the sum of its gradients.
+        source, target: the layouts before and after.
+        dtype: the dtype to which the tensor is cast at the end; None for no cast.
     """
 
     p: Parameter
@@ -318,15 +321,15 @@ class _Passing:
 
 @dataclass
 class _GraphBuilder:
-    """One of the two graphs while it is built."""
+    """The builder of one of the two graphs."""
 
     mesh_shape: tuple[int, ...]
     index: PlanIndex
     emitted: _Emitted
     graph: fx.Graph = field(default_factory=fx.Graph)
 
-    def module(self, passing: Sequence[_Passing]) -> fx.GraphModule:
-        """Return the graph that converts all of these tensors."""
+    def module(self, passing: Sequence[_Conversion]) -> fx.GraphModule:
+        """Return the graph that converts the tensors."""
         here = [
             self.graph.placeholder(f"sum_{each.p.node}" if each.result else each.p.node)
             for each in passing
@@ -336,11 +339,11 @@ class _GraphBuilder:
                 key=storage_key(each.p.name), module=each.p.name, phase=PHASE, source=""
             )
         self.graph.output(
-            tuple(self._pass_on(node, each) for node, each in zip(here, passing, strict=True))
+            tuple(self._convert(node, each) for node, each in zip(here, passing, strict=True))
         )
         return LazyGraphModule({}, self.graph)
 
-    def _pass_on(self, node: fx.Node, each: _Passing) -> fx.Node:
+    def _convert(self, node: fx.Node, each: _Conversion) -> fx.Node:
         if each.p.is_narrowed and not each.result:
             node = self._cast(node, each.p.compute_dtype, each.p.name, CAST)
             node.meta["on_host"] = each.source.host
@@ -365,8 +368,8 @@ class _GraphBuilder:
         node.meta.update(meta, key=storage_key(name) + what)
         return node
 
-    def _chain(self, each: _Passing) -> list[Communication]:
-        """Return the plan's collectives between the two layouts, the last one first."""
+    def _chain(self, each: _Conversion) -> list[Communication]:
+        """Return the plan's collectives between the two layouts, in reverse order."""
         key = storage_key(each.p.name)
         steps = self.index.steps.get((PHASE, (key, each.result)), {})
         chain: list[Communication] = []
@@ -385,7 +388,8 @@ class _GraphBuilder:
         return chain
 
     def _length(self, p: Parameter, step: Communication) -> dict[str, int]:
-        """Return the whole length of the dim that a step joins, if its parts differ in length."""
+        """Return the full length of the dim that a step gathers if it is sharded unevenly, as a
+        keyword argument."""
         c = step.collective
         uneven = c.kind in JOINING and p.view[c.dim] % step.source.num_shards(
             c.dim, self.mesh_shape
@@ -397,14 +401,13 @@ def emit_stage(trace: Trace, plan: Plan, *, accumulates: bool = False) -> StageP
     """Turn the plan of a stage into its program, with local shapes and explicit collectives.
 
     Args:
-        trace: the trace of the stage, or of the whole model. plan: the decisions, made for this
-            trace.
-        accumulates: whether gradients are added to sums that are held through a step of several
-            microbatches.
+        trace: the trace of the stage, or of the whole model.
+        plan: the plan for this trace.
+        accumulates: whether gradients are added to sums over the microbatches of a step.
 
     Raises:
-        PlanError: if the plan names other nodes than the trace, or strategies that are not legal.
-        EmissionError: if the plan asks for a layout that nothing makes.
+        PlanError: if the plan and the trace contain different nodes, or a strategy is not legal.
+        EmissionError: if the plan requires a layout that none of its collectives creates.
     """
     index = PlanIndex.of(plan)
     index.check(trace)
@@ -437,7 +440,7 @@ def _program(
     trace, chosen = job.trace, job.index.chosen
 
     def tensor(p: Parameter, key: str) -> ProgramTensor:
-        """Return a parameter or a buffer as the program takes it."""
+        """Return a parameter or a buffer of the program."""
         has_gradient = p.gradient is not None
         layout = chosen[key].outputs[0]
         return ProgramTensor(
@@ -501,14 +504,16 @@ def emit(
     """Turn a plan into one program per stage. A plan without a pipeline has one stage.
 
     Args:
-        part: the trace of one microbatch. plan: the plan.
-        how: how microbatches make up the batch; by default the batch is one microbatch.
-        cut: `part` in stages; by default it is cut here.
-        named: whether the program names its plan (`Program.plan_hash`).
+        part: the trace of one microbatch.
+        plan: the plan.
+        how: the division of the batch into microbatches; by default, the batch is one microbatch.
+        cut: the stages of `part`; by default, `part` is cut at the positions of the plan.
+        named: whether `Program.plan_hash` is set.
 
     Raises:
-        PlanError, EmissionError: see `emit_stage`; also if neighbouring stages disagree on the
-            layout of a tensor that crosses between them.
+        PlanError: as `emit_stage`, or if neighboring stages have different layouts for a tensor
+            that is sent between them.
+        EmissionError: as `emit_stage`.
     """
     plan_hash = plan.hash if named else ""
     pipeline = plan.as_pipeline
@@ -541,7 +546,7 @@ def emit(
 
 
 def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
-    """Return how a program processes microbatches. For the arguments see `emit`."""
+    """Return the microbatches of a program. For the arguments, see `emit`."""
     outputs = {path: (label.combination, label.dim) for path, label in how.outputs.items()}
     loss = None if part.loss is None else part.loss.path
     counts = (
@@ -552,10 +557,11 @@ def microbatches_of(part: Trace, how: Microbatching) -> Microbatches:
 
 
 def returned_of(part: Trace, how: Microbatching, outputs: Outputs) -> Returned:
-    """Return what a call of several stages returns.
+    """Return the outputs that a call of several stages returns.
 
     Args:
-        part, how: see `emit`. outputs: the outputs that the user asked for.
+        part, how: see `emit`.
+        outputs: the form of outputs that the user selected.
     """
     microbatches = microbatches_of(part, how)
     kept = tuple(t for t in whole_outputs(part, microbatches, 0) if is_returned(t, outputs))

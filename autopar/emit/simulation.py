@@ -1,5 +1,5 @@
-"""Predict the time of an emitted program, by simulation of its two streams
-(`autopar.core.streams`), node by node in the order of its graphs."""
+"""Prediction of the time of an emitted program. Its two streams (`autopar.core.streams`) are
+simulated node by node in the order of its graphs."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from autopar.program.program import Action, StageProgram
 from autopar.program.reorder import order_of
 
 # --------------------------------------------------------------------------------------------------
-# Seconds of the nodes of an emitted graph, as the plan predicts them. The collectives that a node
-# does itself are counted apart (`blocked_s`).
+# Seconds of the nodes of an emitted graph, as the plan predicts them. The collectives inside a node
+# are counted separately (`blocked_s`).
 #
-# A kernel's node takes the time of its collective, beside which nothing else runs, and the time of
-# its product less what the kernel saves. That difference is counted as compute; it is negative if
-# the kernel saves more than the product takes. The same holds for what a node saves by routing its
-# rows.
+# The time of a kernel's node consists of two parts: the time of its collective, during which no
+# other node runs, and the time of its product minus the time that the kernel saves. The second part
+# counts as compute. It is negative if the kernel saves more than the product takes. The time that a
+# node saves by routing its rows is treated in the same way.
 
 
 def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
     """Return the predicted seconds of a graph's nodes.
 
-    A step has its own time. The time of a plan's entry goes to the first of its nodes that the
-    graph runs, and again if it is recomputed. Copies of what crosses between stages are found by
-    its key; they do not include the time of the transfer.
+    A communication step has a time. The time of a plan's entry is assigned to the first of its
+    nodes that the graph runs, and once more if the entry is recomputed. Copies of tensors between
+    stages do not include the time of the transfer.
 
     Args:
-        graph: an emitted graph. plan: the plan that it was emitted from.
+        graph: an emitted graph.
+        plan: the plan that the graph was emitted from.
     """
     owner = _owners(plan)
     found: dict[fx.Node, float] = {}
@@ -56,7 +57,7 @@ def node_times(graph: fx.Graph, plan: Plan) -> Mapping[fx.Node, float]:
 
 
 def _owners(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return key of a node → the plan's entry and its instance that have the node's time."""
+    """Return, for each node key, the indices of the plan's entry and instance with its time."""
     computed = ((e, entry) for e, entry in enumerate(plan.entries) if entry.kind == "compute")
     return {
         c.node.format(*at): (e, i)
@@ -67,13 +68,13 @@ def _owners(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def blocked_s(node: fx.Node) -> float:
-    """Return the seconds of communication in a node beside which nothing but its own product runs:
-    that of a kernel, and that of the collectives that the node does itself."""
+    """Return the seconds of communication inside a node, during which no other node runs: that of a
+    kernel, and that of the node's internal collectives."""
     own_s = sum(c.time_s for c in node.meta.get("own", ()))
     return own_s + (node.meta["kernel"].time_s if "kernel" in node.meta else 0.0)
 
 
-_ROUNDING = 1e-9  # share of a sum
+_ROUNDING = 1e-9  # fraction of a sum
 Span = tuple[
     str, str, float, float
 ]  # node key, kind (``compute`` or ``communication``), start, seconds
@@ -84,9 +85,10 @@ class Simulated:
     """The simulation of one phase.
 
     Attributes:
-        time_s: from its start to its end. hidden_s: how long compute and communication ran at once.
-        spans: what ran when; a hidden second stretches compute.
-        missing_s: compute that the plan prices and the graph does not run.
+        time_s: the seconds from the start to the end of the phase.
+        hidden_s: the seconds during which compute and communication ran at the same time.
+        spans: when each node ran. Compute takes longer while communication runs.
+        missing_s: the seconds of compute that the plan contains and the graph does not run.
     """
 
     time_s: float
@@ -98,7 +100,7 @@ class Simulated:
 def simulate_program(program: StageProgram, plan: Plan) -> tuple[Simulated, Simulated]:
     """Simulate forward and backward.
 
-    Entries of the plan that run in neither graph, such as the optimizer's, are in neither result.
+    Entries of the plan that run in neither graph, such as the optimizer step, are not included.
     """
     forward, backward = (
         _phase(
@@ -134,12 +136,12 @@ def _phase(
 
 
 def _run(streams: Streams, node: fx.Node, time_s: float) -> list[Span]:
-    """Run a node that is neither the start nor the end of a collective, and return what ran.
+    """Run a node that is neither the start nor the finish of a collective. Return its spans.
 
     Args:
         streams: the two streams of the device.
         node: the node.
-        time_s: its time without `blocked_s`.
+        time_s: the time of the node without `blocked_s`.
     """
     spans: list[Span] = []
     if moved_s := blocked_s(node):
@@ -148,7 +150,7 @@ def _run(streams: Streams, node: fx.Node, time_s: float) -> list[Span]:
         moved = node.meta["kernel"].key if "kernel" in node.meta else node.meta["key"]
         spans.append((moved, "communication", before_s, streams.now_s - before_s))
     before_s = streams.now_s
-    # A slice is a local copy.
+    # a slice is a local copy, so it runs on the compute stream
     waits = "collective" in node.meta and node.meta["collective"].kind != "slice"
     (streams.block if waits else streams.compute)(time_s)
     if time_s > 0.0:
@@ -158,7 +160,8 @@ def _run(streams: Streams, node: fx.Node, time_s: float) -> list[Span]:
 
 
 def _missing_s(phase: str, times: Mapping[fx.Node, float], plan: Plan) -> float:
-    """Return the seconds of compute that the plan prices for a phase and its graph does not run."""
+    """Return the seconds of compute that the plan contains for a phase and its graph does not
+    run."""
     priced_s = sum(
         len(e.instances) * e.time_s
         for e in plan.entries

@@ -1,10 +1,10 @@
-"""Models by name: a Hugging Face configuration, a known size or a function of the user, each with a
-batch that fits it.
+"""Models by name, with matching batches. A name refers to a Hugging Face configuration, a known
+size, or a function of the user.
 
 A *spec* is ``TYPE:JSON`` (``llama:{"hidden_size": 64}``), ``TYPE/AutoClass:JSON`` for another head
-than the causal LM's, or one of the names in `KNOWN`. Nothing is downloaded: a model is built from
-its configuration, on meta unless asked otherwise. transformers is imported at the first build,
-torch with the first name that needs it.
+than the causal LM head, or one of the names in `KNOWN`. Nothing is downloaded: a model is built
+from its configuration, by default on the meta device. transformers is imported at the first build,
+and torch when a name that needs it is first used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,5 @@
-"""Random batches that fit a transformers model: the inputs follow from its main input, the labels
-from its head."""
+"""Random batches for transformers models. The main input of a model determines the inputs, and its
+head determines the labels."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from torch.utils._pytree import tree_leaves
 from autopar.errors import AutoparError
 
 # --------------------------------------------------------------------------------------------------
-# The form in which a model that reads texts and images takes its images. It is found by calling the
-# model with one image, on the meta device and, if that fails, on its own device.
+# The form of image inputs of a model that reads texts and images. It is determined by calling the
+# model with one image, on the meta device and, if that fails, on the device of the model.
 
 Form = Mapping[str, Any]
-"""Argument → shape of a sample; for `image_sizes` the numbers of a sample."""
+"""The shape of a sample, by argument. For `image_sizes`, it is the value of a sample."""
 
 
 def forms(model: Any, channels: int, sides: Sequence[int]) -> Iterator[Form]:
-    """Yield the forms in which a model may take images, the most common first: an image, one of
-    several images, or an image with its size. For models that cut an image into tiles, the whole
+    """Yield the possible forms of a model's image inputs, the most common form first: an image, a
+    list of images, or an image with its size. For models that divide an image into tiles, the full
     image precedes its tiles.
 
     Args:
         model: the model.
-        channels: channels of an image.
-        sides: its height and width.
+        channels: the number of channels of an image.
+        sides: the height and width of an image.
     """
     image = (channels, *sides)
     if "image_sizes" in inspect.signature(model.get_image_features).parameters:
@@ -43,12 +43,12 @@ def forms(model: Any, channels: int, sides: Sequence[int]) -> Iterator[Form]:
 
 
 def build_batch(form: Form, batch: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Make random images of a form on the device of the context.
+    """Create random images of a form on the current default device.
 
     Args:
         form: the form.
-        batch: number of samples.
-        dtype: dtype of the images.
+        batch: the number of samples.
+        dtype: the dtype of the images.
     """
     return {
         name: (
@@ -63,33 +63,32 @@ def build_batch(form: Form, batch: int, dtype: torch.dtype) -> dict[str, Any]:
 def form_and_tokens(
     model: Any, dtype: torch.dtype, channels: int, sides: Sequence[int], width: int
 ) -> tuple[Form, int]:
-    """Find the form in which a model takes images.
+    """Find the form of a model's image inputs.
 
     Args:
         model: the model.
-        dtype: dtype of the images.
-        channels: channels of an image.
-        sides: its height and width.
-        width: features of a token.
+        dtype: the dtype of the images.
+        channels: the number of channels of an image.
+        sides: the height and width of an image.
+        width: the number of features of a token.
 
     Returns:
-        The form, and the number of tokens of the text that stand for an image: one per vector of
-        image features.
+        The form, and the number of text tokens that represent an image: one per vector of image
+        features.
 
     Raises:
-        AutoparError: if the model takes none of the known forms.
+        AutoparError: if the model accepts none of the known forms.
     """
     refusals = []
     for device in ("meta", str(next(model.parameters()).device)):
         with torch.device(device), torch.no_grad():
-            # A copy on meta costs nothing; models that read values need the model itself.
+            # A copy on meta takes no memory. Models that read values need real tensors.
             asked = type(model)(model.config).to(dtype).eval() if device == "meta" else model
             for form in forms(model, channels, sides):
                 try:
                     found = asked.get_image_features(**build_batch(form, 1, dtype))
-                except (
-                    Exception
-                ) as error:  # a model may raise any error for a form that it does not accept
+                # a model may raise any error for a form that it does not accept
+                except Exception as error:
                     refusals.append(f"{type(error).__name__}: {error}")
                     continue
                 pooled = getattr(found, "pooler_output", None)
@@ -109,7 +108,7 @@ def form_and_tokens(
 
 
 def not_known(what: str) -> AutoparError:
-    """Return the error for a model whose batches are not known."""
+    """Return the error for a model for which no batch is known."""
     return AutoparError(
         what,
         remedy="pass --module FILE.py:FUNCTION with a function that returns (model, batch)",
@@ -117,7 +116,7 @@ def not_known(what: str) -> AutoparError:
 
 
 LABELS = "labels"
-_SAMPLES, _SAMPLES_PER_TOKEN = 16000, 4000  # a second of sound, of which speech fills four tokens
+_SAMPLES, _SAMPLES_PER_TOKEN = 16000, 4000  # one second of sound, with four tokens of speech
 _PER_TOKEN = (
     "CausalLM",
     "MaskedLM",
@@ -132,8 +131,8 @@ _PER_SAMPLE = (
     "AudioClassification",
     "VideoClassification",
 )
-# The caller computes the loss of these heads, or it needs a matching of boxes and masks that cannot
-# be captured, so they have no labels.
+# These heads have no labels: the caller computes their loss, or the loss requires a matching of
+# boxes and masks that cannot be captured.
 _UNLABELLED = (
     "AutoModel",
     "AutoBackbone",
@@ -149,8 +148,8 @@ _WIDTHS = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bi
 
 
 def unlabelled(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch without labels, from which the model would compute its loss. A decoder that
-    would read the labels, shifted, gets them as its input ids."""
+    """Return the batch without labels, so that the model computes no loss. A decoder that reads the
+    shifted labels gets them as its input ids instead."""
     left = {name: x for name, x in batch.items() if name != LABELS}
     if LABELS in batch and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         left.setdefault("decoder_input_ids", batch[LABELS].clamp(min=0))
@@ -158,8 +157,8 @@ def unlabelled(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Sizes:
-    """The sizes of a batch, from the model, its configuration, that of its text part, and the
-    requested sizes."""
+    """The sizes of a batch. They are derived from the model, its configuration, the configuration
+    of its text model, and the requested sizes."""
 
     def __init__(
         self, model: Any, dtype: torch.dtype, batch: int, seq: int | None, image: int
@@ -170,7 +169,7 @@ class _Sizes:
         self.reads_images = getattr(self.config, "vision_config", None) is not None
 
     def length(self) -> int:
-        """Return the number of tokens of a sample; for raw sound those of its transcript."""
+        """Return the number of tokens of a sample; for raw sound, that of its transcript."""
         if self.model.main_input_name == "input_values":
             return max(1, (self.seq or _SAMPLES) // _SAMPLES_PER_TOKEN)
         name = next(
@@ -196,19 +195,20 @@ class _Sizes:
         return self.seq or min(512, most or 512)
 
     def vocabulary(self) -> int:
-        """Return the number of different tokens; a model without a vocabulary reads characters, and
-        gets ASCII."""
+        """Return the size of the vocabulary. A model without a vocabulary reads characters; for it,
+        this returns the number of ASCII characters."""
         return getattr(self.text, "vocab_size", None) or 128
 
     def sides(self) -> tuple[int, ...]:
-        """Return height and width of an image."""
+        """Return the height and width of an image."""
         config = self.config.vision_config if self.reads_images else self.config
         return _pair(
             getattr(config, "image_size", None) or getattr(config, "crop_size", None) or self.image
         )
 
     def frames(self) -> tuple[int, ...]:
-        """Return the number of images of a video, for a model that reads videos; else nothing."""
+        """Return the number of images of a video as a tuple; an empty tuple for a model that does
+        not read videos."""
         config = self.config.vision_config if self.reads_images else self.config
         found = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
         return (found,) if found else ()
@@ -219,8 +219,8 @@ class _Sizes:
         return getattr(config, "num_channels", 3)
 
     def images(self) -> tuple[Form, int]:
-        """Return the form in which the model takes an image with a text, and the number of the
-        text's tokens that stand for the image."""
+        """Return the form of the image inputs of a model that also reads texts, and the number of
+        text tokens that represent an image."""
         if not hasattr(self.model, "get_image_features"):
             patches = _pair(self.config.vision_config.patch_size)
             num_tokens = math.prod(
@@ -239,18 +239,18 @@ def _pair(sizes: int | Sequence[int]) -> tuple[int, ...]:
 def make_batch(
     model: Any, head: str, dtype: torch.dtype, batch: int, seq: int | None, image: int
 ) -> dict[str, Any]:
-    """Make random inputs and labels on the device of the context.
+    """Create random inputs and labels on the current default device.
 
     Args:
         model: the model.
-        head: name of its auto class, which determines the labels.
-        dtype: dtype of floating inputs.
-        batch: number of samples.
-        seq: length of a sample; None for the model's default.
-        image: height and width of images if the configuration does not state them.
+        head: the name of its auto class, which determines the labels.
+        dtype: the dtype of floating-point inputs.
+        batch: the number of samples.
+        seq: the length of a sample; None selects the default of the model.
+        image: the height and width of images, if the configuration does not specify them.
 
     Raises:
-        AutoparError: if the batches of the model, or the labels of the head, are not known.
+        AutoparError: if the inputs of the model or the labels of the head are not known.
     """
     sizes = _Sizes(model, dtype, batch, seq, image)
     make = _INPUTS.get(model.main_input_name)
@@ -258,15 +258,15 @@ def make_batch(
         raise not_known(f"no batch is known for the main input {model.main_input_name!r}")
     inputs = make(sizes)
     if sizes.reads_images and "input_ids" not in inputs and sizes.text is not sizes.config:
-        inputs |= _tokens(sizes)  # a model that reads both may call either its main input
+        inputs |= _tokens(sizes)  # the main input of a model that reads both may be either
     if sizes.reads_images and "pixel_values" not in inputs:
         inputs |= _pixels(sizes)
     return {**inputs, **_targets(sizes, head)}
 
 
 def _tokens(sizes: _Sizes) -> dict[str, Any]:
-    """Token ids. For a model that reads images, the first tokens stand for an image, which is part
-    of the batch."""
+    """Create token ids. For a model that reads images, the first tokens represent an image, which
+    is also part of the batch."""
     ids = torch.randint(0, sizes.vocabulary(), (sizes.batch, sizes.length()))
     mark = getattr(sizes.config, "image_token_id", None)
     if mark is None or not sizes.reads_images:
@@ -295,17 +295,15 @@ def _film(sizes: _Sizes) -> dict[str, Tensor]:
 
 
 def _spectrum(sizes: _Sizes) -> dict[str, Tensor]:
-    """Spectra of sounds: of the length that the configuration requires, channels first, or of any
-    length."""
+    """Create spectra of sounds. If the configuration requires a length, they have this length with
+    channels first; otherwise, they have any length."""
     config = sizes.config
     inside = getattr(config, "encoder_config", None)
     if inside is not None and not any(hasattr(config, name) for name in _WIDTHS):
         config = inside
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        shape = (
-            config.num_mel_bins,
-            2 * config.max_source_positions,
-        )  # the encoder's second convolution halves them
+        # the second convolution of the encoder halves the length
+        shape = (config.num_mel_bins, 2 * config.max_source_positions)
     else:
         width = next((getattr(config, name) for name in _WIDTHS if hasattr(config, name)), None)
         if width is None:
@@ -318,7 +316,7 @@ def _spectrum(sizes: _Sizes) -> dict[str, Tensor]:
 
 
 def _sound(sizes: _Sizes) -> dict[str, Tensor]:
-    """Raw sound, or, for a model whose configuration has them, frames of a spectrum."""
+    """Create raw sound, or frames of a spectrum if the configuration specifies them."""
     config = sizes.config
     framed = hasattr(config, "max_length") and hasattr(config, "num_mel_bins")
     shape = (config.max_length, config.num_mel_bins) if framed else (sizes.seq or _SAMPLES,)
@@ -326,8 +324,8 @@ def _sound(sizes: _Sizes) -> dict[str, Tensor]:
 
 
 def _series(sizes: _Sizes) -> dict[str, Tensor]:
-    """Past values of time series, and the further arguments that forward has: features of time,
-    future values and masks."""
+    """Create past values of time series, and the other arguments of forward: time features, future
+    values and masks."""
     config, names = sizes.config, inspect.signature(sizes.model.forward).parameters
     past = config.context_length + max(getattr(config, "lags_sequence", None) or [0])
     channels = getattr(config, "num_input_channels", None) or getattr(config, "input_size", 1)
@@ -364,7 +362,7 @@ _INPUTS: Mapping[str, Callable[[_Sizes], dict[str, Any]]] = MappingProxyType(
 
 
 def _targets(sizes: _Sizes, head: str) -> dict[str, Any]:
-    """Labels, or the argument that makes the model compute its loss."""
+    """Return labels, or the argument that makes the model compute its loss."""
     shape, num_labels = (sizes.batch,), sizes.config.num_labels
     if head.endswith("TokenClassification"):
         return {"labels": torch.randint(0, num_labels, (*shape, sizes.length()))}
@@ -374,7 +372,7 @@ def _targets(sizes: _Sizes, head: str) -> dict[str, Any]:
         return {
             "labels": torch.randn(*shape, sizes.length(), sizes.config.num_mel_bins).to(sizes.dtype)
         }
-    if head.endswith("CTC"):  # shorter than the sound; 0 is mostly the blank
+    if head.endswith("CTC"):  # shorter than the sound, without 0, which usually is the blank token
         return {"labels": torch.randint(1, sizes.vocabulary(), (*shape, 2))}
     if head.endswith(_PER_SAMPLE):
         return {"labels": torch.randint(0, num_labels, shape)}

@@ -1,4 +1,4 @@
-"""A model from a spec, in training mode, with a batch that fits it."""
+"""Creation of a model in training mode and a matching batch from a spec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.hf.specs import parse
 
 Built = tuple[nn.Module, dict[str, Any]]
 
-# The default head is the first of these that the model type has.
+# The default head is the first of these that the model type supports.
 _HEADS = (
     "AutoModelForCausalLM",
     "AutoModelForImageClassification",
@@ -30,11 +30,8 @@ _HEADS = (
     "AutoModelForSemanticSegmentation",
     "AutoModelForAudioClassification",
 )
-_READ_ELSEWHERE = (
-    "attn_implementation",
-    "experts_implementation",
-    "decoder_start_token_id",
-)  # settings that transformers reads although no configuration lists them
+# settings that transformers reads although configurations do not list them
+_READ_ELSEWHERE = ("attn_implementation", "experts_implementation", "decoder_start_token_id")
 
 
 def build(
@@ -48,26 +45,27 @@ def build(
     dropout: float | None = 0.0,
     seed: int = 0,
 ) -> Built:
-    """Build a model from a spec, and a batch that fits it.
+    """Build a model and a matching batch from a spec.
 
     Args:
         spec: ``TYPE:JSON``, ``TYPE/AutoClass:JSON`` or one of `KNOWN`.
-        dtype: dtype of the parameters and of floating inputs.
-        device: device of model and batch; tensors on meta have no values.
-        batch: samples in the global batch.
-        seq: tokens of a sample; by default 512, or the number of positions of the model if that is
-            smaller. Images have no length; for raw sound it is the number of samples.
-        image: height and width of the images of a type whose configuration names no size.
-        dropout: probability of every dropout that the spec does not set; None for the defaults of
-            the type. Whole layers are never dropped.
-        seed: seed of weights and batch.
+        dtype: the dtype of parameters and floating-point inputs.
+        device: the device of the model and the batch. Tensors on the meta device have no values.
+        batch: the number of samples in the global batch.
+        seq: the number of tokens of a sample; by default 512, or the number of positions of the
+            model if that is smaller. It is ignored for images. For raw sound, it is the number of
+            sound samples.
+        image: the height and width of images, if the configuration does not specify them.
+        dropout: the probability of every dropout that the spec does not set; None keeps the
+            defaults of the type. Layer dropout is always disabled.
+        seed: the seed of weights and batch.
 
     Returns:
         The model in training mode, and the batch with labels as keyword arguments of its forward.
 
     Raises:
-        AutoparError: if the spec cannot be read, or names a type, a head or a setting that
-            transformers does not know.
+        AutoparError: if the spec is malformed, or names a type, a head or a setting that
+            transformers does not have.
     """
     kind, head, settings = parse(spec)
     config = _config(kind, settings)
@@ -75,16 +73,13 @@ def build(
     if config.is_encoder_decoder and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # labels are shifted, and ignored ones become padding
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = (
-            config.pad_token_id or 0
-        )  # that of T5, whose configuration leaves it to checkpoints
-    config.architectures = (
-        config.architectures or []
-    )  # transformers searches it for names if a head has several classes
+        # as in T5's checkpoints, since the configuration does not specify it
+        config.decoder_start_token_id = config.pad_token_id or 0
+    # transformers searches this list for names if a head has several classes
+    config.architectures = config.architectures or []
     builder = _head(kind, head, config)
-    gpu = (
-        [torch.cuda.current_device()] if torch.device(device).type == "cuda" else []
-    )  # other GPUs are not used
+    # other GPUs are not used
+    gpu = [torch.cuda.current_device()] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(gpu), torch.device(device):
         for generator in (
             torch.default_generator,
@@ -121,10 +116,9 @@ def _config(kind: str, settings: Mapping[str, Any]) -> Any:
             remedy="pass a type such as llama, gpt2, bert, vit, t5 or mixtral",
         ) from error
     known = default.to_dict()
-    for (
-        name
-    ) in settings:  # transformers would keep an unknown one as an attribute that nothing reads
-        # Asked first: of what layers may differ in, a configuration of the whole model raises.
+    # transformers would silently store an unknown setting as an attribute
+    for name in settings:
+        # `known` is checked first, since `hasattr` raises for settings that differ between layers
         if name not in known and not hasattr(default, name) and name not in _READ_ELSEWHERE:
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
             remedy = (
@@ -142,8 +136,8 @@ def _config(kind: str, settings: Mapping[str, Any]) -> Any:
 
 
 def _zero_dropout(config: Any, settings: Mapping[str, Any], dropout: float | None) -> None:
-    """Set every dropout that the settings do not name, in nested configurations too; nothing
-    random beside it."""
+    """Set every dropout that the settings do not contain, also in nested configurations, and
+    disable all other random operations."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "model_type"):
             nested = settings.get(name)
@@ -155,14 +149,14 @@ def _zero_dropout(config: Any, settings: Mapping[str, Any], dropout: float | Non
 
 
 def _without_draws(name: str, value: Any, dropout: float | None) -> Any:
-    """Return the value of a setting with which nothing is drawn, and dropout has the rate
-    `dropout` if that is given; any other setting's value unchanged."""
+    """Return the value of a setting that disables random operations, or sets dropout to the rate
+    `dropout` if that is given. Values of other settings are unchanged."""
     if name.endswith(("layerdrop", "layer_drop")) and isinstance(value, float):
-        return 0.0  # a layer dropped at random is control flow
+        return 0.0  # dropping a layer at random requires control flow
     if name == "apply_spec_augment":
-        return False  # masks drawn by numpy in forward
+        return False  # numpy would draw masks in forward
     if name in ("mask_time_prob", "mask_feature_prob"):
-        return 0.0  # the same masks, of types that have no switch
+        return 0.0  # the same masks, for types without `apply_spec_augment`
     if "drop" not in name or dropout is None:
         return value
     if isinstance(value, float):
@@ -193,7 +187,7 @@ def _head(kind: str, head: str, config: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Models of the user: the result of ``FILE.py:FUNCTION``.
+# Models of the user, which a function in a file returns: ``FILE.py:FUNCTION``.
 
 
 def load_function(spec: str) -> tuple[nn.Module, Any]:
@@ -223,9 +217,9 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
         raise AutoparError(f"{file!r} is not a Python file", remedy="pass a file that ends in .py")
     module = importlib.util.module_from_spec(module_spec)
     beside = str(path.resolve().parent)
-    if beside not in sys.path:  # as of a script: what lies beside it can be imported
+    if beside not in sys.path:  # as for a script, modules in the same folder can be imported
         sys.path.insert(0, beside)
-    sys.modules[module_spec.name] = module  # dataclasses look their module up
+    sys.modules[module_spec.name] = module  # dataclasses look up their module
     load = module_spec.loader.exec_module
     _of_users(spec, lambda: load(module))
     function: Callable[[], Any] | None = getattr(module, name, None)
@@ -243,8 +237,8 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
 
 
 def _of_users(spec: str, run: Callable[[], Any]) -> Any:
-    """Run code of the user's file. An error that it raises is reported with the last line of the
-    file in its traceback."""
+    """Run code of the user's file. If it raises an error, report the last line of the file in the
+    traceback."""
     try:
         return run()
     except AutoparError:

@@ -1,5 +1,5 @@
-"""Names of models: ``TYPE:JSON`` or a known size. Without torch, so that the command line refuses a
-mistyped name at once.
+"""Names of models: ``TYPE:JSON`` or a known size. This file does not import torch, so that the
+command line reports a mistyped name immediately.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _T5_11B = {
     "vocab_size": 32128,
 }
 
-# Sizes as published: GPT-2 (Radford et al., 2019), BERT (Devlin et al., 2018), ViT (Dosovitskiy et
+# Published sizes: GPT-2 (Radford et al., 2019), BERT (Devlin et al., 2018), ViT (Dosovitskiy et
 # al., 2020), Llama 3 (Grattafiori et al., 2024, table 3), Mixtral (Jiang et al., 2024, table 1), T5
 # (Raffel et al., 2020, section 3.7).
 KNOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
@@ -89,13 +89,17 @@ KNOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 
 
 def parse(spec: str) -> tuple[str, str, dict[str, Any]]:
-    """Read the spec of a model.
+    """Parse the spec of a model.
+
+    Args:
+        spec: the spec.
 
     Returns:
-        Model type, auto class or ``""``, and settings of the configuration.
+        The model type, the auto class or ``""``, and the settings of the configuration.
 
     Raises:
-        AutoparError: if it is neither a known name nor ``TYPE:JSON`` or ``TYPE/AutoClass:JSON``.
+        AutoparError: if the spec is neither a known name nor ``TYPE:JSON`` or
+            ``TYPE/AutoClass:JSON``.
     """
     if spec in KNOWN:
         kind, known = KNOWN[spec]

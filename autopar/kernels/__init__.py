@@ -1,2 +1,2 @@
-"""Kernels: the communication steps of emitted graphs, and custom operators with their reference
+"""Kernels: the communication steps of emitted graphs, and custom ops with their reference
 implementations."""

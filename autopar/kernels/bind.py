@@ -1,4 +1,4 @@
-"""Bind emitted graphs to one rank: process groups and coordinates replace mesh axes."""
+"""Binding of emitted graphs to one rank. Process groups and coordinates replace mesh axes."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from autopar.ops.vocabulary import embedding_backward
 def bind(
     graph_module: fx.GraphModule, groups: Sequence[AxisGroup], device: str | None = None
 ) -> fx.GraphModule:
-    """Return a copy of a graph whose steps name process groups and coordinates instead of mesh
+    """Return a copy of a graph whose steps refer to process groups and coordinates instead of mesh
     axes.
 
-    Graphs are captured on the CPU. In the copy, ops that name a device make their tensors on
-    `device`, and on a GPU norms and softmaxes are kernels of one pass
-    (`autopar.kernels.row_kernels`). Steps along axes of size 1 are removed, except `halo`, which
-    pads there, and `local_start` becomes a literal. A sum over ranks is computed in the memory of
-    its operand where nothing else reads that.
+    Graphs are captured on the CPU. In the copy, ops with a `device` argument create their tensors
+    on `device`, and on a GPU, norms and softmaxes are replaced by kernels that make one pass over
+    memory (`autopar.kernels.row_kernels`). Steps along axes of size 1 are removed, except `halo`,
+    which adds padding. `local_start` and `local_length` become literals. A sum over ranks is
+    computed in the memory of its operand if no other node reads this memory.
 
     Args:
-        graph_module: an emitted graph; the copy shares its tensors. groups: this rank's group along
-            each mesh axis.
-        device: the type of the device that the graph runs on; None leaves devices as they are.
+        graph_module: an emitted graph. The copy shares its tensors.
+        groups: this rank's group along each mesh axis.
+        device: the type of the device that the graph runs on; None leaves devices unchanged.
     """
     graph = fx.Graph()
     result = graph.graph_copy(graph_module.graph, {})
@@ -64,7 +64,8 @@ def bind(
 
 
 def _bind_call(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> bool:
-    """Bind a node that names mesh axes or copies between memories; return whether it is one."""
+    """Bind a node if it refers to mesh axes or copies between device and host. Return whether the
+    node is of this kind."""
     for targets, bind_node in _BINDERS:
         if node.target in targets:
             bind_node(node, groups, device)
@@ -73,26 +74,25 @@ def _bind_call(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -
 
 
 def _place_on_device(node: fx.Node, device: str | None) -> None:
-    """Let an op run on `device`: by a kernel of one pass, or with its results there."""
+    """Make an op run on `device`: replace it by a kernel, or set its device argument."""
     if device == "cuda" and node.target in row_kernels.ON_GPU:
         node.target = row_kernels.ON_GPU[node.target]
     elif device == "cuda" and node.meta.get("on_host"):
-        # Copies from memory that is not page-locked do not run beside compute.
+        # copies from memory that is not pinned do not overlap with compute
         node.kwargs = {**node.kwargs, "pin_memory": True}
     elif device is not None and node.kwargs.get("device") is not None:
         node.kwargs = {**node.kwargs, "device": torch.device(device)}
 
 
 def is_last_read(operand: Any) -> bool:
-    """Return whether nothing but one node reads the memory of a tensor."""
+    """Return whether only one node reads the memory of a tensor."""
     return (
         isinstance(operand, fx.Node) and len(operand.users) == 1 and operand.target in _NEW_MEMORY
     )
 
 
 def _is_read_by_host(stored: fx.Node) -> bool:
-    """Return whether an op on the host reads a stored tensor, so that its copy must be awaited
-    first."""
+    """Return whether an op on the host reads a stored tensor. Such an op must wait for the copy."""
     return any(
         user.op == "call_function" and user.target not in (host.fetch, host.start_fetch)
         for user in stored.users
@@ -100,7 +100,7 @@ def _is_read_by_host(stored: fx.Node) -> bool:
 
 
 def _bind_place(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
-    """Replace a rank's first index or length by a literal."""
+    """Replace the first index or the length of a rank's shard by a literal."""
     size, splitters = node.args
     place = range_of(size, splitters, [groups[axis].coordinate for axis, _ in splitters])
     _replace(node, place[PLACES.index(node.target)])
@@ -138,7 +138,8 @@ def _bind_step(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -
 
 
 def _bind_part(node: fx.Node, groups: Sequence[AxisGroup], device: str | None) -> None:
-    """Bind a `start` or a `finish`. Along an axis of size 1 both are removed, except for `halo`."""
+    """Bind a `start` or a `finish`. Along an axis of size 1, both are removed, except for
+    `halo`."""
     x, kind, *settings = node.args
     parts = bound_ops.STARTS if node.target is start else bound_ops.FINISHES
     if kind in HOST_KINDS:
@@ -164,7 +165,7 @@ def _bind_kernel(node: fx.Node, groups: Sequence[AxisGroup], device: str | None)
 
 
 def _replace(node: fx.Node, value: Any) -> None:
-    """Replace `node` by `value`, a node or a literal, in all its users, and erase it."""
+    """Replace `node` by `value`, a node or a literal, in all its users, and erase `node`."""
     for user in list(node.users):
         user.args = fx.node.map_aggregate(user.args, lambda a: value if a is node else a)
         user.kwargs = fx.node.map_aggregate(user.kwargs, lambda a: value if a is node else a)
@@ -192,7 +193,7 @@ _NEW_MEMORY = (
     _aten.mul.Tensor,
     _aten.sum.dim_IntList,
 )
-"""Functions whose result is in memory that no other tensor has, whatever their arguments."""
+"""Functions whose result never shares memory with another tensor."""
 _BINDERS: tuple[tuple[Collection[Any], Callable[..., None]], ...] = (
     (PLACES, _bind_place),
     (STEPS, _bind_step),
@@ -201,4 +202,4 @@ _BINDERS: tuple[tuple[Collection[Any], Callable[..., None]], ...] = (
     (fused.BOUND, _bind_kernel),
     (dispatched.BOUND, _bind_experts),
 )
-"""Functions that a node may call, and what binds the node."""
+"""Functions that a node may call, with the function that binds the node."""

@@ -1,11 +1,13 @@
-"""The bound forms of the communication steps, with process groups and coordinates for mesh axes.
+"""The bound forms of the communication steps, with process groups and coordinates instead of mesh
+axes.
 
-They call torch's functional collectives, so `torch.compile` sees only operators. Each step consists
-of a *start*, which prepares what is sent and issues it, and a *finish*, which waits for the result
-and does the rest. Both take all of the step's settings. Between them the state is one list, which
-the finish empties, so that nothing holds what was sent longer than necessary. For the same reason
-helpers take temporaries as arguments: memory is as the docstring of `autopar.kernels.collectives`
-says. An empty group name makes a step fake: it allocates what the real one does and moves nothing.
+They call torch's functional collectives, so `torch.compile` sees only ops. Each step consists of a
+*start*, which prepares the sent tensor and issues the collective, and a *finish*, which waits for
+the collective and computes the result. Both take all settings of the step. The state between them
+is one list, which the finish empties, so that sent tensors are freed as early as possible. For the
+same reason, temporaries are passed directly as arguments. `autopar.kernels.collectives` describes
+the memory. With an empty group name, a step is fake: it allocates the same memory and communicates
+nothing.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from autopar.kernels import host
 
 _functional = torch.ops._c10d_functional
 Started = list[Any]
-"""Between start and finish: what comes, what was sent, and a length or the operand where the finish
-needs it; only the operand along an axis of size 1."""
+"""The state between start and finish: the received tensor, the sent tensor, and a length or the
+operand if the finish needs it. Along an axis of size 1, it is only the operand."""
 
 
 def part_of(length: int, size: int) -> int:
-    """Return the length of all parts of a dim but the last, which may be shorter but not empty.
+    """Return the length of all shards of a dim except the last, which may be shorter.
 
     Raises:
-        LayoutError: if the last part would be empty.
+        LayoutError: if the last shard would be empty.
     """
     part = -(-length // size)
     if part * (size - 1) >= length:
@@ -43,12 +45,13 @@ def part_of(length: int, size: int) -> int:
 
 
 def all_gather(x: Tensor, dim: int, size: int, name: str, length: int | None = None) -> Tensor:
-    """Join the ranks' parts along `dim`, in order of the ranks.
+    """Concatenate the shards of all ranks along `dim`, in rank order.
 
     Args:
-        x: this rank's part. dim: the dim that is joined. size: the number of ranks. name: the
-            process group's name.
-        length: the whole length of `dim`, if its parts differ in length.
+        x: this rank's shard.
+        dim: the dim that is gathered.
+        size, name: the number of ranks, and the name of the process group.
+        length: the full length of `dim` if it is sharded unevenly.
     """
     return finish_all_gather(start_all_gather(x, dim, size, name, length), dim, size, name, length)
 
@@ -74,10 +77,11 @@ def finish_all_gather(
     """Wait for an `all_gather` and return its result.
 
     Args:
-        started: what `start_all_gather` returned. dim, size, name, length: see `all_gather`.
+        started: the result of `start_all_gather`.
+        dim, size, name, length: see `all_gather`.
     """
     return (
-        _itself(started)
+        _only_operand(started)
         if size == 1
         else _cut_dim(_join_parts(_await_received(started, name), dim), dim, length)
     )
@@ -86,13 +90,14 @@ def finish_all_gather(
 def reduce_scatter(
     x: Tensor, dim: int, reduce_op: str, size: int, name: str, coordinate: int
 ) -> Tensor:
-    """Return this rank's part along `dim` of the reduced tensor.
+    """Return this rank's shard, along `dim`, of the reduced tensor.
 
     Args:
-        x: this rank's partial result, whole. dim: the dim that is split. reduce_op: ``sum``,
-            ``max``, ``min`` or ``product``.
-        size: the number of ranks. name: the process group's name. coordinate: this rank's place in
-            it.
+        x: this rank's partial result.
+        dim: the dim that is sharded.
+        reduce_op: ``sum``, ``max``, ``min`` or ``product``.
+        size, name: the number of ranks, and the name of the process group.
+        coordinate: the index of this rank in the group.
     """
     started = start_reduce_scatter(x, dim, reduce_op, size, name, coordinate)
     return finish_reduce_scatter(started, dim, reduce_op, size, name, coordinate)
@@ -123,11 +128,11 @@ def finish_reduce_scatter(
     """Wait for a `reduce_scatter` and return its result.
 
     Args:
-        started: what `start_reduce_scatter` returned. dim, reduce_op, size, name, coordinate: see
-            `reduce_scatter`.
+        started: the result of `start_reduce_scatter`.
+        dim, reduce_op, size, name, coordinate: see `reduce_scatter`.
     """
     if size == 1:
-        return _itself(started)
+        return _only_operand(started)
     own = started.pop()
     return _cut_dim(_await_received(started, name).squeeze(0), dim, own)
 
@@ -136,8 +141,8 @@ def all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
     """Return the reduced tensor, in new memory.
 
     Args:
-        x: this rank's partial result. reduce_op: see `reduce_scatter`. size: the number of ranks.
-            name: the process group's name.
+        x: this rank's partial result.
+        reduce_op, size, name: see `reduce_scatter`.
     """
     return finish_all_reduce(start_all_reduce(x, reduce_op, size, name), reduce_op, size, name)
 
@@ -155,14 +160,12 @@ def start_all_reduce(x: Tensor, reduce_op: str, size: int, name: str) -> Started
         if name
         else x.new_empty(x.shape)
     )
-    return [
-        come,
-        come if come.dtype == x.dtype else x.new_empty(0),
-    ]  # it is reduced in place, in a copy
+    # the functional collective reduces a copy in place
+    return [come, come if come.dtype == x.dtype else x.new_empty(0)]
 
 
 def all_reduce_(x: Tensor, reduce_op: str, size: int, name: str) -> Tensor:
-    """Reduce a tensor in its own memory, which nothing else may read.
+    """Reduce a tensor in place. No other tensor may use its memory.
 
     Args:
         x, reduce_op, size, name: see `all_reduce`.
@@ -188,9 +191,10 @@ def finish_all_reduce(started: Started, reduce_op: str, size: int, name: str) ->
     """Wait for an `all_reduce` and return its result.
 
     Args:
-        started: what `start_all_reduce` returned. reduce_op, size, name: see `all_reduce`.
+        started: the result of `start_all_reduce`.
+        reduce_op, size, name: see `all_reduce`.
     """
-    return _itself(started) if size == 1 else _await_received(started, name)
+    return _only_operand(started) if size == 1 else _await_received(started, name)
 
 
 def all_to_all(
@@ -202,13 +206,15 @@ def all_to_all(
     coordinate: int,
     length: int | None = None,
 ) -> Tensor:
-    """Split a tensor along `to_dim` and join what the ranks send along `dim`.
+    """Split a tensor along `to_dim`, send one part to each rank, and concatenate the received parts
+    along `dim`.
 
     Args:
-        x: this rank's part along `dim`. dim: the dim that is joined. to_dim: the dim that is split.
-        size: the number of ranks. name: the process group's name. coordinate: this rank's place in
-            it.
-        length: the whole length of `dim`, if its parts differ in length.
+        x: this rank's shard along `dim`.
+        dim, to_dim: the dim that is gathered and the dim that is sharded.
+        size, name: the number of ranks, and the name of the process group.
+        coordinate: the index of this rank in the group.
+        length: the full length of `dim` if it is sharded unevenly.
     """
     started = start_all_to_all(x, dim, to_dim, size, name, coordinate, length)
     return finish_all_to_all(started, dim, to_dim, size, name, coordinate, length)
@@ -251,11 +257,11 @@ def finish_all_to_all(
     """Wait for an `all_to_all` and return its result.
 
     Args:
-        started: what `start_all_to_all` returned. dim, to_dim, size, name, coordinate, length: see
-            `all_to_all`.
+        started: the result of `start_all_to_all`.
+        dim, to_dim, size, name, coordinate, length: see `all_to_all`.
     """
     if size == 1 or dim == to_dim:
-        return _itself(started)
+        return _only_operand(started)
     own = started.pop()
     return _cut_dim(
         _cut_dim(_join_parts(_await_received(started, name), dim), dim, length), to_dim, own
@@ -272,17 +278,18 @@ def halo(
     name: str,
     coordinate: int,
 ) -> Tensor:
-    """Extend this rank's part along `dim` by elements of its neighbours.
+    """Extend this rank's shard along `dim` by elements of the neighboring shards.
 
-    The first `after` elements go to the previous rank, the last `before` elements to the next one.
-    Beyond the ends of the whole tensor the values are those of `autopar.core.placements.beyond`.
+    The first `after` elements are sent to the previous rank, and the last `before` elements to the
+    next rank. `autopar.core.placements.beyond` defines the padding at the ends of the full tensor.
 
     Args:
-        x: this rank's part. dim: the dim that is split. before, after: the elements to add on each
-            side.
-        lowest: whether to pad with the dtype's lowest value instead of zeros.
-        size: the number of ranks. name: the process group's name. coordinate: this rank's place in
-            it.
+        x: this rank's shard.
+        dim: the dim that is sharded.
+        before, after: the number of elements to add on each side.
+        lowest: whether to pad with the lowest value of the dtype instead of zero.
+        size, name: the number of ranks, and the name of the process group.
+        coordinate: the index of this rank in the group.
     """
     started = start_halo(x, dim, before, after, lowest, size, name, coordinate)
     return finish_halo(started, dim, before, after, lowest, size, name, coordinate)
@@ -334,8 +341,8 @@ def finish_halo(
     """Wait for a `halo` and return its result.
 
     Args:
-        started: what `start_halo` returned. dim, before, after, lowest, size, name, coordinate: see
-            `halo`.
+        started: the result of `start_halo`.
+        dim, before, after, lowest, size, name, coordinate: see `halo`.
     """
     x, around = started.pop(), Halo(dim, before, after, lowest)
     if size == 1:
@@ -359,12 +366,14 @@ def finish_halo(
 
 
 def swap(x: Tensor, dim: int, size: int, name: str, coordinate: int) -> Tensor:
-    """Exchange the second half of this rank's part with the rank at the mirrored place.
+    """Exchange the second half of this rank's shard with the rank at the mirrored coordinate: rank
+    i exchanges with rank size − 1 − i.
 
     Args:
-        x: this rank's part. dim: the dim that is split. size: the number of ranks. name: the
-            process group's name. coordinate: this rank's place in it; rank i exchanges with rank
-            size − 1 − i.
+        x: this rank's shard.
+        dim: the dim that is sharded.
+        size, name: the number of ranks, and the name of the process group.
+        coordinate: the index of this rank in the group.
     """
     return finish_swap(start_swap(x, dim, size, name, coordinate), dim, size, name, coordinate)
 
@@ -387,21 +396,23 @@ def finish_swap(started: Started, dim: int, size: int, name: str, coordinate: in
     """Wait for a `swap` and return its result.
 
     Args:
-        started: what `start_swap` returned. dim, size, name, coordinate: see `swap`.
+        started: the result of `start_swap`.
+        dim, size, name, coordinate: see `swap`.
     """
     if size == 1:
-        return _itself(started)
+        return _only_operand(started)
     x = started.pop()
     first = x.narrow(dim, 0, x.shape[dim] // 2)
     return torch.cat([first, _await_received(started, name).view(first.shape)], dim=dim)
 
 
 def shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
-    """Return this rank's part along `dim`, a contiguous copy.
+    """Return this rank's shard along `dim` as a contiguous copy.
 
     Args:
-        x: the whole tensor. dim: the dim that is split. size: the number of ranks. coordinate: this
-            rank's place among them.
+        x: the full tensor.
+        dim: the dim that is sharded.
+        size, coordinate: the number of ranks, and the index of this rank.
     """
     if size == 1:
         return x
@@ -412,14 +423,16 @@ def shard(x: Tensor, dim: int, size: int, coordinate: int) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, leaving: list[int], coming: list[int], name: str) -> Tensor:
-    """Send rows to every rank and receive rows from every rank, in numbers that may differ.
+    """Send rows to every rank, and receive rows from every rank. The numbers of rows may differ.
 
     Args:
-        rows: the rows to send, those for rank 0 first. leaving: the number of rows for each rank.
-        coming: the number of rows from each rank. name: the process group's name.
+        rows: the rows to send, ordered by receiving rank.
+        leaving: the number of rows for each rank.
+        coming: the number of rows from each rank.
+        name: the name of the process group.
 
     Returns:
-        The received rows, those from rank 0 first.
+        The received rows, ordered by sending rank.
     """
     return _await_received(
         [_functional.all_to_all_single(rows.contiguous(), coming, leaving, name), rows], name
@@ -433,13 +446,13 @@ def _pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _whole_parts(x: Tensor, dim: int, size: int) -> Tensor:
-    """Pad `dim` with zeros so that all its parts have equal length."""
+    """Pad `dim` with zeros so that all shards have equal length."""
     return _pad_dim(x, dim, part_of(x.shape[dim], size) * size)
 
 
 def _cut_dim(x: Tensor, dim: int, length: int | None) -> Tensor:
-    """Return the first `length` elements of `dim` in memory of their own; all of `x` if `length` is
-    None."""
+    """Return a copy of the first `length` elements of `dim`. If `length` is None or the length of
+    the dim, return `x`."""
     return (
         x
         if length is None or x.shape[dim] == length
@@ -448,42 +461,42 @@ def _cut_dim(x: Tensor, dim: int, length: int | None) -> Tensor:
 
 
 def _leading_parts(x: Tensor, dim: int, size: int) -> Tensor:
-    """[.., d, ..] → [size, .., d / size, ..], contiguous; a view if `dim` is leading and `x`
-    contiguous."""
+    """Reshape [.., d, ..] to a contiguous tensor [size, .., d / size, ..]. The result is a view if
+    `dim` is leading and `x` is contiguous."""
     return x.unflatten(dim, (size, part_of(x.shape[dim], size))).movedim(dim, 0).contiguous()
 
 
 def _join_parts(parts: Tensor, dim: int) -> Tensor:
-    """[size, .., d, ..] → [.., size · d, ..], contiguous: `flatten` alone returns a strided view
-    if d is 1."""
+    """Reshape [size, .., d, ..] to a contiguous tensor [.., size · d, ..]."""
+    # if d is 1, `flatten` alone returns a strided view
     return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _start_gather(x: Tensor, size: int, name: str) -> Started:
-    """Issue [..] of every rank → [size, ..]."""
+    """Issue an all-gather of [..] to [size, ..]."""
     if not name:
         return [x.new_empty((size, *x.shape)), x]
     return [_functional.all_gather_into_tensor(_sendable(x).unsqueeze(0), size, name), x]
 
 
 def _start_scatter(x: Tensor, reduce_op: str, size: int, name: str) -> Started:
-    """Issue [size, ..] → [1, ..], the reduced tensor at this rank's index."""
+    """Issue a reduce-scatter of [size, ..] to [1, ..]."""
     if not name:
         return [x.new_empty((1, *x.shape[1:])), x]
     return [_functional.reduce_scatter_tensor(_summable(x), reduce_op, size, name), x]
 
 
 def _start_exchange(x: Tensor, size: int, name: str) -> Started:
-    """Issue an exchange of [size, ..]: part i goes to rank i; the result's part i came from rank
-    i."""
+    """Issue an all-to-all of [size, ..]: part i is sent to rank i, and part i of the result is
+    received from rank i."""
     if not name:
         return [x.new_empty(x.shape), x]
     return [_functional.all_to_all_single(_sendable(x), [1] * size, [1] * size, name), x]
 
 
 def _start_flat(x: Tensor, out_splits: list[int], in_splits: list[int], name: str) -> Started:
-    """Issue an exchange of elements: those for every rank, one after another → those from every
-    rank."""
+    """Issue an all-to-all of a flat tensor. Elements are ordered by receiving rank in `x`, and by
+    sending rank in the result."""
     if not name:
         return [x.new_empty(sum(out_splits)), x]
     return [_functional.all_to_all_single(_sendable(x), out_splits, in_splits, name), x]
@@ -501,29 +514,31 @@ _SENDABLE = frozenset(
         torch.int64,
     }
 )
-"""Dtypes that every process group moves; others go as bytes, in a dim of their own."""
+"""Dtypes that every process group supports. Other dtypes are sent as bytes, in an additional
+dim."""
 
 
 def _sendable(x: Tensor) -> Tensor:
-    """View a tensor in a dtype that process groups move."""
+    """View a tensor in a dtype that process groups support."""
     return x if x.dtype in _SENDABLE else x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _summable(x: Tensor) -> Tensor:
-    """View a tensor as process groups add it up: not every one of them knows complex numbers."""
+    """View a complex tensor as a real one, since not every process group can sum complex
+    numbers."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _await_received(started: Started, name: str) -> Tensor:
-    """Wait for what a step receives and return it in the dtype that was sent. What was sent is
-    released."""
+    """Wait for the received tensor of a step, and return it in the dtype of the sent tensor. The
+    sent tensor is released."""
     come, sent = started
     started.clear()
     come = _functional.wait_tensor(come) if name else come
     return come if come.dtype == sent.dtype else come.view(sent.dtype).squeeze(-1)
 
 
-def _itself(started: Started) -> Tensor:
+def _only_operand(started: Started) -> Tensor:
     x: Tensor = started.pop()
     return x
 
@@ -532,7 +547,7 @@ IN_PLACE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     all_reduce: all_reduce_,
     start_all_reduce: start_all_reduce_,
 }
-"""Steps that may compute in their operand's memory, and the form that does."""
+"""Steps that may compute in the memory of their operand, with their in-place forms."""
 STARTS: Mapping[str, Callable[..., Started]] = {
     "all_gather": start_all_gather,
     "reduce_scatter": start_reduce_scatter,

@@ -1,18 +1,18 @@
-"""Compile the kernels of `autopar_csrc`: at first use, or ahead by ``python -m
-autopar.kernels.build``.
+"""Compile the kernels of `autopar_csrc`.
 
-All ``*.cu`` files of the folder are compiled into one library per kind: *host* by the C++ compiler
-(``$CXX`` or g++), *cuda* by nvcc (``$NVCC`` or the one on the path). A library is stored in the
-cache (``$AUTOPAR_KERNEL_CACHE``, else ``autopar/kernels`` in the user's cache) under a name that is
-a hash of sources, headers, command and compiler. So a changed source is compiled anew, and an old
-library is never loaded for it. A library is compiled in a temporary folder and moved to its name
-under a lock: processes that build at the same time compile once, and none sees half a library. Next
-to each library are the compiler's output (``.log``; for cuda with ptxas's report of registers and
-spills) and its checksum (``.sha256``). A library that does not match its checksum is compiled
-again. Libraries are code: a cache that another user can write to is not used.
+Kernels are compiled at first use, or in advance by ``python -m autopar.kernels.build``. All
+``*.cu`` files of the folder are compiled into one library per kind: *host* by the C++ compiler
+(``$CXX`` or g++), *cuda* by nvcc (``$NVCC`` or the nvcc on the path). A library is stored in the
+cache (``$AUTOPAR_KERNEL_CACHE``, by default ``autopar/kernels`` in the user's cache). Its name
+contains a hash of sources, headers, command and compiler, so that changed sources are compiled
+again and an outdated library is never loaded. A library is compiled in a temporary folder and moved
+to its name under a lock, so that concurrent processes compile it once and never load an incomplete
+library. Next to each library are the compiler's output (``.log``; for cuda with ptxas's report of
+registers and spills) and its checksum (``.sha256``). A library that does not match its checksum is
+compiled again. Since libraries are code, a cache that another user can write to is not used.
 
-Variants: ``release``; ``debug``, in which a wait for a signal has a time-out (``include/epoch.h``).
-For tests, of the host only: ``thread``, for ThreadSanitizer; ``emulated``, in which the device's
+Variants: ``release``; ``debug``, in which waits for signals have a time-out (``include/epoch.h``).
+For tests of the host library only: ``thread``, with ThreadSanitizer; ``emulated``, in which device
 code runs on the CPU (``include/emulated.h``); ``emulated-thread``, both.
 """
 
@@ -49,11 +49,11 @@ VARIANTS = {
     "emulated-thread": (*_EMULATED, "-DAP_EMULATED_THREADS", "-fsanitize=thread"),
 }
 COMPILERS = {"host": ("CXX", "g++"), "cuda": ("NVCC", "nvcc")}
-"""By kind: the variable that names a compiler, and its name where that is not set."""
+"""For each kind: the environment variable that selects a compiler, and the default compiler."""
 HOST_ONLY = ("thread", "emulated", "emulated-thread")
 LIMIT_S = 600.0
 _NAME_ANOTHER = "AUTOPAR_KERNEL_CACHE=FOLDER"
-_QUIET_S = 2.0  # a build that takes longer says so
+_QUIET_S = 2.0  # a longer build shows a message
 _HOST = (
     "-x",
     "c++",
@@ -65,7 +65,7 @@ _HOST = (
     "-fvisibility=hidden",
     "-ffp-contract=off",
 )
-# sm_80's code also runs on 8.6 and 8.9; its PTX serves devices that none of the architectures fits.
+# Code for sm_80 also runs on 8.6 and 8.9. Its PTX is used on devices of other architectures.
 _CUDA = (
     "-x",
     "cu",
@@ -86,8 +86,9 @@ class Built:
     """A compiled library or program.
 
     Attributes:
-        path: its file. report: the compiler's output. build_s: the seconds that it took, 0 if it
-            was in the cache.
+        path: the file.
+        report: the compiler's output.
+        build_s: the seconds of the compilation; 0 if the library was in the cache.
     """
 
     path: Path
@@ -96,14 +97,15 @@ class Built:
 
 
 def cache_folder() -> Path:
-    """Find or make the folder of libraries; one of this process alone if other users can write to
-    the one that is named.
+    """Return the folder of libraries. Create it if it does not exist. If other users can write to
+    the selected folder, this is a temporary folder of this process.
 
     Returns:
         A folder that only the current user can write to.
 
     Raises:
-        KernelError: if the user has no home and no folder is named, or the folder cannot be made.
+        KernelError: if the folder cannot be created, or the user has no home folder and no folder
+            is selected.
     """
     named = os.environ.get("AUTOPAR_KERNEL_CACHE")
     try:
@@ -127,23 +129,23 @@ def cache_folder() -> Path:
 
 
 def _unwritable(error: OSError) -> KernelError:
-    """Return the error for a cache folder that cannot be made or written to."""
+    """Return the error for a cache folder that cannot be created or written to."""
     return KernelError(
         f"the kernel cache cannot be written: {error}", remedy=f"choose another: {_NAME_ANOTHER}"
     )
 
 
 def sources(folder: Path = SOURCES) -> tuple[Path, ...]:
-    """Return the kernels' files, sorted by name."""
+    """Return the source files of the kernels, sorted by name."""
     return tuple(sorted(folder.glob("*.cu")))
 
 
 def compiler(kind: str) -> list[str]:
-    """Return the command of the compiler for ``host`` or ``cuda``: its path, and the flags of its
-    variable.
+    """Return the command of the compiler for ``host`` or ``cuda``: its path, and the flags in its
+    environment variable.
 
     Raises:
-        KernelError: if there is no such compiler.
+        KernelError: if the compiler does not exist.
     """
     variable, default = COMPILERS[kind]
     name, *flags = shlex.split(os.environ.get(variable) or default)
@@ -170,14 +172,16 @@ def build_library(
     architectures: Sequence[str] = ARCHITECTURES,
     folder: Path = SOURCES,
 ) -> Built:
-    """Return the library of all kernels in `folder`, from the cache or compiled now.
+    """Return the library of all kernels in `folder`. Compile it if it is not in the cache.
 
     Args:
-        kind: ``host`` or ``cuda``. variant: a name of `VARIANTS`.
-        architectures: of the device, for ``cuda``: ``80`` stands for sm_80. folder: the sources.
+        kind: ``host`` or ``cuda``.
+        variant: a key of `VARIANTS`.
+        architectures: the architectures for ``cuda``, such as ``80`` for sm_80.
+        folder: the folder of the sources.
 
     Raises:
-        KernelError: if there is no compiler, or it fails; the message has the command and the
+        KernelError: if there is no compiler, or it fails. The message contains the command and the
             compiler's output.
     """
     if kind == "cuda" and variant in HOST_ONLY:
@@ -206,8 +210,9 @@ def build_program(main: Path, variant: str = "release", folder: Path = SOURCES) 
     """Build an executable for the host from the kernels in `folder` and a C++ file.
 
     Args:
-        main: the C++ file, which may include the kernels' headers. variant: a name of `VARIANTS`.
-        folder: the kernels' sources.
+        main: the C++ file, which may include the headers of the kernels.
+        variant: a key of `VARIANTS`.
+        folder: the folder of the sources.
 
     Raises:
         KernelError: see `build_library`.
@@ -250,7 +255,8 @@ def _build(
 
 
 def _read_cached(place: Path, stem: str) -> str | None:
-    """Return the compiler's output for a library in the cache; None if it has to be compiled."""
+    """Return the compiler's output for a library in the cache; None if the library must be
+    compiled."""
     try:
         if not (reason := find_foreign(place)):
             report, wanted = (
@@ -260,7 +266,7 @@ def _read_cached(place: Path, stem: str) -> str | None:
             if wanted == _digest(place):
                 return report
             reason = f"{place} was changed after it was written"
-    except FileNotFoundError:  # nothing was compiled yet, or not to the end
+    except FileNotFoundError:  # it was not compiled, or not completely
         return None
     except (OSError, ValueError) as error:
         reason = f"{place} cannot be read ({error})"
@@ -274,7 +280,7 @@ def _digest(path: Path) -> str:
 
 
 def _key(command: Sequence[str], files: Sequence[Path], folder: Path) -> str:
-    """Return a hash of everything that determines the result of the compilation."""
+    """Return a hash of all inputs of the compilation."""
     said = subprocess.run(
         [command[0], "--version"], capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
@@ -301,17 +307,16 @@ def _compile(
         said.write_text(report, encoding="utf-8")
         digest.write_text(_digest(made), encoding="utf-8")
         made.chmod(0o700)
-        for each in (said, digest):  # first, so that a library is never there without them
+        for each in (said, digest):  # moved first, so that a library never exists without them
             os.replace(each, place.with_name(f"{stem}.{each.name}"))
         os.replace(made, place)
     return Built(place, report, time.perf_counter() - start)
 
 
 def _run(name: str, line: Sequence[str]) -> tuple[int, str]:
-    """Return the exit status and the output of the compiler. If it takes long, say so on the
+    """Run the compiler. Return its exit status and output. If it takes long, show a message on the
     terminal."""
-    # In a group of its own, so that a compiler that is given up takes the programs with it that it
-    # has started.
+    # It runs in a separate process group, so that its child processes can also be killed.
     with subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
@@ -342,25 +347,25 @@ def _end_process(process: subprocess.Popen[str], limit_s: float) -> tuple[int, s
 
 @contextmanager
 def _lock_file(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, after waiting for any other process that holds it."""
+    """A context that holds the lock of a file. On entry, it waits for other processes."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Without --host and --cuda it builds for every compiler that is installed."""
+    """Run the command. Without --host and --cuda, build with every installed compiler."""
     parser = argparse.ArgumentParser(
         prog="python -m autopar.kernels.build", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--host", action="store_true", help="with the C++ compiler")
-    parser.add_argument("--cuda", action="store_true", help="with nvcc")
-    parser.add_argument("--debug", action="store_true", help="with time-outs in waits")
+    parser.add_argument("--host", action="store_true", help="build with the C++ compiler")
+    parser.add_argument("--cuda", action="store_true", help="build with nvcc")
+    parser.add_argument("--debug", action="store_true", help="add time-outs to waits")
     parser.add_argument(
         "--arch",
         action="append",
         metavar="80|90a|...",
-        help=f"of the device; by default {' '.join(ARCHITECTURES)}",
+        help=f"architecture of the device; default: {' '.join(ARCHITECTURES)}",
     )
     options = parser.parse_args(arguments)
     asked = [kind for kind in COMPILERS if getattr(options, kind)]

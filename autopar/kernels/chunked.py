@@ -1,9 +1,9 @@
 """The protocols of the overlapped products, and products in chunks.
 
-The protocols are lists of phases that any provider of `autopar.kernels.peers` can run. They see a
-tensor as [outer, rows, row] along the sharded dim, as `autopar_csrc/include/shards.h` does, and are
+The protocols are lists of phases that any provider of `autopar.kernels.peers` can run. They view a
+tensor as [outer, rows, row] along the sharded dim, like `autopar_csrc/include/shards.h`. They are
 described at the top of `autopar_csrc/all_gather_matmul.cu` and
-`autopar_csrc/matmul_reduce_scatter.cu`. The caller says what is computed per chunk.
+`autopar_csrc/matmul_reduce_scatter.cu`. The caller defines the computation for each chunk.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ _WORD_BYTES = 8
 REDUCIBLE = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64}
 )
-"""Dtypes that `scatter` can add up."""
+"""Dtypes that `scatter` can sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """A whole tensor [outer, rows, row], whose rows are split over ranks and chunks.
+    """The division of a tensor [outer, rows, row] along its rows, over ranks and chunks.
 
     Attributes:
-        row_bytes: bytes of a row. size: the number of ranks. num_chunks: the chunks of each rank's
-            rows.
+        outer, rows: the lengths of the first two dims.
+        row_bytes: the size of a row in bytes.
+        size: the number of ranks.
+        num_chunks: the number of chunks of each rank's rows.
     """
 
     outer: int
@@ -50,11 +52,13 @@ class Shards:
     def of(
         shape: Sequence[int], dim: int, dtype: torch.dtype, size: int, num_chunks: int
     ) -> Shards:
-        """Return the shards of a whole tensor.
+        """Return the shards of a tensor.
 
         Args:
-            shape: its shape. dim: the sharded dim. dtype: its dtype. size: the number of ranks.
-                num_chunks: the chunks of each rank's rows.
+            shape, dtype: the shape and dtype of the full tensor.
+            dim: the sharded dim.
+            size: the number of ranks.
+            num_chunks: the number of chunks of each rank's rows.
         """
         return Shards(
             prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :]) * dtype.itemsize, size, num_chunks
@@ -67,14 +71,14 @@ class Shards:
         )
 
     def gathered_order(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """Iterate over the chunks in the order in which `gather` multiplies them: position, chunk,
-        first row and number of rows. The rank's own shard comes first, then those of the next
-        ranks."""
+        """Iterate over the chunks in the order in which `gather` multiplies them. Yield the
+        position, the chunk, the first row and the number of rows. The shard of the rank is first,
+        followed by those of the next ranks."""
         return self._order(rank)
 
     def scattered_order(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """Iterate over the chunks as `gathered_order`, but from the next rank's rows to the own
-        rows."""
+        """Iterate over the chunks like `gathered_order`, but begin with the rows of the next rank
+        and end with those of the rank."""
         return self._order(rank + 1)
 
     def _order(self, first: int) -> Iterator[tuple[int, int, int, int]]:
@@ -89,27 +93,27 @@ class Shards:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot, which has room for any rank's shard."""
+        """The size of a slot in bytes. A slot has room for the shard of any rank."""
         return _rounded_up(self.outer * -(-self.rows // self.size) * self.row_bytes)
 
     @property
     def num_flag_words(self) -> int:
-        """Number of 64-bit words of a rank's flags."""
+        """The number of 64-bit words of a rank's flags."""
         return (1 + self.size + self.size * self.num_chunks) * _FLAG_WORDS
 
     @property
     def gather_bytes(self) -> int:
-        """Bytes that a rank shares for `gather`: two slots for its shard, and flags."""
+        """The bytes of a rank's shared memory for `gather`: two slots for its shard, and flags."""
         return 2 * self.slot_bytes + _WORD_BYTES * self.num_flag_words
 
     @property
     def scatter_bytes(self) -> int:
-        """Bytes that a rank shares for `scatter`: two slots for each rank's part of its rows, and
-        flags."""
+        """The bytes of a rank's shared memory for `scatter`: two slots for each rank's partial
+        product of its rows, and flags."""
         return 2 * self.size * self.slot_bytes + _WORD_BYTES * self.num_flag_words
 
     def inbox_offset(self, epoch: int, rank: int) -> int:
-        """Return the offset in bytes, in an inbox, of the part that comes from `rank`."""
+        """Return the offset, in bytes, of the partial product from `rank` in an inbox."""
         return (epoch % 2 * self.size + rank) * self.slot_bytes
 
 
@@ -119,11 +123,12 @@ def _rounded_up(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """A rank's part in `gather`.
+    """The job of a rank in `gather`.
 
     Attributes:
-        shard: its own shard, contiguous. gathered: the whole tensor, contiguous, to be filled.
-        consume: called with the first row and the number of rows as soon as these are in
+        shard: the contiguous shard of the rank.
+        gathered: the contiguous full tensor, which is filled.
+        consume: called with the first row and the number of rows as soon as these rows are in
             `gathered`.
     """
 
@@ -136,14 +141,16 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
     """Run all_gather_matmul for some ranks.
 
     Args:
-        peers: the provider. shards: how the tensor is split. jobs: rank → its part: of all ranks
-            with `VirtualRanks`, of one rank in its own thread or process.
+        peers: the provider.
+        shards: the division of the tensor.
+        jobs: the job of each rank: of all ranks with `VirtualRanks`, otherwise of one rank in its
+            thread or process.
     """
     regions = gather_regions(peers, shards)
     epochs = {rank: regions.begin(rank) for rank in jobs}
 
     def publish(lane: Lane, rank: int) -> None:
-        """Copy the rank's shard to memory that its peers read."""
+        """Copy the shard of the rank to memory that its peers read."""
         job = jobs[rank]
         own = regions.data[rank].data_ptr(), job.gathered.data_ptr(), regions.flags[rank].data_ptr()
         lane.call(
@@ -155,7 +162,7 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
         )
 
     def pull(lane: Lane, rank: int) -> None:
-        """Copy the peers' shards into the gathered tensor."""
+        """Copy the shards of the peers into the gathered tensor."""
         all_ranks = addresses(regions.data), addresses(regions.flags)
         peers.move(
             lane,
@@ -167,11 +174,10 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
         )
 
     def consume(lane: Lane, rank: int) -> None:
-        """Multiply the rank's own rows, then each chunk as it arrives."""
+        """Multiply the rows of the rank, then each chunk when it arrives."""
         own = regions.flags[rank].data_ptr(), shards.seen_by(rank)
-        _whole(
-            shards, rank, jobs[rank].consume
-        )  # the own rows are there: a product in pieces would take longer
+        # the rows of the rank are available, and one product is faster than several
+        _whole(shards, rank, jobs[rank].consume)
         for position, chunk, begin, length in shards.gathered_order(rank):
             if position > 0:
                 lane.call("all_gather_matmul_wait", *own, position, chunk, epochs[rank])
@@ -189,7 +195,7 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
 
 
 def gather_regions(peers: Peers, shards: Shards) -> Regions:
-    """Return the memory that `gather` shares: two slots per rank for its shard."""
+    """Return the shared memory of `gather`: two slots per rank for its shard."""
     return peers.regions(
         ("all_gather_matmul", shards), 2 * shards.slot_bytes, shards.num_flag_words
     )
@@ -197,17 +203,17 @@ def gather_regions(peers: Peers, shards: Shards) -> Regions:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """A rank's part in `scatter`.
+    """The job of a rank in `scatter`.
 
     Attributes:
-        partial: room for the whole partial product, contiguous; the rank's own rows are not used.
-        out: this rank's rows of the sum, contiguous, to be filled.
+        partial: contiguous memory for the full partial product. The rows of this rank are not used.
+        out: the contiguous rows of the sum that belong to this rank. They are filled.
         produce: called with the first row, the number of rows, and the tensor for their partial
             product.
-        add_up: called when all ranks' parts of this rank's rows have arrived, with these parts in
-            order of the ranks, each like `out`. It fills `out` and whatever else it computes in the
-            same pass. The parts are valid until it returns or, on a GPU, until what it enqueued has
-            run. If it is None the parts are summed.
+        add_up: called when all partial products of this rank's rows have arrived, with these
+            partial products in rank order, each with the shape of `out`. It fills `out`, and may
+            compute other results in the same pass. The partial products are valid until it returns
+            or, on a GPU, until its enqueued work has run. If it is None, they are summed.
     """
 
     partial: Tensor
@@ -220,15 +226,16 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
     """Run matmul_reduce_scatter for some ranks.
 
     Args:
-        peers: the provider. shards: how the product's result is split. dim: the dim that is
-            scattered.
-        jobs: rank → its part, see `gather`.
+        peers: the provider.
+        shards: the division of the product.
+        dim: the dim that is scattered.
+        jobs: the job of each rank; see `gather`.
     """
     regions = scatter_regions(peers, shards)
     epochs = {rank: regions.begin(rank) for rank in jobs}
 
     def produce(lane: Lane, rank: int) -> None:
-        """Compute the partial products of the other ranks' rows, then those of the own rows."""
+        """Compute the partial products of the other ranks' rows, then that of the rank's rows."""
         job, own = jobs[rank], (regions.flags[rank].data_ptr(), shards.seen_by(rank))
         mine = _slot(shards, regions, rank, epochs[rank], job.out, rank)
         for position, chunk, begin, length in shards.scattered_order(rank):
@@ -236,12 +243,11 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
                 if length > 0:
                     job.produce(begin, length, job.partial.narrow(dim, begin, length))
                 lane.call("matmul_reduce_scatter_produced", *own, position, chunk, epochs[rank])
-        _whole(
-            shards, rank, lambda begin, length: job.produce(begin, length, mine)
-        )  # no one waits for pieces of the own rows
+        # no other rank waits for chunks of these rows
+        _whole(shards, rank, lambda begin, length: job.produce(begin, length, mine))
 
     def push(lane: Lane, rank: int) -> None:
-        """Copy each chunk to the rank that owns it, as soon as it is computed."""
+        """Copy each chunk to the rank that owns it as soon as it is computed."""
         all_ranks = addresses(regions.data), addresses(regions.flags)
         peers.move(
             lane,
@@ -253,7 +259,7 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
         )
 
     def add_up(lane: Lane, rank: int) -> None:
-        """Sum the parts of the rank's own rows."""
+        """Sum the partial products of the rank's rows."""
         out, flags, then = jobs[rank].out, regions.flags[rank].data_ptr(), jobs[rank].add_up
         lane.call("matmul_reduce_scatter_arrive", flags, shards.seen_by(rank), epochs[rank])
         if then is not None:
@@ -283,8 +289,8 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
 
 
 def scatter_regions(peers: Peers, shards: Shards) -> Regions:
-    """Return the memory that `scatter` shares: two slots per rank for each rank's part of its
-    rows."""
+    """Return the shared memory of `scatter`: two slots per rank for each rank's partial product of
+    its rows."""
     return peers.regions(
         ("matmul_reduce_scatter", shards),
         2 * shards.size * shards.slot_bytes,
@@ -295,7 +301,8 @@ def scatter_regions(peers: Peers, shards: Shards) -> Regions:
 def _slot(
     shards: Shards, regions: Regions, rank: int, epoch: int, out: Tensor, sender: int
 ) -> Tensor:
-    """Return the part from `sender` in the rank's inbox, with shape and dtype of `out`."""
+    """Return the partial product from `sender` in the rank's inbox, with the shape and dtype of
+    `out`."""
     begin = shards.inbox_offset(epoch, sender)
     return (
         regions.data[rank][begin : begin + out.numel() * out.element_size()]
@@ -305,7 +312,7 @@ def _slot(
 
 
 def _whole(shards: Shards, rank: int, multiply: Callable[[int, int], None]) -> None:
-    """Multiply the rank's own rows at once."""
+    """Multiply the rows of the rank in one product."""
     begin, length = part_range(shards.rows, (shards.size,), (rank,))
     if length > 0:
         multiply(begin, length)
@@ -334,11 +341,13 @@ def check_chunked(equation: str, letter: str, num_chunks: int) -> None:
     """Check that a product can be computed in chunks along a letter.
 
     Args:
-        equation: the product. letter: the letter of the dim that is cut. num_chunks: the number of
-            chunks of a shard.
+        equation: the equation of the product.
+        letter: the letter of the dim that is divided.
+        num_chunks: the number of chunks of a shard.
 
     Raises:
-        ValueError: if the letter is not in the result and an operand, or there are no chunks.
+        ValueError: if the letter is not in the result and an operand, or the number of chunks is
+            less than 1.
     """
     left, right, result = terms_of(equation)
     if letter not in result or letter not in left + right:
@@ -352,12 +361,12 @@ def check_chunked(equation: str, letter: str, num_chunks: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _as_mm(equation: str) -> tuple[bool, int, bool] | None:
-    """Return how an equation is one `mm` of views of contiguous tensors; None if it is not.
+    """Return how an equation can be computed by one `mm` of views of contiguous tensors; None if it
+    cannot.
 
     Returns:
-        Whether the right operand comes first, how many dims of the first operand are rows, and
-            whether the
-        second operand is transposed.
+        Whether the right operand is the first factor, the number of dims of the first factor that
+        form its rows, and whether the second factor is transposed.
     """
     left, right, result = terms_of(equation)
     inner = "".join(letter for letter in left if letter not in result)
@@ -372,10 +381,12 @@ def _as_mm(equation: str) -> tuple[bool, int, bool] | None:
 
 
 def multiply(equation: str, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``a · b``, with a bias added as by `autopar.ops.dot`.
+    """Return ``a · b``, plus a bias as in `autopar.ops.dot`.
 
     Args:
-        equation: the product. a, b: its factors. bias: the bias, or None.
+        equation: the equation of the product.
+        a, b: the factors.
+        bias: the bias, or None.
     """
     return torch.einsum(equation, a, b) if bias is None else dot(equation, a, b, bias)
 
@@ -383,12 +394,14 @@ def multiply(equation: str, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor
 def multiply_into(
     equation: str, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None
 ) -> None:
-    """Compute ``out = a · b``, with a bias. Torch's matmul writes into `out` itself if it can; else
-    the result is copied.
+    """Compute ``out = a · b``, plus a bias. If possible, torch's matmul writes into `out`;
+    otherwise the result is copied.
 
     Args:
-        equation: the product. a, b: its factors. out: the result, to be filled. bias: the bias, or
-            None.
+        equation: the equation of the product.
+        a, b: the factors.
+        out: the tensor that is filled with the result.
+        bias: the bias, or None.
     """
     form = _as_mm(equation)
     if form is None or not (a.is_contiguous() and b.is_contiguous() and out.is_contiguous()):
@@ -412,10 +425,11 @@ def multiply_into(
 
 
 def result_shape(equation: str, a: Tensor, b: Tensor) -> list[Any]:
-    """Return the product's shape, whose lengths may be symbols.
+    """Return the shape of a product. Its lengths may be symbolic.
 
     Args:
-        equation: the product. a, b: its factors.
+        equation: the equation of the product.
+        a, b: the factors.
     """
     left, right, result = terms_of(equation)
     sizes = {**dict(zip(left, a.shape, strict=True)), **dict(zip(right, b.shape, strict=True))}
@@ -426,7 +440,8 @@ def in_order(which: int, mine: T, other: T) -> tuple[T, T]:
     """Return two values in the order of the equation's operands.
 
     Args:
-        which: the place of `mine`, 0 or 1. mine, other: the values.
+        which: the position of `mine`, 0 or 1.
+        mine, other: the values.
     """
     return (mine, other) if which == 0 else (other, mine)
 
@@ -434,12 +449,13 @@ def in_order(which: int, mine: T, other: T) -> tuple[T, T]:
 def cut_bias(
     bias: Tensor | None, equation: str, letter: str, begin: int, length: int
 ) -> Tensor | None:
-    """Return the part of a bias that belongs to some rows of the result, as `cut_rows` does for
-    operands.
+    """Return the part of a bias for some rows of the result, like `cut_rows` for operands.
 
     Args:
-        bias: the bias, or None. equation: the product. letter: the letter of the rows. begin,
-            length: the rows.
+        bias: the bias, or None.
+        equation: the equation of the product.
+        letter: the letter of the rows.
+        begin, length: the first row and the number of rows.
     """
     return (
         None
@@ -451,11 +467,13 @@ def cut_bias(
 def cut_rows(
     terms: Sequence[str], tensors: Sequence[Tensor], letter: str, begin: int, length: int
 ) -> list[Tensor]:
-    """Return the given rows of each tensor that has the letter, and the other tensors unchanged.
+    """Return the given rows of each tensor that has the letter. Other tensors are unchanged.
 
     Args:
-        terms: the tensors' letters. tensors: the tensors. letter: the letter of the rows. begin,
-            length: the rows.
+        terms: the letters of each tensor.
+        tensors: the tensors.
+        letter: the letter of the rows.
+        begin, length: the first row and the number of rows.
     """
     return [
         x.narrow(term.index(letter), begin, length) if letter in term else x

@@ -1,34 +1,35 @@
-"""The communication steps of emitted graphs, as plain functions that name mesh axes by index.
+"""The communication steps of emitted graphs, as plain functions that refer to mesh axes by index.
 
-Executed directly they look up the process groups that `use_groups` has made current;
-`autopar.kernels.bind` puts constants in their place, so that a bound graph needs no context and
-`torch.compile` sees only torch operators. No autograd runs through them: an emitted backward graph
-holds its own steps.
+When they are called directly, they use the process groups that `use_groups` has set.
+`autopar.kernels.bind` replaces axes by constants, so that a bound graph needs no context and
+`torch.compile` sees only torch ops. Autograd does not differentiate these steps, since an emitted
+backward graph contains its steps explicitly.
 
-Terms. `size` is the number of ranks on the axis, `part` the length of one rank's share. A *fake*
-group has an empty name: its steps allocate what the real ones do and move nothing, so that a run on
-fake tensors shows the exact memory.
+`size` is the number of ranks on the axis. A *fake* group has an empty name. Its steps allocate the
+same memory as the real ones and communicate nothing, so that a run on fake tensors shows the exact
+memory.
 
-Memory, with `x` the input and `y` the result (both contiguous): besides them live
-    all_gather      dim leading: nothing; else one buffer as large as `y`, while it is copied to `y`
-    reduce_scatter  dim leading: nothing; else one copy of `x`, until the reduction has ended
-    all_to_all      to_dim not leading: one copy of `x` until it is sent; dim not leading: one
-                    buffer as large as `y`
-    swap            what is sent, where dim is not leading, and what is received
-    halo            what is sent and what is received
-    all_reduce, shard   nothing
-    fetch, store    nothing (`autopar.kernels.host`)
-A dim is leading where all dims before it have length 1. `x` that is not contiguous costs one more
-copy. Along an axis of size 1 every step returns `x` itself.
+Memory in addition to the input `x` and the result `y`, which are contiguous:
+    all_gather      none if dim is leading; otherwise a buffer of the size of `y`, while it is
+                    copied to `y`
+    reduce_scatter  none if dim is leading; otherwise a copy of `x`, until the reduction has ended
+    all_to_all      a copy of `x` until it is sent, unless to_dim is leading; a buffer of the size
+                    of `y`, unless dim is leading
+    swap            the sent elements, unless dim is leading, and the received elements
+    halo            the sent and the received elements
+    all_reduce, shard   none
+    fetch, store    none (`autopar.kernels.host`)
+A dim is leading if all dims before it have length 1. If `x` is not contiguous, one more copy is
+needed. Along an axis of size 1, every step returns `x`.
 
-Early steps. `start` issues a step and `finish` waits for it; both take its kind and all of its
-settings, and what `start` returns goes to one `finish` and nowhere else. From start to finish live
-what is sent (for all_gather `x`, else the copy of it that is named above, or `x` where there is
-none; nothing for all_reduce) and what comes.
+Early steps: `start` issues a step and `finish` waits for it. Both take the kind and all settings of
+the step. The result of `start` must be passed to exactly one `finish`. Between start and finish,
+the sent tensor and the received tensor are alive. The sent tensor is `x` for all_gather, the copy
+of `x` that is listed above or else `x` for other steps, and nothing for all_reduce.
 
-Uneven parts. A dim whose length `size` does not divide has a shorter last part
-(`autopar.core.layout.part_range`). It is padded for the way and cut back after it; each costs a
-copy. Where a step joins such a dim, `length` says how long it is then.
+Uneven shards: if `size` does not divide the length of a dim, the last shard is shorter
+(`autopar.core.layout.part_range`). It is padded for communication, and the result is cut. Each of
+these takes a copy. If a step gathers such a dim, `length` is the full length of the dim.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class AxisGroup:
     """This rank's process group along one mesh axis.
 
     Attributes:
-        name: torch's name of the group, empty for a fake group. size: the number of its ranks.
-        coordinate: this rank's place in it.
+        name: torch's name of the group; empty for a fake group.
+        size: the number of ranks in the group.
+        coordinate: the index of this rank in the group.
     """
 
     name: str
@@ -69,7 +71,7 @@ _current: ContextVar[Groups | None] = ContextVar("autopar_groups", default=None)
 
 @contextmanager
 def use_groups(groups: Sequence[AxisGroup]) -> Iterator[None]:
-    """Make `groups`, one per mesh axis, the groups of the steps that run inside, in this thread."""
+    """A context in which steps in this thread use the given groups, one per mesh axis."""
     token = _current.set(tuple(groups))
     try:
         yield
@@ -78,7 +80,7 @@ def use_groups(groups: Sequence[AxisGroup]) -> Iterator[None]:
 
 
 def fake_groups(mesh: Mesh, coordinate: Sequence[int] | None = None) -> Groups:
-    """Return groups without processes, as seen from `coordinate`, by default the origin."""
+    """Return groups without processes for the rank at `coordinate`; by default, the origin."""
     coordinate = coordinate if coordinate is not None else (0,) * len(mesh.shape)
     return tuple(
         AxisGroup("", size, index) for size, index in zip(mesh.shape, coordinate, strict=True)
@@ -86,23 +88,26 @@ def fake_groups(mesh: Mesh, coordinate: Sequence[int] | None = None) -> Groups:
 
 
 def all_gather(x: Tensor, dim: int, axis: int, length: int | None = None) -> Tensor:
-    """Shard(dim) → Replicate on `axis`: the parts joined in order.
+    """Convert Shard(dim) to Replicate on `axis`: concatenate the shards in order.
 
     Args:
-        x: this rank's part. dim: the dim that is joined. axis: the mesh axis, which must be the
-            innermost splitter of `dim`.
-        length: the whole length of `dim`, if its parts differ in length.
+        x: this rank's shard.
+        dim: the dim that is gathered.
+        axis: the mesh axis, which must be the innermost axis that shards `dim`.
+        length: the full length of `dim` if it is sharded unevenly.
     """
     group = group_of(axis)
     return bound_ops.all_gather(x, dim, group.size, group.name, length)
 
 
 def reduce_scatter(x: Tensor, dim: int, reduce_op: str, axis: int) -> Tensor:
-    """Partial(reduce_op) → Shard(dim) on `axis`: this rank's part of the reduced tensor.
+    """Convert Partial(reduce_op) to Shard(dim) on `axis`: return this rank's shard of the reduced
+    tensor.
 
     Args:
-        x: this rank's partial result. dim: the dim that is split. reduce_op: ``sum``, ``max``,
-            ``min`` or ``product``.
+        x: this rank's partial result.
+        dim: the dim that is sharded.
+        reduce_op: ``sum``, ``max``, ``min`` or ``product``.
         axis: the mesh axis.
     """
     group = group_of(axis)
@@ -110,79 +115,93 @@ def reduce_scatter(x: Tensor, dim: int, reduce_op: str, axis: int) -> Tensor:
 
 
 def all_reduce(x: Tensor, reduce_op: str, axis: int) -> Tensor:
-    """Partial(reduce_op) → Replicate on `axis`; a new tensor.
+    """Convert Partial(reduce_op) to Replicate on `axis`: return the reduced tensor in new memory.
 
     Args:
-        x: this rank's partial result. reduce_op: see `reduce_scatter`. axis: the mesh axis.
+        x: this rank's partial result.
+        reduce_op: see `reduce_scatter`.
+        axis: the mesh axis.
     """
     group = group_of(axis)
     return bound_ops.all_reduce(x, reduce_op, group.size, group.name)
 
 
 def all_to_all(x: Tensor, dim: int, to_dim: int, axis: int, length: int | None = None) -> Tensor:
-    """Shard(dim) → Shard(to_dim) on `axis`.
+    """Convert Shard(dim) to Shard(to_dim) on `axis`.
 
     Args:
-        x: this rank's part. dim, to_dim: the dim that is joined and the dim that is split.
-        axis: the mesh axis, which must be the innermost splitter of `dim` and becomes that of
-            `to_dim`.
-        length: the whole length of `dim`, if its parts differ in length.
+        x: this rank's shard.
+        dim, to_dim: the dim that is gathered and the dim that is sharded.
+        axis: the mesh axis. It must be the innermost axis that shards `dim`, and becomes the
+            innermost axis that shards `to_dim`.
+        length: the full length of `dim` if it is sharded unevenly.
     """
     group = group_of(axis)
     return bound_ops.all_to_all(x, dim, to_dim, group.size, group.name, group.coordinate, length)
 
 
 def halo(x: Tensor, dim: int, before: int, after: int, lowest: bool, axis: int) -> Tensor:
-    """Shard(dim) → `Halo` on `axis`: the part with its neighbours' elements.
+    """Convert Shard(dim) to `Halo` on `axis`: add elements of neighboring shards.
 
     Args:
-        x: this rank's part. dim: the dim that is split. before, after: the elements to add on each
-            side.
-        lowest: whether the padding beyond the ends is the dtype's lowest value instead of zeros.
-        axis: the mesh axis, the only one that splits `dim`.
+        x: this rank's shard.
+        dim: the dim that is sharded.
+        before, after: the number of elements to add on each side.
+        lowest: whether the padding at the ends is the lowest value of the dtype instead of zero.
+        axis: the mesh axis, which must be the only axis that shards `dim`.
     """
     group = group_of(axis)
     return bound_ops.halo(x, dim, before, after, lowest, group.size, group.name, group.coordinate)
 
 
 def swap(x: Tensor, dim: int, axis: int) -> Tensor:
-    """Shard(dim) → `Mirrored`, or back, on `axis`: the second half comes from the rank at the
-    mirrored place.
+    """Convert Shard(dim) to `Mirrored` on `axis`, or back: exchange the second half of the shard
+    with the rank at the mirrored coordinate.
 
     Args:
-        x: this rank's part. dim: the dim that is split. axis: the mesh axis, the only one that
-            splits `dim`.
+        x: this rank's shard.
+        dim: the dim that is sharded.
+        axis: the mesh axis, which must be the only axis that shards `dim`.
     """
     group = group_of(axis)
     return bound_ops.swap(x, dim, group.size, group.name, group.coordinate)
 
 
 def shard(x: Tensor, dim: int, axis: int) -> Tensor:
-    """Replicate → Shard(dim) on `axis`: this rank's part, always a contiguous copy.
+    """Convert Replicate to Shard(dim) on `axis`: return this rank's shard as a contiguous copy.
 
-    A view would be free, but it would hold all of `x` alive: a gradient or a kept value that was
-    sliced would then cost `size` times what the plan says.
+    A view would need no copy, but it would keep all of `x` alive: a sliced gradient or saved value
+    would then take `size` times the memory that the plan predicts.
 
     Args:
-        x: the whole tensor. dim: the dim that is split. axis: the mesh axis.
+        x: the full tensor.
+        dim: the dim that is sharded.
+        axis: the mesh axis.
     """
     group = group_of(axis)
     return bound_ops.shard(x, dim, group.size, group.coordinate)
 
 
 def fetch(x: Tensor) -> Tensor:
-    """Copy from the host's memory. On a CPU that is the same memory; a graph that is bound for a
-    GPU copies to it."""
+    """Copy a tensor from host memory to the device. On a CPU, this is a copy within the same
+    memory."""
     return host.fetch(x)
 
 
 def store(x: Tensor) -> Tensor:
-    """Copy to the host's memory, see `fetch`."""
+    """Copy a tensor from the device to host memory; see `fetch`."""
     return host.store(x)
 
 
 def start(x: Tensor, kind: str, *settings: Any, length: int | None = None) -> bound_ops.Started:
-    """Issue the step `kind` with its settings, the axis last."""
+    """Issue a step.
+
+    Args:
+        x: the operand of the step.
+        kind: the kind of the step.
+        settings: the settings of the step; the last one is the axis.
+        length: see `all_gather`.
+    """
     if kind in HOST_KINDS:
         return bound_ops.STARTS[kind](x)
     return bound_ops.STARTS[kind](
@@ -193,7 +212,12 @@ def start(x: Tensor, kind: str, *settings: Any, length: int | None = None) -> bo
 def finish(
     started: bound_ops.Started, kind: str, *settings: Any, length: int | None = None
 ) -> Tensor:
-    """Wait for a step that was started with the same settings and return its result."""
+    """Wait for a step, and return its result.
+
+    Args:
+        started: the result of `start`.
+        kind, settings, length: the arguments that were passed to `start`.
+    """
     if kind in HOST_KINDS:
         return bound_ops.FINISHES[kind](started)
     return bound_ops.FINISHES[kind](
@@ -204,28 +228,30 @@ def finish(
 def bound_settings(
     kind: str, settings: Sequence[Any], length: int | None, group: AxisGroup
 ) -> tuple[Any, ...]:
-    """Return the settings of a step's bound form: the axis is replaced by its group.
+    """Return the settings of the bound form of a step, in which a group replaces the axis.
 
     Args:
-        kind: the step. settings: its settings, the axis last. length: the length of the joined dim,
-            if its parts differ. group: this rank's group along the axis.
+        kind: the kind of the step.
+        settings: the settings of the step; the last one is the axis.
+        length: the full length of the gathered dim if it is sharded unevenly.
+        group: this rank's group along the axis.
     """
     known = {"coordinate": group.coordinate, "length": length}
     return (*settings[:-1], group.size, group.name, *(known[name] for name in _FURTHER[kind]))
 
 
 def local_start(size: int, splitters: tuple[tuple[int, int], ...]) -> int:
-    """Return the first global index of this rank's part of a dim.
+    """Return the first global index of this rank's shard of a dim.
 
     Args:
-        size: the dim's length. splitters: (axis, axis size) of the axes that split it, outermost
-            first.
+        size: the full length of the dim.
+        splitters: pairs (axis, axis size) of the axes that shard it, outermost first.
     """
     return _own_range(size, splitters)[0]
 
 
 def local_length(size: int, splitters: tuple[tuple[int, int], ...]) -> int:
-    """Return the length of this rank's part of a dim. For the arguments see `local_start`."""
+    """Return the length of this rank's shard of a dim. For the arguments, see `local_start`."""
     return _own_range(size, splitters)[1]
 
 
@@ -234,6 +260,7 @@ def _own_range(size: int, splitters: tuple[tuple[int, int], ...]) -> tuple[int, 
 
 
 PLACES: tuple[Callable[..., int], ...] = (local_start, local_length)  # in the order of `range_of`
+# steps along mesh axes
 STEPS: tuple[Callable[..., Tensor], ...] = (
     all_gather,
     reduce_scatter,
@@ -242,8 +269,8 @@ STEPS: tuple[Callable[..., Tensor], ...] = (
     swap,
     halo,
     shard,
-)  # along axes
-COPIES: tuple[Callable[..., Tensor], ...] = (fetch, store)  # along none
+)
+COPIES: tuple[Callable[..., Tensor], ...] = (fetch, store)  # steps without an axis
 PARTS: tuple[Callable[..., Any], ...] = (start, finish)
 
 
@@ -261,8 +288,8 @@ _ARGUMENTS = {
 
 
 def positional(node: fx.Node) -> tuple[Any, ...]:
-    """Return the arguments of a step, or of its start or finish, in order, without `length` and the
-    kind."""
+    """Return the arguments of a step, or of its start or finish, in order. `length` and the kind
+    are left out."""
     if node.target in PARTS:
         x, _, *settings = node.args
         return (x, *settings)
@@ -271,12 +298,16 @@ def positional(node: fx.Node) -> tuple[Any, ...]:
 
 
 def group_of(axis: int) -> AxisGroup:
-    """Return this rank's current group along an axis."""
+    """Return the group that `use_groups` has set for an axis."""
     return current_groups()[axis]
 
 
 def current_groups() -> Groups:
-    """Return this rank's current groups, one per axis."""
+    """Return the groups that `use_groups` has set, one per axis.
+
+    Raises:
+        RuntimeStateError: if no groups are set.
+    """
     groups = _current.get()
     if groups is None:
         raise RuntimeStateError(
@@ -292,16 +323,17 @@ def current_groups() -> Groups:
 def range_of(
     size: int, splitters: Sequence[tuple[int, int]], coordinates: Sequence[int]
 ) -> tuple[int, int]:
-    """Return first index and length of a part of a dim.
+    """Return the first index and the length of a shard of a dim.
 
     Args:
-        size: the dim's length. splitters: see `local_start`. coordinates: the part's place on each
-            of these axes.
+        size: the full length of the dim.
+        splitters: see `local_start`.
+        coordinates: the coordinate of the shard on each of these axes.
     """
     return part_range(size, [axis_size for _, axis_size in splitters], coordinates)
 
 
-_FURTHER: Mapping[str, tuple[str, ...]] = {  # what a bound form takes after its group
+_FURTHER: Mapping[str, tuple[str, ...]] = {  # arguments of a bound form after its group
     "all_gather": ("length",),
     "reduce_scatter": ("coordinate",),
     "all_reduce": (),
@@ -312,24 +344,26 @@ _FURTHER: Mapping[str, tuple[str, ...]] = {  # what a bound form takes after its
 
 
 # --------------------------------------------------------------------------------------------------
-# Sums of gradients that are held through a step.
+# Sums of gradients over the microbatches of a step.
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of this dtype add up: fp32, or the dtype itself if it is
+    """Return the dtype in which gradients of a dtype accumulate: fp32, or the dtype if it is
     wider."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def add_to(total: Tensor, x: Tensor) -> Tensor:
-    """Add `x`, of any dtype, to `total` in place, in the dtype of `total`; return `total`."""
+    """Add `x`, which may have any dtype, to `total` in place, in the dtype of `total`. Return
+    `total`."""
     return total.add_(x)
 
 
 def write_to(total: Tensor, x: Tensor) -> Tensor:
-    """Write into `total` what `add_to` makes of zeros, whatever it holds; return `total`."""
+    """Overwrite `total` with `x`, as if `x` were added to zeros. Return `total`."""
     return total.copy_(x)
 
 
 FIRST = {add_to: write_to}
-"""What stands in the backward graph, and what runs in its place on the first microbatch."""
+"""Functions of the backward graph, with the functions that replace them for the first
+microbatch."""

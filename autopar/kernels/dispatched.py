@@ -1,27 +1,25 @@
 """Experts whose tokens are dispatched along a mesh axis (`autopar.ops.expert_layers`), as steps of
 emitted graphs.
 
-Like the steps of `autopar.kernels.collectives` they name the mesh axis by index, and `bind`
-replaces it by a process group. Rows go by all-to-alls of exactly as many rows as there are, after
-the ranks have exchanged these numbers; so the host waits once for the device, to know the sizes. In
-a *routed* step, as its last argument says, ranks write rows into each other's memory instead, if
-they reach it: directly from the tokens to where experts read them, and from the experts' results to
-where they are added up. If ranks do not reach each other's memory, the log says once that rows go
-by all-to-alls.
+Like the steps of `autopar.kernels.collectives`, they refer to the mesh axis by index, and `bind`
+replaces it by a process group. Rows are sent by all-to-alls of exactly the required numbers of
+rows, which ranks exchange first, so the host waits for the device once. In a *routed* step (the
+last argument), ranks write rows directly into each other's memory if it is accessible: tokens to
+the memory that experts read, and results of experts to the memory from which they are summed. If
+the memory of other ranks is not accessible, all-to-alls are used, which is logged once.
 
-Memory. In addition to operands and results live, of the r rows that are sent and received (equally
-many in a fake group, as if all experts were chosen equally often),
-    by all-to-alls  in forward the rows that are sent, until they are sent, those received, until
-                    experts have computed as many of them, those that come back, and for each pair
-                    its place; in backward likewise, rows of tokens and of results' gradients at
-                    once
-    routed          in forward the experts' results, until they are back, and for each pair its
-                    place; in backward likewise, and the tokens with their results' gradients, until
-                    they are sent. What is received lies in memory that peers write, with room for
-                    all pairs of all ranks; it is kept for the next use
-                    (`autopar.kernels.routed.shared_regions`)
-Temporaries of the linears and the sums are not counted. In a fake group a routed step runs both
-ways, so that the larger is counted.
+Memory in addition to operands and results, for the rows that are sent and received. In a fake
+group, these are equally many, as if all experts were chosen equally often:
+    all-to-alls     in forward, the sent rows until they are sent, the received rows until experts
+                    have computed results of them, the returned rows, and the position of each pair;
+                    in backward the same, where rows of tokens and of result gradients are sent
+                    together
+    routed          in forward, the results of experts until they are returned, and the position of
+                    each pair; in backward also the tokens with the gradients of their results until
+                    they are sent. Received rows are in shared memory with room for all pairs of all
+                    ranks, which is kept for the next use (`autopar.kernels.routed.shared_regions`)
+Temporaries of the linear layers and of sums do not count. In a fake group, a routed step runs both
+variants, so that the larger one counts.
 """
 
 from __future__ import annotations
@@ -47,7 +45,8 @@ from autopar.ops.expert_layers import (
 )
 
 Split = tuple[int, tuple[tuple[int, int], ...]]
-"""The number of experts, and (axis, axis size) of those that split them, outermost first."""
+"""The number of experts, and pairs (axis, axis size) of the axes that shard them, outermost
+first."""
 
 
 def experts(
@@ -63,13 +62,16 @@ def experts(
     axis: int,
     routed: bool,
 ) -> Tensor:
-    """Return what this rank's tokens [t, h] get from the experts of all ranks of the axis: [t, d].
+    """Return the results [t, d] of the experts of all ranks of the axis for this rank's tokens
+    [t, h].
 
     Args:
-        x, ids, gates, up, down, act: this rank's operands, see `ops.experts`. size: the number of
-            experts.
-        split: the experts' dim and the axes that split it. most: the most pairs of any rank.
-        axis: the mesh axis. routed: whether ranks write into each other's memory.
+        x, ids, gates, up, down, act: this rank's operands; see `ops.experts`.
+        size: the number of experts.
+        split: the dim of the experts and the axes that shard it.
+        most: the largest number of pairs of any rank.
+        axis: the mesh axis.
+        routed: whether ranks write into each other's memory.
     """
     groups = current_groups()
     return experts_bound(
@@ -100,7 +102,7 @@ def experts_backward(
     axis: int,
     routed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of this rank's x and gates, and of its experts' up and down, whole.
+    """Return the gradients of this rank's x and gates, and those of up and down of its experts.
 
     Args:
         grad: the gradient of the result of `experts`.
@@ -115,8 +117,9 @@ def starts_of(split: Split, axis: int, groups: Groups) -> list[int]:
     """Return the first expert of each rank of this rank's group along an axis.
 
     Args:
-        split: the number of experts and the axes that split them. axis: the mesh axis. groups: this
-            rank's groups.
+        split: the number of experts and the axes that shard them.
+        axis: the mesh axis.
+        groups: this rank's groups.
     """
     num, splitters = split
     own = {of: groups[of].coordinate for of, _ in splitters}
@@ -130,15 +133,16 @@ def settings_of(group: AxisGroup, routed: bool) -> tuple[int, str, int, bool]:
 
 
 def with_routes(args: tuple[Any, ...], routed: bool) -> tuple[Any, ...]:
-    """Return a step's arguments with another value of `routed`."""
+    """Return the arguments of a step with another value of `routed`."""
     return *args[:-1], routed
 
 
 def experts_bound(*operands: Any) -> Tensor:
-    """Run `experts` in a process group; under a compiler it is one operator.
+    """Run `experts` in a process group. Under a compiler, it is one op.
 
     Args:
-        operands: the operands, the experts' starts, `most`, and `settings_of` the group.
+        operands: the operands, the first expert of each rank, `most`, and the `settings_of` the
+            group.
     """
     if torch.compiler.is_compiling():
         return torch.ops.autopar.dispatch_experts(*operands)
@@ -146,14 +150,14 @@ def experts_bound(*operands: Any) -> Tensor:
 
 
 def experts_backward_bound(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run `experts_backward` in a process group, see `experts_bound`."""
+    """Run `experts_backward` in a process group; see `experts_bound`."""
     if torch.compiler.is_compiling():
         return torch.ops.autopar.dispatch_experts_backward(*operands)
     return _run(dispatched_experts_backward, *operands)
 
 
 def _run(together: Callable[[Sequence[Operands], Exchange], list[Any]], *operands: Any) -> Any:
-    """Run an op over all ranks of an exchange, for this rank alone."""
+    """Run an op that is defined for all ranks of an exchange, for this rank only."""
     *args, most, size, name, coordinate, routed = operands
     if routed and counts_memory(AxisGroup(name, size, coordinate)):
         together([tuple(args)], FakePeers(size, tuple(x for x in args if isinstance(x, Tensor))))
@@ -164,7 +168,7 @@ STEPS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     dispatched_experts: experts,
     dispatched_experts_backward: experts_backward,
 }
-"""What local arguments name → the step that an emitted graph has."""
+"""The step of an emitted graph for each op."""
 BOUND: Mapping[Callable[..., Any], Callable[..., Any]] = {
     experts: experts_bound,
     experts_backward: experts_backward_bound,
@@ -177,12 +181,13 @@ TOGETHER: Mapping[Callable[..., Any], Callable[[Sequence[Operands], Exchange], l
 def exchange_of(
     x: Tensor, most: int, size: int, name: str, coordinate: int, routed: bool
 ) -> Exchange:
-    """Return how the ranks of a process group, or of a fake one, exchange rows.
+    """Return the exchange of rows between the ranks of a process group or a fake group.
 
     Args:
-        x: a tensor on the device that the rows are on. most: the most pairs of any rank. size,
-            name, coordinate: the group.
-        routed: whether ranks write into each other's memory, if they reach it.
+        x: a tensor on the device of the rows.
+        most: the largest number of pairs of any rank.
+        size, name, coordinate: the group.
+        routed: whether ranks write into each other's memory if it is accessible.
     """
     if not name:
         return Fake(size)
@@ -202,14 +207,14 @@ def exchange_of(
 
 @dataclass(frozen=True, slots=True)
 class InGroup:
-    """The exchange of one rank of a process group, by all-to-alls of as many rows as there are."""
+    """The exchange of one rank of a process group by all-to-alls of exactly the required rows."""
 
     size: int
     name: str
     by_expert: bool = False
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
-        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
+        """Exchange the numbers of rows; see `autopar.ops.expert_layers.Exchange.count`."""
         (mine,) = counts
         theirs = bound_ops.exchange_rows(mine, [1] * self.size, [1] * self.size, self.name)
         leaving, coming = torch.stack((mine, theirs)).tolist()
@@ -218,10 +223,10 @@ class InGroup:
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.send`.
+        """Send rows to the ranks of their experts.
 
         Args:
-            what, tensors, index, traffic: see there.
+            what, tensors, index, traffic: see `autopar.ops.expert_layers.Exchange.send`.
         """
         return [
             bound_ops.exchange_rows(
@@ -233,10 +238,10 @@ class InGroup:
         ]
 
     def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.send_back`.
+        """Send the results of experts back.
 
         Args:
-            what, rows, traffic: see there.
+            what, rows, traffic: see `autopar.ops.expert_layers.Exchange.send_back`.
         """
         return [
             bound_ops.exchange_rows(
@@ -247,13 +252,14 @@ class InGroup:
 
 @dataclass(slots=True)
 class BetweenPeers:
-    """The exchange of ranks that reach each other's memory (`autopar.kernels.routed`): they write
-    rows to where the experts and the senders use them.
+    """The exchange of ranks that can access each other's memory (`autopar.kernels.routed`). They
+    write rows directly to the memory in which experts and senders use them.
 
     Attributes:
-        peers: the provider. ranks: the ranks whose work this process does. most: the most pairs of
-            any rank.
-        tables: by rank, how many pairs each rank has for each expert.
+        peers: the provider.
+        ranks: the ranks whose work this process does.
+        most: the largest number of pairs of any rank.
+        tables: the number of pairs that each rank has for each expert, by rank of this process.
     """
 
     peers: Peers
@@ -263,7 +269,7 @@ class BetweenPeers:
     tables: Mapping[int, Tensor] = field(default_factory=dict)
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
-        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
+        """Exchange the numbers of rows; see `autopar.ops.expert_layers.Exchange.count`."""
         shape = self.peers.size, *counts[0].shape
         flat = {rank: mine.flatten() for rank, mine in zip(self.ranks, counts, strict=True)}
         self.tables = count(self.peers, counts[0].numel(), self.most, flat)
@@ -278,18 +284,18 @@ class BetweenPeers:
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.send`.
+        """Send rows to the ranks of their experts.
 
         Args:
-            what, tensors, index, traffic: see there.
+            what, tensors, index, traffic: see `autopar.ops.expert_layers.Exchange.send`.
         """
         return self._send_rows(what, tensors, index, [sum(each.by_sender) for each in traffic])
 
     def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.send_back`.
+        """Send the results of experts back.
 
         Args:
-            what, rows, traffic: see there.
+            what, rows, traffic: see `autopar.ops.expert_layers.Exchange.send_back`.
         """
         return self._send_rows(
             BACK + what, rows, [None for _ in traffic], [sum(each.leaving) for each in traffic]
@@ -298,7 +304,7 @@ class BetweenPeers:
     def _send_rows(
         self, name: str, rows: list[Tensor], index: Sequence[Tensor | None], lengths: Sequence[int]
     ) -> list[Tensor]:
-        """Send rows and return views of the rows that were received."""
+        """Send rows, and return views of the received rows."""
         width, dtype = rows[0].shape[1], rows[0].dtype
         every = zip(self.ranks, rows, index, strict=True)
         jobs = {
@@ -315,33 +321,33 @@ class BetweenPeers:
 
 @dataclass(frozen=True, slots=True)
 class Fake:
-    """The exchange of one rank of a fake group: it receives as many rows as it sends, equally many
-    of each expert, and nothing moves."""
+    """The exchange of one rank of a fake group. It receives as many rows as it sends, equally many
+    for each expert, without communication."""
 
     size: int
     by_expert: bool = False
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
-        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
+        """Exchange the numbers of rows; see `autopar.ops.expert_layers.Exchange.count`."""
         evenly = _evenly(num_pairs[0], self.size)
         return [Traffic(evenly, tuple(_evenly(num, counts[0].shape[1]) for num in evenly))]
 
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.send`.
+        """Send rows to the ranks of their experts.
 
         Args:
-            what, tensors, index, traffic: see there.
+            what, tensors, index, traffic: see `autopar.ops.expert_layers.Exchange.send`.
         """
         sent = tensors.pop()[index[0]]
         return [sent.new_empty(sum(traffic[0].by_sender), *sent.shape[1:])]
 
     def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.send_back`.
+        """Send the results of experts back.
 
         Args:
-            what, rows, traffic: see there.
+            what, rows, traffic: see `autopar.ops.expert_layers.Exchange.send_back`.
         """
         sent = rows.pop()
         return [sent.new_empty(sum(traffic[0].leaving), *sent.shape[1:])]
@@ -349,13 +355,13 @@ class Fake:
 
 @dataclass(frozen=True, slots=True)
 class FakePeers:
-    """The exchange of a fake group whose ranks reach each other's memory: what is received lies
-    there and takes no memory of its own.
+    """The exchange of a fake group whose ranks can access each other's memory. Received rows are in
+    shared memory, so they take no additional memory.
 
     Attributes:
-        size: the number of ranks. held: tensors that live through the step, of the dtypes of all
-            rows.
-        tables: as of `BetweenPeers`, of this rank.
+        size: the number of ranks.
+        held: tensors that are alive during the whole step, with the dtypes of all rows.
+        tables: the table of this rank; see `BetweenPeers`.
     """
 
     size: int
@@ -364,30 +370,30 @@ class FakePeers:
     by_expert: bool = True
 
     def count(self, counts: list[Tensor], num_pairs: list[int]) -> list[Traffic]:
-        """Exchange the numbers of rows, see `autopar.ops.expert_layers.Exchange.count`."""
+        """Exchange the numbers of rows; see `autopar.ops.expert_layers.Exchange.count`."""
         self.tables.append(counts[0].new_empty(self.size, counts[0].numel()))
         return Fake(self.size).count(counts, num_pairs)
 
     def send(
         self, what: What, tensors: list[Tensor], index: Sequence[Tensor], traffic: Sequence[Traffic]
     ) -> list[Tensor]:
-        """Send rows to their experts' ranks, see `autopar.ops.expert_layers.Exchange.send`.
+        """Send rows to the ranks of their experts.
 
         Args:
-            what, tensors, index, traffic: see there.
+            what, tensors, index, traffic: see `autopar.ops.expert_layers.Exchange.send`.
         """
         return [self._alias_held(tensors.pop(), sum(traffic[0].by_sender))]
 
     def send_back(self, what: What, rows: list[Tensor], traffic: Sequence[Traffic]) -> list[Tensor]:
-        """Send experts' results back, see `autopar.ops.expert_layers.Exchange.send_back`.
+        """Send the results of experts back.
 
         Args:
-            what, rows, traffic: see there.
+            what, rows, traffic: see `autopar.ops.expert_layers.Exchange.send_back`.
         """
         return [self._alias_held(rows.pop(), sum(traffic[0].leaving))]
 
     def _alias_held(self, sent: Tensor, length: int) -> Tensor:
-        """Return `length` rows in the memory of a tensor that lives through the step."""
+        """Return `length` rows in the memory of a tensor that is alive during the whole step."""
         return next(x for x in self.held if x.dtype == sent.dtype).as_strided(
             (length, sent.shape[1]), (0, 0)
         )

@@ -1,12 +1,12 @@
-"""Products that do the collective at their border, one of them also a norm: the steps of emitted
-graphs that plans ask for by name.
+"""Products that are fused with a collective, and optionally with a norm. They are steps of emitted
+graphs that plans select by name.
 
-Like the steps of `autopar.kernels.collectives` they name mesh axes by index, and `bind` replaces
-these by process groups. Their results are those of the collective, the product and the norm one
-after the other, except for how often they are rounded. So they also run if ranks do not reach each
-other's memory (`autopar.kernels.overlapped` and `autopar.kernels.normed` say what memory both ways
-take). Whether they do is known only at run time. A plan therefore counts what the kernels share
-with their peers and keep, and of the temporaries the larger of both ways.
+Like the steps of `autopar.kernels.collectives`, they refer to mesh axes by index, and `bind`
+replaces these by process groups. Their results equal those of the separate collective, product and
+norm, except for the number of roundings. If ranks cannot access each other's memory, the separate
+ops run. Which variant runs is known only at run time. A plan therefore includes the shared memory
+that the kernels keep, and the larger of the temporaries of both variants
+(`autopar.kernels.overlapped` and `autopar.kernels.normed` describe the memory).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from autopar.ops.norms import RmsNorm
 
 
 class ChunkedAxis(NamedTuple):
-    """A dim that a mesh axis splits, and that is sent in chunks: an argument of the kernels' nodes.
-    `bind` replaces it by a `ChunkedDim`.
+    """A dim that a mesh axis shards and that is sent in chunks. Nodes of kernels have it as an
+    argument, which `bind` replaces by a `ChunkedDim`.
 
     Attributes:
-        dim: of the operand that is gathered, or of the result that is scattered.
+        dim: the dim of the gathered operand, or of the scattered result.
         axis: the mesh axis.
-        num_chunks: the chunks in which each rank's part is sent.
+        num_chunks: the number of chunks in which each rank's shard is sent.
     """
 
     dim: int
@@ -48,11 +48,11 @@ class ChunkedAxis(NamedTuple):
     num_chunks: int
 
     def bind(self, group: collectives.AxisGroup) -> ChunkedDim:
-        """Return the dim over this rank's group along the axis."""
+        """Return the dim with this rank's group along the axis."""
         return ChunkedDim.of(self.dim, group, self.num_chunks)
 
     def bind_here(self) -> ChunkedDim:
-        """Return the dim over the group that `collectives.use_groups` has set for the axis."""
+        """Return the dim with the group that `collectives.use_groups` has set for the axis."""
         return self.bind(collectives.group_of(self.axis))
 
 
@@ -68,12 +68,14 @@ def all_gather_matmul(
     """Gather a factor of a product, and multiply.
 
     Args:
-        a, b: the factors; one of them is this rank's part. equation: the product, see `ops.dot`.
-        operand: which factor is gathered, 0 or 1. over: its dim that is split. bias, starts: of the
-            product, see `ops.dot`.
+        a, b: the factors. One of them is this rank's shard.
+        equation: the equation of the product; see `ops.dot`.
+        operand: the factor that is gathered, 0 or 1.
+        over: the sharded dim of this factor.
+        bias, starts: see `ops.dot`.
 
     Returns:
-        The whole factor, and ``ops.dot(equation, …)`` of it.
+        The full factor, and the product of the full factors.
     """
     return gather_bound(a, b, equation, operand, over.bind_here(), bias, starts)
 
@@ -87,12 +89,14 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     starts: Sequence[int] = (),
 ) -> Tensor:
-    """Return this rank's part of a product's result, summed over the ranks of the axis.
+    """Return this rank's shard of the sum of the products of all ranks of the axis.
 
     Args:
-        a, b: the factors. addend: added to this rank's product before the sum, or None.
-        equation: the product, see `ops.dot`. over: the result's dim that is split. bias, starts: of
-            the product, see `ops.dot`.
+        a, b: the factors.
+        addend: a tensor that is added to this rank's product before the sum, or None.
+        equation: the equation of the product; see `ops.dot`.
+        over: the dim of the result that is scattered.
+        bias, starts: see `ops.dot`.
     """
     return scatter_bound(a, b, addend, equation, over.bind_here(), bias, starts)
 
@@ -106,13 +110,14 @@ def matmul_reduce_add_rmsnorm(
     over: ChunkedAxis,
     norm: RmsNorm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `matmul_reduce_scatter` added to a residual, ``ops.square_sum(…, norm.dtype)`` of this
-    sum, and ``ops.rms_norm`` of both.
+    """Return the sum y of `matmul_reduce_scatter` and a residual, its
+    ``ops.square_sum(y, norm.dtype)``, and ``ops.rms_norm`` of both.
 
     Args:
-        a, b, equation, over: see `matmul_reduce_scatter`. residual: like this rank's part of the
-            result. weight: of the norm.
-        norm: the norm's settings; for the possible dtypes see `autopar.kernels.normed.norms`.
+        a, b, equation, over: see `matmul_reduce_scatter`.
+        residual: a tensor with the shape of this rank's shard of the result.
+        weight: the weight of the norm.
+        norm: the settings of the norm; `autopar.kernels.normed.norms` defines the supported dtypes.
     """
     return norm_bound(a, b, residual, weight, equation, over.bind_here(), norm)
 
@@ -129,8 +134,8 @@ def gather_bound(
     """Run `all_gather_matmul` in a process group.
 
     Args:
-        a, b, equation, operand, bias, starts: see `all_gather_matmul`. over: the dim that is
-            gathered.
+        a, b, equation, operand, bias, starts: see `all_gather_matmul`.
+        over: the dim that is gathered.
     """
     return all_gather_dot(equation, (a, b), operand, over, bias=None if any(starts) else bias)
 
@@ -147,8 +152,8 @@ def scatter_bound(
     """Run `matmul_reduce_scatter` in a process group.
 
     Args:
-        a, b, addend, equation, bias, starts: see `matmul_reduce_scatter`. over: the dim that is
-            scattered.
+        a, b, addend, equation, bias, starts: see `matmul_reduce_scatter`.
+        over: the dim that is scattered.
     """
     return dot_reduce_scatter(equation, (a, b), over, addend, None if any(starts) else bias)
 
@@ -165,8 +170,8 @@ def norm_bound(
     """Run `matmul_reduce_add_rmsnorm` in a process group.
 
     Args:
-        a, b, residual, weight, equation, norm: see `matmul_reduce_add_rmsnorm`. over: the dim that
-            is scattered.
+        a, b, residual, weight, equation, norm: see `matmul_reduce_add_rmsnorm`.
+        over: the dim that is scattered.
     """
     return dot_reduce_add_rmsnorm(equation, (a, b), residual, weight, over, norm)
 
@@ -176,25 +181,27 @@ KERNELS: Mapping[Callable[..., Any], Kind] = {
     matmul_reduce_scatter: "reduce_scatter",
     matmul_reduce_add_rmsnorm: "reduce_scatter",
 }
-"""What a plan's kernels are emitted as, and the collective that each does."""
+"""The kernels of plans, with the collective of each."""
 
 BOUND: Mapping[Callable[..., Any], Callable[..., Any]] = {
     all_gather_matmul: gather_bound,
     matmul_reduce_scatter: scatter_bound,
     matmul_reduce_add_rmsnorm: norm_bound,
 }
-"""Each in a process group, with a `ChunkedDim` for the `ChunkedAxis`."""
+"""The form of each kernel in a process group, with a `ChunkedDim` instead of the `ChunkedAxis`."""
 
 
 # --------------------------------------------------------------------------------------------------
-# All ranks' parts in an op, in one call: for tests and benchmarks.
+# Ops of all ranks in one call, for tests and benchmarks.
 
 
 def shards_of(x: Tensor, dim: int, size: int) -> list[Tensor]:
-    """Return all ranks' shards, contiguous; the last ones may be shorter, or empty.
+    """Return the contiguous shards of all ranks. The last ones may be shorter or empty.
 
     Args:
-        x: the whole tensor. dim: the dim that is split. size: the number of ranks.
+        x: the full tensor.
+        dim: the dim that is sharded.
+        size: the number of ranks.
     """
     return [
         x.narrow(dim, *part_range(x.shape[dim], (size,), (rank,))).contiguous()
@@ -216,12 +223,13 @@ def gather_all(
     """Run all_gather_matmul for all ranks.
 
     Args:
-        peers: a provider that has all ranks. equation, which: see `overlapped.all_gather_dot`.
-        dim, num_chunks: see `overlapped.ChunkedDim`. shards, others, biases: each rank's operands
-            and bias.
+        peers: a provider that has all ranks.
+        equation, which: see `overlapped.all_gather_dot`.
+        dim, num_chunks: see `overlapped.ChunkedDim`.
+        shards, others, biases: the operands and bias of each rank.
 
     Returns:
-        Each rank's gathered operand and product.
+        The gathered operand and the product of each rank.
     """
     length = sum(shard.shape[dim] for shard in shards)
     shape = [*shards[0].shape[:dim], length, *shards[0].shape[dim + 1 :]]
@@ -248,12 +256,13 @@ def scatter_all(
     """Run matmul_reduce_scatter for all ranks.
 
     Args:
-        peers: a provider that has all ranks. equation: see `overlapped.dot_reduce_scatter`. dim,
-            num_chunks: see `overlapped.ChunkedDim`.
-        pairs, addends, biases: each rank's operands, addend and bias.
+        peers: a provider that has all ranks.
+        equation: see `overlapped.dot_reduce_scatter`.
+        dim, num_chunks: see `overlapped.ChunkedDim`.
+        pairs, addends, biases: the operands, addend and bias of each rank.
 
     Returns:
-        Each rank's part of the sum.
+        The shard of the sum of each rank.
     """
     jobs: dict[int, Scatter] = {}
     shape: list[int] = []
@@ -278,12 +287,14 @@ def scatter_norm_all(
     """Run matmul_reduce_add_rmsnorm for all ranks.
 
     Args:
-        peers: a provider that has all ranks. equation: see `normed.dot_reduce_add_rmsnorm`. dim,
-            num_chunks: see `overlapped.ChunkedDim`.
-        pairs, norms: each rank's factors, and its residual and norm.
+        peers: a provider that has all ranks.
+        equation: see `normed.dot_reduce_add_rmsnorm`.
+        dim, num_chunks: see `overlapped.ChunkedDim`.
+        pairs: the factors of each rank.
+        norms: the residual and norm of each rank.
 
     Returns:
-        Each rank's y, squares and normed.
+        y, squares and normed of each rank.
     """
     jobs: dict[int, Scatter] = {}
     shape: list[int] = []
@@ -302,11 +313,12 @@ def dispatch_all(
     """Run moe_dispatch for all ranks.
 
     Args:
-        peers: a provider that has all ranks. xs, experts: each rank's operands. num_experts, most:
-            see `autopar.kernels.routed`.
+        peers: a provider that has all ranks.
+        xs, experts: the operands of each rank.
+        num_experts, most: see `autopar.kernels.routed`.
 
     Returns:
-        Each rank's job, with rows, table and position filled.
+        The job of each rank, with rows, table and position filled.
     """
     jobs = {
         rank: Dispatch.of(x, chosen, num_experts, most, len(xs))
@@ -322,11 +334,12 @@ def combine_all(
     """Run moe_combine for all ranks.
 
     Args:
-        peers: a provider that has all ranks. parts: each rank's rows, table and position. weights:
-            each rank's weights.
+        peers: a provider that has all ranks.
+        parts: the rows, table and position of each rank.
+        weights: the weights of each rank.
 
     Returns:
-        Each rank's job, with y filled.
+        The job of each rank, with y filled.
     """
     size, rows = len(parts), parts[0][0]
     jobs = {rank: Combine.of(*part, weights[rank]) for rank, part in enumerate(parts)}

@@ -1,12 +1,12 @@
-"""The compiled kernels, loaded by ctypes; this module alone declares their C signatures.
+"""The compiled kernels, which are loaded with ctypes. Only this module declares their C signatures.
 
 ``host()`` and ``cuda()`` return the library, which they build if it is not in the cache, or None.
-In that case ``why_not(kind)`` returns the reason, and ops run their references in torch. `launch`
-calls a kernel by its name without ``_host`` or ``_cuda``.
+If they return None, ``why_not(kind)`` returns the reason, and ops run their reference
+implementations in torch. `launch` calls a kernel by its name without ``_host`` or ``_cuda``.
 
-The environment variable ``AUTOPAR_KERNELS`` selects a variant: ``reference`` runs the references
-everywhere; ``debug`` loads the variant in which waits have a time-out; ``emulated`` runs the
-device's code of kernels on the CPU, slowly, for tests.
+The environment variable ``AUTOPAR_KERNELS`` selects a variant: ``reference`` always runs the
+reference implementations; ``debug`` loads the variant in which waits have a time-out; ``emulated``
+runs device code on the CPU, slowly, for tests.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class NativeRoutes(ctypes.Structure):
     ]
 
 
-# By full name: the types of the arguments; all return an int status. `_P` is an address, `_L` a
-# number of elements. What ends in _cuda takes its stream last; what ends in _host and runs threads
-# takes their number last.
+# The types of the arguments of each C function. All functions return an int status. `_P` is an
+# address, `_L` a number of elements. The last argument of functions that end in _cuda is the
+# stream; that of multi-threaded functions that end in _host is the number of threads.
 SIGNATURES: Mapping[str, tuple[type, ...]] = {
     "ap_epoch_signal_host": (_P, _U),
     "ap_epoch_signal_cuda": (_P, _U, _P),
@@ -117,7 +117,7 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.int64,
     torch.uint8,
 )
-"""By the number that the C side has for each."""
+"""Dtypes in the order of their numbers in C."""
 FLOATS = DTYPES[:4]
 _LOG = logging.getLogger(__name__)
 
@@ -133,17 +133,19 @@ def cuda() -> ctypes.CDLL | None:
 
 
 def why_not(kind: str = "host") -> str:
-    """Return why there is no library for ``host`` or ``cuda``; empty if there is one."""
+    """Return the reason why there is no library for ``host`` or ``cuda``; empty if there is a
+    library."""
     return _load_library(kind, _variant())[1]
 
 
 def forget() -> None:
-    """Look for libraries again at the next call, because the environment has changed."""
+    """Forget loaded libraries, so that the next call looks for them again. Call this after changes
+    of the environment."""
     _load_library.cache_clear()
 
 
 def has(device: torch.device) -> bool:
-    """Return whether there are kernels for tensors on `device`; if not, the reason is logged
+    """Return whether there are kernels for tensors on `device`. If not, the reason is logged
     once."""
     return (
         device.type in ("cpu", "cuda")
@@ -152,8 +154,13 @@ def has(device: torch.device) -> bool:
 
 
 def launch(kernel: str, device: torch.device, *arguments: object) -> None:
-    """Call ``kernel_host``, with the number of torch's threads as last argument, or
-    ``kernel_cuda``, with the current stream as last argument.
+    """Call ``kernel_host`` with the number of torch's threads as the last argument, or
+    ``kernel_cuda`` with the current stream as the last argument.
+
+    Args:
+        kernel: the name of the kernel without ``_host`` or ``_cuda``.
+        device: the device of the tensors.
+        arguments: the other arguments.
 
     Raises:
         KernelError: if the kernel returns an error.
@@ -171,12 +178,13 @@ def launch(kernel: str, device: torch.device, *arguments: object) -> None:
 
 
 def step(kind: str, name: str, stream: int | None = None) -> Callable[..., None]:
-    """Return a function of a protocol (`autopar.kernels.peers`), which raises if its status is an
-    error.
+    """Return a function of a protocol (`autopar.kernels.peers`). It raises KernelError if its
+    status is an error.
 
     Args:
-        kind: ``host`` or ``cuda``. name: the C function's name without ``ap_`` and its suffix.
-            stream: the CUDA stream that it is enqueued on.
+        kind: ``host`` or ``cuda``.
+        name: the name of the C function without ``ap_`` and its suffix.
+        stream: the CUDA stream on which it is enqueued.
 
     Raises:
         KernelError: see `function` and `check`.
@@ -199,20 +207,24 @@ def function(kind: str, name: str) -> Callable[..., int]:
 
 
 def on_device(kind: str) -> bool:
-    """Return whether the device's code runs, possibly emulated."""
+    """Return whether device code runs, possibly emulated."""
     return kind == "cuda" or _variant() == "emulated"
 
 
 def num_refused(kind: str) -> int:
-    """Return how many signals and waits of streams ran as kernels so far, because the driver
-    refused them as operations of the stream."""
+    """Return the number of signals and waits that ran as kernels, because the driver does not
+    support them as stream operations."""
     count = ctypes.c_uint64()
     check(function(kind, "ap_epoch_refused_cuda")(ctypes.byref(count)), "epoch_refused")
     return count.value
 
 
 def check(status: int, kernel: str) -> None:
-    """Raise the error of a C function's status.
+    """Check the status of a C function.
+
+    Args:
+        status: the status.
+        kernel: the name of the function, for the message.
 
     Raises:
         KernelError: if the status is not 0.
@@ -228,10 +240,10 @@ def check(status: int, kernel: str) -> None:
 
 
 def code_of(dtype: torch.dtype) -> int:
-    """Return the number of `dtype` on the C side.
+    """Return the number of a dtype in C.
 
     Raises:
-        KernelError: if it has none.
+        KernelError: if kernels do not support the dtype.
     """
     if dtype not in DTYPES:
         raise KernelError(
@@ -241,13 +253,13 @@ def code_of(dtype: torch.dtype) -> int:
 
 
 def wide(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype that kernels compute in: fp32, or fp64 if one of `dtypes` is."""
+    """Return the dtype in which kernels compute: fp64 if one of `dtypes` is fp64, otherwise
+    fp32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def table(rows: Iterable[int], device: torch.device) -> Tensor:
-    """Return whole numbers, such as addresses, as a 1-d int64 tensor that kernels on `device` can
-    read."""
+    """Return integers, such as addresses, as a 1-d int64 tensor on `device`."""
     made = torch.tensor(list(rows), dtype=torch.int64)
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 
@@ -256,7 +268,7 @@ def _variant() -> str:
     return os.environ.get("AUTOPAR_KERNELS") or "release"
 
 
-_LEAST = (8, 0)  # of the architectures that are compiled for; PTX serves later ones
+_LEAST = (8, 0)  # the oldest compiled architecture; later ones can use its PTX
 
 
 @cache
@@ -280,7 +292,7 @@ def _load_library(kind: str, variant: str) -> tuple[ctypes.CDLL | None, str]:
         )
         return None, reason
     from autopar.kernels.build import (
-        # here, so that build, which is also a command, is not imported with the package
+        # imported here, since `build` is also a command and must not be imported with the package
         build_library,
     )
 

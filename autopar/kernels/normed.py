@@ -1,10 +1,12 @@
-"""The sum over peers' partial results, the residual and the norm after it, in one pass.
+"""A kernel that sums partial results of peers, adds a residual and computes an RMS norm, in one
+pass.
 
-`reduce_add_rmsnorm` takes the parts as tensors: those of virtual ranks in one process, or views of
-memory that peers share. `dot_reduce_add_rmsnorm` also does the product and the reduce-scatter. The
-formulas, the dtypes that they are computed in and the order of all sums are at the top of
-``autopar_csrc/reduce_add_rmsnorm.cu``; `reference_forward` and `reference_backward` are the same in
-plain torch, equal to the last bit on the CPU. Rows are all dims but the last.
+`reduce_add_rmsnorm` takes the partial results as tensors: those of virtual ranks in one process, or
+views of shared memory. `dot_reduce_add_rmsnorm` also computes the product and the reduce-scatter.
+The formulas, their dtypes and the order of all sums are at the top of
+``autopar_csrc/reduce_add_rmsnorm.cu``. `reference_forward` and `reference_backward` compute the
+same in torch; on the CPU, their results are bitwise equal. The last dim is the row; all other dims
+are batch dims.
 """
 
 from __future__ import annotations
@@ -27,26 +29,27 @@ from autopar.kernels.packing import ordered_sum
 from autopar.kernels.peers import APART, counts_memory, peers_of, runs_kernels, say_once
 from autopar.ops.norms import RmsNorm
 
-BAND = 64  # rows whose shares of the weight's gradient are summed together
+BAND = 64  # number of rows whose terms of the weight gradient are summed together
 FLOATS = library.FLOATS
 
 
 def reduce_add_rmsnorm(
     parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``y = residual + Σ parts``, added in the order of `parts`, ``squares = Σ y²`` of each
-    row, and ``normed = y · rstd · weight``.
+    """Compute ``y = residual + Σ parts``, summed in the order of `parts`, ``squares = Σ y²`` of
+    each row, and ``normed = y · rstd · weight``.
 
     Args:
-        parts: one tensor per peer, each like `residual`. residual: [..., hidden]. weight: [hidden];
-            all of one floating dtype.
-        eps: the ε of rstd. rounded: whether y · rstd is rounded to their dtype before it is
-            multiplied by the weight, as some models do.
+        parts: one tensor per peer, with the shape and dtype of `residual`.
+        residual: a floating-point tensor [..., hidden].
+        weight: a tensor [hidden] with the dtype of `residual`.
+        eps: the ε of rstd.
+        rounded: whether y · rstd is rounded to this dtype before it is multiplied by the weight, as
+            in some models.
 
     Returns:
-        y, like `residual`; squares [...] in fp32, or fp64 where they are, through which no gradient
-            flows;
-        normed, like `residual`.
+        y [..., hidden]; squares [...] in fp32, or in fp64 for fp64 operands, without a gradient;
+        normed [..., hidden].
 
     Raises:
         KernelError: if shapes or dtypes differ.
@@ -57,10 +60,10 @@ def reduce_add_rmsnorm(
 def reference_forward(
     parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float, rounded: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `reduce_add_rmsnorm` in plain torch.
+    """Compute `reduce_add_rmsnorm` in torch.
 
     Args:
-        parts, residual, weight, eps, rounded: see there.
+        parts, residual, weight, eps, rounded: see `reduce_add_rmsnorm`.
     """
     wide = library.wide(residual.dtype)
     total = torch.zeros_like(residual, dtype=wide)
@@ -78,12 +81,13 @@ def reference_forward(
 def reference_backward(
     grad_y: Tensor, grad_normed: Tensor, y: Tensor, squares: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of the residual, which is also that of every part, and of the weight,
-    in plain torch; no rounding is differentiated.
+    """Compute the gradients of the residual and of the weight in torch. The gradient of each part
+    equals that of the residual. Rounding is ignored.
 
     Args:
-        grad_y, grad_normed: the gradients of y and normed. y, squares: results of the forward.
-            weight, eps: see `reduce_add_rmsnorm`.
+        grad_y, grad_normed: the gradients of y and normed.
+        y, squares: results of forward.
+        weight, eps: see `reduce_add_rmsnorm`.
     """
     wide = library.wide(y.dtype)
     hidden = y.shape[-1]
@@ -101,14 +105,13 @@ def reference_backward(
 
 
 def _rstd(squares: Tensor, hidden: int, eps: float) -> Tensor:
-    """[...] → [..., 1]."""
-    return torch.rsqrt(squares / hidden + eps).unsqueeze(
-        -1
-    )  # on the CPU two exact steps; torch.sqrt alone is not
+    """Return rstd [..., 1] for squares [...]."""
+    # on the CPU, rsqrt consists of two exactly rounded steps, unlike torch.sqrt
+    return torch.rsqrt(squares / hidden + eps).unsqueeze(-1)
 
 
 def _one_by_one(x: Tensor) -> Tensor:
-    """Return the sum over the first dim, added one after the other from zero."""
+    """Return the sum over the first dim. The terms are added to zero one after another."""
     total = torch.zeros_like(x[0]) if x.shape[0] else x.new_zeros(x.shape[1:])
     for row in x:
         total = total + row
@@ -131,17 +134,17 @@ def _forward(
 
 
 def with_room(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and room for squares and normed."""
+    """Return y, and uninitialized tensors for squares and normed."""
     return y, y.new_empty(y.shape[:-1], dtype=library.wide(y.dtype)), y.new_empty(y.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class AddNorm:
-    """A residual to which a sum of parts is added, and the RMS norm of the result.
+    """A residual to which a sum of parts is added, and the settings of the RMS norm of the result.
 
     Attributes:
-        residual: [..., hidden].
-        weight: [hidden], of the residual's dtype.
+        residual: the residual [..., hidden].
+        weight: the weight [hidden] of the norm, with the dtype of the residual.
         eps: the ε of rstd.
         rounded: whether y · rstd is rounded to the residual's dtype before it is multiplied by the
             weight.
@@ -153,21 +156,22 @@ class AddNorm:
     rounded: bool
 
     def contiguous(self) -> AddNorm:
-        """Return the same with contiguous tensors."""
+        """Return a copy with contiguous tensors."""
         return replace(self, residual=self.residual.contiguous(), weight=self.weight.contiguous())
 
 
 def forward_into(
     made: tuple[Tensor, Tensor, Tensor], parts: Sequence[Tensor], norm: AddNorm
 ) -> None:
-    """Fill y, squares and normed by the kernel.
+    """Run the kernel, which fills y, squares and normed. All tensors must be contiguous.
 
-    On a device the parts' addresses are in memory that its current stream reuses only after the
-    kernel.
+    On a GPU, the addresses of the parts are in a tensor whose memory the current stream reuses only
+    after the kernel.
 
     Args:
-        made: y, squares and normed. parts: see `reduce_add_rmsnorm`. norm: the residual and the
-            norm. All tensors are contiguous.
+        made: y, squares and normed.
+        parts: see `reduce_add_rmsnorm`.
+        norm: the residual and the norm.
     """
     y, squares, normed = made
     table = library.table((part.data_ptr() for part in parts), y.device)
@@ -198,7 +202,9 @@ def check_normed(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
     """Check the operands of a norm.
 
     Args:
-        like: tensors that must be like `x`. x: [..., hidden]. weight: [hidden].
+        like: tensors that must have the shape, dtype and device of `x`.
+        x: a tensor [..., hidden].
+        weight: the weight [hidden].
 
     Raises:
         KernelError: if shapes, dtypes or devices differ.
@@ -216,7 +222,8 @@ def check_normed(like: Sequence[Tensor], x: Tensor, weight: Tensor) -> None:
     for other in (*like, weight):
         if other is not weight and other.shape != x.shape:
             raise KernelError(
-                f"a part is {tuple(other.shape)}, but the residual is {tuple(x.shape)}",
+                f"a part has shape {tuple(other.shape)}, but the residual has shape"
+                f" {tuple(x.shape)}",
                 remedy="pass parts with the shape of the residual",
             )
         if other.dtype != x.dtype or other.device != x.device:
@@ -257,20 +264,20 @@ backward_op = torch.ops.autopar.reduce_add_rmsnorm_backward.default
 
 
 # --------------------------------------------------------------------------------------------------
-# A product whose partial sums are scattered, added to a residual and normed, as one op.
+# A product whose partial sums are scattered, added to a residual and normalized, as one op.
 #
-#     y       = residual + Σ a · b over all ranks: this rank's part along `dim` of the product's
-#               result, whose rows are whole
+#     y       = residual + Σ a · b over all ranks: this rank's shard along `dim` of the product,
+#               whose rows are not sharded
 #     squares = Σ y² of each row
 #     normed  = y · rstd · weight, with rstd = 1/√(squares/n + ε)
 #
-# The product's chunks are sent as in `autopar.kernels.overlapped.dot_reduce_scatter`. The kernel
-# that sums the received parts adds the residual and norms in the same pass, so the sum by itself is
-# neither written nor rounded. `matmul_reduce_add_rmsnorm_reference` defines the op, over the list
-# of all ranks' operands.
+# The chunks of the product are sent as in `autopar.kernels.overlapped.dot_reduce_scatter`. The
+# kernel that sums the received parts also adds the residual and normalizes, so the sum is neither
+# written nor rounded separately. `matmul_reduce_add_rmsnorm_reference` defines the op, given the
+# operands of all ranks.
 #
-# Memory: that of matmul_reduce_scatter (`autopar.kernels.overlapped`), with which it shares the
-# memory that peers write, and a word for each rank. A fake group runs both ways, as there.
+# Memory: that of matmul_reduce_scatter (`autopar.kernels.overlapped`), including the same shared
+# memory, and one word per rank. As there, a fake group runs both variants.
 
 Made = tuple[Tensor, Tensor, Tensor]
 """y, squares and normed."""
@@ -284,28 +291,29 @@ def dot_reduce_add_rmsnorm(
     over: ChunkedDim,
     norm: RmsNorm,
 ) -> Made:
-    """Return y, squares and normed of this rank's part, along a dim of the result, of the sum of
-    all ranks' products.
+    """Return y, squares and normed for this rank's shard of the sum of all ranks' products.
 
-    If the kernels do not run, the steps run one after the other, and each of them rounds:
-    `autopar.ops.dot`, `bound_ops.reduce_scatter`, the sum with the residual,
-    `autopar.ops.square_sum` and `autopar.ops.rms_norm`.
+    If the kernels do not run, separate ops run, each of which rounds its result: `autopar.ops.dot`,
+    `bound_ops.reduce_scatter`, the sum with the residual, `autopar.ops.square_sum` and
+    `autopar.ops.rms_norm`.
 
     Args:
         equation, operands, over: see `autopar.kernels.overlapped.dot_reduce_scatter`.
         residual, weight: see `reduce_add_rmsnorm`.
-        norm: of whole rows; for the possible dtypes see `norms`.
+        norm: the settings of the norm, over full rows; `norms` defines the supported dtypes.
 
     Raises:
-        KernelError: for other settings of the norm. ValueError: see `dot_reduce_scatter`.
+        KernelError: if the settings of the norm are not supported.
+        ValueError: see `dot_reduce_scatter`.
     """
     dim, group = over.dim, AxisGroup(over.name, over.size, over.coordinate)
     n, eps, dtype, rounded, out = norm
     check_chunked(equation, terms_of(equation)[2][dim], over.num_chunks)
     if n != residual.shape[-1] or not norms(residual.dtype, weight.dtype, dtype, rounded, out):
         what = (
-            f"no kernel computes this norm: {n} of {residual.shape[-1]} {residual.dtype}, in"
-            f" {dtype}, to {rounded}, by {weight.dtype}, to {out}"
+            f"no kernel computes this norm: n={n} of {residual.shape[-1]} elements, residual"
+            f" {residual.dtype}, computed in {dtype}, rounded to {rounded}, weight {weight.dtype},"
+            f" result {out}"
         )
         raise KernelError(what, remedy="compute the norm separately from the product")
     is_rounded = rounded == residual.dtype
@@ -331,12 +339,12 @@ def norms(
 ) -> bool:
     """Return whether the kernel computes `autopar.ops.rms_norm` with these dtypes.
 
-    It needs a weight in `x`'s dtype and squares in at least fp32, rounds before the weight to `x`'s
-    dtype or not at all, and returns `x`'s dtype.
+    It requires a weight with the dtype of `x` and squares in at least fp32. Before the weight, it
+    rounds to the dtype of `x` or not at all. The result has the dtype of `x`.
 
     Args:
-        x, weight: dtypes of the operands; None for no weight. dtype, rounded, out: see
-            `autopar.ops.rms_norm`.
+        x, weight: the dtypes of the operands; None for no weight.
+        dtype, rounded, out: see `autopar.ops.rms_norm`.
     """
     wide = library.wide(x)
     return x in FLOATS and weight == out == x and dtype == wide and rounded in (x, wide)
@@ -351,14 +359,15 @@ def matmul_reduce_add_rmsnorm_reference(
     eps: float,
     rounded: bool,
 ) -> list[Made]:
-    """Define the op over the list of all ranks' operands.
+    """Compute the op for all ranks, given the operands of all ranks. This defines the op.
 
     Args:
-        equation: the product. pairs, residuals, weights: each rank's operands. dim, eps, rounded:
-            see `matmul_reduce_add_rmsnorm`.
+        equation: the equation of the product.
+        pairs, residuals, weights: the operands of each rank.
+        dim, eps, rounded: see `matmul_reduce_add_rmsnorm`.
 
     Returns:
-        Of each rank `reference_forward` of the parts of all ranks' products, in order of the ranks.
+        For each rank, the result of `reference_forward` for its shards of all ranks' products.
     """
     products = [torch.einsum(equation, a, b) for a, b in pairs]
     made = []
@@ -389,8 +398,8 @@ def matmul_reduce_add_rmsnorm(
     Args:
         a, b, equation, dim, size, name, coordinate, num_chunks: see
             `autopar.kernels.overlapped.matmul_reduce_scatter`.
-        residual: like this rank's part along `dim` of the result. weight, eps, rounded: see
-            `reduce_add_rmsnorm`.
+        residual: a tensor with the shape of this rank's shard, along `dim`, of the result.
+        weight, eps, rounded: see `reduce_add_rmsnorm`.
     """
     group, norm = AxisGroup(name, size, coordinate), AddNorm(residual, weight, eps, rounded)
     _check(equation, a, b, norm, dim, group)
@@ -411,14 +420,16 @@ def matmul_reduce_add_rmsnorm(
 def prepare_norm(
     equation: str, operands: tuple[Tensor, Tensor], norm: AddNorm, dim: int, group: AxisGroup
 ) -> tuple[Scatter, list[int], Made]:
-    """Prepare a rank's part in matmul_reduce_add_rmsnorm. All tensors are contiguous.
+    """Prepare the job of a rank in matmul_reduce_add_rmsnorm. All tensors must be contiguous.
 
     Args:
-        equation, dim: see `matmul_reduce_add_rmsnorm`. operands: the factors. norm: the rank's
-            residual and its norm. group: this rank's process group.
+        equation, dim: see `matmul_reduce_add_rmsnorm`.
+        operands: the factors.
+        norm: the residual and the norm of the rank.
+        group: this rank's process group.
 
     Returns:
-        The part, the shape of the whole product, and the tensors that it fills.
+        The job, the shape of the full product, and the tensors that the job fills.
     """
     job, shape = prepare_scatter(equation, operands, None, dim, group)
     made = with_room(job.out)
@@ -428,17 +439,17 @@ def prepare_norm(
 def _alone(
     equation: str, operands: tuple[Tensor, Tensor], norm: AddNorm, dim: int, group: AxisGroup
 ) -> None:
-    """Allocate what a rank allocates in matmul_reduce_add_rmsnorm, except for what it shares. Of
-    all chunks its own rows need the most."""
+    """Allocate the memory of a rank in matmul_reduce_add_rmsnorm, except for shared memory. Of all
+    chunks, the rows of the rank need the most memory."""
     a, b = operands[0].contiguous(), operands[1].contiguous()
     job, shape, _made = prepare_norm(equation, (a, b), norm.contiguous(), dim, group)
     job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)
-    _table = a.new_empty(group.size, dtype=torch.int64)  # of the parts' addresses
+    _table = a.new_empty(group.size, dtype=torch.int64)  # the addresses of the parts
 
 
 def _check(equation: str, a: Tensor, b: Tensor, norm: AddNorm, dim: int, group: AxisGroup) -> None:
-    """Raise KernelError if rows are split, or the residual is not like the rank's part of the
-    product."""
+    """Raise KernelError if rows are sharded, or the shape or dtype of the residual differs from the
+    rank's shard of the product."""
     part, residual = result_shape(equation, a, b), norm.residual
     if not 0 <= dim < len(part) - 1:
         raise KernelError(
@@ -448,12 +459,12 @@ def _check(equation: str, a: Tensor, b: Tensor, norm: AddNorm, dim: int, group: 
     part[dim] = part_range(part[dim], (group.size,), (group.coordinate,))[1]
     if list(residual.shape) != part or not a.dtype == b.dtype == residual.dtype:
         what = (
-            f"a residual {tuple(residual.shape)} {residual.dtype} does not match a part"
+            f"a residual {tuple(residual.shape)} {residual.dtype} does not match a shard"
             f" {tuple(part)} of a product of {a.dtype} and {b.dtype}"
         )
         raise KernelError(
             what,
-            remedy=("pass a residual with the shape and dtype of the rank's part of the product"),
+            remedy="pass a residual with the shape and dtype of the rank's shard of the product",
         )
     check_normed([], residual, norm.weight)
 
@@ -473,7 +484,8 @@ def _remember_scatter(ctx: Any, inputs: tuple[Any, ...], output: Made) -> None:
 def _differentiate_scatter(
     ctx: Any, grad_y: Tensor, _: Tensor, grad_normed: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of y is that of the residual and of every rank's part of the product."""
+    """Compute the gradients. That of y is the gradient of the residual and of the product's
+    shard."""
     a, b, weight, y, squares = ctx.saved_tensors
     grad, grad_weight = backward_op(grad_y, grad_normed, y, squares, weight, ctx.eps)
     d_operands, _ = scattered_gradients(grad, (a, b), ctx.settings, ctx.needs_input_grad)

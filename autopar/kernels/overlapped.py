@@ -1,34 +1,34 @@
-"""Products that run beside their communication: all_gather + product, and product + reduce_scatter,
-chunk by chunk.
+"""Products that overlap with their communication, chunk by chunk: all_gather + product, and product
++ reduce_scatter.
 
-An equation says the product of two tensors by Einstein's convention, ``"bsk,nk->bsn"``: each letter
-is in two of the three terms, or in all of them. One letter, that of a dim `dim`, is sharded over a
-group's ranks (by `autopar.core.layout.part_range`; the last shard may be shorter); it is in the
-result, so that the product can be taken chunk by chunk along it:
+An equation defines the product of two tensors in einsum notation, ``"bsk,nk->bsn"``: each letter is
+in two of the three terms, or in all of them. One letter, that of dim `dim`, is sharded over the
+ranks of a group (`autopar.core.layout.part_range`; the last shard may be shorter). It is in the
+result, so that the product can be computed in chunks along it:
 
-    all_gather_matmul      operand `which` comes as this rank's shard → that operand, gathered, and
-                           the product, whole on every rank
-    matmul_reduce_scatter  all ranks' products are added up → this rank's shard of the sum, along
-                           `dim` of the result
+    all_gather_matmul      gathers operand `which`, of which each rank passes a shard, and returns
+                           the gathered operand and the full product on every rank
+    matmul_reduce_scatter  sums the products of all ranks, and returns this rank's shard of the sum
+                           along `dim` of the result
 
-`autopar.kernels.overlapped` defines them, over the list of all ranks' operands. Each op's gradient
-is the other op. A product may have a bias, as of `autopar.ops.dot`: a rank's own, so that of
-partial sums one rank's product has it and the others' have none.
+The reference functions at the end of this file define the ops. The gradient of each op is the other
+op. A product may have a bias, as in `autopar.ops.dot`. For partial sums, only one rank passes a
+bias.
 
-`all_gather_dot` and `dot_reduce_scatter` choose: the op, with kernels of `autopar_csrc`, where the
-group's ranks reach each other's memory (`autopar.kernels.peers`); else the collective and the
-product one after the other, which the log says once.
+`all_gather_dot` and `dot_reduce_scatter` run the op, with kernels of `autopar_csrc`, if the ranks
+of the group can access each other's memory (`autopar.kernels.peers`). Otherwise they run the
+collective and the product one after the other, which is logged once.
 
-Memory. Besides operands and results live
-    all_gather_matmul      twice the largest shard, where peers read it
-    matmul_reduce_scatter  until its end the product of this rank, whole; twice as much where peers
-                           write
-    both                   where the sharded dim is not leading, or the equation is no plain matrix
-                           product
-                           (`autopar.kernels.chunked`): a copy of one chunk's operand and product
-What peers read or write is kept for the next use of the same shapes, so a model's layers share it.
-In a fake group, where a run on fake tensors counts memory, both ways are gone, so that the count is
-the larger: the kernel's with all that is not kept, and the decomposition's.
+Memory in addition to operands and results:
+    all_gather_matmul      twice the largest shard, in shared memory
+    matmul_reduce_scatter  the full product of this rank, until the end, and twice as much in shared
+                           memory
+    both                   a copy of one chunk's operand and product, if the sharded dim is not
+                           leading or the equation is not a plain matrix product
+                           (`autopar.kernels.chunked`)
+Shared memory is kept for the next use of the same shapes, so the layers of a model share it. In a
+fake group, in which a run on fake tensors counts memory, both variants run, so that the larger one
+counts: the kernel without shared memory, and the separate ops.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ from autopar.kernels.peers import APART, counts_memory, peers_of, runs_kernels, 
 from autopar.ops.products import dot
 
 # --------------------------------------------------------------------------------------------------
-# The gradients: each op's gradient is the other op.
+# Gradients. The gradient of each op is the other op.
 
 
 def keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save what the gradient of all_gather_matmul needs: the other operand and the gathered one.
+    """Save the tensors for the gradient of all_gather_matmul: the other operand and the gathered
+    one.
 
     Args:
         ctx, inputs, output: see `torch.library.register_autograd`.
@@ -83,8 +84,8 @@ def all_gather_matmul_backward(
     """Compute dx = reduce_scatter(dy · other + d_whole), d_other = gathered · dy, d_bias = Σ dy.
 
     Args:
-        ctx: what `keep_gathered` saved. d_whole, dy: gradients of the gathered operand and the
-            product.
+        ctx: the context with the tensors that `keep_gathered` saved.
+        d_whole, dy: the gradients of the gathered operand and the product.
     """
     other, whole = ctx.saved_tensors
     equation, which, dim, _, size, name, coordinate, num_chunks = ctx.settings
@@ -102,12 +103,12 @@ def all_gather_matmul_backward(
 
 
 def _bias_gradient(ctx: Any, dy: Tensor) -> Tensor | None:
-    """Return the sum of a product's gradient over all dims that the bias lacks."""
+    """Return the sum of a product's gradient over all dims that the bias does not have."""
     return dy.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[-1] else None
 
 
 def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save what the gradient of matmul_reduce_scatter needs: both operands.
+    """Save the tensors for the gradient of matmul_reduce_scatter: both operands.
 
     Args:
         ctx, inputs, output: see `torch.library.register_autograd`.
@@ -118,8 +119,8 @@ def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def matmul_reduce_scatter_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of operands, addend and bias. That of the addend is the gathered
-    gradient."""
+    """Compute the gradients of operands, addend and bias. The gradient of the addend is the
+    gathered gradient."""
     d_operands, g = scattered_gradients(dy, ctx.saved_tensors, ctx.settings, ctx.needs_input_grad)
     return *d_operands, g if ctx.needs_input_grad[2] else None, *(None,) * 6, _bias_gradient(ctx, g)
 
@@ -134,15 +135,15 @@ def scattered_gradients(
     arrive.
 
     Args:
-        dy: the gradient of this rank's part. operands: of the product. settings: equation, dim,
-            size, name, coordinate and num_chunks of the product.
+        dy: the gradient of this rank's shard.
+        operands: the operands of the product.
+        settings: equation, dim, size, name, coordinate and num_chunks of the product.
         needed: whether each operand needs its gradient.
     """
     equation, dim, size, name, coordinate, num_chunks = settings
     terms = terms_of(equation)
-    first = (
-        0 if terms[2][dim] in terms[0] else 1
-    )  # the operand whose gradient can be taken in chunks
+    # the operand whose gradient can be computed in chunks
+    first = 0 if terms[2][dim] in terms[0] else 1
     mine, theirs, result = terms[first], terms[1 - first], terms[2]
     length = operands[first].shape[mine.index(result[dim])]
     gathered = f"{result},{theirs}->{mine}", 0, dim, length, size, name, coordinate, num_chunks
@@ -156,13 +157,13 @@ def scattered_gradients(
 
 
 class ChunkedDim(NamedTuple):
-    """A dim that a group's ranks share, and that they send in chunks; a node of a graph may have it
-    as an argument.
+    """A dim that is sharded over the ranks of a group and sent in chunks. Nodes of graphs may have
+    it as an argument.
 
     Attributes:
-        dim: of the operand that is gathered, or of the result that is scattered.
+        dim: the dim of the gathered operand, or of the scattered result.
         size, name, coordinate: this rank's process group, as in `AxisGroup`.
-        num_chunks: pieces of each rank's part, which are sent, and multiplied, one by one.
+        num_chunks: the number of chunks of each shard, which are sent and multiplied one by one.
     """
 
     dim: int
@@ -173,10 +174,11 @@ class ChunkedDim(NamedTuple):
 
     @staticmethod
     def of(dim: int, group: AxisGroup, num_chunks: int) -> ChunkedDim:
-        """Return a dim that the ranks of a group share.
+        """Return a dim that is sharded over the ranks of a group.
 
         Args:
-            dim, num_chunks: see `ChunkedDim`. group: this rank's process group.
+            dim, num_chunks: see `ChunkedDim`.
+            group: this rank's process group.
         """
         return ChunkedDim(dim, group.size, group.name, group.coordinate, num_chunks)
 
@@ -189,21 +191,24 @@ def all_gather_dot(
     length: int | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gather operand `which` along a dim, and multiply it with the other one.
+    """Gather operand `which` along a dim, and multiply it by the other operand.
 
     If the kernels do not run, `autopar.ops.dot` computes the product.
 
     Args:
-        equation: the product. operands: in the order of the equation; operand `which` is this
-            rank's shard.
-        which: the operand that is gathered. over: its dim that is gathered.
-        length: the whole length of the dim, if its shards differ in length. bias: of the product.
+        equation: the equation of the product.
+        operands: the operands. Operand `which` is this rank's shard.
+        which: the operand that is gathered.
+        over: the dim of this operand that is gathered.
+        length: the full length of the dim if it is sharded unevenly.
+        bias: the bias of the product, or None.
 
     Returns:
         The gathered operand and the product.
 
     Raises:
-        ValueError: if the dim's letter is not in the result, or there is less than one chunk.
+        ValueError: if the letter of the dim is not in the result, or the number of chunks is less
+            than 1.
     """
     dim, group = over.dim, AxisGroup(over.name, over.size, over.coordinate)
     check_chunked(equation, terms_of(equation)[which][dim], over.num_chunks)
@@ -236,14 +241,16 @@ def dot_reduce_scatter(
     addend: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return this rank's part, along a dim of the result, of the sum of all ranks' products.
+    """Return this rank's shard, along a dim of the result, of the sum of all ranks' products.
 
-    The kernels add in the order of the ranks and in at least fp32. If they do not run, the sum is
-    the process group's.
+    The kernels sum in rank order and in at least fp32. If they do not run, the process group
+    computes the sum.
 
     Args:
-        equation, operands: see `all_gather_dot`. over: the dim of the result that is scattered.
-        addend: added to this rank's product, or None. bias: of this rank's product.
+        equation, operands: see `all_gather_dot`.
+        over: the dim of the result that is scattered.
+        addend: a tensor that is added to this rank's product, or None.
+        bias: the bias of this rank's product, or None.
 
     Raises:
         ValueError: see `all_gather_dot`.
@@ -285,10 +292,14 @@ def all_gather_matmul(
     """Return the gathered operand and the product.
 
     Args:
-        x: this rank's shard of operand `which`. other: the other operand. equation: the product.
-        which, dim: the operand that is gathered, and its dim. length: the whole length of `dim`.
-        size, name, coordinate: the process group. num_chunks: pieces of each shard. bias: of the
-            product.
+        x: this rank's shard of operand `which`.
+        other: the other operand.
+        equation: the equation of the product.
+        which, dim: the operand that is gathered, and its dim.
+        length: the full length of `dim`.
+        size, name, coordinate: the process group.
+        num_chunks: the number of chunks of each shard.
+        bias: the bias of the product, or None.
     """
     group = AxisGroup(name, size, coordinate)
     peers, reason = peers_of(group, x.device)
@@ -313,14 +324,15 @@ def prepare_gather(
     shape: Sequence[int],
     bias: Tensor | None = None,
 ) -> tuple[Gather, Tensor]:
-    """Prepare a rank's part in all_gather_matmul.
+    """Prepare the job of a rank in all_gather_matmul.
 
     Args:
-        equation, other, which, dim, bias: see `all_gather_matmul`. shard: this rank's. shape: that
-            of the gathered operand.
+        equation, other, which, dim, bias: see `all_gather_matmul`.
+        shard: this rank's shard.
+        shape: the shape of the gathered operand.
 
     Returns:
-        The part, and the tensor that will hold the product.
+        The job, and the tensor that it fills with the product.
     """
     gathered = shard.new_empty(shape)
     y = shard.new_empty(result_shape(equation, *in_order(which, gathered, other)))
@@ -346,8 +358,8 @@ def _gather_alone(
     length: int | None,
     bias: Tensor | None = None,
 ) -> None:
-    """Allocate what a rank allocates in all_gather_matmul, except for what it shares. Of all chunks
-    its own rows, which are multiplied at once, need the most."""
+    """Allocate the memory of a rank in all_gather_matmul, except for shared memory. Of all chunks,
+    the rows of the rank, which are multiplied at once, need the most memory."""
     shard, other = operands[which].contiguous(), operands[1 - which].contiguous()
     length = shard.shape[dim] * group.size if length is None else length
     shape = [*shard.shape[:dim], length, *shard.shape[dim + 1 :]]
@@ -372,13 +384,16 @@ def matmul_reduce_scatter(
     num_chunks: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return this rank's part along `dim` of the sum of all ranks' products.
+    """Return this rank's shard, along `dim`, of the sum of all ranks' products.
 
     Args:
-        a, b: the factors. addend: added to this rank's product, or None. equation: the product.
-            dim: of the result.
-        size, name, coordinate: the process group. num_chunks: pieces of each part. bias: of the
-            product.
+        a, b: the factors.
+        addend: a tensor that is added to this rank's product, or None.
+        equation: the equation of the product.
+        dim: the dim of the result that is scattered.
+        size, name, coordinate: the process group.
+        num_chunks: the number of chunks of each shard.
+        bias: the bias of the product, or None.
     """
     group = AxisGroup(name, size, coordinate)
     peers, reason = peers_of(group, a.device)
@@ -408,14 +423,15 @@ def prepare_scatter(
     group: AxisGroup,
     bias: Tensor | None = None,
 ) -> tuple[Scatter, list[int]]:
-    """Prepare a rank's part in matmul_reduce_scatter.
+    """Prepare the job of a rank in matmul_reduce_scatter.
 
     Args:
-        equation, addend, dim, bias: see `matmul_reduce_scatter`. operands: the factors. group: this
-            rank's process group.
+        equation, addend, dim, bias: see `matmul_reduce_scatter`.
+        operands: the factors.
+        group: this rank's process group.
 
     Returns:
-        The part, and the shape of the whole product.
+        The job, and the shape of the full product.
     """
     a, b = operands
     shape = result_shape(equation, a, b)
@@ -426,8 +442,8 @@ def prepare_scatter(
         """Multiply rows, and add their addend.
 
         Args:
-            begin, rows: the first row and the number of rows. out: their partial product, to be
-                filled.
+            begin, rows: the first row and the number of rows.
+            out: the tensor that is filled with their partial product.
         """
         left, right = cut_rows(terms[:2], (a, b), letter, begin, rows)
         multiply_into(equation, left, right, out, cut_bias(bias, equation, letter, begin, rows))
@@ -449,15 +465,15 @@ def _scatter_alone(
     group: AxisGroup,
     bias: Tensor | None = None,
 ) -> None:
-    """Allocate what a rank allocates in matmul_reduce_scatter, as `_gather_alone` does. The product
-    of the own rows goes to memory that is shared."""
+    """Allocate the memory of a rank in matmul_reduce_scatter, like `_gather_alone`. The product of
+    the rank's rows is in shared memory."""
     factors = operands[0].contiguous(), operands[1].contiguous()
     job, shape = prepare_scatter(equation, factors, addend, dim, group, bias)
     job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)
 
 
-# --- on fake tensors, and backward (`overlapped_gradients`)
-# ------------------------------------------------------------------------------
+# --- fake implementations and gradients
+# --------------------------------------------------------------------------------------------------
 
 
 @all_gather_matmul.register_fake
@@ -483,7 +499,7 @@ matmul_reduce_scatter.register_autograd(matmul_reduce_scatter_backward, setup_co
 
 
 # --------------------------------------------------------------------------------------------------
-# The definitions, over the list of all ranks' operands.
+# The definitions of the ops, given the operands of all ranks.
 
 
 def all_gather_matmul_reference(
@@ -494,14 +510,15 @@ def all_gather_matmul_reference(
     dim: int,
     biases: Sequence[Tensor | None] = (),
 ) -> list[tuple[Tensor, Tensor]]:
-    """Define all_gather_matmul over the list of all ranks' operands.
+    """Compute all_gather_matmul for all ranks, given the operands of all ranks.
 
     Args:
-        equation: the product. shards, others, biases: each rank's operands and bias. which, dim:
-            the operand that is gathered, and its dim.
+        equation: the equation of the product.
+        shards, others, biases: the operands and bias of each rank.
+        which, dim: the operand that is gathered, and its dim.
 
     Returns:
-        Each rank's gathered operand, in order of the ranks, and its product.
+        The gathered operand and the product of each rank.
     """
     whole = torch.cat(list(shards), dim)
     pairs = zip(others, biases or [None] * len(others), strict=True)
@@ -517,17 +534,18 @@ def matmul_reduce_scatter_reference(
     addends: Sequence[Tensor] | None = None,
     biases: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
-    """Define matmul_reduce_scatter over the list of all ranks' operands.
+    """Compute matmul_reduce_scatter for all ranks, given the operands of all ranks.
 
-    The products are added one by one in order of the ranks, in fp32 or a wider dtype, and cast
-    back.
+    The products are summed one by one in rank order, in at least fp32, and cast back.
 
     Args:
-        equation: the product. pairs, biases: each rank's operands and bias. dim: of the result.
-            addends: each rank's, in the products' dtype.
+        equation: the equation of the product.
+        pairs, biases: the operands and bias of each rank.
+        dim: the dim of the result that is scattered.
+        addends: the addend of each rank, in the dtype of the products.
 
     Returns:
-        Each rank's part of the sum along `dim`.
+        The shard of the sum, along `dim`, of each rank.
     """
     parts = [
         multiply(equation, a, b, bias)
@@ -547,7 +565,7 @@ def matmul_reduce_scatter_reference(
 
 
 def _in_order_of_ranks(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the tensors in their dtype, added one after another in at least fp32."""
+    """Return the sum of the tensors in their dtype, computed one by one in at least fp32."""
     dtype = sum_dtype(parts[0].dtype)
     total = parts[0].to(dtype, copy=True)
     for part in parts[1:]:

@@ -1,15 +1,15 @@
-"""``pack`` and ``unpack``: many tensors into one bucket and back, with a cast and a scale, in one
-pass.
+"""``pack`` and ``unpack``, which copy many tensors into one bucket and back in one pass, with a
+cast and a scale.
 
-A bucket is [count, row]: row r holds rank r's part of every tensor, one *segment* per tensor. So a
-reduce-scatter of a whole bucket gives each rank one row with its parts, and an all-gather of rows
-gives a whole bucket. `BucketLayout` says where each segment lies; the picture and the order of sums
-are at the top of ``autopar_csrc/pack.cu``. `reference_pack` and `reference_unpack`, in plain torch,
-define the ops and run where there is no compiled library. `into_bucket` and `from_bucket` are the
-steps of emitted graphs.
+A bucket is a tensor [count, row]. Row r contains the shard of rank r of every tensor, one *segment*
+per tensor. A reduce-scatter of a bucket therefore returns the row of each rank, and an all-gather
+of rows returns a bucket. `BucketLayout` defines the position of each segment. A picture and the
+order of sums are at the top of ``autopar_csrc/pack.cu``. `reference_pack` and `reference_unpack`
+define the ops in torch, and run if there is no compiled library. `into_bucket` and `from_bucket`
+are the steps of emitted graphs.
 
-The gradient of pack is unpack with the same scale, into the tensors' dtypes, and the other way
-round. The sums of squares are not differentiable.
+The gradient of pack is unpack with the same scale and the dtypes of the tensors, and vice versa.
+The sums of squares are not differentiable.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from autopar.kernels import library
 # --------------------------------------------------------------------------------------------------
 # The layout of a bucket.
 
-ALIGN = 8  # elements: a segment begins at 16 bytes in any dtype
-LIMIT = 2**31 - 64  # elements of a segment
-CHUNK = 16384  # elements of a segment whose squares are summed together
-_REMEMBERED = 1024  # layouts
+ALIGN = 8  # elements, so that a segment is aligned to 16 bytes in any dtype
+LIMIT = 2**31 - 64  # largest number of elements of a segment
+CHUNK = 16384  # number of elements of a segment whose squares are summed together
+_REMEMBERED = 1024  # number of cached layouts
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Where the parts of some tensors lie in a bucket.
+    """The positions of the shards of tensors in a bucket.
 
     Attributes:
-        sizes: the whole tensors' shapes, each with at least one dim. dims: the dim of each that is
-            cut.
-        parts: the number of ranks that they are cut for, by the rule of
-            `autopar.core.layout.part_range`.
+        sizes: the shapes of the full tensors, each with at least one dim.
+        dims: the dim of each tensor that is sharded (`autopar.core.layout.part_range`).
+        parts: the number of shards.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -53,8 +52,8 @@ class BucketLayout:
     parts: int
 
     def segments(self) -> tuple[int, ...]:
-        """Return the elements of each tensor's segment, padding included. They are the same in
-        every row."""
+        """Return the number of elements of each tensor's segment, including padding. It is equal in
+        all rows."""
         return _compute_or_recall(_segments, self)
 
     @property
@@ -63,16 +62,17 @@ class BucketLayout:
         return sum(self.segments())
 
     def lengths(self) -> tuple[int, ...]:
-        """Return the lengths, in the whole tensors, of the dims that are cut."""
+        """Return the lengths of the sharded dims in the full tensors."""
         return tuple(size[dim] for size, dim in zip(self.sizes, self.dims, strict=True))
 
     def local_sizes(self, first: int, count: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of tensors that hold the parts of `count` ranks from `first` on."""
+        """Return the shapes of tensors that consist of the shards of `count` ranks from `first`
+        on."""
         return _compute_or_recall(_local_sizes, self, first, count)
 
 
-# Remembered: a training step packs by the same few layouts again and again, and the host should be
-# ahead of the device.
+# Cached, since every training step uses the same few layouts, and the host must not delay the
+# device.
 @lru_cache(maxsize=_REMEMBERED)
 def _segments(layout: BucketLayout) -> tuple[int, ...]:
     cut = zip(layout.sizes, layout.dims, strict=True)
@@ -95,8 +95,7 @@ def _local_sizes(layout: BucketLayout, first: int, count: int) -> tuple[tuple[in
 
 
 def _compute_or_recall(remembered: Any, layout: BucketLayout, *settings: int) -> Any:
-    """Call a cached function, or the function itself if lengths are symbols, as while a compiler
-    traces."""
+    """Call a cached function. If lengths are symbolic, as under a compiler, bypass the cache."""
     is_known = all(type(length) is int for size in layout.sizes for length in size)
     return (remembered if is_known else remembered.__wrapped__)(layout, *settings)
 
@@ -105,15 +104,16 @@ def with_length(size: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
     """Return a shape with another length of one dim.
 
     Args:
-        size: the shape. dim: the dim. length: its new length.
+        size: the shape.
+        dim, length: the dim, and its new length.
     """
     return (*size[:dim], length, *size[dim + 1 :])
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def places(layout: BucketLayout) -> tuple[tuple[tuple[int, int, int, int, int], ...], int]:
-    """Return each tensor's place in a row, and the number of chunks of a row. A place is the outer,
-    cut and inner length, the segment's first element, and its first chunk."""
+    """Return the place of each tensor in a row, and the number of chunks of a row. A place consists
+    of the outer, sharded and inner lengths, and the first element and chunk of the segment."""
     segments = layout.segments()
     if max(*segments, *layout.lengths()) >= LIMIT:
         raise KernelError(
@@ -123,9 +123,7 @@ def places(layout: BucketLayout) -> tuple[tuple[tuple[int, int, int, int, int], 
         )
     chunks = [-(-segment // CHUNK) for segment in segments]
     begins = zip(accumulate(segments, initial=0), accumulate(chunks, initial=0), strict=True)
-    shapes = zip(
-        layout.sizes, layout.dims, begins, strict=False
-    )  # there is one more begin: the end
+    shapes = zip(layout.sizes, layout.dims, begins, strict=False)  # the last begin is the end
     found = (
         (math.prod(size[:dim]), size[dim], math.prod(size[dim + 1 :]), *begin)
         for size, dim, begin in shapes
@@ -134,12 +132,12 @@ def places(layout: BucketLayout) -> tuple[tuple[tuple[int, int, int, int, int], 
 
 
 # --------------------------------------------------------------------------------------------------
-# Sums in one fixed order: the definition in torch of `autopar_csrc/include/sums.h`, equal to the
-# last bit.
+# Sums in a fixed order. This defines `autopar_csrc/include/sums.h` in torch; results are bitwise
+# equal.
 #
-# Elements come in groups of `GROUP` neighbours; group g belongs to lane g mod `LANES`. A lane
-# adds its elements one by one, then the lanes are added in halves. The order depends on nothing
-# but the number of elements, so neither threads nor the device change the result.
+# Elements form groups of `GROUP` consecutive elements, and group g belongs to lane g mod `LANES`. A
+# lane adds its elements one by one, then the lanes are added in halves. The order depends only on
+# the number of elements, so threads and devices do not affect the result.
 
 GROUP = 8
 LANES = 256
@@ -147,7 +145,7 @@ STRIPE = LANES * GROUP
 
 
 def ordered_sum(x: Tensor) -> Tensor:
-    """Return the sum over the last dim, in the dtype of `x`: [..., n] → [...]."""
+    """Return the sum [...] of a tensor [..., n] over the last dim, in the dtype of `x`."""
     lead = x.shape[:-1]
     stripes = -(-x.shape[-1] // STRIPE)
     filled = torch.nn.functional.pad(x, (0, stripes * STRIPE - x.shape[-1])).view(
@@ -161,8 +159,8 @@ def ordered_sum(x: Tensor) -> Tensor:
 
 
 def add_all(values: Tensor) -> Tensor:
-    """Return the sum of single values over the last dim: [..., n] → [...]. Value i belongs to lane
-    i mod `LANES`."""
+    """Return the sum [...] of values [..., n] over the last dim. Value i belongs to lane i mod
+    `LANES`."""
     lead = values.shape[:-1]
     turns = -(-values.shape[-1] // LANES)
     filled = torch.nn.functional.pad(values, (0, turns * LANES - values.shape[-1])).view(
@@ -175,7 +173,7 @@ def add_all(values: Tensor) -> Tensor:
 
 
 def add_lanes(lanes: Tensor) -> Tensor:
-    """Add lanes in halves: [..., LANES] → [...]."""
+    """Return the sum [...] of lanes [..., LANES], which are added in halves."""
     half = LANES // 2
     while half > 0:
         lanes = lanes[..., :half] + lanes[..., half : 2 * half]
@@ -196,20 +194,20 @@ def pack(
     scale: float = 1.0,
     squares: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The bucket of tensors that hold the parts of ranks first, …, first + count − 1; by default of
-    all ranks.
+    """Return the bucket of tensors that consist of the shards of ranks first, …, first + count − 1;
+    by default, of all ranks.
 
     Args:
-        tensors: of floating dtypes, of the shapes that `layout.local_sizes` says.
-        dtype: of the bucket. scale: every element is multiplied by it, in fp32, or fp64 where
-            either dtype is.
+        tensors: floating-point tensors with the shapes of `layout.local_sizes`.
+        dtype: the dtype of the bucket.
+        scale: the factor of every element, in fp32, or in fp64 if either dtype is fp64.
 
     Returns:
-        The bucket [count, layout.row]; and with `squares` the sum of squares of each tensor's
-        scaled elements, fp64 [len(tensors)], in a fixed order, else an empty tensor.
+        The bucket [count, layout.row], and the sum of squares of each tensor's scaled elements in a
+        fixed order, fp64 [len(tensors)]; without `squares`, an empty tensor.
 
     Raises:
-        KernelError: where tensors do not fit the layout.
+        KernelError: if tensors do not match the layout.
     """
     count = layout.parts - first if count is None else count
     return pack_op(
@@ -234,11 +232,12 @@ def unpack(
     count: int | None = None,
     scale: float = 1.0,
 ) -> list[Tensor]:
-    """Return the tensors of a bucket [count, layout.row], with the parts of its ranks, in new
-    memory.
+    """Return the tensors of a bucket [count, layout.row] in new memory.
 
     Args:
-        bucket: the bucket. layout, first, count, scale: see `pack`. dtypes: of the tensors.
+        bucket: the bucket.
+        layout, first, count, scale: see `pack`.
+        dtypes: the dtypes of the tensors.
     """
     count = layout.parts - first if count is None else count
     sizes = [n for size in layout.sizes for n in size]
@@ -258,10 +257,10 @@ def reference_pack(
     scale: float,
     squares: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `pack` in plain torch, with the same arguments.
+    """Compute `pack` in torch.
 
     Args:
-        tensors, layout, dtype, first, count, scale, squares: see there.
+        tensors, layout, dtype, first, count, scale, squares: see `pack`.
     """
     rows: list[list[Tensor]] = [[] for _ in range(count)]
     sums = []
@@ -294,10 +293,10 @@ def reference_unpack(
     count: int,
     scale: float,
 ) -> list[Tensor]:
-    """Compute `unpack` in plain torch.
+    """Compute `unpack` in torch.
 
     Args:
-        bucket, layout, dtypes, first, count, scale: see there.
+        bucket, layout, dtypes, first, count, scale: see `unpack`.
     """
     found = []
     columns = bucket.split(list(layout.segments()), dim=1)
@@ -315,7 +314,7 @@ def reference_unpack(
 def _parts(
     tensor: Tensor, dim: int, length: int, parts: int, first: int, count: int
 ) -> list[Tensor]:
-    """Return what a tensor holds of each rank from `first` on, flat."""
+    """Return the flat shards of `count` ranks from `first` on, of which a tensor consists."""
     ranges = [part_range(length, [parts], [rank]) for rank in range(first, first + count)]
     return [tensor.narrow(dim, start - ranges[0][0], n).reshape(-1) for start, n in ranges]
 
@@ -336,7 +335,7 @@ def _pack(
     scale: float,
     squares: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`pack` as an operator of torch's; `lengths` are those of the dims in the whole tensors."""
+    """Compute `pack`, as a torch op. `lengths` are the full lengths of the sharded dims."""
     layout = BucketLayout(_whole_sizes(tensors, lengths, dims), tuple(dims), parts)
     _check(
         layout,
@@ -354,7 +353,7 @@ def _pack(
     sums = torch.empty(len(tensors) if squares else 0, dtype=torch.float64, device=device)
     scratch = torch.empty(num_chunks * count if squares else 0, dtype=torch.float64, device=device)
     where = (layout.row, parts, first, count, num_chunks, scale)
-    # Where there is no chunk, scratch has no address, but nothing is read from it either.
+    # without chunks, scratch has no address and is not read
     chunk_sums = (
         (scratch.data_ptr() or pieces.data_ptr(), sums.data_ptr()) if squares else (None, None)
     )
@@ -383,8 +382,8 @@ def _unpack(
     dtypes: Sequence[int],
     scale: float,
 ) -> list[Tensor]:
-    """`unpack` as an operator of torch's; `sizes` are the whole shapes one after the other,
-    `dtypes` numbers as in `library.DTYPES`."""
+    """Compute `unpack`, as a torch op. `sizes` are the concatenated full shapes, and `dtypes` are
+    numbers as in `library.DTYPES`."""
     layout = BucketLayout(_split(sizes, num_dims), tuple(dims), parts)
     wanted = [library.DTYPES[code] for code in dtypes]
     shapes = layout.local_sizes(first, count)
@@ -419,7 +418,7 @@ def _unpack(
 def _pieces(
     tensors: Sequence[Tensor], layout: BucketLayout, device: torch.device
 ) -> tuple[Tensor, int]:
-    """Return the table of pieces as index.h declares it, and the number of chunks of a row."""
+    """Return the table of pieces that index.h declares, and the number of chunks of a row."""
     found, num_chunks = places(layout)
     rows: list[int] = []
     for tensor, dim, (outer, length, inner, offset, first_chunk) in zip(
@@ -445,7 +444,7 @@ def _check(
     first: int,
     count: int,
 ) -> None:
-    """Raise KernelError if tensors of these shapes and dtypes are no bucket of that layout."""
+    """Raise KernelError if tensors of these shapes and dtypes do not match the layout."""
     if first < 0 or count < 1 or first + count > layout.parts:
         what = f"ranks {first} to {first + count - 1} do not exist among {layout.parts}"
         raise KernelError(what, remedy="pass first and count within the parts")
@@ -456,7 +455,7 @@ def _check(
             )
     for shape, wanted in zip(shapes, layout.local_sizes(first, count), strict=True):
         if shape != wanted:
-            what = f"a tensor is {shape}; with the parts of these ranks it would be {wanted}"
+            what = f"a tensor has shape {shape}, but the layout requires {wanted} for these ranks"
             raise KernelError(what, remedy="see BucketLayout.local_sizes")
 
 
@@ -552,22 +551,23 @@ unpack_op = torch.ops.autopar.unpack.default
 
 
 # --------------------------------------------------------------------------------------------------
-# Steps of emitted graphs before and behind one collective on a bucket.
+# Steps of emitted graphs before and after one collective on a bucket.
 #
-# Before a reduce-scatter and behind an all-gather a bucket has a row per rank, else one row. Dims
-# are cut evenly, so these steps do not depend on the rank. They cast as they copy, so a reduction
-# in a wider dtype than its tensors' needs no casts of its own.
+# Before a reduce-scatter and after an all-gather, a bucket has one row per rank; otherwise it has
+# one row. Dims are sharded evenly, so these steps do not depend on the rank. They include casts, so
+# a reduction in a wider dtype than that of its tensors needs no separate casts.
 
 
 def into_bucket(
     tensors: Sequence[Tensor], dims: Sequence[int], parts: int, count: int, dtype: torch.dtype
 ) -> Tensor:
-    """Pack tensors that hold `count` of `parts` equal parts along their dims.
+    """Pack tensors that consist of `count` of `parts` equal shards along their dims.
 
     Args:
-        tensors: the tensors; a scalar counts as [1]. dims: the dim of each that is cut. parts,
-            count: the number of parts, and of those that the tensors hold.
-        dtype: of the bucket.
+        tensors: the tensors; a scalar is treated as a tensor [1].
+        dims: the dim of each tensor that is sharded.
+        parts, count: the number of shards, and the number of those that the tensors contain.
+        dtype: the dtype of the bucket.
     """
     held = [x if x.dim() else x.reshape(1) for x in tensors]
     lengths = [x.shape[dim] * parts // count for x, dim in zip(held, dims, strict=True)]
@@ -582,16 +582,17 @@ def from_bucket(
     parts: int,
     dtypes: Sequence[torch.dtype],
 ) -> list[Tensor]:
-    """Unpack a bucket into new tensors, with as many parts as it has rows.
+    """Unpack a bucket into new tensors, with as many shards as it has rows.
 
     Args:
-        bucket: the bucket. sizes: shapes of all parts together, () for a scalar. dims, parts: see
-            `into_bucket`.
-        dtypes: of the tensors.
+        bucket: the bucket.
+        sizes: the shapes of the full tensors, () for a scalar.
+        dims, parts: see `into_bucket`.
+        dtypes: the dtypes of the tensors.
     """
     shapes = [tuple(size) or (1,) for size in sizes]
     lengths, num_dims = [n for shape in shapes for n in shape], [len(shape) for shape in shapes]
-    # A dtype that a lockstep run has promoted is one that kernels know, too.
+    # kernels also support the dtypes to which a lockstep run promotes
     codes = [library.code_of(dtype) for dtype in dtypes]
     found: list[Tensor] = unpack_op(
         bucket, lengths, num_dims, list(dims), parts, 0, bucket.shape[0], codes, 1.0

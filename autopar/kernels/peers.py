@@ -1,23 +1,23 @@
-"""The ranks of a group as peers: memory that all of them reach, and lanes in which their work runs.
+"""The ranks of a group as peers, with shared memory and lanes in which their work runs.
 
-Terms. A *rank* has a compute lane and a copy lane; a *phase* is a piece of a rank's work that runs
-in one of them. *Regions* are one piece of memory per rank that every rank can read and write, with
-flags that signal between them (`autopar_csrc/include/epoch.h`). An *epoch* is one use of a region;
-each rank counts its own, and all begin the same uses in the same order.
+Each *rank* has a compute lane and a copy lane. A *phase* is a part of a rank's work that runs in
+one of its lanes. *Regions* are memory, one piece per rank, that every rank can read and write, with
+flags for signals between ranks (`autopar_csrc/include/epoch.h`). An *epoch* is one use of a region.
+Each rank counts its epochs, and all ranks begin the same uses in the same order.
 
-The one rule: producers come before those who wait for them. A list of phases keeps it if no phase
-waits for a later one when they run phase by phase, each for all ranks in turn. Then it ends with
-each of the three providers:
+Producers must run before the phases that wait for them: if phases run one after another, each for
+all ranks in turn, no phase may wait for a later one. A list of phases that satisfies this rule
+terminates with each of the three providers:
 
-    VirtualRanks      all ranks in one process and one thread: phase by phase. On a GPU each rank
-                      has two streams of its own
-    HostThreads       two threads per rank, which run at once; only the signals order them
-    SymmetricMemory   one rank per process, with a GPU each: the peers' memory is mapped into this
+    VirtualRanks      all ranks in one process and one thread, phase by phase. On a GPU, each rank
+                      has two streams
+    HostThreads       two concurrent threads per rank, which are synchronized only by signals
+    SymmetricMemory   one rank with a GPU per process. The memory of the peers is mapped into this
                       process
 
-In every provider a copy lane begins after the work that its rank's compute lane was given before,
-and the compute lane's work ends after the copy lane's. So memory that only this rank uses may be
-released after `run`.
+In every provider, the copy lane of a rank begins after the work that was previously given to its
+compute lane, and the compute lane ends after the copy lane. Memory that only this rank uses may
+therefore be released after `run`.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from autopar.kernels import library
 from autopar.kernels.collectives import AxisGroup
 
 # --------------------------------------------------------------------------------------------------
-# Lanes, which are threads of the host or streams of a device.
+# Lanes, which are host threads or device streams.
 
 COMPUTE, COPY = "compute", "copy"
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Where a phase runs: the host, or a stream of a device."""
+    """The place where a phase runs: the host, or a stream of a device."""
 
     kind: str
     stream: torch.cuda.Stream | None = None
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a function of the kernels, on the lane's stream.
+        """Call a function of the kernels on the stream of the lane.
 
         Args:
-            name: the function's name without ``ap_`` and ``_host`` or ``_cuda``. arguments: all but
-                the stream.
+            name: the name of the function without ``ap_`` and ``_host`` or ``_cuda``.
+            arguments: all arguments except the stream.
 
         Raises:
-            KernelError: if it returns an error; in debug builds also if a signal has not come in
-                time.
+            KernelError: if the function returns an error. In debug builds, this includes a time-out
+                of a wait for a signal.
         """
         library.step(self.kind, name, None if self.stream is None else self.stream.cuda_stream)(
             *arguments
@@ -73,7 +73,7 @@ Work = Callable[[Lane, int], None]
 
 @dataclass(frozen=True, slots=True)
 class TransferPhase:
-    """A piece of a rank's work: `work(lane, rank)`, run in its compute or its copy lane."""
+    """A part of a rank's work: `work(lane, rank)`, which runs in its compute or copy lane."""
 
     lane: str
     work: Work
@@ -81,13 +81,13 @@ class TransferPhase:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A copy lane that is one kernel of few blocks (`autopar_csrc/include/blocks.h`) instead of a
-    device's copy engine.
+    """A copy lane that uses a kernel with few blocks (`autopar_csrc/include/blocks.h`) instead of
+    the copy engine of the device.
 
     Attributes:
-        num_blocks: each takes a multiprocessor from the products that run at the same time. All
-            uses of a provider's regions have the same number.
-        bytes_per_s: the limit for all of them together; 0 for none.
+        num_blocks: the number of blocks. Each block occupies a multiprocessor, which concurrent
+            products cannot use. It must be equal for all uses of a provider's regions.
+        bytes_per_s: the bandwidth limit of all blocks together; 0 for no limit.
     """
 
     num_blocks: int = 4
@@ -96,9 +96,9 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class LaneStreams:
-    """A rank's two lanes on a device.
+    """The two lanes of a rank on a device.
 
-    Copies and their signals have priority: they are short, and a product beside them can wait.
+    Copies and their signals have a higher priority than products, since they are short.
     """
 
     compute: torch.cuda.Stream
@@ -106,22 +106,22 @@ class LaneStreams:
 
     @staticmethod
     def new(device: torch.device) -> LaneStreams:
-        """Make the two streams of a rank."""
+        """Create the two streams of a rank."""
         return LaneStreams(torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
 
     def fork(self) -> None:
-        """Let both lanes begin after what is enqueued on the current stream."""
+        """Make both lanes wait for the work that is enqueued on the current stream."""
         current = torch.cuda.current_stream(self.compute.device)
         if current != self.compute:
             self.compute.wait_stream(current)
         self.copy.wait_stream(current)
 
     def lane(self, name: str) -> Lane:
-        """Return the lane of this name."""
+        """Return the lane with the given name."""
         return Lane("cuda", self.compute if name == COMPUTE else self.copy)
 
     def join(self) -> None:
-        """Let the current stream wait for both lanes."""
+        """Make the current stream wait for both lanes."""
         current = torch.cuda.current_stream(self.compute.device)
         for stream in (self.compute, self.copy):
             if stream != current:
@@ -130,7 +130,7 @@ class LaneStreams:
 
 @contextmanager
 def within(lane: Lane) -> Iterator[None]:
-    """Enqueue torch's own kernels on the lane's stream."""
+    """A context in which torch's kernels are enqueued on the stream of a lane."""
     if lane.stream is None:
         yield
     else:
@@ -144,11 +144,12 @@ _ALIGNMENT = 128
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Memory that all ranks reach, in order of the ranks.
+    """Shared memory of all ranks, in rank order.
 
     Attributes:
-        data: bytes. flags: words, int64, zero at first. epochs: how often each rank of this process
-            has used them.
+        data: a uint8 tensor per rank.
+        flags: an int64 tensor per rank, which is initially zero.
+        epochs: the number of uses by each rank of this process.
     """
 
     data: tuple[Tensor, ...]
@@ -156,21 +157,21 @@ class Regions:
     epochs: list[int]
 
     def begin(self, rank: int) -> int:
-        """Begin a use and return its number, from 1."""
+        """Begin a use. Return its number, counted from 1."""
         self.epochs[rank] += 1
         return self.epochs[rank]
 
 
 class Peers(ABC):
-    """The ranks of a group, as seen from this process.
+    """The ranks of a group, from the view of this process.
 
     Args:
-        size: the number of ranks. device: the device of their tensors.
-        blocks: the kernel that copies for the overlapped products on a device; None for its copy
-            engine.
+        size: the number of ranks.
+        device: the device of their tensors.
+        blocks: the copy kernel of overlapped products; None for the copy engine of the device.
 
     Raises:
-        KernelError: for blocks on a device whose code does not run.
+        KernelError: if `blocks` is given and no device code runs.
     """
 
     def __init__(self, size: int, device: torch.device, blocks: Blocks | None = None) -> None:
@@ -192,10 +193,16 @@ class Peers(ABC):
 
     @abstractmethod
     def run(self, ranks: Sequence[int], phases: Sequence[TransferPhase]) -> None:
-        """Run the phases for some of `ranks`; return when they are done or, on a GPU, enqueued."""
+        """Run phases for some of `ranks`. Return when they have finished or, on a GPU, are
+        enqueued.
+
+        Args:
+            ranks: the ranks.
+            phases: the phases of each rank, in order.
+        """
 
     def move(self, lane: Lane, name: str, *arguments: object) -> None:
-        """Call the function of a copy lane: by its name, or as a kernel of blocks."""
+        """Call a copy function: with the copy engine, or as a kernel with few blocks."""
         if self._blocks is None:
             lane.call(name, *arguments)
         else:
@@ -204,18 +211,19 @@ class Peers(ABC):
             )
 
     def regions(self, key: Hashable, num_bytes: int, num_words: int) -> Regions:
-        """Return the regions of a name, which are made at the first call and kept.
+        """Return the regions of a key. They are created at the first call and kept.
 
         Args:
-            key: the name. num_bytes, num_words: bytes, and 64-bit words of flags, per rank.
+            key: the key.
+            num_bytes, num_words: the number of bytes, and of 64-bit words of flags, per rank.
         """
         with self._lock:
             if key not in self._regions:
                 self._regions[key] = self._new_regions(num_bytes, num_words)
             return self._regions[key]
 
-    def _say_refused(self) -> None:
-        """Log once that signals and waits are not operations of the device's streams, if so."""
+    def _log_refused(self) -> None:
+        """Log once if the device does not support signals and waits as stream operations."""
         if self._may_be_refused and library.num_refused(self.kind):
             self._may_be_refused = False
             _LOG.warning(
@@ -224,7 +232,7 @@ class Peers(ABC):
             )
 
     def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
-        """Make regions of plain tensors, for ranks that are all in this process."""
+        """Create regions of plain tensors, for ranks that are all in this process."""
         data = tuple(
             torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.device)
             for _ in range(self.size)
@@ -233,17 +241,21 @@ class Peers(ABC):
             torch.zeros(num_words, dtype=torch.int64, device=self.device) for _ in range(self.size)
         )
         if self.kind == "cuda":
-            torch.cuda.synchronize(self.device)  # every rank's streams see the zeros
+            torch.cuda.synchronize(
+                self.device
+            )  # makes the zeros visible to the streams of all ranks
         return Regions(data, flags, [0] * self.size)
 
 
 class VirtualRanks(Peers):
-    """All ranks in this thread. Each phase runs for every rank in turn, so a call needs the work of
-    all ranks.
+    """All ranks in this thread. Each phase runs for all ranks in turn, so a call must include all
+    ranks.
 
     Args:
-        size, device, blocks: see `Peers`; all ranks' kernels must fit on the device at once.
-        pause: called with rank and phase before each; tests use it to slow ranks down.
+        size, device, blocks: see `Peers`. The kernels of all ranks must fit on the device at the
+            same time.
+        pause: called with the rank and the index of the phase before each phase. Tests use it to
+            delay ranks.
     """
 
     def __init__(
@@ -282,19 +294,21 @@ class VirtualRanks(Peers):
                     phase.work(lane, rank)
         for streams in self._streams:
             streams.join()
-        self._say_refused()
+        self._log_refused()
 
 
 class HostThreads(Peers):
-    """Ranks that are threads of this process, on the CPU. Each has a second thread as its copy
+    """Ranks that are threads of this process, on the CPU. Each rank has a second thread as its copy
     lane.
 
-    A rank's thread calls `run` with its own rank; with several ranks `run` starts a thread for
-    each. Close it at the end, or use it in a ``with``. If one rank fails, ranks that wait for it
-    keep waiting; with ``AUTOPAR_KERNELS=debug`` for a limited time.
+    The thread of a rank calls `run` with its rank; if `run` is called with several ranks, it uses a
+    thread for each. Call `close` at the end, or use this as a context manager. If a rank fails,
+    ranks that wait for it do not terminate, except with ``AUTOPAR_KERNELS=debug``, which limits the
+    wait.
 
     Args:
-        size: the number of ranks. pause: see `VirtualRanks`.
+        size: the number of ranks.
+        pause: see `VirtualRanks`.
     """
 
     def __init__(self, size: int, pause: Callable[[int, int], None] | None = None) -> None:
@@ -316,12 +330,12 @@ class HostThreads(Peers):
             _results([self._computes[rank].submit(self._run_one, rank, phases) for rank in ranks])
 
     def each(self, work: Callable[[int], Any]) -> list[Any]:
-        """Call `work(rank)` in every rank's thread at once; return the results in order of the
-        ranks."""
+        """Call `work(rank)` concurrently in the threads of all ranks. Return the results in rank
+        order."""
         return _results([self._computes[rank].submit(work, rank) for rank in self.ranks])
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         for pool in (*self._computes, *self._copies):
             pool.shutdown()
 
@@ -347,10 +361,11 @@ class HostThreads(Peers):
 
 
 class SymmetricMemory(Peers):
-    """Processes with a GPU each, whose memory torch's symmetric memory maps into one another.
+    """Processes with one GPU each. torch's symmetric memory maps the memory of the GPUs into all
+    processes.
 
-    Making regions is collective: all processes of the group make the same ones in the same order,
-    and wait for each other.
+    The creation of regions is collective: all processes of the group must create the same regions
+    in the same order, and wait for each other.
     """
 
     def __init__(
@@ -376,7 +391,7 @@ class SymmetricMemory(Peers):
             with within(lane):
                 phase.work(lane, self._rank)
         streams.join()
-        self._say_refused()
+        self._log_refused()
 
     def _new_regions(self, num_bytes: int, num_words: int) -> Regions:
         import torch.distributed._symmetric_memory as symmetric
@@ -385,7 +400,7 @@ class SymmetricMemory(Peers):
         own = symmetric.empty(begin + num_words * 8, dtype=torch.uint8, device=self.device)
         handle = symmetric.rendezvous(own, self._name)
         own.zero_()
-        handle.barrier()  # no rank signals before all flags are zero
+        handle.barrier()  # no rank may signal before all flags are zero
         torch.cuda.synchronize(self.device)
         self._held += [own, handle]  # the peers' views below do not keep the mapping alive
         data = tuple(
@@ -400,7 +415,7 @@ class SymmetricMemory(Peers):
 
 
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Return all results. If some failed, raise the first one's error after all have ended."""
+    """Return all results. If some failed, wait for all and raise the first error."""
     errors = [error for error in (future.exception() for future in futures) if error is not None]
     if errors:
         raise errors[0]
@@ -408,12 +423,12 @@ def _results(futures: Sequence[Future[Any]]) -> list[Any]:
 
 
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Return an array of pointers, as C functions of the host take them."""
+    """Return the addresses of tensors as an array of pointers for C functions of the host."""
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 # --------------------------------------------------------------------------------------------------
-# The provider that serves a process group, or the reason why there is none.
+# The provider for a process group, or the reason why there is none.
 
 APART = "matrix products run before or after their communication, without overlap"
 _provided: dict[str, Peers] = {}
@@ -423,7 +438,15 @@ _said: set[str] = set()
 
 @contextmanager
 def provide_peers(name: str, peers: Peers) -> Iterator[None]:
-    """Let `peers` serve groups of this name inside, in every thread."""
+    """A context in which groups of a name use the given peers, in every thread.
+
+    Args:
+        name: the name of the groups.
+        peers: the provider.
+
+    Raises:
+        KernelError: if the name is empty or in use.
+    """
     if not name or name in _provided:
         raise KernelError(
             f"{name!r} cannot name these peers: it is empty or in use", remedy="choose another name"
@@ -436,11 +459,11 @@ def provide_peers(name: str, peers: Peers) -> Iterator[None]:
 
 
 def peers_of(group: AxisGroup, device: torch.device) -> tuple[Peers | None, str]:
-    """Return the provider through which the ranks of `group` reach each other's memory on `device`;
-    or None, and the reason.
+    """Return the provider through which the ranks of `group` access each other's memory on
+    `device`, and an empty reason; or None and the reason why there is none.
 
-    The first call for a group on a GPU is collective: its ranks agree, so that either all of them
-    run the kernels or none does.
+    The first call for a group on a GPU is collective: its ranks agree, so that either all or none
+    of them run the kernels.
     """
     kind = "host" if device.type == "cpu" else "cuda"
     if not group.name:
@@ -455,15 +478,15 @@ def peers_of(group: AxisGroup, device: torch.device) -> tuple[Peers | None, str]
 
 
 def may_have_peers(group: AxisGroup, device: torch.device) -> bool:
-    """Return whether `peers_of` could return a provider. It asks no other rank, so a compiler can
-    trace it."""
+    """Return whether `peers_of` could return a provider. This does not communicate, so a compiler
+    can trace it."""
     return bool(group.name) and (group.name in _provided or device.type == "cuda")
 
 
 def runs_kernels(group: AxisGroup, device: torch.device) -> bool:
     """Return whether to call the op of an overlapped product.
 
-    While a compiler traces, the op itself asks again, since the trace does not see into it.
+    Under a compiler, which does not trace into the op, the op checks again when it runs.
     """
     if torch.compiler.is_compiling():
         return may_have_peers(group, device)
@@ -479,11 +502,13 @@ def counts_memory(group: AxisGroup) -> bool:
 
 
 def say_once(group: AxisGroup, doing: str, reason: str) -> None:
-    """Log once per process that something takes the slower way, except for fake groups, which move
-    nothing.
+    """Log once per process that a slower variant runs. Nothing is logged for fake groups, which do
+    not communicate.
 
     Args:
-        group: the ranks. doing: what takes the slower way. reason: why.
+        group: the group.
+        doing: a description of the slower variant.
+        reason: the reason why it runs.
     """
     if group.name and reason not in _said:
         _said.add(reason)
@@ -500,11 +525,8 @@ def _find_symmetric(group: AxisGroup, device: torch.device) -> tuple[Peers | Non
         try:
             found = SymmetricMemory(group.name, group.size, group.coordinate, device)
             found.regions("probe", 1, 1)
-        except (
-            RuntimeError,
-            ImportError,
-            AttributeError,
-        ) as error:  # torch's own, where devices cannot map each other's memory
+        # torch raises these errors if devices cannot map each other's memory
+        except (RuntimeError, ImportError, AttributeError) as error:
             found, reason = None, f"torch symmetric memory is not available: {error}"
     everywhere = torch.tensor([found is not None], dtype=torch.int32, device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=_resolve_process_group(group.name))

@@ -1,27 +1,27 @@
-"""Rows of tokens to the ranks of their experts and back, each permuted on its way.
+"""Sending of token rows to the ranks of their experts and back, with a permutation.
 
-Terms. A token has `choices` experts; a *pair* is one (token, choice), in order of the tokens.
-Expert e lives on rank ``e // (num_experts / size)``. `most` is the largest number of pairs that any
-rank has, so no rank receives more than ``size · most`` rows.
+A token has `choices` experts. A *pair* is one (token, choice); pairs are in the order of tokens.
+Expert e is on rank ``e // (num_experts / size)``. `most` is the largest number of pairs of any
+rank, so no rank receives more than ``size · most`` rows.
 
-    moe_dispatch   x [tokens, width], experts [tokens, choices] → rows [size · most, width]: those
-                   of this rank's experts, by expert, then
-                   by sender, then by pair, and behind them zeros; table [size, num_experts]: how
-                   many pairs each rank sends to each expert; position [tokens, choices]: where the
-                   pair stands when this rank's pairs are sorted by expert, stably
-    moe_combine    rows [size · most, width], as dispatched → returned [tokens · choices, width]: of
-                   this rank's pairs, sorted;
-                   y [tokens, width] = Σ_c weights[t, c] · returned[position[t, c]], in order of the
-                   choices and in at least fp32
+    moe_dispatch   x [tokens, width], experts [tokens, choices] → rows [size · most, width]: the
+                   rows of this rank's experts, sorted by expert, sender and pair, followed by
+                   zeros; table [size, num_experts]: the number of pairs that each rank sends to
+                   each expert; position [tokens, choices]: the position of each pair of this rank
+                   in a stable sort by expert
+    moe_combine    rows [size · most, width] in the order of dispatch → returned [tokens · choices,
+                   width]: the rows of this rank's pairs, sorted; y [tokens, width] =
+                   Σ_c weights[t, c] · returned[position[t, c]], summed in the order of choices, in
+                   at least fp32
 
-The functions that end in ``_reference`` define them, over the lists of all ranks' operands. Each
-op's gradient is the other op. Where ranks do not reach each other's memory
-(`autopar.kernels.peers`), rows go by an all_to_all of ``most`` rows for every pair of ranks, with
-the same results.
+The functions that end in ``_reference`` define the ops, given the operands of all ranks. The
+gradient of each op is the other op. If ranks cannot access each other's memory
+(`autopar.kernels.peers`), an all_to_all sends ``most`` rows between every two ranks, with the same
+results.
 
-Memory. Besides operands and results live, where peers write and kept for the next use of the same
-shapes: for dispatch ``size · most`` rows, for combine twice ``most`` rows. The all_to_all instead
-holds twice ``size · most`` rows until its end.
+Memory in addition to operands and results: ``size · most`` rows for dispatch and twice ``most``
+rows for combine, in shared memory, which is kept for the next use of the same shapes. The
+all_to_all instead needs twice ``size · most`` rows until its end.
 """
 
 from __future__ import annotations
@@ -47,25 +47,26 @@ from autopar.kernels.peers import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# The protocols as phases. They are described at the tops of `autopar_csrc/moe_route.cu` and
+# The protocols as phases. They are described at the top of `autopar_csrc/moe_route.cu` and
 # `autopar_csrc/expert_rows.cu`. Ranks share only `Routes.regions`, which are kept for the next use
-# of the same name and routes, so that a model's layers share them.
+# of the same name and routes, so that all layers of a model use the same regions.
 
 MOST_RANKS = 64  # kMaxRanks of include/routes.h
 _LINE = 128
 COUNTS, ROWS, GATES, BACK = "counts", "rows", "gates", "back "
 SHARED = COUNTS, ROWS, GATES, BACK + ROWS, BACK + GATES
-"""Names of what a step of experts shares: counts, and for each that travels what is received and
-what comes back."""
-_UNSEEN = 0, 1  # tokens and choices, where a step in C does not look at them
+"""Names of the shared memory of a step of experts: for counts, and for received and returned rows
+and gates."""
+_UNSEEN = 0, 1  # tokens and choices for C functions that do not use them
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The facts of a route that all ranks know.
+    """The sizes of a route, which all ranks know.
 
     Attributes:
-        row_bytes: bytes of a row. most: the most pairs of any rank.
+        row_bytes: the size of a row in bytes.
+        most: the largest number of pairs of any rank.
     """
 
     row_bytes: int
@@ -74,18 +75,17 @@ class Routes:
     most: int
 
     def regions(self, peers: Peers, name: str) -> Regions:
-        """Return the memory that ranks share for ``dispatch``, ``combine`` or a name of
-        `SHARED`."""
+        """Return the shared memory for ``dispatch``, ``combine`` or a name of `SHARED`."""
         return peers.regions((name, self), *self._sizes(name))
 
     def num_bytes(self, name: str) -> int:
-        """Return the bytes of a rank's part of these regions, flags included."""
+        """Return the bytes of these regions per rank, including flags."""
         data, words = self._sizes(name)
         return data + 8 * words
 
     def _sizes(self, name: str) -> tuple[int, int]:
-        """A rank's bytes, and words of flags: a line for each peer, for dispatch and combine
-        two."""
+        """Return the number of bytes and of words of flags per rank. Flags take one line per peer,
+        or two lines for dispatch and combine."""
         table, lines_of = _lines(self.size * self.num_experts * 8), self.size * _LINE // 8
         received, returned = (
             _lines(self.size * self.most * self.row_bytes),
@@ -117,7 +117,7 @@ def _lines(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """A rank's part in `dispatch`: contiguous operands, and room for the results and the counts."""
+    """The job of a rank in `dispatch`: contiguous operands, and memory for results and counts."""
 
     x: Tensor
     experts: Tensor
@@ -146,7 +146,7 @@ class Dispatch:
 
 
 def dispatch(peers: Peers, routes: Routes, jobs: Mapping[int, Dispatch]) -> None:
-    """Run moe_dispatch for the ranks of `jobs`: all of them with `VirtualRanks`, else one."""
+    """Run moe_dispatch for the ranks of `jobs`: all ranks with `VirtualRanks`, otherwise one."""
     regions = routes.regions(peers, "dispatch")
     last = {
         rank: routes.arguments(regions, job.experts.shape, rank, regions.begin(rank))
@@ -181,7 +181,7 @@ def dispatch(peers: Peers, routes: Routes, jobs: Mapping[int, Dispatch]) -> None
 
 @dataclass(frozen=True, slots=True)
 class Combine:
-    """A rank's part in `combine`: contiguous operands, and room for the results."""
+    """The job of a rank in `combine`: contiguous operands, and memory for the results."""
 
     rows: Tensor
     table: Tensor
@@ -205,7 +205,7 @@ class Combine:
 
 
 def combine(peers: Peers, routes: Routes, jobs: Mapping[int, Combine]) -> None:
-    """Run moe_combine for the ranks of `jobs`, see `dispatch`."""
+    """Run moe_combine for the ranks of `jobs`; see `dispatch`."""
     regions = routes.regions(peers, "combine")
     last = {
         rank: routes.arguments(regions, job.position.shape, rank, regions.begin(rank))
@@ -226,8 +226,8 @@ def combine(peers: Peers, routes: Routes, jobs: Mapping[int, Combine]) -> None:
 def count(
     peers: Peers, num_experts: int, most: int, counts: Mapping[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Exchange the ranks' counts [num_experts]; return each rank's table. A step of experts begins
-    so."""
+    """Exchange the counts [num_experts] of ranks, and return the table of each rank. This is the
+    begin of a step of experts."""
     routes = Routes(0, num_experts, peers.size, most)
     regions = routes.regions(peers, COUNTS)
     own = {rank: mine.contiguous() for rank, mine in counts.items()}
@@ -246,8 +246,8 @@ def count(
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A rank's part in `send`: contiguous rows, the row of each sorted pair or None for rows that
-    were received, and the table."""
+    """The job of a rank in `send`: contiguous rows, the row of each sorted pair (None for rows that
+    were received), and the table."""
 
     rows: Tensor
     index: Tensor | None
@@ -257,10 +257,10 @@ class Sent:
 def send(
     peers: Peers, name: str, num_experts: int, most: int, jobs: Mapping[int, Sent]
 ) -> dict[int, Tensor]:
-    """Send rows, and return what each rank receives as bytes, where they lie.
+    """Send rows. Return the received bytes of each rank as views of shared memory.
 
-    These are the rows of pairs, or rows that come back, sorted. They are valid until the rank
-    counts again. Each name is used once in a step.
+    These are the rows of pairs, or returned rows, sorted. They are valid until the rank calls
+    `count` again. Each name may be used once per step.
     """
     some = next(iter(jobs.values())).rows
     routes = Routes(some.shape[1] * some.element_size(), num_experts, peers.size, most)
@@ -292,15 +292,15 @@ def shared_regions(
     *,
     backward: bool,
 ) -> dict[tuple[str, Routes], int]:
-    """Return the bytes that a rank of a routed step of experts shares with its peers and keeps,
-    flags included, by name and routes.
+    """Return the bytes of the shared memory of a rank for a routed step of experts, including
+    flags, by name and routes.
 
     Args:
-        features: elements of a token. made: elements of an expert's result. num_here: experts of a
-            rank.
-        size: the number of ranks. most: the most pairs of any rank. itemsize, gate_itemsize: bytes
-            of an element of tokens and results, and of a gate. backward: whether the step is the
-            backward.
+        features, made: the number of elements of a token, and of an expert's result.
+        num_here, size: the number of experts of a rank, and the number of ranks.
+        most: the largest number of pairs of any rank.
+        itemsize, gate_itemsize: the bytes of an element of tokens and results, and of a gate.
+        backward: whether the step is the backward.
     """
 
     def _routes(row_bytes: int) -> Routes:
@@ -331,8 +331,7 @@ _APART = "rows are sent to their experts with an all_to_all"
 
 
 def sorted_position(experts: Tensor) -> Tensor:
-    """Return each pair's place among the pairs sorted by expert, stably: [tokens, choices], as
-    `experts`."""
+    """Return the position of each pair in a stable sort by expert, a tensor [tokens, choices]."""
     order = torch.argsort(experts.reshape(-1), stable=True)
     return (
         torch.empty_like(order)
@@ -344,7 +343,7 @@ def sorted_position(experts: Tensor) -> Tensor:
 def moe_dispatch_reference(
     xs: Sequence[Tensor], experts: Sequence[Tensor], num_experts: int, most: int
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Define moe_dispatch over the lists of all ranks: rows, table and position of each."""
+    """Compute moe_dispatch for all ranks. Return rows, table and position of each rank."""
     size, width = len(xs), xs[0].shape[1]
     table = torch.stack(
         [torch.bincount(chosen.reshape(-1), minlength=num_experts) for chosen in experts]
@@ -368,11 +367,11 @@ def moe_dispatch_reference(
 def moe_combine_reference(
     rows: Sequence[Tensor], table: Tensor, positions: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Define moe_combine over the lists of all ranks: y and returned of each. All have the same
-    `table`."""
+    """Compute moe_combine for all ranks, which have the same `table`. Return y and returned of each
+    rank."""
     size, num_experts = table.shape
     blocks: list[list[Tensor]] = [[] for _ in range(size)]
-    for expert in range(num_experts):  # homes follow one another, and so do their experts
+    for expert in range(num_experts):  # in the order of the experts' ranks
         home = expert * size // num_experts
         first = table[:, home * num_experts // size : expert].sum()
         for sender in range(size):
@@ -386,8 +385,8 @@ def moe_combine_reference(
 
 
 def weighted_sum(returned: Tensor, position: Tensor, weights: Tensor) -> Tensor:
-    """Return Σ_c weights[t, c] · returned[position[t, c]] in the dtype of `returned`, added one
-    choice after another in at least fp32."""
+    """Return Σ_c weights[t, c] · returned[position[t, c]] in the dtype of `returned`, summed in the
+    order of choices in at least fp32."""
     dtype = sum_dtype(returned.dtype)
     terms = [
         weights[:, c : c + 1].to(dtype) * returned[position[:, c]].to(dtype)
@@ -407,16 +406,16 @@ def weighted_sum(returned: Tensor, position: Tensor, weights: Tensor) -> Tensor:
 def moe_dispatch(
     x: Tensor, experts: Tensor, num_experts: int, most: int, size: int, name: str, coordinate: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, table and position of this rank.
+    """Return rows, table and position of this rank.
 
     Raises:
-        ValueError: where the ranks do not have equally many experts, a pair's expert does not
+        ValueError: if the ranks do not have equally many experts, the expert of a pair does not
             exist, or there are more pairs than `most`.
     """
     if num_experts % size or experts.numel() > most:
         raise ValueError(
-            f"{num_experts} experts on {size} ranks, {experts.numel()} pairs of at most {most}:"
-            " uneven, or too many"
+            f"{num_experts} experts must be a multiple of {size} ranks, and {experts.numel()} pairs"
+            f" must be at most {most}"
         )
     group = AxisGroup(name, size, coordinate)
     if size > 1:
@@ -443,7 +442,7 @@ def moe_combine(
     name: str,
     coordinate: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return y and returned of this rank; table and position are those of the dispatch."""
+    """Return y and returned of this rank. table and position are results of the dispatch."""
     group = AxisGroup(name, size, coordinate)
     if size > 1:
         peers, reason = peers_of(group, rows.device)
@@ -462,7 +461,7 @@ def moe_combine(
 def _dispatch_by_all_to_all(
     x: Tensor, experts: Tensor, num_experts: int, most: int, group: AxisGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Dispatch by an all_to_all: the same room for every home, its rows first."""
+    """Dispatch by an all_to_all. Each rank sends `most` rows to every rank, padded with zeros."""
     chosen = experts.reshape(-1)
     if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < num_experts:
         raise ValueError(
@@ -506,13 +505,13 @@ def _return_by_all_to_all(rows: Tensor, table: Tensor, group: AxisGroup) -> Tens
 
 
 def _by_home(counts: Tensor, size: int) -> Tensor:
-    """[num_experts] → [size]."""
+    """Return the number of pairs for each rank, given that for each expert."""
     return counts.view(size, -1).sum(1)
 
 
 def _places(table: Tensor, group: AxisGroup) -> list[tuple[int, int, int]]:
-    """Return, in the order in which this rank keeps the rows that it receives: sender, the place in
-    the sender's rows for this rank, and the number of rows."""
+    """Return the sender, the position in the sender's rows for this rank, and the number of rows,
+    in the order of the rows that this rank receives."""
     own = table.view(group.size, group.size, -1)[:, group.coordinate]  # [sender, expert here]
     begins = own.cumsum(1) - own
     return [
@@ -526,8 +525,8 @@ def _fill_rows(rows: Tensor, length: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(length - rows.shape[0], rows.shape[1])])
 
 
-# --- on fake tensors, and backward
-# ----------------------------------------------------------------------------------------------
+# --- fake implementations and gradients
+# --------------------------------------------------------------------------------------------------
 
 
 @moe_dispatch.register_fake
@@ -562,7 +561,7 @@ def _keep_ways(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, 
 
 
 def _dispatch_backward(ctx: Any, d_rows: Tensor, *_: object) -> tuple[Tensor | None, ...]:
-    """Each pair's gradient comes back; a token's are added up."""
+    """Return the gradients of pairs to their ranks, and sum those of each token."""
     table, position = ctx.saved_tensors
     ones = torch.ones(position.shape, dtype=sum_dtype(d_rows.dtype), device=d_rows.device)
     return torch.ops.autopar.moe_combine(d_rows, table, position, ones, *ctx.group)[0], *(None,) * 6
@@ -575,7 +574,7 @@ def _keep_returned(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _combine_backward(ctx: Any, dy: Tensor, d_returned: Tensor) -> tuple[Tensor | None, ...]:
-    """d_rows: what each pair had in y, dispatched again; d_weights[t, c] = dy[t] ·
+    """Compute d_rows, the dispatched gradients of pairs, and d_weights[t, c] = dy[t] ·
     returned[position[t, c]]."""
     table, position, weights, returned = ctx.saved_tensors
     dtype = sum_dtype(dy.dtype)

@@ -1,11 +1,12 @@
-"""Norms and softmaxes of rows in one pass each, on a GPU: graphs that are bound for a GPU call
-these in place of ops of `autopar.ops`.
+"""Kernels for norms and softmaxes of rows on a GPU, which make one pass over memory. In graphs that
+are bound for a GPU, they replace ops of `autopar.ops`.
 
-The ops are a few ATen calls, each of which reads and writes all of its operands. The kernels read
-and write once and hold nothing but their result. Results are those of the ops except for the order
-of sums and of a product's factors, and the rounding of an exponential. The ops run instead if there
-are no kernels, or if tensors are not contiguous, which the log says once. They also run for other
-dtypes (as prices know), for tensors without data, and under a compiler, which fuses them itself.
+The ops consist of several ATen calls, each of which reads and writes all of its operands. The
+kernels read and write each element once, and allocate only their result. Their results equal those
+of the ops, except for the order of sums and of a product's factors, and the rounding of an
+exponential. The ops run instead if there are no kernels or if tensors are not contiguous, which is
+logged once. They also run for other dtypes (the cost model includes this), for tensors without
+data, and under a compiler, which fuses the ops.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from autopar.ops.blocks import wide_dtype
 from autopar.ops.vocabulary import cross_entropy_backward_, linear_cross_entropy_by
 
 _LOG = logging.getLogger(__name__)
-_WITH_DATA = (Tensor, torch.nn.Parameter)  # and no fake
+_WITH_DATA = (Tensor, torch.nn.Parameter)  # fake tensors have other types
 
 
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
-    """Replace `autopar.ops.sum_exp`."""
-    if not _serves(x):
+    """Run the kernel that replaces `autopar.ops.sum_exp`."""
+    if not _supports(x):
         return ops.sum_exp(x, m)
     s = x.new_empty(x.shape[:-1], dtype=library.wide(x.dtype))
     most = _wide(m, x)
@@ -42,12 +43,12 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
 def cross_entropy_backward(
     x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0
 ) -> Tensor:
-    """Replace `autopar.ops.cross_entropy_backward`.
+    """Run the kernel that replaces `autopar.ops.cross_entropy_backward`.
 
     Args:
-        x, m, s, index, scale, start: see there.
+        x, m, s, index, scale, start: see `autopar.ops.cross_entropy_backward`.
     """
-    if not _serves(x):
+    if not _supports(x):
         return ops.cross_entropy_backward(x, m, s, index, scale, start)
     return _cross_entropy_backward(x, m, s, index, scale, start, torch.empty_like(x))
 
@@ -55,12 +56,12 @@ def cross_entropy_backward(
 def cross_entropy_backward_in_place(
     x: Tensor, m: Tensor, s: Tensor, index: Tensor, scale: Tensor, start: int = 0
 ) -> Tensor:
-    """Run `cross_entropy_backward` and write the result into the logits.
+    """Run `cross_entropy_backward`, and write the result into the logits.
 
     Args:
         x, m, s, index, scale, start: see `autopar.ops.cross_entropy_backward`.
     """
-    if not _serves(x):
+    if not _supports(x):
         return cross_entropy_backward_(x, m, s, index, scale, start)
     return _cross_entropy_backward(x, m, s, index, scale, start, x)
 
@@ -68,12 +69,12 @@ def cross_entropy_backward_in_place(
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, index: Tensor, ignored: int, rows: int, gradients: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace `autopar.ops.linear_cross_entropy`.
+    """Run the kernel that replaces `autopar.ops.linear_cross_entropy`.
 
     Args:
-        x, weight, index, ignored, rows, gradients: see there.
+        x, weight, index, ignored, rows, gradients: see `autopar.ops.linear_cross_entropy`.
     """
-    if not _serves(x, weight):
+    if not _supports(x, weight):
         return ops.linear_cross_entropy(x, weight, index, ignored, rows, gradients)
     return linear_cross_entropy_by(_row_losses, x, weight, index, ignored, rows, gradients)
 
@@ -88,14 +89,14 @@ def rms_norm(
     rounded: torch.dtype,
     out: torch.dtype,
 ) -> Tensor:
-    """Replace `autopar.ops.rms_norm`.
+    """Run the kernel that replaces `autopar.ops.rms_norm`.
 
     Args:
-        x, squares, weight, n, eps, dtype, rounded, out: see there.
+        x, squares, weight, n, eps, dtype, rounded, out: see `autopar.ops.rms_norm`.
     """
     wide = library.wide(x.dtype)
     if (
-        not _serves(x, weight)
+        not _supports(x, weight)
         or squares.dtype != wide
         or out != x.dtype
         or rounded not in (x.dtype, wide)
@@ -107,12 +108,12 @@ def rms_norm(
 
 
 def rms_product(grad: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Replace `autopar.ops.rms_product`.
+    """Run the kernel that replaces `autopar.ops.rms_product`.
 
     Args:
-        grad, x, weight, dtype: see there.
+        grad, x, weight, dtype: see `autopar.ops.rms_product`.
     """
-    if not _serves(x, grad, weight) or wide_dtype(dtype) != library.wide(x.dtype):
+    if not _supports(x, grad, weight) or wide_dtype(dtype) != library.wide(x.dtype):
         return ops.rms_product(grad, x, weight, dtype)
     product = x.new_empty(x.shape[:-1], dtype=library.wide(x.dtype))
     _launch("ap_row_product", grad, x, weight, product)
@@ -129,12 +130,14 @@ def rms_norm_backward(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Replace `autopar.ops.rms_norm_backward`.
+    """Run the kernel that replaces `autopar.ops.rms_norm_backward`.
 
     Args:
-        grad, x, squares, product, weight, n, eps, dtype: see there.
+        grad, x, squares, product, weight, n, eps, dtype: see `autopar.ops.rms_norm_backward`.
     """
-    if not _serves(x, grad, weight) or not squares.dtype == product.dtype == library.wide(x.dtype):
+    if not _supports(x, grad, weight) or not squares.dtype == product.dtype == library.wide(
+        x.dtype
+    ):
         return ops.rms_norm_backward(grad, x, squares, product, weight, n, eps, dtype)
     dx, sums, products = torch.empty_like(x), squares.contiguous(), product.contiguous()
     _launch("ap_row_norm_backward", grad, x, sums, products, weight, dx, last=(n, eps))
@@ -144,13 +147,13 @@ def rms_norm_backward(
 def rms_weight_gradient(
     grad: Tensor, x: Tensor, squares: Tensor, n: int, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """Replace `autopar.ops.rms_weight_gradient`.
+    """Run the kernel that replaces `autopar.ops.rms_weight_gradient`.
 
     Args:
-        grad, x, squares, n, eps, dtype: see there.
+        grad, x, squares, n, eps, dtype: see `autopar.ops.rms_weight_gradient`.
     """
     num_bands = -(-squares.numel() // BAND)
-    if not _serves(x, grad) or squares.dtype != library.wide(x.dtype) or num_bands > 65535:
+    if not _supports(x, grad) or squares.dtype != library.wide(x.dtype) or num_bands > 65535:
         return ops.rms_weight_gradient(grad, x, squares, n, eps, dtype)
     dw, bands, sums = (
         squares.new_empty(x.shape[-1]),
@@ -171,7 +174,7 @@ ON_GPU: Mapping[Callable[..., Any], Callable[..., Any]] = {
     ops.rms_norm_backward: rms_norm_backward,
     ops.rms_weight_gradient: rms_weight_gradient,
 }
-"""By the op what a graph that is bound for a GPU calls."""
+"""The function that replaces each op in a graph that is bound for a GPU."""
 
 
 def _cross_entropy_backward(
@@ -183,17 +186,17 @@ def _cross_entropy_backward(
 
 
 def _row_losses(logits: Tensor, index: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Return the losses [n] of logits [n, v], and the gradient of the sum of those that are not
-    ignored, which overwrites the logits."""
+    """Return the losses [n] of logits [n, v], and the gradient of the sum of those losses that are
+    not ignored. The gradient overwrites the logits."""
     m, picked = logits.amax(-1), ops.pick(logits, index, ignored)
     s = sum_exp(logits, m)
     gradient = cross_entropy_backward_in_place(logits, m, s, index, (index != ignored).to(s.dtype))
     return s.log().add_(m).sub_(picked), gradient
 
 
-def _serves(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether a kernel takes these tensors: of one dtype on one device, contiguous, and with
-    data."""
+def _supports(x: Tensor, *others: Tensor | None) -> bool:
+    """Return whether a kernel supports these tensors: contiguous tensors with data, of one dtype,
+    on one device."""
     if torch.compiler.is_compiling() or not _has_kernel(x):
         return False
     given = [each for each in (x, *others) if each is not None]
@@ -209,12 +212,12 @@ def _serves(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def _is_like(each: Tensor, x: Tensor) -> bool:
-    """Whether a tensor has data, and the dtype and the device of `x`."""
+    """Return whether a tensor has data, and the dtype and device of `x`."""
     return each.dtype == x.dtype and each.device == x.device and type(each) in _WITH_DATA
 
 
 def _has_kernel(x: Tensor) -> bool:
-    """Whether there is a kernel for the dtype, the size and the device of a tensor."""
+    """Return whether there is a kernel for the dtype, size and device of a tensor."""
     if x.dtype not in library.FLOATS or x.dim() == 0 or not x.numel():
         return False
     is_short = x.shape[-1] < 2**31 and _num_rows(x) < 2**31
@@ -235,12 +238,12 @@ def _num_rows(x: Tensor) -> int:
 
 
 def _wide(row: Tensor, x: Tensor) -> Tensor:
-    """Return one number for each row of `x`, in the dtype and layout that kernels read."""
+    """Convert a tensor with one number per row of `x` to the dtype and layout that kernels read."""
     return row.to(library.wide(x.dtype)).contiguous()
 
 
 def _launch(kernel: str, *tensors: Tensor | None, last: tuple[object, ...] = ()) -> None:
-    """Launch a kernel on a matrix of rows, the first of `tensors`. The caller holds the tensors
+    """Launch a kernel on the rows of the first of `tensors`. The caller must keep the tensors alive
     until the kernel is enqueued."""
     x = tensors[0]
     assert x is not None

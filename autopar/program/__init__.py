@@ -1,2 +1,2 @@
-"""Running a program: the module, its parameters, process groups, memory, and the lockstep
-interpreter."""
+"""Programs: their data, their execution on one rank, their schedule, the prediction of their
+memory, and the lockstep interpreter of all ranks."""

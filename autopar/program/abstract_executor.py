@@ -1,8 +1,8 @@
-"""Count live tensor bytes, of real tensors and of fake ones.
+"""Count the bytes of live tensors, real or fake.
 
-`LiveBytes` counts storages. A storage counts from the operator that first shows it until it is
-freed; views share their storage. Scratch memory of kernels, what the allocator keeps, and memory of
-the host (`autopar.kernels.host`) do not count. `Rehearsal` runs a program's graphs without tensors
+`LiveBytes` counts storages. A storage counts from the op that first returns it until it is freed;
+views share their storage. Scratch memory of kernels, memory cached by the allocator, and host
+memory (`autopar.kernels.host`) do not count. `Rehearsal` runs a program's graphs without tensors
 and counts the same bytes.
 """
 
@@ -41,12 +41,13 @@ from autopar.request import Batch, Outputs
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensor storages that are made while it is active, or that are
-    registered.
+    """A mode that counts the bytes of live tensor storages: those that are created while it is
+    active, and those that are registered.
 
     Attributes:
-        live_bytes: now. peak_bytes: the largest so far (see `reset_peak`). paused: whether new
-            storages do not count.
+        live_bytes: the current number of bytes.
+        peak_bytes: the largest number of bytes since `reset_peak`.
+        paused: whether new storages are ignored.
     """
 
     def __init__(self) -> None:
@@ -56,24 +57,24 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, weakref.finalize] = {}
 
     def register(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that exist already: parameters, buffers, the batch. Other objects are
+        """Count existing tensors, such as parameters, buffers and the batch. Other objects are
         ignored."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                self._see(tensor)
+                self._count_storage(tensor)
 
     def reset_peak(self) -> None:
-        """Begin a new peak at the bytes that live now."""
+        """Set the peak to the current number of bytes."""
         self.peak_bytes = self.live_bytes
 
     def mark(self, key: int) -> object:
-        """Return an object that is the same as long as the storage at this address lives; None if
-        it is not counted."""
+        """Return an object that identifies the storage at an address while the storage lives; None
+        if the storage is not counted."""
         return self._known.get(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operators on local tensors come here
+            return NotImplemented  # its ops on local tensors are dispatched to this mode
         result = func(*args, **(kwargs or {}))
         made = (
             [result]
@@ -86,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
             for leaf in made:
                 host.put_on_host(leaf)
         for leaf in made if not self.paused else ():
-            self._see(leaf)
+            self._count_storage(leaf)
         return result
 
     def __exit__(self, *exception: Any) -> None:
@@ -95,7 +96,7 @@ class LiveBytes(TorchDispatchMode):
             finalizer.detach()
         self._known.clear()
 
-    def _see(self, tensor: Tensor) -> None:
+    def _count_storage(self, tensor: Tensor) -> None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
@@ -110,15 +111,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 # --------------------------------------------------------------------------------------------------
-# The *effect* of a call on memory, found by running the call on fake tensors.
+# The *effect* of a call on memory, determined by running the call on fake tensors.
 #
-# A call's operands are *values*, which lie in storages as tensors would. The effect depends only on
-# shapes, strides, dtypes, literals and which operands share memory.
+# A call's operands are *values*, which are views of storages, like tensors. The effect depends only
+# on shapes, strides, dtypes, literals and on which operands share memory.
 
 
 class AbstractStorage:
-    """Memory of a value in a graph, counted while it lives; by `outer` if a tensor from outside has
-    it."""
+    """The memory of a value in a graph. It counts while this object lives; if `outer` has the same
+    memory, `outer` counts instead."""
 
     __slots__ = ("holders", "memory", "num_bytes", "on_host", "outer")
 
@@ -145,15 +146,15 @@ class AbstractStorage:
             self.memory.live_bytes -= self.num_bytes
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """Return a fake tensor with this memory, whose bytes it then counts."""
+        """Return a fake tensor with this memory. The bytes then count through this tensor."""
         if self.outer is None:
             self.memory.live_bytes -= 0 if self.on_host else self.num_bytes
             self.outer = flat(self.num_bytes, dtype, on_host=self.on_host)
         return self.outer
 
     def let_go(self) -> bool:
-        """Release memory that only a list holds which a call empties; return whether the memory is
-        then free."""
+        """Release memory that is held only by a list that a call empties. Return whether the memory
+        is then free."""
         if self.outer is None:
             return True
         key = self.outer.untyped_storage()._cdata
@@ -179,8 +180,12 @@ class AbstractValue:
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """The place of a result: the number of its storage (an operand's, then those that the call
-    makes), and its view of it."""
+    """The location of a result.
+
+    Attributes:
+        storage: the number of its storage. Storages of operands come first, then new storages.
+        view: its view of the storage.
+    """
 
     storage: int
     view: StridedView
@@ -191,10 +196,10 @@ class Effect:
     """The effect of a kind of call.
 
     Attributes:
-        rise_bytes: the most by which live bytes rise. made: sizes of the storages that it makes,
-            and whether they are on the host.
-        result: a tree with a place for each tensor. emptied: whether it empties a list that it is
-            given.
+        rise_bytes: the largest increase of live bytes during the call.
+        made: the size in bytes of each new storage, and whether it is in host memory.
+        result: the result, with a `NodePlace` instead of each tensor.
+        emptied: whether the call empties a list that is an operand.
     """
 
     rise_bytes: int
@@ -204,7 +209,7 @@ class Effect:
 
 
 class Operands:
-    """The operands of a call as a hashable token, in which storages are numbered in order."""
+    """The operands of a call as a hashable token. Storages are numbered in order."""
 
     def __init__(self, env: Mapping[fx.Node, Any]) -> None:
         self.env = env
@@ -213,7 +218,7 @@ class Operands:
         self.num_bytes: list[int] = []
         self.freed: frozenset[int] = frozenset()
         self._numbers: dict[int, int] = {}
-        self._in_lists: dict[int, int] = {}  # storage's number → holders in lists that are given
+        self._in_lists: dict[int, int] = {}  # number of a storage → its holders in list operands
 
     def token(self, x: Any) -> Any:
         """Return the hashable form of an argument."""
@@ -233,7 +238,7 @@ class Operands:
     def _of_value(self, value: Any) -> Any:
         if isinstance(value, AbstractValue):
             return self._number(value.storage), value.view
-        if isinstance(value, list):  # of a step that was started
+        if isinstance(value, list):  # the value of a step that was started
             self.started.append(value)
             for each in value:
                 if isinstance(each, AbstractValue):
@@ -251,8 +256,8 @@ class Operands:
         return number
 
     def sizes(self) -> tuple[tuple[int, bool, bool], ...]:
-        """Return, per storage, its bytes, whether a call that empties its lists frees it, and
-        whether it is on the host."""
+        """Return, for each storage, its size in bytes, whether a call that empties its list
+        operands frees it, and whether it is in host memory."""
         self.num_bytes = [s.num_bytes for s in self.storages]
         alone = [n for n, held in self._in_lists.items() if self.storages[n].holders == held]
         self.freed = frozenset(n for n in alone if self.storages[n].let_go())
@@ -263,12 +268,13 @@ class Operands:
 
 
 def tried_out(node: Any, call: Operands, env: Mapping[fx.Node, Any], outside: LiveBytes) -> Effect:
-    """Return the effect of a call, by running it on fake tensors.
+    """Run a call on fake tensors and return its effect.
 
     Args:
-        node: a node, or an object with target, args and kwargs. call: its operands. env: node →
-            value.
-        outside: the counter that must not see the call.
+        node: a node, or an object with target, args and kwargs.
+        call: the operands of the call.
+        env: the value of each node.
+        outside: the counter that must ignore the call.
     """
     outside.paused = True
     try:
@@ -279,8 +285,8 @@ def tried_out(node: Any, call: Operands, env: Mapping[fx.Node, Any], outside: Li
 
 
 class _Trial:
-    """A call on fake tensors. It has no closures: cycles would hold storages longer than generated
-    code does."""
+    """A call on fake tensors. It uses no closures, since reference cycles would keep storages alive
+    longer than generated code does."""
 
     def __init__(self, call: Operands, memory: LiveBytes) -> None:
         self.call, self.memory = call, memory
@@ -298,7 +304,7 @@ class _Trial:
         self.known = {address: number for number, address in enumerate(addresses)}
         self.marks = {address: self.memory.mark(address) for address in addresses}
         for number in self.call.freed:
-            self.flat[number] = None  # the call alone holds it
+            self.flat[number] = None  # only the call holds this storage
         self.memory.reset_peak()
         before = self.memory.live_bytes
         result = node.target(*args, **kwargs)
@@ -321,9 +327,8 @@ class _Trial:
         if isinstance(x, Tensor):
             storage = x.untyped_storage()
             key = storage._cdata
-            if (
-                key not in self.known or self.memory.mark(key) is not self.marks[key]
-            ):  # freed, and its address used again
+            # with another mark, the storage was freed and its address is used again
+            if key not in self.known or self.memory.mark(key) is not self.marks[key]:
                 self.known[key], self.marks[key] = (
                     len(self.flat) + len(self.made),
                     self.memory.mark(key),
@@ -334,29 +339,29 @@ class _Trial:
 
 
 # --------------------------------------------------------------------------------------------------
-# An executor that runs a program's graphs without tensors. The effect of each kind of call is found
-# once, on fake tensors, and then only added up.
+# An executor that runs a program's graphs without tensors. The effect of each kind of call is
+# determined once, on fake tensors, and then only added.
 #
-# A kind of call is a function with its literals and, per operand, shape, strides, dtype and which
-# operands share memory; the equal layers of a deep model have equal kinds. Between graphs there are
-# fake tensors, as with any executor: a graph takes over the bytes of its operands and hands over
-# the bytes of its results, except for values that forward saves only for backward.
+# A kind of call consists of a function, its literals, the shape, strides and dtype of each operand,
+# and which operands share memory. Equal layers of a model have equal kinds. The operands and
+# results of a graph are fake tensors, as with any executor. While the graph runs, its values count
+# instead; values that forward saves only for backward stay values between the graphs.
 
 Seen = Callable[[str, fx.Node, int], None]
-"""Called with phase, node, and the peak of live bytes while it ran; for a step that is started
-early, also when it starts."""
+"""Called with the phase, the node, and the peak of live bytes while the node ran. For a step that
+starts early, it is called at the start and at the finish."""
 _effects: dict[Groups, dict[Any, Effect]] = {}
 
 
 class Rehearsal(Executor):
-    """Runs `program` as an `Executor` does, on fake tensors, and counts in `memory` the same bytes.
+    """Runs a program like an `Executor`, but on fake tensors, and counts the same bytes.
 
     Args:
-        memory: counts live bytes; active while this runs. seen: called for every node.
-        unread: whether nobody reads the gradients that backward returns, so that they need no
-            tensors.
-        last_queries: whether parts of causal attention's queries are assumed to be the last ones,
-            which see the most keys and so need the most memory; else they are where `groups` is.
+        memory: the counter of live bytes; it must be active while this runs.
+        seen: called for every node.
+        unread: whether the caller ignores the gradients of backward, so that they need no tensors.
+        last_queries: whether shards of causal attention's queries are assumed to be the last ones,
+            which read the most keys and need the most memory; otherwise `groups` determines them.
     """
 
     def __init__(
@@ -382,14 +387,13 @@ class Rehearsal(Executor):
     def _graph(
         self, phase: str, absent: frozenset[int] = frozenset()
     ) -> Callable[[list[Any]], list[Any]]:
-        assert not absent, "what is predicted is a step with all of its outputs"
-        phase = (
-            "backward" if phase == "first" else phase
-        )  # writing a sum holds what adding to it does
+        assert not absent, "memory is predicted for a step with all of its outputs"
+        # writing a sum needs the same memory as adding to it
+        phase = "backward" if phase == "first" else phase
         if phase not in self._graphs:
             graph = self._source(phase).graph
             if phase == "inference":
-                assert not self.program.orders, "an order keeps what backward needs"
+                assert not self.program.orders, "orders exist only for training"
                 graph = without_saved(graph, self.program.num_saved)
             order = (
                 order_of(self.program, phase)
@@ -410,10 +414,10 @@ class Rehearsal(Executor):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One graph in an order, as a function of one list, which it empties.
+    """A graph in a given order, as a function of one list of operands, which it empties.
 
-    The last `num_unread` results stay values: another graph takes them over, or nothing does.
-    Between its start and its finish a step's value is what was started.
+    The last `num_unread` results stay values, since only another graph of the program reads them,
+    or nothing. Between the start and the finish of a step, its value is the result of the start.
     """
 
     order: Sequence[Action]
@@ -427,7 +431,7 @@ class _Run:
     def __call__(self, operands: list[Any]) -> list[Any]:
         env: dict[fx.Node, Any] = {}
         given = (node for _, node in self.order if node.op == "placeholder")
-        env.update(zip(given, _taken_over(operands, self.memory), strict=True))
+        env.update(zip(given, _as_values(operands, self.memory), strict=True))
         last_use = _last_uses(self.order)
         known = _effects.setdefault(self.groups, {})
         with use_groups(self.groups):
@@ -438,17 +442,17 @@ class _Run:
                     if call is None:
                         call = node if action == "run" else _Part.of(action, node)
                     env[node], rise_bytes = self._call_node(call, env, known)
-                    self._tell(node, before + rise_bytes)
+                    self._report_peak(node, before + rise_bytes)
                     for dead in last_use.get(place, ()):
                         del env[dead]
         last = self.order[-1][1]
-        self._tell(last, self.memory.live_bytes)
+        self._report_peak(last, self.memory.live_bytes)
         values = [env[r] if isinstance(r, fx.Node) else r for r in last.args[0]]
         env.clear()
         unread = [_copy_value(values.pop()) for _ in range(self.num_unread)]
-        return [*_handed_over(values), *reversed(unread)]
+        return [*_as_fake_tensors(values), *reversed(unread)]
 
-    def _tell(self, node: fx.Node, peak_bytes: int) -> None:
+    def _report_peak(self, node: fx.Node, peak_bytes: int) -> None:
         self.memory.peak_bytes = max(self.memory.peak_bytes, peak_bytes)
         if self.seen is not None:
             self.seen(self.phase, node, peak_bytes)
@@ -456,7 +460,7 @@ class _Run:
     def _call_node(
         self, node: fx.Node | _Part, env: Mapping[fx.Node, Any], known: dict[Any, Effect]
     ) -> tuple[Any, int]:
-        """Return the node's value, and how far live bytes rise while it runs."""
+        """Return the node's value, and the increase of live bytes while it runs."""
         if (
             node.target in PARTS
             and node.args[1] not in ("halo", *HOST_KINDS)
@@ -492,7 +496,7 @@ class _Run:
 
 class _Part(NamedTuple):
     """A call that differs from its node: the start or the finish of a step, or a sum over ranks in
-    the memory of its operand. The finish reads the step itself."""
+    the memory of its operand. A finish reads the value of the step's node."""
 
     target: Any
     args: tuple[Any, ...]
@@ -522,8 +526,8 @@ class _Part(NamedTuple):
 
 
 def _sees_most_at_last(reader: fx.Node, start: fx.Node) -> bool:
-    """Return whether a node is causal attention whose queries begin at `start`. Of mirrored parts
-    the first rank's sees most."""
+    """Return whether a node is causal attention whose queries begin at `start`. Mirrored shards are
+    excluded, since the first rank's shard reads the most keys."""
     return reader.kwargs.get("q_start") is start and "mirrored_in" not in reader.kwargs
 
 
@@ -541,9 +545,8 @@ def _copy_value(value: Any) -> Any:
     return AbstractValue(value.storage, value.view) if isinstance(value, AbstractValue) else value
 
 
-def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
-    """Return values that stand for the operands, and release these. Saved values stay as they
-    are."""
+def _as_values(operands: list[Any], memory: LiveBytes) -> list[Any]:
+    """Convert operands to values, and release the operands. Saved values are unchanged."""
     saved = [x.storage for x in operands if isinstance(x, AbstractValue)]
     storages = {
         held.outer.untyped_storage()._cdata: held for held in saved if held.outer is not None
@@ -562,8 +565,8 @@ def _taken_over(operands: list[Any], memory: LiveBytes) -> list[Any]:
     return values
 
 
-def _handed_over(values: list[Any]) -> list[Any]:
-    """Return fake tensors that lie as the values do, and release these."""
+def _as_fake_tensors(values: list[Any]) -> list[Any]:
+    """Convert values to fake tensors with the same views, and release the values."""
     results: list[Any] = []
     for value in values:
         results.append(
@@ -575,7 +578,7 @@ def _handed_over(values: list[Any]) -> list[Any]:
 
 
 def _last_uses(order: Sequence[Action]) -> dict[int, list[fx.Node]]:
-    """Return, by place in the order, the nodes whose values nothing reads after it."""
+    """Return, for each place in the order, the nodes whose values are not read after it."""
     seen: set[fx.Node] = set()
     found: dict[int, list[fx.Node]] = {}
     for place in range(len(order) - 1, -1, -1):

@@ -1,10 +1,10 @@
-"""One rank's run of a program: slice the inputs, run the forward graph, gather the outputs; run the
-backward graph.
+"""Execution of a program on one rank: shard the inputs, run the forward graph, gather the outputs,
+and run the backward graph.
 
 The same executor runs on real tensors with process groups and on fake tensors with fake groups, so
-that a trace of its memory is a prediction. Memory discipline: graphs take one list which they
-empty, and free every value after its last use. Nothing here holds a value that was passed to a
-graph.
+that a trace of its memory is a prediction. To save memory, a graph takes its operands in one list,
+empties the list, and frees every value after its last use. The executor keeps no reference to a
+value that was passed to a graph.
 """
 
 from __future__ import annotations
@@ -45,36 +45,37 @@ from autopar.program.splitting import local_part
 from autopar.request import Backend, Batch, Outputs
 
 # --------------------------------------------------------------------------------------------------
-# The backward graph of a call of which some outputs had no part in the loss.
+# The backward graph of a call if the loss does not depend on some of its outputs.
 #
-# A backward graph is linear in its tangents. Values that follow only from absent tangents are not
-# computed. So parameters that nothing else reaches have no gradient, as in the plain model, and
-# infinite derivatives do no harm (0 · ∞ is NaN). A sum keeps its other term. If an op combines
-# values of absent and other tangents in any other way, the absent ones are zeros.
+# A backward graph is linear in its tangents. Values that depend only on absent tangents are not
+# computed. Parameters that affect no other output therefore have no gradient, as in the plain
+# model, and infinite derivatives cause no NaN (0 · ∞ is NaN). If one term of a sum depends only on
+# absent tangents, the sum is replaced by the other term. If any other op combines values of absent
+# and other tangents, the absent ones are zeros.
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.add.out)
 
 
 def without(source: fx.Graph, tangents: Collection[str], absent: Collection[str]) -> fx.Graph:
-    """Return a copy of a backward graph without results that follow only from absent tangents. The
-    copy takes the same operands and returns None for these results.
+    """Return a copy of a backward graph that does not compute results that depend only on absent
+    tangents. The copy takes the same operands and returns None for these results.
 
     Args:
-        source: the backward graph. tangents, absent: names of placeholders: of all tangents, and of
-            those whose outputs have no part in the loss.
+        source: the backward graph.
+        tangents: the names of the placeholders of all tangents.
+        absent: the names of those whose outputs do not affect the loss.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(source, {}))
-    found = _Gone.of(graph, tangents, absent)
+    found = _TangentDependence.of(graph, tangents, absent)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _SUMS and node not in found.gone:
             _keep_one_term(node, found.gone)
     end = next(iter(reversed(graph.nodes)))
     end.args = (tuple(None if result in found.gone else result for result in end.args[0]),)
-    for node in reversed(
-        list(graph.nodes)
-    ):  # not by fx's own rule, to which what writes into its operand is never dead
+    # fx never removes nodes that write into an operand, so unused nodes are removed here
+    for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
     return graph
@@ -82,13 +83,14 @@ def without(source: fx.Graph, tangents: Collection[str], absent: Collection[str]
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """The part of a pipeline's backward that follows only from absent tangents, so that it is
-    neither computed nor sent.
+    """The part of a pipeline's backward that depends only on absent tangents. It is neither
+    computed nor sent.
 
     Attributes:
-        parameters: the ones without a gradient. tangents: per stage the outputs without a tangent,
-            including those that cross to the next stage.
-        gradients: per stage the inputs from the stage before that get no gradient.
+        parameters: the parameters without a gradient.
+        tangents: for each stage, the outputs without a tangent, including those that are sent to
+            the next stage.
+        gradients: for each stage, the inputs from the previous stage without a gradient.
     """
 
     parameters: frozenset[str]
@@ -97,10 +99,10 @@ class Unused:
 
     @staticmethod
     def of(program: Program, absent: Collection[str]) -> Unused:
-        """Find the unused part if the outputs `absent` have no part in the loss."""
+        """Find the unused part if the loss does not depend on the outputs `absent`."""
         trace = program.trace
         ends = {o.tangent: o.path for o in trace.differentiable}
-        found = _Gone.of(
+        found = _TangentDependence.of(
             trace.graph, ends, [tangent for tangent, path in ends.items() if path in absent]
         )
         names = {node.name for node in found.gone}
@@ -123,8 +125,8 @@ class Unused:
 
 
 def tangent_names(program: StageProgram) -> list[tuple[str, str]]:
-    """Return the outputs that have a tangent, each with the tangent's name in the trace, in the
-    order in which the backward graph takes them after the saved values."""
+    """Return pairs of an output that has a tangent and the tangent's name in the trace, in the
+    order of the backward graph's operands."""
     given = [str(node.target) for node in program.backward.graph.nodes if node.op == "placeholder"][
         program.num_saved :
     ]
@@ -132,12 +134,13 @@ def tangent_names(program: StageProgram) -> list[tuple[str, str]]:
 
 
 @dataclass(slots=True)
-class _Gone:
-    """Nodes by the tangents that they follow from.
+class _TangentDependence:
+    """A classification of nodes by the tangents that they depend on.
 
     Attributes:
-        following: from some tangent. gone: only from absent tangents. parts: for a bucket, which of
-            its tensors are gone.
+        following: the nodes that depend on a tangent.
+        gone: the nodes that depend only on absent tangents.
+        parts: for each bucket, which of its tensors depend only on absent tangents.
     """
 
     following: set[fx.Node] = field(default_factory=set)
@@ -145,13 +148,16 @@ class _Gone:
     parts: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: fx.Graph, tangents: Collection[str], absent: Collection[str]) -> _Gone:
+    def of(
+        graph: fx.Graph, tangents: Collection[str], absent: Collection[str]
+    ) -> _TangentDependence:
         """Classify the nodes of a graph.
 
         Args:
-            graph: a backward graph, or a trace's. tangents, absent: see `without`.
+            graph: a backward graph, or the graph of a trace.
+            tangents, absent: see `without`.
         """
-        found = _Gone()
+        found = _TangentDependence()
         for node in graph.nodes:
             if node.op == "placeholder" and node.target in tangents:
                 found.following.add(node)
@@ -179,8 +185,8 @@ class _Gone:
 
 
 def _keep_one_term(node: fx.Node, gone: Collection[fx.Node]) -> None:
-    """Replace a sum of which one term is gone by the other term, in new memory, since later nodes
-    may write into it."""
+    """Replace a sum by a copy of one term if the other term depends only on absent tangents. Later
+    nodes may write into the copy."""
     terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
     left = [term for term in terms if term not in gone]
     if (len(terms), len(left)) != (2, 1) or node.kwargs.get("alpha", 1) != 1:
@@ -198,15 +204,16 @@ Boxed = Callable[[list[Any]], Any]
 
 
 class Executor:
-    """Runs `program` at the place in the mesh that `groups` describes.
+    """Runs the program of a stage on one rank.
 
     Args:
-        backend: ``"inductor"`` compiles the graphs at their first run; without a C++ compiler it
+        program: the program of the stage.
+        groups: the process group, size and coordinate of this rank along each mesh axis.
+        backend: ``"inductor"`` compiles the graphs at their first run. Without a C++ compiler, it
             warns and runs eagerly.
-        batch: whether inputs come whole (``"global"``) or as this rank's part (``"local"``).
-        outputs: whether outputs are gathered (``"full"``) or stay local; the loss is always whole.
-        device: type of the device that the tensors are on, for those that the graphs make
-            themselves.
+        batch: ``"global"`` if inputs are full tensors, ``"local"`` if they are this rank's shards.
+        outputs: ``"full"`` gathers outputs; otherwise they stay local. The loss is always full.
+        device: the type of the devices, for tensors that the graphs create.
     """
 
     def __init__(
@@ -247,20 +254,20 @@ class Executor:
         """Run the forward graph. Mutated buffers are updated in place.
 
         Args:
-            parameters, buffers: local tensors as the graph sees them. inputs: whole or local, as
-                `batch` says.
+            parameters, buffers: local tensors in the shapes of the graph.
+            inputs: full or local tensors; see `batch`.
             keep: whether backward follows.
 
         Returns:
-            The outputs, and what backward needs; nothing for backward unless `keep`.
+            The outputs and the saved values for backward. Without `keep` there are no saved values.
         """
-        # A value that backward needs may share memory with the buffer that is written below.
+        # A saved value may share memory with a buffer, which is written below.
         buffers_in = [b.clone() if i in self._mutated else b for i, b in enumerate(buffers)]
         operands = [*parameters, *buffers_in, *map(self._localize, inputs, range(len(inputs)))]
         del buffers_in
         results = list(self._graph("forward" if keep else "inference")(operands))
         if not keep:
-            self._let_hosts_write()
+            self._await_fetches()
         num_outputs, num_mutated = len(self.program.outputs), len(self._mutated)
         saved = results[num_outputs + num_mutated :]
         for position, value in zip(
@@ -269,8 +276,7 @@ class Executor:
             buffers[position].copy_(value)
         del results[num_outputs:]
         for position, border in enumerate(self.program.outputs):
-            # Detached: an output that backward needs must not lead from the saved values back to
-            # the graph that holds them.
+            # A saved output is detached, so that it does not keep the autograd graph that holds it.
             local = results[position].detach()
             whole = border.is_loss or (self.outputs == "full" and not border.crosses)
             results[position] = (
@@ -291,21 +297,19 @@ class Executor:
         """Run the backward graph.
 
         Args:
-            saved, tangents: both are emptied. One tangent per output that has one.
-            sums: if the program accumulates, one per parameter that has a gradient; added to, and
-                returned as the gradients.
-            first: whether `sums` hold nothing yet, so that they are written.
-            absent: places of the tangents that do not exist, for which zeros are passed; gradients
-                that follow only from these are None.
+            saved: the saved values. The list is emptied.
+            tangents: one per output that has a tangent. The list is emptied.
+            sums: if the program accumulates gradients, one sum per trained parameter. Gradients are
+                added to the sums, which are returned as the gradients.
+            first: whether `sums` are uninitialized, so that they are overwritten.
+            absent: the positions of absent tangents, for which zeros are passed. Gradients that
+                depend only on these are None.
 
         Returns:
-            One gradient per parameter that has one, then one per input that has one, local as the
-                graph sees
-            it.
+            The local gradients of trained parameters, then those of inputs that have a gradient.
         """
-        if first and (
-            absent or self._backend != "eager"
-        ):  # not all may be written; or the graph would be compiled a second time
+        # without these conditions, some sums might stay unwritten, or Inductor would compile twice
+        if first and (absent or self._backend != "eager"):
             for total in sums:
                 total.zero_()
             first = False
@@ -317,8 +321,8 @@ class Executor:
         )
 
     def begin(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return local parameters as `forward` takes them, from those that rest, before the first
-        microbatch."""
+        """Convert local parameters from their storage layouts to the operands of `forward`, before
+        the first microbatch."""
         return (
             list(parameters)
             if self.program.begin is None
@@ -326,7 +330,8 @@ class Executor:
         )
 
     def new_sums(self) -> list[Tensor]:
-        """Return uninitialised tensors for the sums of gradients, if the program accumulates."""
+        """Return uninitialized tensors for the sums of gradients; none if the program does not
+        accumulate gradients."""
         sizes, place = [g.size for g in self.groups], [g.coordinate for g in self.groups]
         shapes = [local_shape(t.view, t.layout, sizes, place) for t in self.program.sums]
         return [
@@ -335,26 +340,26 @@ class Executor:
         ]
 
     def end(self, sums: list[Tensor]) -> list[Tensor]:
-        """Return gradients as parameters rest, from their sums, after the last microbatch. `sums`
-        is emptied."""
+        """Convert sums to gradients in the storage layouts of parameters, after the last
+        microbatch. `sums` is emptied."""
         assert self.program.end is not None, "the program accumulates"
         return self._await_gradients(list(self._graph("end")(sums)))
 
-    def _let_hosts_write(self) -> None:
-        """Wait until a GPU has fetched the parameters that are on the host, which may change from
-        now on. If backward follows, its gradients imply it."""
+    def _await_fetches(self) -> None:
+        """Wait until a GPU has fetched the parameters that are on the host, since the user may then
+        change them. If backward follows, waiting for its gradients is sufficient."""
         if self.device.type == "cuda" and any(t.layout.host for t in self.program.parameters):
             torch.cuda.current_stream(self.device).synchronize()
 
     def _await_gradients(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Wait until gradients that a GPU stores on the host have arrived there."""
+        """Wait until gradients that a GPU stores on the host have been copied."""
         if self.device.type == "cuda" and any(x is not None and not x.is_cuda for x in gradients):
             torch.cuda.current_stream(self.device).synchronize()
         return gradients
 
     def as_given(self, gradient: Tensor | None, border: ProgramTensor) -> Tensor | None:
-        """Return the gradient of an input of the batch in the form of the input: whole, or this
-        rank's part."""
+        """Return the gradient of an input of the batch in the form of the input: full, or this
+        rank's shard."""
         if gradient is None or self.batch == "global":
             return gradient
         return self._part(gradient, border)
@@ -368,7 +373,7 @@ class Executor:
         return local_part(x, border.layout, sizes, border.view, coordinate).contiguous()
 
     def _graph(self, phase: str, absent: frozenset[int] = frozenset()) -> Boxed:
-        assert not self.program.orders, "graphs are written in their order before they run"
+        assert not self.program.orders, "orders must be written into the graphs before they run"
         key = f"{phase} without {sorted(absent)}" if absent else phase
         if key not in self._graphs:
             bound = bind(self._source(phase, absent), self.groups, self.device.type)
@@ -382,7 +387,7 @@ class Executor:
     def _source(self, phase: str, absent: frozenset[int] = frozenset()) -> fx.GraphModule:
         program = self.program
         if absent:
-            assert phase == "backward", "sums are written by adding to zeros"
+            assert phase == "backward", "with absent tangents, sums are zeroed first"
             given = [name for _, name in tangent_names(program)]
             return LazyGraphModule(
                 program.backward,
@@ -393,19 +398,19 @@ class Executor:
         source = {"backward": program.backward, "begin": program.begin, "end": program.end}.get(
             phase, program.forward
         )
-        assert source is not None, "graphs of the step are there where the program accumulates"
+        assert source is not None, "a program that accumulates gradients has begin and end graphs"
         return source
 
 
 def gather(local: Tensor, layout: Layout, groups: Groups, shape: Sequence[int]) -> Tensor:
-    """Return the whole tensor on every rank.
-
-    Partial sums are reduced first, then the shards of each dim are joined from the innermost axis
-    outwards.
+    """Return the full tensor on every rank. Partial sums are reduced first, then the shards of each
+    dim are gathered from the innermost axis outwards.
 
     Args:
-        local: this rank's part. layout: its layout. groups: this rank's group along each mesh axis.
-            shape: of the whole tensor.
+        local: this rank's shard.
+        layout: the layout of the tensor.
+        groups: this rank's group along each mesh axis.
+        shape: the shape of the full tensor.
     """
     with use_groups(groups):
         for axis, placement in enumerate(layout.placements):
@@ -424,7 +429,7 @@ def gather(local: Tensor, layout: Layout, groups: Groups, shape: Sequence[int]) 
 
 
 def usable_backend(backend: Backend) -> Backend:
-    """Return the backend; eager, with a warning, if Inductor has no C++ compiler."""
+    """Return the backend, or eager with a warning if Inductor has no C++ compiler."""
     if backend not in ("eager", "inductor"):
         raise RuntimeStateError(f"unknown backend {backend!r}", remedy='use "eager" or "inductor"')
     if backend == "inductor" and not any(
@@ -439,32 +444,31 @@ def usable_backend(backend: Backend) -> Backend:
 
 
 class _BoxedCode(fx.graph.CodeGen):
-    """Generates code that takes its placeholders as one list, and empties it, so that no caller
+    """Generates code that takes its operands as one list and empties the list, so that no caller
     keeps them alive."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        """Return the head of the generated function."""
+        """Return the first lines of the generated function."""
         names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
         unpack = f"\n    {', '.join(names)}, = boxed" if names else ""
         return f"def forward(self, boxed){maybe_return_annotation}:{unpack}\n    boxed.clear()"
 
 
 def box_module(graph_module: fx.GraphModule) -> Boxed:
-    """Return the graph module as a function of one list, which it empties."""
+    """Return the graph module as a function of one list of operands, which it empties."""
     graph_module.graph.set_codegen(_BoxedCode())
     graph_module.recompile()
     return graph_module
 
 
 def use_private_cache() -> None:
-    """Have Inductor keep the code that it compiles, and loads again, in a folder that only the
-    current user can write to.
+    """Set the cache folder of Inductor to a folder that only the current user can write to.
 
-    Its own default is a folder of a known name among the system's temporary files, where another
-    user may have been first.
+    Inductor executes code from this folder. Its default is a known name in the system's temporary
+    folder, which another user may have created first.
 
     Raises:
-        RuntimeStateError: if the folder cannot be made.
+        RuntimeStateError: if the folder cannot be created.
     """
     named = os.environ.get(_INDUCTOR_CACHE)
     wanted = Path(
@@ -493,7 +497,7 @@ def _compile_module(graph_module: fx.GraphModule) -> Boxed:
     )
 
     def run(operands: list[Any]) -> Any:
-        """Empty the list and call the compiled function."""
+        """Empty the list, and call the compiled function."""
         values = tuple(operands)
         operands.clear()
         return compiled(*values)
@@ -502,8 +506,8 @@ def _compile_module(graph_module: fx.GraphModule) -> Boxed:
 
 
 def _functional(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy that writes into no operand by ``out=``, which Dynamo refuses for some strides,
-    nor reduces one in place. Inductor finds by itself where it may write."""
+    """Return a copy without ``out=`` arguments and in-place reductions. Dynamo refuses ``out=`` for
+    some strides, and Inductor plans in-place writes."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     in_new_memory = {in_place: other for other, in_place in IN_PLACE.items()}
@@ -517,7 +521,7 @@ def _functional(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _write_sums(source: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a backward graph that writes the sums that it would add to."""
+    """Return a copy of a backward graph that overwrites the sums instead of adding to them."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(source.graph, {}))
     for node in graph.nodes:
@@ -526,8 +530,8 @@ def _write_sums(source: fx.GraphModule) -> fx.GraphModule:
 
 
 def without_saved(source: fx.Graph, num_saved: int) -> fx.Graph:
-    """Return a copy of a forward graph that computes only outputs and new buffers, for runs without
-    backward."""
+    """Return a copy of a forward graph for inference. It computes only outputs and new buffer
+    values."""
     graph = fx.Graph()
     results = graph.graph_copy(source, {})
     graph.output(tuple(results[: len(results) - num_saved]))
@@ -541,18 +545,19 @@ def without_saved(source: fx.Graph, num_saved: int) -> fx.Graph:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a call of stages returns on every rank, and the tangents of a loss outside of the model.
+# Outputs that a call of several stages returns on every rank, and tangents of a loss that is
+# computed outside the model.
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a pipeline's call returns.
+    """The outputs that a call of a pipeline returns.
 
     Attributes:
-        outputs: the returned ones, of the whole batch. how: how microbatches' outputs are put
-            together.
-        waits: whether all forwards run first, because backward begins with the user's own loss, or
-            does not run.
+        outputs: the returned outputs of the batch.
+        how: the microbatches, which define how their outputs are joined.
+        waits: whether forward of all microbatches runs first, because the user computes the loss or
+            backward does not run.
     """
 
     outputs: tuple[ProgramTensor, ...]
@@ -561,19 +566,24 @@ class Returned:
 
     @property
     def handed_bytes(self) -> int:
-        """Bytes that the stages that compute the outputs send to all others once a step. A loss is
-        not counted."""
+        """The bytes of outputs that stages broadcast to all other stages once per step, except the
+        loss."""
         return sum(_bytes(t) for t in self.outputs if not t.is_loss)
 
 
 def is_returned(output: ProgramTensor, outputs: Outputs) -> bool:
-    """Return whether several stages, or microbatches, return an output: all of them with
-    ``"full"``, else the loss."""
+    """Return whether a call with several stages or microbatches returns an output: any output with
+    ``"full"``, otherwise only the loss."""
     return outputs == "full" or output.is_loss
 
 
 def parts_of(tangents: Mapping[str, Tensor], how: Microbatches) -> list[dict[str, Tensor]]:
-    """Return each microbatch's tangents by output path, from those of the whole batch's outputs."""
+    """Return the tangents of each microbatch, by output path.
+
+    Args:
+        tangents: the tangents of the batch's outputs, by path.
+        how: the microbatches.
+    """
     found: list[dict[str, Tensor]] = [{} for _ in range(how.num)]
     for path, whole in tangents.items():
         for mine, value in zip(found, how.tangents(path, whole), strict=True):

@@ -1,4 +1,4 @@
-"""The interpreter of graphs: run a graph on all ranks in one process, and join their results.
+"""An interpreter that runs a graph for all ranks in one process and joins their results.
 `autopar.program.lockstep` runs the graphs of a whole step."""
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from autopar.program.splitting import join, reduce
 from autopar.rules import where_of
 
 # --------------------------------------------------------------------------------------------------
-# Kernels of emitted graphs: products and the collectives at their borders, one after the other.
+# Kernels of emitted graphs. A kernel fuses a product and a collective, which run one after the
+# other here.
 
 ByRank = list[Any]
 Moved = Callable[[Kind, ByRank, Sequence[Any]], ByRank]
@@ -46,12 +47,15 @@ def run_kernel(
     moved: Moved,
     in_dtype: Callable[[Any], Any],
 ) -> ByRank:
-    """Run a kernel's node for all ranks. Product and collective compute what they would alone.
+    """Run a kernel's node for all ranks. The product and the collective have the same results as
+    separate ops.
 
     Args:
-        node: the kernel. operands: its tensor operands by rank, in order. biases: of each rank's
-            product, or None. moved: runs a collective.
-        in_dtype: a requested dtype → the dtype to compute in.
+        node: the kernel's node.
+        operands: the tensor operands in order, each by rank.
+        biases: the bias of each rank's product, or None.
+        moved: runs a collective.
+        in_dtype: maps a requested dtype to the dtype to compute in.
     """
     a, b, *others = operands
     assert a is not None and b is not None, "the factors of a product"
@@ -77,7 +81,7 @@ def run_kernel(
 
 
 def _norm_parts(parts: ByRank, others: Sequence[ByRank | None], norm: RmsNorm) -> ByRank:
-    """Return the sums with the residuals, their squares and norms."""
+    """Return, for each rank, the sum with the residual, its square sum and its norm."""
     residuals, weights = others
     assert residuals is not None and weights is not None, "a norm has both"
     results = []
@@ -99,18 +103,19 @@ def _products(equation: str, a: ByRank, b: ByRank, biases: ByRank) -> ByRank:
 
 
 # --------------------------------------------------------------------------------------------------
-# One communication step within one group of virtual ranks, whose tensors lie in one process.
+# One communication step within one group of virtual ranks, whose tensors are in one process.
 
 
 def check_parts(parts: Sequence[Tensor], joined: int, length: int | None) -> None:
-    """Check that the ranks of a group bring parts of matching shapes.
+    """Check that the shards of the ranks of a group have matching shapes.
 
     Args:
-        parts: one per rank. joined: the dim that is joined, or −1. length: its whole length, if
-            parts differ in length.
+        parts: one shard per rank.
+        joined: the dim that is gathered, or −1.
+        length: the full length of this dim if it is sharded unevenly.
 
     Raises:
-        VerificationError: if they do not.
+        VerificationError: if the shapes do not match.
     """
     shapes = [tuple(part.shape) for part in parts]
     expected = [shapes[0]] * len(shapes)
@@ -124,13 +129,16 @@ def check_parts(parts: Sequence[Tensor], joined: int, length: int | None) -> Non
 def step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str) -> list[Tensor]:
     """Run one communication step within one group.
 
-    Results have the strides of those on real processes (`autopar.kernels.bound_ops`): they are
-    contiguous, and along an axis of size 1 they are the operands. Kernels of ops read strides, so a
-    plan is verified with the strides that it will run with.
+    Results have the same strides as on real processes (`autopar.kernels.bound_ops`): they are
+    contiguous, and along an axis of size 1 they are the operands. This matters because kernels may
+    depend on strides.
 
     Args:
-        kind: the step. parts: one per rank. dim, to_dim: the dims that are joined and split; see
-            `autopar.core.collective.Collective`. reduce_op: of a reduction.
+        kind: the kind of the step.
+        parts: one tensor per rank.
+        dim, to_dim: the dims that are gathered and sharded; see
+            `autopar.core.collective.Collective`.
+        reduce_op: the op of a reduction.
     """
     size = len(parts)
     if size == 1:
@@ -155,7 +163,7 @@ def step(kind: Kind, parts: list[Tensor], dim: int, to_dim: int, reduce_op: str)
 
 
 def with_halos(parts: list[Tensor], halo: Halo) -> list[Tensor]:
-    """Return each part extended by its neighbours' elements."""
+    """Return each shard with the neighboring elements of its halo."""
     lengths = [part.shape[halo.dim] for part in parts]
     whole = torch.cat(parts, dim=halo.dim)
     windows = (window(whole, halo, sum(lengths[:i]), length) for i, length in enumerate(lengths))
@@ -169,14 +177,13 @@ def _chunks(x: Tensor, dim: int, size: int) -> list[Tensor]:
 # --------------------------------------------------------------------------------------------------
 # Graphs over lists of ranks, in one process, without process groups.
 #
-# Every node is run once per rank and holds a list of one result per rank; ranks whose operands
-# are the very same tensors share the result. Communication steps act on the whole list, group by
-# group. Graphs are functional, so sharing is safe; an operator that writes into its operand is
-# refused.
+# Every node runs once per rank, and its value is a list of one result per rank. Ranks whose
+# operands are identical objects share the result. Communication steps act on the list, group by
+# group. Graphs are functional, so sharing is safe; an op that writes into its operand is refused.
 
 Observer = Callable[[str, fx.Node, list[Any]], None]
 Record = tuple[str, str, Collective]
-_TENSORS = 4  # a kernel's first arguments, which are tensors or none
+_TENSORS = 4  # number of a kernel's first arguments, which are tensors or None
 _KINDS: dict[Any, Kind] = {
     steps.all_gather: "all_gather",
     steps.reduce_scatter: "reduce_scatter",
@@ -191,19 +198,23 @@ _KINDS: dict[Any, Kind] = {
 
 
 def node_name(node: fx.Node) -> str:
-    """Return the node's key, else its name in the graph."""
+    """Return the node's key; without a key, its name in the graph."""
     return str(node.meta.get("key") or node.name)
 
 
 def moved_name(node: fx.Node) -> str:
-    """Return the key of the collective that a node does, see `node_name`."""
+    """Return the key of the collective that a node runs; see `node_name`."""
     return str(node.meta["kernel"].key) if "kernel" in node.meta else node_name(node)
 
 
 @dataclass(slots=True)
 class Handed:
-    """What an early step made, from its start to its finish, which takes it; `settings` are
-    those of the start."""
+    """The value of a step between its start and its finish.
+
+    Attributes:
+        settings: the settings that the start has.
+        result: the result; None after the finish.
+    """
 
     settings: tuple[Any, ...]
     result: Tensor | None
@@ -227,10 +238,13 @@ class Ranks:
         operands: Sequence[list[Any]],
         instead: Mapping[Any, Any] | None = None,
     ) -> list[list[Any]]:
-        """The results in the order of the graph's output tuple, each a list by rank.
+        """Run a graph. Return its results in order, each as a list by rank.
 
         Args:
-            instead: by a node's target what runs in its place.
+            graph_module: the graph.
+            phase: the phase of the graph, for records and error messages.
+            operands: the operands in order, each as a list by rank.
+            instead: replacements for functions that nodes call.
         """
         self._instead = instead or {}
         env: dict[fx.Node, list[Any]] = {}
@@ -276,7 +290,7 @@ class Ranks:
                     for part in self._run_step(phase, node, env, kind, (x, *settings))
                 ]
             if node.target is steps.finish:
-                return _handed_over(node, env)
+                return _started_results(node, env)
             if node.target in KERNELS:
                 return self._run_kernel(phase, node, env)
             if node.target in dispatched.TOGETHER:
@@ -293,7 +307,7 @@ class Ranks:
             ) from error
 
     def _run_op(self, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
-        # virtual ranks share tensors that are alike, which none may write into
+        # virtual ranks share equal tensors, so no op may write into them
         target, without = functional_form(node.target) or (
             self._instead.get(node.target, node.target),
             "",
@@ -328,8 +342,8 @@ class Ranks:
     def _run_dispatched(
         self, phase: str, node: fx.Node, env: Mapping[fx.Node, list[Any]]
     ) -> list[Any]:
-        """Experts with their tokens, of all ranks of an axis together; recorded are the rows
-        that were expected."""
+        """Run experts on their tokens for all ranks of an axis together. The records contain the
+        expected numbers of rows."""
         *operands, split, _, axis, _ = node.args
         self.records += [(phase, node_name(node), c.collective) for c in node.meta.get("own", ())]
         result: list[Any] = [None for _ in self.ranks]
@@ -359,7 +373,7 @@ class Ranks:
     def _move(
         self, phase: str, node: fx.Node, kind: Kind, locals: list[Any], settings: Sequence[Any]
     ) -> list[Any]:
-        """Run a step on tensors by rank."""
+        """Run a communication step on tensors by rank, and record it."""
         if kind in HOST_KINDS:
             return self._copy_to_or_from_hosts(phase, node, kind, locals)
         *rest, axis = settings
@@ -418,8 +432,8 @@ class Ranks:
         return steps.range_of(size, splitters, [coordinate[axis] for axis, _ in splitters])
 
 
-def _handed_over(node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
-    """What the start of an early step made, once."""
+def _started_results(node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> list[Any]:
+    """Return the results of the start that a finish waits for. Each start has one finish."""
     results = []
     for handed in env[node.args[0]]:
         if (
@@ -455,15 +469,19 @@ def join_results(
     tolerance: float | None,
     offset: int = 0,
 ) -> dict[str, Tensor]:
-    """Return the named full tensors.
+    """Join the results of a graph. Return full tensors by name.
 
     Args:
-        graph_module: whose results they are. results: by rank. borders: their names and layouts.
-            mesh: of the ranks. tolerance: see `splitting.join`; None for one by dtype.
-        offset: the place of the first result among the graph's.
+        graph_module: the graph.
+        results: the results in order, each as a list by rank.
+        borders: the name and layout of each result.
+        mesh: the mesh of the ranks.
+        tolerance: see `splitting.join`; None selects a tolerance by dtype.
+        offset: the position of the first result among the graph's results.
 
     Raises:
-        VerificationError: if a result cannot be joined; names the node that computes it.
+        VerificationError: if a result cannot be joined. The message names the node that computes
+            it.
     """
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
     found = {}

@@ -1,8 +1,8 @@
-"""The lockstep interpreter: a whole step of a program, every rank of a stage in one process.
+"""The lockstep interpreter, which runs a whole step of a program for all ranks in one process.
 
-For each microbatch it runs forward through the stages, then backward through them in reverse.
-Schedules change when a stage works on which microbatch, not what it computes, and each adds up its
-gradients in the order of microbatches, as here.
+For each microbatch, it runs forward through the stages, then backward through the stages in reverse
+order. A schedule determines when a stage processes a microbatch, but not the results: under every
+schedule, gradients accumulate in the order of microbatches, as here.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ def parts_in(
     buffers: Mapping[str, Tensor],
     dtype: torch.dtype | None,
 ) -> list[dict[str, Tensor]]:
-    """Return the inputs of each microbatch, including what is computed from the whole batch.
+    """Return the inputs of each microbatch, including values computed from the whole batch.
 
     Args:
-        how: how microbatches make up the batch. inputs, buffers: by path and by name. dtype: the
-            dtype to compute in, or None for their own.
+        how: the microbatches.
+        inputs: the inputs of the batch, by path.
+        buffers: the buffers, by name.
+        dtype: the dtype to compute in; None keeps the dtypes of the tensors.
     """
 
     def bound(count: fx.GraphModule) -> fx.GraphModule:
@@ -67,13 +69,14 @@ def parts_in(
 
 @dataclass(frozen=True, slots=True)
 class Lockstep:
-    """What a program computed, joined to full tensors.
+    """The results of a program as full tensors.
 
     Attributes:
-        outputs: by output path. buffers: new values of mutated buffers, by name.
-        gradients: by parameter name, in the stored shape; of inputs, as
-            `autopar.capture.trace.gradient_name` calls them.
-        records: the communication steps that ran, as (phase, node key, Collective).
+        outputs: the outputs, by path.
+        gradients: the gradients of parameters in their stored shapes, by name. Gradients of inputs
+            are named by `autopar.capture.trace.gradient_name`.
+        buffers: the new values of mutated buffers, by name.
+        records: the communication steps that ran, as tuples (phase, node key, Collective).
     """
 
     outputs: Mapping[str, Tensor]
@@ -96,23 +99,24 @@ def run_lockstep(
     """Run a step of all microbatches: forward and, if a parameter or an input has a gradient,
     backward.
 
-    Without a loss, backward begins with the batch's tangents
-    (`autopar.capture.normalize.tangents`), of which each microbatch has its part.
+    Without a loss, backward begins with generated tangents of the batch's outputs
+    (`autopar.capture.normalize.tangents`), which are divided among microbatches.
 
     Args:
+        program: the program of all stages.
         parameters, buffers: full tensors in their stored shapes, by name.
-        inputs: full tensors of the batch by path, or in the order of ``program.inputs``.
-        tangent: gradient of the loss; factor of what stands for one where the model has none
-            (`autopar.capture.normalize.tangents`).
-        dtype: promotes every floating tensor, and every floating dtype that a node names, to this
-            one, and complex ones to its complex counterpart.
+        inputs: full tensors of the batch, by path or in the order of ``program.inputs``.
+        tangent: the gradient of the loss; without a loss, the factor of the generated tangents.
+        dtype: if given, every floating-point tensor and every floating-point dtype in a node's
+            arguments is promoted to this dtype, and complex ones to the corresponding complex
+            dtype.
         observe: called with (phase, node, results by rank) after each node.
-        tolerance: largest difference between replicas relative to the largest magnitude; by default
-            1e-11 in double precision, else 1e-5 (1e-2 for 16-bit types).
+        tolerance: the largest difference between replicas, relative to the largest magnitude. The
+            default is 1e-11 in double precision, 1e-2 for 16-bit dtypes, and 1e-5 otherwise.
 
     Raises:
-        VerificationError: if replicas differ, or a node fails; names the node, its module and
-            source.
+        VerificationError: if replicas differ or a node fails. The message names the node, its
+            module and the source line.
     """
     if not isinstance(inputs, Mapping):
         inputs = {t.name: x for t, x in zip(program.inputs, inputs, strict=True)}
@@ -151,7 +155,7 @@ def run_lockstep(
 
 
 def _join_gradients(stages: Sequence[_StageRun]) -> dict[str, Tensor]:
-    """Return the full gradients after the last microbatch, added up over the stages that hold a
+    """Return the full gradients after the last microbatch, summed over the stages that hold a
     parameter."""
     gradients: dict[str, Tensor] = {}
     for stage in stages:
@@ -164,8 +168,8 @@ def _join_gradients(stages: Sequence[_StageRun]) -> dict[str, Tensor]:
 def _tangents_of_parts(
     program: Program, dtype: torch.dtype | None, device: torch.device, scale: float = 1.0
 ) -> list[dict[str, Tensor]]:
-    """Return each microbatch's tangents by output path, except that of the loss, which is its
-    weight."""
+    """Return the tangents of each microbatch, by output path. The tangent of the loss is left out,
+    since it is the weight of the microbatch."""
     ends = [t for t in program.outputs if t.has_gradient and not t.is_loss]
     whole = {
         t.name: tangent_of(
@@ -177,7 +181,7 @@ def _tangents_of_parts(
 
 
 class _StageRun:
-    """One stage's ranks: its parameters, its saved values, and the sums of its gradients."""
+    """The state of one stage on all ranks: parameters, saved values, and sums of gradients."""
 
     def __init__(
         self,
@@ -211,12 +215,13 @@ class _StageRun:
         """Run forward on one microbatch.
 
         Args:
-            part: its inputs by path. crossing: what comes from the stage before. state: buffers by
-                name.
+            part: the inputs of the microbatch, by path.
+            crossing: the tensors from the previous stage, by path.
+            state: the buffers, by name.
 
         Returns:
-            This stage's outputs of the model, what crosses to the next stage by path, and new
-                buffers.
+            The model outputs that this stage computes, the tensors for the next stage by path, and
+            the new values of buffers.
         """
         p = self.program
         operands = [*self.parameters]
@@ -244,14 +249,15 @@ class _StageRun:
     def backward(
         self, returning: Mapping[str, Locals], weight: float, answers: Mapping[str, Tensor]
     ) -> dict[str, Locals]:
-        """Run backward on one microbatch and add up gradients.
+        """Run backward on one microbatch, and accumulate gradients.
 
         Args:
-            returning: what came back from the next stage. weight: tangent of the loss. answers:
-                tangents of other outputs.
+            returning: the gradients from the next stage, by path.
+            weight: the tangent of the loss.
+            answers: the tangents of other outputs, by path.
 
         Returns:
-            What goes back to the stage before, by path.
+            The gradients for the previous stage, by path.
         """
         p = self.program
         tangents = [
@@ -274,8 +280,8 @@ class _StageRun:
         return {name: r for name, (t, r) in returned.items() if t.crosses}
 
     def joined_gradients(self) -> dict[str, Tensor]:
-        """Return the full gradients by the names of parameters, and those of the batch's inputs as
-        `autopar.capture.trace.gradient_name` calls them."""
+        """Return the full gradients of parameters, by name, and those of the batch's inputs, named
+        by `autopar.capture.trace.gradient_name`."""
         p = self.program
         trained = [t for t in p.parameters if t.has_gradient]
         found = join_results(p.end or p.backward, self.gradients, trained, p.mesh, self.tolerance)
@@ -289,13 +295,14 @@ class _StageRun:
         )
 
     def end(self) -> None:
-        """Convert sums to gradients as parameters rest, after the last microbatch."""
+        """Convert sums to gradients in the storage layouts of parameters, after the last
+        microbatch."""
         if self.program.end is not None:
             self.gradients = self.run(self.program.end, "step", self.sums)
 
     def _unset(self, tensor: ProgramTensor) -> Locals:
-        """Return a tensor of its own for each rank, filled with NaN, so that a sum that is not
-        written is wrong."""
+        """Return a separate tensor for each rank, filled with NaN, so that a sum that is not
+        written is detected."""
         mesh = self.program.mesh
         places = map(mesh.coordinate, range(mesh.num_devices))
         shapes = [local_shape(tensor.view, tensor.layout, mesh.shape, place) for place in places]

@@ -1,5 +1,5 @@
-"""Predict the peak of live tensor bytes of a step, on fake tensors. The same counter measures it on
-real ones (`autopar.program.abstract_executor`)."""
+"""Prediction of the peak of live tensor bytes of a step, with fake tensors. The same counter
+measures the peak with real tensors (`autopar.program.abstract_executor`)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class PeakMemory:
     """Live tensor bytes of one step on one rank, without optimizer state.
 
     Attributes:
-        peak_bytes: from the start of forward to the end of backward.
-        resident_bytes: parameters, buffers and the batch, before forward.
-        kept_bytes: what lives between forward and backward beyond these, outputs included.
-        final_bytes: what is left after backward beyond these: gradients and outputs.
+        peak_bytes: the peak from the start of forward to the end of backward.
+        resident_bytes: the bytes of parameters, buffers and the batch, before forward.
+        kept_bytes: the additional bytes between forward and backward, including outputs.
+        final_bytes: the additional bytes after backward: gradients and outputs.
     """
 
     peak_bytes: int
@@ -44,18 +44,19 @@ def trace_peak(
     coordinate: tuple[int, ...] | None = None,
     train: bool = True,
 ) -> PeakMemory:
-    """Predict the memory of a step by running it on fake tensors, as `ParallelModule` does on real
-    ones.
+    """Predict the memory of a step by running it on fake tensors, like `ParallelModule` on real
+    tensors.
 
-    If the user computes the loss from the outputs, the gradients that come back are counted, but
-    not what computing the loss takes.
+    If the user computes the loss from the outputs, the gradients of outputs count, but the memory
+    for computing the loss does not.
 
     Args:
-        program: the program of the step. batch, outputs: see `autopar.program.executor.Executor`.
-        coordinate: the rank's place in the mesh; by default one that needs as much as any: with the
-            largest part of everything, as the origin has, and the last part of causal attention's
-            queries.
-        train: whether backward runs; else the forward of ``torch.no_grad()``.
+        program: the program of the step.
+        batch, outputs: see `autopar.program.executor.Executor`.
+        coordinate: the coordinate of the rank on the mesh. By default, the result is an upper bound
+            for all ranks: it assumes the largest shard of every tensor, which the origin of the
+            mesh holds, and the last shard of causal attention's queries.
+        train: whether backward runs; otherwise forward runs as under ``torch.no_grad()``.
     """
     return _run(program, LiveBytes(), batch, outputs, coordinate, train)
 
@@ -84,8 +85,8 @@ def _run(
     with new_fake_mode() as mode, memory, as_written():
 
         def empty(tensor: ProgramTensor) -> Tensor:
-            """A fake tensor for the part of a tensor at this place. It is made by hand, since the
-            dispatch of the modes takes ten times as long."""
+            """Return a fake tensor for this rank's shard. It is created without the modes, whose
+            dispatch takes ten times as long."""
             if tensor.layout.host:
                 return host.empty(_shape(tensor, program, place), tensor.dtype)
             with no_modes():
@@ -103,7 +104,7 @@ def _run(
             torch.empty(t.shape, dtype=t.dtype) if whole else empty(t)
             for t, whole in zip(program.inputs, given, strict=True)
         ]
-        resting = parameters  # they rest beside what is gathered of them
+        resting = parameters  # stored parameters stay alive next to the gathered ones
         parameters, sums = executor.begin(resting), executor.new_sums()
         resident = memory.live_bytes
         memory.reset_peak()
@@ -111,7 +112,7 @@ def _run(
         kept = memory.live_bytes - resident
         gradients = []
         if train and any(t.has_gradient for t in (*program.parameters, *program.inputs)):
-            # autograd, or the schedule, holds tangents until backward ends, and so does this name
+            # autograd or the schedule holds tangents until backward ends, and so does this variable
             tangents = [empty(t) for t in program.outputs if t.has_gradient]
             gradients = executor.backward(saved, list(tangents), sums)
             del tangents
@@ -133,8 +134,8 @@ def node_peaks(
 ) -> tuple[NodePeak, ...]:
     """Predict the peak while each node of a step runs, in order, without optimizer state.
 
-    The largest of these is the peak of `trace_peak`, except for slices before the graphs run and
-    gathers after them.
+    The largest of these peaks equals that of `trace_peak`, unless the peak is reached while inputs
+    are sharded before the graphs run or outputs are gathered after them.
     """
     return all_peaks(program, batch=batch, outputs=outputs)[1]
 

@@ -1,19 +1,22 @@
-"""A `Program`, which a plan is emitted into: one `StageProgram` per pipeline stage, and how a batch
-runs through them in microbatches. A plan without stages has one stage and one microbatch.
+"""A `Program`, the result of emitting a plan. It has one `StageProgram` per pipeline stage, and the
+microbatches that run through the stages. A plan without a pipeline has one stage.
 
 A `StageProgram` has local shapes, explicit collectives, and separate graphs for forward and
 backward. The forward graph takes the local parameters, buffers and inputs. It returns one flat
 tuple: the outputs, the new values of mutated buffers, then the saved values. The backward graph
-takes the saved values and a tangent per output that has one (the loss, or what crosses to the next
-stage). It returns one gradient per parameter that has one, each in the parameter's storage layout,
-then one per input that has one: whole for inputs of the batch, in its layout for what crosses from
-the stage before. If gradients accumulate over microbatches, it takes their sums after the tangents,
-adds to each in place (for the first microbatch it writes them: `autopar.kernels.collectives.FIRST`)
-and returns them; `begin` runs before the first and `end` after the last microbatch of a step.
+takes the saved values and one tangent for each output that has one: the loss, or tensors that are
+sent to the next stage. It returns the gradients of trained parameters in their storage layouts,
+then those of inputs that have a gradient. Gradients of the batch's inputs are full tensors.
+Gradients of tensors from the previous stage have the layouts of these tensors.
 
-Nodes are aten ops, the functions of `autopar.ops`, and the steps of `autopar.kernels.collectives`,
-which name mesh axes by index. `autopar.kernels.bind` binds these to process groups, and the
-lockstep interpreter runs them over a list of virtual ranks.
+If gradients accumulate over microbatches, the backward graph also takes their sums after the
+tangents, adds to each sum in place, and returns the sums. For the first microbatch, it overwrites
+the sums (`autopar.kernels.collectives.FIRST`). The graph `begin` runs before the first microbatch
+of a step, and `end` after the last.
+
+Nodes are aten ops, the functions of `autopar.ops`, and the communication steps of
+`autopar.kernels.collectives`, which refer to mesh axes by index. `autopar.kernels.bind` binds these
+to process groups, and the lockstep interpreter runs them over a list of virtual ranks.
 """
 
 from __future__ import annotations
@@ -32,26 +35,29 @@ from autopar.errors import RuntimeStateError
 from autopar.ops import random
 
 Action = tuple[str, fx.Node]
-"""``run``, ``start`` or ``finish``, and which node of a graph."""
+"""``run``, ``start`` or ``finish``, and a node of a graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramTensor:
-    """A tensor at the border of the program.
+    """A parameter, buffer, input or output of the program.
 
     Attributes:
-        name: parameter or buffer name, input path or output path.
-        shape: global shape as the user knows it.
-        view: global shape in the graph (see `autopar.capture.trace.Parameter.view`); equal to
+        name: the name of a parameter or buffer, or the path of an input or output.
+        shape: the global shape in the model.
+        view: the global shape in the graph (see `autopar.capture.trace.Parameter.view`); equal to
             `shape` for inputs and outputs.
-        layout: layout over the dims of `view`. For parameters this is the storage layout; for sums
-            of gradients that of the sum.
-        requires_grad: whether it is trained; for outputs, whether the plain model's has a gradient;
-            for inputs, whether the call's requires one.
-        has_gradient: whether the backward graph returns its gradient, whole for an input of the
-            batch; for outputs, whether it takes its tangent.
-        is_loss: outputs only.
-        crosses: whether it comes from the stage before, or goes to the next stage; always local.
+        dtype: the dtype.
+        layout: the layout over the dims of `view`. For parameters, this is the storage layout; for
+            sums of gradients, the layout of the sum.
+        aliases: the other names of a tied parameter or buffer.
+        requires_grad: for parameters, whether it is trained; for outputs, whether the output of the
+            plain model has a gradient; for inputs, whether the argument requires a gradient.
+        has_gradient: for parameters and inputs, whether the backward graph returns its gradient;
+            for outputs, whether the backward graph takes its tangent.
+        is_loss: for outputs, whether it is the loss.
+        crosses: whether it comes from the previous stage or is sent to the next stage. Such tensors
+            are always local.
         given: for inputs, whether it is computed from the whole batch for each microbatch
             (`Count`).
     """
@@ -74,19 +80,21 @@ class StageProgram:
     """The emitted program of one stage.
 
     Attributes:
-        forward: placeholders in the order parameters, buffers, inputs.
-        backward: placeholders in the order saved values, tangents.
-        num_saved: how many of the forward's last results are saved for backward.
-        mutated: names of the buffers whose new values follow the outputs, in order.
-        collectives: every emitted collective with the node it feeds: (phase, node key, Collective)
-            tuples.
+        mesh: the mesh of the stage.
+        forward: the forward graph, with placeholders in the order parameters, buffers, inputs.
+        backward: the backward graph, with placeholders in the order saved values, tangents, sums.
+        parameters, buffers, inputs, outputs: the tensors of the stage.
+        num_saved: the number of results at the end of forward that are saved for backward.
+        mutated: the names of the buffers whose new values follow the outputs, in order.
+        collectives: every emitted collective with the node that reads it, as tuples (phase, node
+            key, Collective).
         accumulates: whether gradients accumulate over the microbatches of a step. The next three
-            need it.
-        begin: from parameters as they rest to what forward takes. end: from sums to gradients as
-            parameters rest.
-        sums: per parameter that has a gradient the sum that it is added to.
-        orders: by phase, another order in which a graph is to run, until the order is written into
-            the graph (`autopar.program.reorder`).
+            attributes are set only in this case.
+        begin: a graph from stored parameters to the operands of forward.
+        end: a graph from sums to gradients in the storage layouts of parameters.
+        sums: the sum of gradients of each trained parameter.
+        orders: another order of a graph, by phase, until it is written into the graph
+            (`autopar.program.reorder`).
     """
 
     mesh: Mesh
@@ -106,11 +114,12 @@ class StageProgram:
     orders: Mapping[str, Sequence[Action]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> StageProgram:
-        return self  # nothing changes it; torch warns of specs of calls that are copied
+        return self  # it is never changed, and torch warns about copies of tree specs
 
     @property
     def input_gradients(self) -> tuple[ProgramTensor, ...]:
-        """The gradients of the batch's inputs, as backward returns them: whole on every rank."""
+        """The gradients of the batch's inputs as backward returns them: full tensors on every
+        rank."""
         whole = Layout.replicated(len(self.mesh.axes))
         returned = (t for t in self.inputs if t.has_gradient and not t.crosses)
         return tuple(replace(t, name=gradient_name(t.name), layout=whole) for t in returned)
@@ -118,14 +127,15 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Values that every microbatch gets from the whole batch (`autopar.analysis.microbatches`).
+    """Values that are computed from the whole batch and passed to every microbatch
+    (`autopar.analysis.microbatches`).
 
     Attributes:
-        given: path of each such input → how it follows from the microbatches' own values: ``sum`` |
-            ``mean``.
-        graph: from the buffers and the whole inputs of a microbatch to its own values; its inputs
-            may include earlier counts.
-        buffers, inputs: names and paths of what the graph takes.
+        given: the reduction over the values of microbatches (``sum`` or ``mean``) for each input
+            that receives such a value, by path.
+        graph: a graph from buffers and full inputs of a microbatch to its values. Its inputs may
+            include earlier counts.
+        buffers, inputs: the names and paths of the operands of the graph.
     """
 
     given: Mapping[str, str]
@@ -136,7 +146,12 @@ class Count:
     def of(
         self, parts: list[dict[str, torch.Tensor]], buffers: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the values by path. Random numbers are those that each microbatch draws."""
+        """Return the values, by path. Each microbatch draws the same random numbers as in forward.
+
+        Args:
+            parts: the inputs of each microbatch, by path.
+            buffers: the full buffers, by name.
+        """
         terms = []
         with torch.no_grad():
             for number, part in enumerate(parts):
@@ -156,15 +171,16 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """How a batch is processed in microbatches (`autopar.analysis.microbatches` infers it).
+    """The division of a batch into microbatches (`autopar.analysis.microbatches` infers it).
 
     Attributes:
-        num: the number of microbatches. inputs: path of each input that is cut → the dim it is cut
-            along.
-        outputs: path, of all that can be put together → how the batch's output follows from the
-            microbatches': (``whole`` | ``split`` | ``sum`` | ``mean``, dim).
-        loss: path of the loss, None if the model returns none.
-        counts: the values that every microbatch gets from the whole batch, one after another.
+        num: the number of microbatches.
+        inputs: the dim along which each input is split, by path. Other inputs are not split.
+        outputs: how each output is joined from those of microbatches, by path: a pair of ``whole``
+            (equal in all microbatches), ``split``, ``sum`` or ``mean``, and the dim. Outputs that
+            cannot be joined are not listed.
+        loss: the path of the loss; None if the model returns no loss.
+        counts: the values that are computed from the whole batch. Each may read earlier ones.
     """
 
     num: int
@@ -180,17 +196,17 @@ class Microbatches:
 
     @property
     def weight(self) -> float:
-        """The weight of each microbatch's loss, and its tangent; 1 without a loss."""
+        """The weight of each microbatch's loss, which is also its tangent; 1 without a loss."""
         return 1.0 if self.loss is None or self.outputs[self.loss][0] == "sum" else 1.0 / self.num
 
     def parts(
         self, inputs: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> list[dict[str, torch.Tensor]]:
-        """Return the inputs of each microbatch, including what it gets from the whole batch.
+        """Return the inputs of each microbatch, including values computed from the whole batch.
 
         Args:
-            inputs: the batch's, by path. buffers: whole, by name, including those of
-                `count_buffers`.
+            inputs: the inputs of the batch, by path.
+            buffers: full buffers, by name, including those of `count_buffers`.
 
         Raises:
             RuntimeStateError: if the batch cannot be divided.
@@ -202,7 +218,8 @@ class Microbatches:
         return parts
 
     def split(self, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Return the inputs of each microbatch that come from the call; raises as `parts`."""
+        """Return the inputs of each microbatch without values computed from the whole batch. This
+        raises the same errors as `parts`."""
         parts: list[dict[str, torch.Tensor]] = [dict(inputs) for _ in range(self.num)]
         for path, dim in self.inputs.items():
             whole = inputs[path]
@@ -217,13 +234,14 @@ class Microbatches:
         return parts
 
     def bound(self, bind: Callable[[fx.GraphModule], fx.GraphModule]) -> Microbatches:
-        """Return a copy whose graphs are bound to one rank by `bind`."""
+        """Return a copy with the graphs of `counts` replaced by the results of `bind`, which binds
+        a graph to one rank."""
         return replace(
             self, counts=tuple(replace(count, graph=bind(count.graph)) for count in self.counts)
         )
 
     def join(self, path: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Return the batch's output from the microbatches' outputs."""
+        """Join the outputs of microbatches to the output of the batch."""
         kind, dim = self.outputs[path]
         if kind == "split":
             return torch.cat(parts, dim)
@@ -234,12 +252,12 @@ class Microbatches:
         return torch.stack([part * (1.0 / self.num) for part in parts]).sum(0)
 
     def tangents(self, path: str, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return each microbatch's tangent from that of the batch's output: the derivative of
-        `join`, for models without a loss."""
+        """Return the tangent of each microbatch's output for a tangent of the batch's output. This
+        is the derivative of `join`, for models without a loss."""
         kind, dim = self.outputs[path]
         if kind == "split":
             return list(whole.chunk(self.num, dim))
-        if kind == "whole":  # it is taken from the last one
+        if kind == "whole":  # `join` returns the output of the last microbatch
             return [torch.zeros_like(whole)] * (self.num - 1) + [whole]
         return [whole if kind == "sum" else whole / self.num] * self.num
 
@@ -248,17 +266,19 @@ class Microbatches:
 class Program:
     """The programs of all stages of a pipeline, and the microbatches that run through them.
 
-    A plan without a pipeline has one stage on the whole mesh, which runs one microbatch.
+    A plan without a pipeline has one stage on the whole mesh.
 
     Attributes:
-        mesh: the whole mesh. axis: name of the axis along which the stages lie, ``""`` for one
-            stage on the whole mesh.
-        trace: of one microbatch, without stages.
-        stages: one program per stage, on the mesh without the axis; equal names cross between
-            neighbours.
-        schedule: name of the schedule in torch.distributed.pipelining.
-        shared: parameter name → the stages that hold it; the sum of their gradients is the
-            gradient.
+        mesh: the whole mesh.
+        axis: the name of the pipeline axis; ``""`` for one stage on the whole mesh.
+        trace: the trace of one microbatch, before it is cut into stages.
+        stages: one program per stage, on the mesh without the pipeline axis. Tensors between
+            neighboring stages have the same name in both.
+        microbatches: the microbatches of a batch.
+        schedule: the name of the schedule in torch.distributed.pipelining.
+        shared: the stages that hold each shared parameter, by name. Its gradient is the sum over
+            these stages.
+        plan_hash: the hash of the plan.
     """
 
     mesh: Mesh
@@ -271,14 +291,16 @@ class Program:
     plan_hash: str = ""
 
     def __deepcopy__(self, memo: Any) -> Program:
-        return self  # nothing changes it; torch warns of specs of calls that are copied
+        return self  # it is never changed, and torch warns about copies of tree specs
 
     @staticmethod
     def of_one_stage(trace: Trace, stage: StageProgram, plan_hash: str = "") -> Program:
         """Return the program of one stage that runs the whole batch at once.
 
         Args:
-            trace: the trace of the batch. stage: its program. plan_hash: of its plan.
+            trace: the trace of the batch.
+            stage: the program of the stage.
+            plan_hash: the hash of the plan.
         """
         outputs = {t.name: ("whole", -1) for t in stage.outputs}
         loss = next((t.name for t in stage.outputs if t.is_loss), None)
@@ -292,14 +314,14 @@ class Program:
 
     @property
     def begins_backward(self) -> bool:
-        """Whether backward follows from the model's own loss, so that it may run before all
-        forwards have run."""
+        """Whether the model returns a loss, so that backward of a microbatch may run before forward
+        of another."""
         return any(t.is_loss and t.has_gradient for stage in self.stages for t in stage.outputs)
 
     @property
     def inputs(self) -> tuple[ProgramTensor, ...]:
-        """The whole batch's inputs: in the layouts of the stage if `is_single`, otherwise whole on
-        every rank."""
+        """The inputs of the batch. If `is_single`, they have the layouts of the stage; otherwise,
+        they are replicated."""
         if self.is_single:
             return self.stages[0].inputs
         cut = self.microbatches.inputs
@@ -311,7 +333,8 @@ class Program:
 
     @property
     def outputs(self) -> tuple[ProgramTensor, ...]:
-        """The whole batch's outputs, in layouts as those of `inputs`."""
+        """The outputs of the batch. If `is_single`, they have the layouts of the stage; otherwise,
+        they are replicated."""
         if self.is_single:
             return self.stages[0].outputs
         return whole_outputs(self.trace, self.microbatches, len(self.mesh.shape))
@@ -343,11 +366,12 @@ class Program:
 
 
 def whole_outputs(part: Trace, how: Microbatches, num_axes: int) -> tuple[ProgramTensor, ...]:
-    """Return the outputs of the whole batch, on every rank.
+    """Return the outputs of the batch, replicated on every rank.
 
     Args:
-        part: the trace of one microbatch. how: how microbatches make up the batch. num_axes: of the
-            mesh.
+        part: the trace of one microbatch.
+        how: the microbatches.
+        num_axes: the number of mesh axes.
     """
     dims = {path: dim if kind == "split" else -1 for path, (kind, dim) in how.outputs.items()}
     pairs = ((o, _whole(o, how.num, dims.get(o.path, -1), num_axes)) for o in part.outputs)
@@ -368,22 +392,21 @@ def _whole(border: Input | Output, num: int, dim: int, num_axes: int) -> Program
 
 
 # --------------------------------------------------------------------------------------------------
-# Graph modules of programs, most of which are simulated and rehearsed node by node and never
-# called.
+# Graph modules of programs. Most of them are only simulated node by node, and never called.
 
 
 class LazyGraphModule(fx.GraphModule):  # untyped in torch
-    """A graph module that writes its Python code when it is first called or read, since that takes
-    longer than the rest of an emission.
+    """A graph module that generates its Python code when it is first called or read. Generating the
+    code takes longer than the rest of an emission.
 
-    After changes of its graph call `recompile`, as for any graph module. (Torch has such a class
-    for Inductor, which is private.)
+    Call `recompile` after changes of the graph, as for any graph module. (torch has a similar
+    class for Inductor, but it is private.)
     """
 
-    _is_written = False  # of the class, one of which torch makes for each instance
+    _is_written = False  # a class attribute, since torch creates one class per instance
 
     def recompile(self) -> Any:
-        """Discard the code, so that it is written again when it is needed."""
+        """Discard the code, so that it is generated again when it is needed."""
         cls = type(self)
         cls._is_written, cls.forward = False, _written_forward
 

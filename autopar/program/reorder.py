@@ -1,8 +1,9 @@
-"""An emitted graph in another order: a step that starts before it finishes becomes two nodes.
+"""Reordering of emitted graphs. A step that starts early becomes two nodes, its start and its
+finish.
 
-Many orders are tried for one program, and most are only examined. `StageProgram.orders` holds them
-next to the graphs, and `write_order` writes one into the graphs, which takes longer than examining
-an order.
+Many orders are evaluated for one program, and most are then discarded. `StageProgram.orders`
+therefore holds an order next to the graphs. `write_order` writes it into the graphs, which takes
+longer than its evaluation.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def call_of_action(action: str, step: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def reads(action: str, node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose results an action reads; a step's finish reads its start."""
+    """Return the nodes whose results an action reads; none for a finish, which reads its start."""
     return (
         []
         if action == "finish"
@@ -54,7 +55,7 @@ def reads(action: str, node: fx.Node) -> list[fx.Node]:
 
 
 def without_idle_starts(order: Iterable[Action]) -> list[Action]:
-    """Replace each start right before its finish by the step itself."""
+    """Replace each start that is directly followed by its finish by the undivided step."""
     found: list[Action] = []
     for action, node in order:
         if action == "finish" and found[-1] == ("start", node):
@@ -65,7 +66,7 @@ def without_idle_starts(order: Iterable[Action]) -> list[Action]:
 
 
 def rebuilt(order: Iterable[Action]) -> fx.Graph:
-    """Return the graph whose nodes run, start and finish in this order."""
+    """Return a graph with the nodes, starts and finishes in the given order."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     starts: dict[fx.Node, fx.Node] = {}

@@ -1,9 +1,9 @@
 """The order of each rank's work in a pipeline, under each schedule.
 
-A rank holds one stage or, interleaved, several, its *chunks*. Of S stages on P ranks, rank r holds
-stages r, r + P, … (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
-Using Megatron-LM", 2021, section 2.2). The interleaved order is computed by torch's
-`ScheduleInterleaved1F1B`.
+A rank holds one stage or, under the interleaved schedule, several stages, its *chunks*. With S
+stages on P ranks, rank r holds stages r, r + P, … (Narayanan et al., "Efficient Large-Scale
+Language Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2). torch's
+`ScheduleInterleaved1F1B` computes the interleaved order.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class Action(NamedTuple):
     """An action of a stage on a microbatch.
 
     Attributes:
-        kind: ``forward`` or ``backward``, or the transfer before or after it: ``send forward``,
+        kind: ``forward`` or ``backward``, or a transfer before or after it: ``send forward``,
             ``send backward``, ``receive forward`` or ``receive backward``.
+        stage: the index of the stage.
+        microbatch: the index of the microbatch.
     """
 
     kind: str
@@ -42,11 +44,13 @@ class Action(NamedTuple):
 def orders(
     schedule: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return, per rank, what its stages compute, in order.
+    """Return the forward and backward actions of each rank, in order.
 
     Args:
-        schedule: its name. num_stages, num_microbatches: of the pipeline. num_chunks: stages per
-            rank.
+        schedule: the name of the schedule.
+        num_stages: the number of stages.
+        num_microbatches: the number of microbatches per step.
+        num_chunks: the number of stages per rank.
     """
     if schedule == INTERLEAVED:
         lists = interleaved_schedule(num_stages // num_chunks, num_chunks, num_microbatches)
@@ -61,8 +65,8 @@ def orders(
 def _one_stage(
     schedule: str, stage: int, num_stages: int, num_microbatches: int
 ) -> tuple[Action, ...]:
-    """Return the order of one stage. GPipe runs all forwards first; 1F1B at stage s runs as many as
-    there are stages from s to the last."""
+    """Return the order of one stage. Under GPipe, forward of all microbatches runs first. Under
+    1F1B, stage s first runs one forward for each stage from s to the last."""
     ahead = _ahead(schedule, stage, num_stages, num_microbatches)
     work = [Action("forward", stage, m) for m in range(ahead)]
     for m in range(num_microbatches):
@@ -73,7 +77,7 @@ def _one_stage(
 
 
 def _ahead(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Return the number of forwards before the first backward; then both alternate."""
+    """Return the number of forwards before the first backward. After that, they alternate."""
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, num_stages - stage)
 
 
@@ -81,12 +85,14 @@ def _ahead(schedule: str, stage: int, num_stages: int, num_microbatches: int) ->
 def interleaved_schedule(
     num_ranks: int, num_chunks: int, num_microbatches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return, per rank, what it computes, sends and receives, in order.
+    """Return the computations and transfers of each rank, in order.
 
     Args:
-        num_ranks: of the pipeline. num_chunks: stages per rank. num_microbatches: of a step.
+        num_ranks: the number of ranks of the pipeline.
+        num_chunks: the number of stages per rank.
+        num_microbatches: the number of microbatches per step.
     """
-    # Imported here: it loads about 300 modules, and only plans with interleaved stages need it.
+    # Imported here, since it loads about 300 modules that only interleaved stages need.
     pipelining = imported_apart("torch.distributed.pipelining")
     stages: Any = [
         SimpleNamespace(
@@ -102,7 +108,7 @@ def interleaved_schedule(
         tuple(
             Action(_KINDS[a.computation_type.value], a.stage_index, a.microbatch_index)
             for a in made.pipeline_order_with_comms[rank]
-            if a.computation_type.value in _KINDS  # torch's own sharding, which is not used
+            if a.computation_type.value in _KINDS  # actions of torch's sharding are not used
         )
         for rank in range(num_ranks)
     )
@@ -112,7 +118,7 @@ def interleaved_schedule(
 def num_in_flight(
     schedule: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[int, ...]:
-    """Return, per stage, of how many microbatches it holds kept values at most.
+    """Return, for each stage, the largest number of microbatches whose saved values it holds.
 
     Args:
         schedule, num_stages, num_microbatches, num_chunks: see `orders`.
@@ -131,9 +137,8 @@ def num_in_flight(
 
 
 def num_rounds(num_ranks: int, num_microbatches: int) -> int:
-    """Return the number of rounds of equally many microbatches in the interleaved order.
-
-    A round has at least one microbatch per rank. The result is 0 if they cannot be divided so.
+    """Return the number of rounds in the interleaved order. All rounds have the same number of
+    microbatches, at least one per rank. Return 0 if the microbatches cannot be divided in this way.
     """
     rounds = max(1, num_microbatches // num_ranks)
     return 0 if num_microbatches % rounds or num_microbatches < num_ranks else rounds

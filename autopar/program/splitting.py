@@ -1,7 +1,7 @@
-"""Full tensors and their local parts, for all ranks at once and without processes.
+"""Conversion between full tensors and local tensors, for all ranks at once and without processes.
 
-`split` and `join` define the order of the data in every local tensor; parameters on real devices
-follow the same order.
+`split` and `join` define the order of the data in every local tensor. Parameters on real devices
+have the same order.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ def local_part(
     view: Sequence[int],
     coordinate: Sequence[int],
 ) -> Tensor:
-    """Return the part of `full` at one coordinate of the mesh, a view if torch can make one.
+    """Return the shard of `full` at one coordinate of the mesh, as a view if possible.
 
     Args:
-        full: the whole tensor. layout: over the dims of `view`. mesh_shape: the sizes of the mesh
-            axes.
-        view: the shape as which `full` is seen. coordinate: the rank's place in the mesh.
+        full: the full tensor.
+        layout: the layout over the dims of `view`.
+        mesh_shape: the sizes of the mesh axes.
+        view: the shape to which `full` is reshaped.
+        coordinate: the coordinate of the rank on the mesh.
 
     Raises:
-        LayoutError: if `full` cannot be seen as `view`, or the layout has partial sums, halos or
-            mirrored parts.
+        LayoutError: if `full` cannot be reshaped to `view`, or the layout has partial sums, halos
+            or mirrored shards.
     """
     if math.prod(view) != full.numel():
         raise LayoutError(
@@ -61,11 +63,13 @@ def local_part(
 def split(
     full: Tensor, layout: Layout, mesh: Mesh, view: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Return one local tensor per rank; equal parts are one object.
+    """Return one local tensor per rank. Ranks with the same shard share one object.
 
     Args:
-        full: the whole tensor. layout: over the dims of `view`. mesh: of the ranks. view: the shape
-            as which `full` is seen, by default its own.
+        full: the full tensor.
+        layout: the layout over the dims of `view`.
+        mesh: the mesh of the ranks.
+        view: the shape to which `full` is reshaped; by default its shape.
     """
     view = tuple(full.shape) if view is None else tuple(view)
     parts: dict[tuple[int, ...], Tensor] = {}
@@ -89,12 +93,14 @@ def join(
     shape: Sequence[int],
     tolerance: float = 0.0,
 ) -> Tensor:
-    """Return the full tensor. Partial sums are reduced, replicas must agree.
+    """Return the full tensor. Partial sums are reduced, and replicas must be equal.
 
     Args:
-        locals: one tensor per rank, over the dims of `layout`. layout: their layout. mesh: of the
-            ranks. shape: that of the result.
-        tolerance: largest difference between replicas, relative to the largest magnitude.
+        locals: one local tensor per rank.
+        layout: the layout of the tensor.
+        mesh: the mesh of the ranks.
+        shape: the shape of the result.
+        tolerance: the largest difference between replicas, relative to the largest magnitude.
 
     Raises:
         VerificationError: if replicas differ.
@@ -125,7 +131,7 @@ def join(
 
 
 def reduce(parts: Sequence[Tensor], reduce_op: str) -> Tensor:
-    """Reduce the parts in rank order."""
+    """Reduce the tensors in rank order."""
     result = parts[0]
     for part in parts[1:]:
         result = REDUCTIONS[reduce_op](result, part)
@@ -154,5 +160,5 @@ def _equal(a: Tensor, b: Tensor, tolerance: float) -> bool:
             if rounds
             else torch.equal(a, b)
         )
-    scale = max(a.abs().nan_to_num(0.0, 0.0).max().item(), 1e-30)  # of what is finite
+    scale = max(a.abs().nan_to_num(0.0, 0.0).max().item(), 1e-30)  # of the finite elements
     return torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)

@@ -1,9 +1,9 @@
-"""The peak memory of a stage under its schedule: its work runs on fake tensors, in the order of the
-real schedule and with the tensors that it holds.
+"""Prediction of the peak memory of a stage under its schedule. The work of the stage runs on fake
+tensors, in the order of the real schedule.
 
-Local variables of torch's schedules that hold tensors have counterparts here: the buffers of the
-last receive, the tensors of the last send. Beyond two microbatches in flight each further one adds
-only what it saves.
+Local variables of torch's schedules that hold tensors, such as the buffers of the last receive and
+the tensors of the last send, have counterparts here. At most two microbatches in flight are
+simulated; each further one adds only the bytes that it holds.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from autopar.program.stage_work import StageWork, outputs_kept
 from autopar.program.strided_views import as_view, flat, view_of
 from autopar.request import Outputs
 
-SIMULATED = 2  # microbatches in flight
+SIMULATED = 2  # largest number of simulated microbatches in flight
 
 
 @dataclass(frozen=True, slots=True)
 class StagePeak:
-    """Live tensor bytes of a stage on one rank, without the optimizer's state and the user's batch.
+    """Live tensor bytes of a stage on one rank, without the optimizer state and the user's batch.
 
     Attributes:
-        peak_bytes: over a step of all microbatches, parameters and buffers included. held_bytes: of
-            each microbatch in flight.
+        peak_bytes: the peak of a step of all microbatches, including parameters and buffers.
+        held_bytes: the bytes that each microbatch in flight holds.
     """
 
     peak_bytes: int
@@ -56,11 +56,14 @@ def trace_stage_peak(
     """Predict the memory of a stage by running its schedule on fake tensors.
 
     Args:
-        program: of the stage. schedule: its name. num_in_flight: of this stage under this schedule.
-            num_microbatches: of a step. outputs: see `autopar.runtime.scheduled_calls`.
-        returned: of the whole pipeline. If it waits, whole outputs live from the last forward on,
-            and their gradients through all backwards. What computing a loss of them takes is not
-            counted.
+        program: the program of the stage.
+        schedule: the name of the schedule.
+        num_in_flight: the number of microbatches in flight in this stage.
+        num_microbatches: the number of microbatches per step.
+        outputs: see `autopar.runtime.scheduled_calls`.
+        returned: the outputs of the pipeline. If `returned.waits`, full outputs live from the last
+            forward on, and their gradients live during all backwards. The memory for computing a
+            loss from them does not count.
     """
     waiting = returned if returned is not None and returned.waits else None
     trained = waiting is None or any(t.has_gradient for t in waiting.outputs)
@@ -72,7 +75,7 @@ def trace_stage_peak(
         parts, given = batch_of(program, num)
         with memory:
             memory.register(x for part in parts for x in part.values())
-            batch_bytes = memory.live_bytes  # the user's: parts are views of the batch
+            batch_bytes = memory.live_bytes  # microbatches are views of the user's batch
             memory.register((*tensors, *given.values()))
             parts = [{**part, **given} for part in parts]
             parameters, buffers = (
@@ -99,8 +102,8 @@ def trace_stage_peak(
 
 
 def batch_of(program: StageProgram, num: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the inputs of each of `num` microbatches by path, and the inputs that all of them
-    share."""
+    """Return the inputs of each of `num` microbatches, by path, and the inputs that all of them
+    share, by path."""
     own = [t for t in program.inputs if not t.crosses]
     parts = [
         {t.name: torch.empty(t.shape, dtype=t.dtype) for t in own if not t.given}
@@ -112,10 +115,12 @@ def batch_of(program: StageProgram, num: int) -> tuple[list[dict[str, Tensor]], 
 def stage_work(
     program: StageProgram, outputs: Outputs, memory: LiveBytes
 ) -> tuple[StageWork, list[Tensor]]:
-    """Return the stage's work on one rank, and its parameters and buffers.
+    """Return the work of a stage on one rank, and its parameters and buffers.
 
     Args:
-        program: of the stage. outputs: see `trace_stage_peak`. memory: counts live bytes.
+        program: the program of the stage.
+        outputs: see `trace_stage_peak`.
+        memory: the counter of live bytes.
     """
     groups = fake_groups(program.mesh)
     place = tuple(group.coordinate for group in groups)
@@ -132,8 +137,8 @@ def stage_work(
 
 
 def _bytes_held(work: StageWork, memory: LiveBytes, *, sends: bool) -> int:
-    """Return the bytes that one microbatch holds after its forward; under GPipe with what it sent,
-    which is held until the end."""
+    """Return the bytes that one microbatch holds after its forward. With `sends`, they include sent
+    tensors, which GPipe holds until the end of the step."""
     before = memory.live_bytes
     work.arriving_inputs(0)
     work.forward(0)
@@ -146,8 +151,8 @@ def _bytes_held(work: StageWork, memory: LiveBytes, *, sends: bool) -> int:
 
 
 def put_together(work: StageWork) -> list[Tensor]:
-    """Return tensors as large as the batch's outputs that are put together from the collected ones.
-    A loss is one number in any case."""
+    """Return tensors of the size of the batch's outputs, which are joined from collected outputs.
+    Scalars, such as a loss, stay scalars."""
     counted = [values if values[0].dim() else values[:1] for values in work.outputs.values()]
     return [
         torch.empty(sum(x.numel() for x in values), dtype=values[0].dtype, device=work.device)
@@ -156,8 +161,8 @@ def put_together(work: StageWork) -> list[Tensor]:
 
 
 def _collect_unsimulated(work: StageWork, num_more: int) -> None:
-    """Add the outputs that microbatches which are not simulated leave until the step ends. They lie
-    as those of the first microbatch."""
+    """Add the collected outputs of microbatches that are not simulated. They have the same views as
+    those of the first microbatch."""
     shared = {x.untyped_storage()._cdata for x in work.read_by_all()}
     for _ in range(num_more):
         made: dict[int, Tensor] = {}
@@ -173,8 +178,8 @@ def _collect_unsimulated(work: StageWork, num_more: int) -> None:
 def _forwards_first(
     work: StageWork, num: int, num_more: int, returned: Returned, *, trained: bool
 ) -> None:
-    """Run the stage as `autopar.program.transfers` and `autopar.runtime.scheduled_calls` do, and
-    hold what they hold."""
+    """Run the stage like `autopar.program.transfers` and `autopar.runtime.scheduled_calls`, and
+    hold the same tensors."""
     for number in range(num):
         if number == num - 1:
             _collect_unsimulated(work, num_more)
@@ -186,7 +191,7 @@ def _forwards_first(
         path: returned.how.join(path, values).contiguous() for path, values in work.outputs.items()
     }
     work.outputs.clear()
-    for t in returned.outputs:  # those of other stages
+    for t in returned.outputs:  # add the outputs of other stages
         if t.name not in made:
             made[t.name] = torch.empty(t.shape, dtype=t.dtype, device=work.device)
     if trained:
@@ -204,7 +209,7 @@ def _forwards_first(
     work.finish()
 
 
-# The names below are those of the variables of torch's schedules that hold tensors.
+# The variables below have the names of those variables of torch's schedules that hold tensors.
 
 
 def _gpipe(work: StageWork, num: int, num_more: int) -> None:
@@ -226,9 +231,7 @@ def _gpipe(work: StageWork, num: int, num_more: int) -> None:
 def _one_forward_one_backward(work: StageWork, num: int, warmup: int, num_more: int) -> None:
     fwd_sends: list[Tensor] = []
     bwd_sends: list[Tensor] = []
-    send_work: list[
-        Tensor
-    ] = []  # of the last send that was fired alone: gloo's holds what it has sent
+    send_work: list[Tensor] = []  # gloo holds the tensors of the last send that ran alone
     forwarded = 0
     for forwarded in range(1, warmup + 1):
         fwd_recvs = work.arriving_inputs(forwarded - 1)
@@ -253,15 +256,15 @@ def _one_forward_one_backward(work: StageWork, num: int, warmup: int, num_more: 
 # --------------------------------------------------------------------------------------------------
 # The peak of a rank that holds several stages, its chunks.
 #
-# Chunks share only parameters and buffers that both read. So each is measured alone on fake
-# tensors, and the bytes that live at a moment are a sum: parameters and buffers, what a step holds
-# of each chunk, and per microbatch what was received, what is saved for backward, and what is being
-# sent (`autopar.program.transfers` says how long).
+# Chunks share only parameters and buffers that both read. Each chunk is therefore measured
+# separately on fake tensors. The live bytes at any moment are the sum of parameters and buffers,
+# the bytes that a step holds for each chunk, and for each microbatch the tensors that were
+# received, are saved for backward, or are being sent (see `autopar.program.transfers`).
 
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """Bytes above those that live before a piece of work: at its peak, and after it."""
+    """The increase of live bytes during an action: the largest increase, and that at the end."""
 
     peak: int
     after: int
@@ -269,19 +272,21 @@ class Rise:
 
 @dataclass(frozen=True, slots=True)
 class ChunkMemory:
-    """The bytes that a chunk's work adds on one rank.
+    """The bytes that the work of a chunk adds on one rank.
 
     Attributes:
-        resting: bytes of each parameter, buffer, and input that all microbatches share. mutated:
-            the buffers that it changes.
-        begin, finish: of a step. received, received_back: a microbatch's receive buffers, in
-            forward and in backward.
-        forward, backward: on one microbatch. backward_beside: backward while what forward sent is
-            still held.
-        sent: freed when what forward sent is released before backward. sent_late: after backward.
-            returned: freed when sent gradients are released.
-        collected: outputs that a microbatch leaves until the step ends. joined: its share of the
-            batch's outputs, which are put together then.
+        resting: the bytes of each parameter, buffer, and input that all microbatches share.
+        mutated: the buffers that the chunk changes.
+        begin, finish: the increases at the begin and the end of a step.
+        received, received_back: the bytes of a microbatch's receive buffers in forward and in
+            backward.
+        forward, backward: the increases of forward and backward of one microbatch.
+        backward_beside: the increase of backward while tensors sent by forward are still held.
+        sent: the bytes that are freed when tensors sent by forward are released before backward.
+        sent_late: the bytes that are freed when they are released after backward.
+        returned: the bytes that are freed when sent gradients are released.
+        collected: the bytes of a microbatch's outputs that are held until the step ends.
+        joined: the bytes of the batch's outputs, divided by the number of microbatches.
     """
 
     resting: Mapping[str, int]
@@ -312,7 +317,7 @@ def chunk_memory(program: StageProgram, outputs: Outputs) -> ChunkMemory:
             found = _Measured(work, memory)
             num = len(program.parameters)
             collected = {t.name for t in outputs_kept(program, outputs, num_microbatches=2)}
-            for _ in range(2):  # what a graph makes once is there the second time
+            for _ in range(2):  # the first step also creates tensors that graphs keep
                 measured = found.step(tensors[:num], tensors[num:], parts, collected)
     names = [t.name for t in (*program.parameters, *program.buffers)]
     resting = {name: x.untyped_storage().nbytes() for name, x in zip(names, tensors, strict=True)}
@@ -335,8 +340,9 @@ class _Measured:
         first two.
 
         Args:
-            parameters, buffers: as they rest. parts: the inputs of each microbatch. collected:
-                paths of the outputs that are collected.
+            parameters, buffers: the stored tensors.
+            parts: the inputs of each microbatch.
+            collected: the paths of the outputs that are collected.
         """
         work = self._work
         found: dict[str, Any] = {}
@@ -386,12 +392,13 @@ class _Measured:
 def rank_peak(
     chunks: Mapping[int, ChunkMemory], actions: Sequence[Action], num_microbatches: int
 ) -> int:
-    """Return the peak of a step in bytes, parameters and buffers included, without the optimizer's
+    """Return the peak of a step in bytes, including parameters and buffers, without the optimizer
     state and the batch.
 
     Args:
-        chunks: stage → its memory. actions: of the rank; those of other stages do not count.
-            num_microbatches: of a step.
+        chunks: the memory of each chunk, by stage.
+        actions: the actions of the rank. Actions of stages that are not in `chunks` do not count.
+        num_microbatches: the number of microbatches per step.
     """
     return _Replay(chunks).run(actions, num_microbatches)
 
@@ -400,10 +407,10 @@ class _Replay:
     def __init__(self, chunks: Mapping[int, ChunkMemory]) -> None:
         self._chunks = chunks
         self._live = self._peak = 0
-        self._sent: dict[
-            tuple[int, str], int
-        ] = {}  # the microbatch whose tensors a stage is sending
-        self._late: set[tuple[int, int]] = set()  # whose backward has run while they were
+        # the microbatch whose tensors a stage is sending, by stage and phase
+        self._sent: dict[tuple[int, str], int] = {}
+        # stage and microbatch of backwards that ran while tensors of forward were being sent
+        self._late: set[tuple[int, int]] = set()
 
     def run(self, actions: Sequence[Action], num_microbatches: int) -> int:
         """Return the peak of these actions."""
@@ -420,7 +427,7 @@ class _Replay:
             if stage in self._chunks:
                 self._act(self._chunks[stage], kind, stage, microbatch)
         for stage, phase in list(self._sent):
-            self._let_go(stage, phase)
+            self._release_sent(stage, phase)
         self._add(sum(chunk.joined for chunk in self._chunks.values()) * num_microbatches)
         for chunk in self._chunks.values():
             self._rise(chunk.finish)
@@ -431,7 +438,7 @@ class _Replay:
         if what == "receive":
             self._add(chunk.received if phase == "forward" else chunk.received_back)
         elif what == "send":
-            self._let_go(stage, phase)
+            self._release_sent(stage, phase)
             self._sent[stage, phase] = microbatch
         elif phase == "forward":
             self._rise(chunk.forward)
@@ -441,8 +448,8 @@ class _Replay:
         else:
             self._rise(chunk.backward)
 
-    def _let_go(self, stage: int, phase: str) -> None:
-        """Release what was sent last."""
+    def _release_sent(self, stage: int, phase: str) -> None:
+        """Release the tensors of the last send of a phase."""
         microbatch = self._sent.pop((stage, phase), None)
         if microbatch is not None:
             chunk = self._chunks[stage]

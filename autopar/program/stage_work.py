@@ -1,11 +1,11 @@
-"""One rank's work in a pipeline: the pieces of a stage that a schedule runs, microbatch by
+"""The work of one rank in a pipeline: the actions of a stage that a schedule runs on each
 microbatch, without communication.
 
-A schedule says when to receive, run forward, send, run backward. `StageWork` does each on the
-graphs of its stage; nothing runs through autograd. Receive buffers are made when they are requested
-and released by their last reader, so that only those of the microbatches in flight are held.
-`StageWorker` runs it under the schedules of torch.distributed.pipelining;
-`autopar.program.stage_memory` runs it on fake tensors.
+A schedule determines when to receive, run forward, send, and run backward. `StageWork` runs these
+actions with the graphs of its stage, without autograd. Receive buffers are created when they are
+requested and freed by their last reader, so that only those of the microbatches in flight exist.
+`autopar.runtime.pipeline_runtime.StageWorker` runs `StageWork` under the schedules of
+torch.distributed.pipelining; `autopar.program.stage_memory` runs it on fake tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from autopar.request import Outputs
 
 
 class StageWork:
-    """A stage's program on this rank; `executor` runs it."""
+    """The work of a stage on this rank.
+
+    Args:
+        program: the program of the stage.
+        executor: runs the graphs of the program.
+        device: the device of this rank.
+    """
 
     def __init__(self, program: StageProgram, executor: Executor, device: torch.device) -> None:
         self.program, self.executor, self.device = program, executor, device
@@ -43,13 +49,14 @@ class StageWork:
         *,
         keep: bool,
     ) -> None:
-        """Begin a step. If the model returns no loss, `answer` gives the tangents before backward.
+        """Begin a step. If the model returns no loss, call `answer` before backward.
 
         Args:
-            wanted: paths of the outputs that are collected.
-            parameters, buffers: local tensors as they rest. parts: the inputs of each microbatch,
-                by path.
-            weight: tangent of each microbatch's loss. keep: whether backward follows.
+            wanted: the paths of the outputs that are collected.
+            parameters, buffers: local tensors in their storage layouts.
+            parts: the inputs of each microbatch, by path.
+            weight: the tangent of each microbatch's loss.
+            keep: whether backward follows.
         """
         self._resting, self._buffers, self._parts, self._weight, self._keep = (
             parameters,
@@ -70,7 +77,7 @@ class StageWork:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget everything that is received, saved or to be sent."""
+        """Release all tensors that were received, are saved, or will be sent."""
         self._received: dict[int, list[Tensor]] = {}
         self._made: dict[int, list[Tensor]] = {}
         self._saved: dict[int, list[Any]] = {}
@@ -83,22 +90,21 @@ class StageWork:
         absent: frozenset[str] = frozenset(),
         unsent: frozenset[str] = frozenset(),
     ) -> None:
-        """Set the tangents of outputs, between forwards and backwards, if the model returns no
-        loss.
+        """Set the tangents of outputs of a model without a loss, after all forwards.
 
         Args:
-            tangents: of each microbatch, by path of an output, whole. absent: outputs without a
-                tangent, including those that cross. unsent: inputs from the stage before that get
-                no gradient.
+            tangents: the full tangents of each microbatch, by output path.
+            absent: the outputs without a tangent, including those for the next stage.
+            unsent: the inputs from the previous stage that get no gradient.
         """
         self._answers, self._absent, self._unsent = tangents, absent, unsent
 
     def saved_values(self) -> list[Any]:
-        """Return the values that are saved for backward, of all microbatches."""
+        """Return the saved values of all microbatches."""
         return [value for values in self._saved.values() for value in values]
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that the user holds, with names for messages."""
+        """Return the tensors that the user holds, with their names for messages."""
         named = [
             (f"parameter {t.name!r}", x)
             for t, x in zip(self.program.parameters, self._resting, strict=True)
@@ -110,8 +116,8 @@ class StageWork:
         return named + [(f"input {name!r}", x) for part in self._parts for name, x in part.items()]
 
     def read_by_all(self) -> list[Tensor]:
-        """Return the tensors whose memory outputs may share: parameters as forward takes them,
-        buffers and the batch."""
+        """Return the tensors with which outputs may share memory: parameters in the layouts of
+        forward, buffers, and the batch."""
         return [
             *self._parameters,
             *self._buffers,
@@ -119,14 +125,14 @@ class StageWork:
         ]
 
     def finish(self) -> list[Tensor]:
-        """End a step: return one gradient per parameter that has one, and release everything."""
+        """End a step. Return the gradients of trained parameters, and release all tensors."""
         sums, gradients = self._sums, self._gradients
         self.clear()
         with torch.no_grad():
             return self.executor.end(sums) if sums else gradients
 
     def clear(self) -> None:
-        """Release everything."""
+        """Release all tensors."""
         self._parameters, self._buffers, self._parts, self._sums, self._gradients = (
             [],
             (),
@@ -139,7 +145,7 @@ class StageWork:
         self._forget()
 
     def arriving_inputs(self, number: int) -> list[Tensor]:
-        """Return new buffers for a microbatch's inputs from the stage before."""
+        """Return new buffers for a microbatch's inputs from the previous stage."""
         self._received[number] = [self._empty(t) for t in self._arriving]
         return self._received[number]
 
@@ -148,14 +154,14 @@ class StageWork:
         return self._made.pop(number, [])
 
     def arriving_gradients(self, number: int) -> list[Tensor]:
-        """Return new buffers for the gradients of a microbatch's outputs, from the next stage."""
+        """Return new buffers for the gradients of a microbatch's outputs from the next stage."""
         self._tangents[number] = [
             self._empty(t) for t in self._leaving if t.has_gradient and t.name not in self._absent
         ]
         return self._tangents[number]
 
     def leaving_gradients(self, number: int) -> list[Tensor]:
-        """Return and release the gradients of a microbatch's inputs, for the stage before."""
+        """Return and release the gradients of a microbatch's inputs for the previous stage."""
         return self._returning.pop(number, [])
 
     def forward(self, number: int) -> None:
@@ -179,7 +185,7 @@ class StageWork:
             self._saved[number] = saved
 
     def backward(self, number: int) -> None:
-        """Run backward on one microbatch and add up its gradients."""
+        """Run backward on one microbatch, and accumulate its gradients."""
         arrived = iter(self._tangents.pop(number, []))
         ends = [t for t in self.program.outputs if t.has_gradient]
         tangents = [
@@ -203,8 +209,8 @@ class StageWork:
             self._gradients = [] if self._sums else _apart(results)
 
     def _tangent(self, output: ProgramTensor, number: int) -> Tensor:
-        """Return a microbatch's tangent of an output; zeros, which nothing should read, if the
-        output has no part in the loss."""
+        """Return a microbatch's tangent of an output. It is zero if the loss does not depend on the
+        output."""
         if output.name in self._absent:
             return self._empty(output).zero_()
         if output.is_loss:
@@ -222,13 +228,13 @@ class StageWork:
 def outputs_kept(
     program: StageProgram, outputs: Outputs, num_microbatches: int
 ) -> tuple[ProgramTensor, ...]:
-    """Return the outputs of a stage that a call returns.
-
-    These are all with ``"full"``, or if one stage runs one microbatch, whose parts are those of the
-    whole batch; else the loss.
+    """Return the outputs of a stage that a call returns. These are all outputs with ``"full"``, or
+    if there is one stage and one microbatch; otherwise only the loss.
 
     Args:
-        program: of the stage. outputs: which the user asked for. num_microbatches: of a step.
+        program: the program of the stage.
+        outputs: the form of outputs that the user selected.
+        num_microbatches: the number of microbatches per step.
     """
     is_whole = num_microbatches == 1 and not any(
         t.crosses for t in (*program.inputs, *program.outputs)
@@ -239,12 +245,12 @@ def outputs_kept(
 
 
 def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients, each in memory of its own: one may share memory with another, or with
-    an operand of the graph."""
+    """Return the gradients in separate memory. A gradient that shares memory with another one, or
+    with an operand of the graph, is copied."""
     seen: set[int] = set()
     result: list[Tensor | None] = []
     for gradient in gradients:
-        if gradient is None:  # nothing that has a part in the loss reaches the parameter
+        if gradient is None:  # the parameter does not affect the loss
             result.append(gradient)
             continue
         key = gradient.untyped_storage()._cdata

@@ -12,17 +12,17 @@ from autopar.capture.dynamo.fakes import fake_like, is_fake, no_modes
 from autopar.kernels import host
 
 MOST_KINDS = 50_000
-"""Number of views that are kept; programs have a few hundred different ones each."""
+"""Number of views that are cached. A program has a few hundred different views."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StridedView:
-    """The view of its storage that a tensor is. Equal views are one object (`view_of`), so that
-    keys which contain them are compared quickly.
+    """The view that a tensor has of its storage. Equal views are one object (`view_of`), so that
+    keys that contain them can be compared quickly.
 
     Attributes:
-        size, stride, offset: as of the tensor, in elements.
-        dtype: dtype of the elements.
+        size, stride, offset: the size, stride and offset of the tensor, in elements.
+        dtype: the dtype of the elements.
         is_conj, is_neg: whether the elements are read conjugated or negated.
     """
 
@@ -38,7 +38,7 @@ _view = lru_cache(MOST_KINDS)(StridedView)
 
 
 def view_of(x: Tensor) -> StridedView:
-    """Return the view of its storage that a tensor is."""
+    """Return the view that a tensor has of its storage."""
     size, stride = tuple(x.shape), tuple(x.stride())
     return _view(size, stride, x.storage_offset(), x.dtype, x.is_conj(), x.is_neg())
 
@@ -47,23 +47,23 @@ def flat(num_bytes: int, dtype: torch.dtype, *, on_host: bool = False) -> Tensor
     """Return an uninitialized tensor of one dim.
 
     Args:
-        num_bytes: its size.
-        dtype: dtype of its elements.
-        on_host: whether it is in the host's memory.
+        num_bytes: the size of the tensor in bytes.
+        dtype: the dtype of the elements.
+        on_host: whether the tensor is in host memory.
     """
     make = host.empty if on_host else torch.empty
     return make((num_bytes // dtype.itemsize,), dtype=dtype)
 
 
 def as_view(base: Tensor, view: StridedView) -> Tensor:
-    """Return the tensor that is a view of the storage of another one.
+    """Return a tensor with the given view of the storage of another tensor.
 
     Args:
-        base: a tensor with this storage.
+        base: the other tensor.
         view: the view.
     """
     size, stride, offset, dtype = view.size, view.stride, view.offset, view.dtype
-    if is_fake(base):  # made without the fake mode, whose dispatch is slow
+    if is_fake(base):  # created without the fake mode, whose dispatch is slow
         with no_modes():
             plain = torch.empty(0, dtype=dtype, device="meta").set_(
                 base.untyped_storage(), offset, size, stride

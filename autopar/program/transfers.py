@@ -1,8 +1,8 @@
 """The transfers between stages of a pipeline, and the order in which a rank starts them.
 
-Stage s lies on rank s mod P. Between two ranks of a group, tensors are received in the order in
-which they are sent, whatever their stages; so both have to start their transfers in one order
-(`autopar.validation.in_order` checks it).
+Stage s is on rank s mod P. Between two ranks of a group, tensors are received in the order in which
+they are sent, regardless of their stages. Both ranks must therefore start their transfers in the
+same order (`autopar.validation.in_order` checks this).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.program.schedule import interleaved_schedule
 from autopar.program.stage_work import StageWork
 
 Started = list[dist.Work]
-"""Transfers that were started, one per tensor. Each holds its tensor until it is released."""
+"""Transfers that were started, one per tensor. Each keeps its tensor alive until it is released."""
 
 
 def peer(kind: str, stage: int) -> int:
@@ -36,10 +36,11 @@ class Transfers:
     """Starts the transfers of one rank.
 
     Args:
-        group: the ranks of the pipeline in order.
+        group: the ranks of the pipeline, in order.
 
     Attributes:
-        size: the number of ranks. rank: this one's place among them.
+        size: the number of ranks.
+        rank: the index of this rank in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -50,7 +51,8 @@ class Transfers:
         """Start the transfers of a stage, one after another.
 
         Args:
-            kind, stage: see `peer`. tensors: what is sent, or received into.
+            kind, stage: see `peer`.
+            tensors: the tensors to send or to receive into.
         """
         call = dist.irecv if kind.startswith("receive") else dist.isend
         other = self._rank_of(kind, stage)
@@ -82,32 +84,33 @@ class Transfers:
 
 
 def wait(started: Started) -> None:
-    """Wait until all transfers are done, and release them with the tensors that they moved."""
+    """Wait until all transfers have finished, and release them with their tensors."""
     while started:
         started.pop(0).wait()
 
 
 def _require_transfer(transfer: dist.Work | None) -> dist.Work:
-    assert transfer is not None, "this process is one of the group"
+    assert transfer is not None, "this process is in the group"
     return transfer
 
 
 # --------------------------------------------------------------------------------------------------
 # All forwards of a stage, then all backwards: GPipe (Huang et al., 2019) in two halves.
 #
-# This is the order for a model that returns no loss, whose backward waits for a loss that the user
-# computes from the whole batch's outputs, and for calls that have no backward. A stage waits until
-# its last transfer is sent before it sends the next, so that it holds no more than one
-# microbatch's; `autopar.program.stage_memory` relies on it.
+# This order is used for calls without backward, and for models that return no loss: their backward
+# begins with a loss that the user computes from the outputs of the whole batch. A stage waits for
+# its previous send before it starts the next one, so that it holds the sent tensors of at most one
+# microbatch. `autopar.program.stage_memory` relies on this.
 
 
 class ForwardsFirst:
-    """Runs one stage's work on a batch, between `begin` and `finish` of the work.
+    """Runs the work of one stage on a batch, between `begin` and `finish` of the work.
 
     Args:
-        work: the stage's. number: of the stage. transfers: of this rank, which has one stage; None
-            for a single stage.
-        num_microbatches: of a step.
+        work: the work of the stage.
+        number: the index of the stage.
+        transfers: the transfers of this rank; None if the pipeline has a single stage.
+        num_microbatches: the number of microbatches per step.
     """
 
     def __init__(
@@ -131,8 +134,8 @@ class ForwardsFirst:
             wait(started)
 
     def steps(self, phase: str) -> Iterator[Started]:
-        """Run ``forward`` or ``backward`` on all microbatches in pieces. Each piece yields the
-        transfers that must be done before the next one."""
+        """Run a phase, ``forward`` or ``backward``, on all microbatches. Yield the transfers that
+        the caller must wait for before the next iteration."""
         work = self.work
         if phase == "forward":
             return self._each(phase, work.arriving_inputs, work.forward, work.leaving_outputs)
@@ -145,7 +148,7 @@ class ForwardsFirst:
         run: Callable[[int], None],
         leaving: Callable[[int], Sequence[Tensor]],
     ) -> Iterator[Started]:
-        sending: Started = []  # they hold what they send
+        sending: Started = []  # keeps the tensors alive while they are sent
         for number in range(self._num):
             yield self._start(f"receive {phase}", arriving(number))
             run(number)
@@ -163,20 +166,21 @@ class ForwardsFirst:
 # --------------------------------------------------------------------------------------------------
 # Several stages of one rank, run in the interleaved order (`autopar.program.schedule`).
 #
-# Torch computes the order. It does not run it, since torch's own runtime of several stages keeps
-# everything that it sent until the step ends. Here a stage waits until its last transfer of a kind
-# is sent before it sends the next one, and holds the tensors until then;
-# `autopar.program.stage_memory` relies on it. Every transfer has one place in a common order of all
-# ranks, as the last action of its sender and the first of its receiver there. So no two ranks wait
-# for each other, and between two ranks all transfers start in one order.
+# torch computes the order, but torch's runtime is not used, since it keeps all sent tensors until
+# the step ends. Here, a stage waits for its previous send of the same phase before it starts the
+# next one, and holds the tensors until then. `autopar.program.stage_memory` relies on this. All
+# ranks share a common order in which every transfer has one position: the last action of its sender
+# and the first action of its receiver at that position. Therefore no two ranks wait for each other,
+# and between two ranks all transfers start in the same order.
 
 
 class Interleaving:
     """Runs the steps of one rank's stages.
 
     Args:
-        works: stage → its work. Together the ranks have stages 0 to S − 1. transfers: of this rank.
-            num_microbatches: of a step.
+        works: the work of each stage of this rank, by the index of the stage.
+        transfers: the transfers of this rank.
+        num_microbatches: the number of microbatches per step.
     """
 
     def __init__(
@@ -188,13 +192,14 @@ class Interleaving:
         ]
 
     def run(self, *, backward: bool) -> None:
-        """Run one step, after `begin` of each work. Without `backward` the rest keeps its order."""
+        """Run one step, after `begin` of each work. Without `backward`, the other actions run in
+        the same order."""
         for started in self.steps(backward=backward):
             wait(started)
 
     def steps(self, *, backward: bool) -> Iterator[Started]:
-        """Run one step in pieces. Each piece yields the transfers that must be done before the next
-        one."""
+        """Run one step. Yield the transfers that the caller must wait for before the next
+        iteration."""
         for kind, stage, microbatch in self._actions:
             if backward or kind.endswith("forward"):
                 yield from self._chunks[stage].act(kind, microbatch)
@@ -203,7 +208,7 @@ class Interleaving:
 
 
 class _Chunk:
-    """One stage's work with its transfers."""
+    """The work of one stage and its transfers."""
 
     def __init__(self, work: StageWork, number: int, transfers: Transfers) -> None:
         self.work, self._number, self._transfers = work, number, transfers
@@ -211,8 +216,7 @@ class _Chunk:
         self._sent: dict[str, tuple[Sequence[Tensor], Started]] = {}
 
     def act(self, kind: str, microbatch: int) -> Iterator[Started]:
-        """Run one action of the order (`autopar.program.schedule.Action`); yield what it waits
-        for."""
+        """Run one action (`autopar.program.schedule.Action`). Yield the transfers to wait for."""
         what, _, phase = kind.rpartition(" ")
         if what == "receive":
             tensors = (
@@ -235,7 +239,7 @@ class _Chunk:
             run(microbatch)
 
     def close(self) -> Iterator[Started]:
-        """End a step: yield the transfers that are left."""
+        """End a step. Yield the remaining transfers."""
         for phase in ("forward", "backward"):
             yield from self._finish_sending(phase)
 

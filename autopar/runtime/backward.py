@@ -88,7 +88,7 @@ def ran_twice() -> RuntimeStateError:
     """Return the error for a second backward through one call."""
     what = "backward ran a second time for one call, whose saved tensors are already freed"
     return RuntimeStateError(
-        what, remedy="call the module again before each backward; one call gives one backward"
+        what, remedy="call the module again before each backward; each call supports one backward"
     )
 
 
@@ -231,7 +231,9 @@ def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     device = _device(gradients)
     if math.isinf(norm_type):
         largest = [local.abs().max().to(device, dtype) for local in locals if local.numel()]
-        return _total(torch.stack(largest or [_zero(gradients, dtype)]).max(), "max", groups)
+        return _reduce_over_axes(
+            torch.stack(largest or [_zero(gradients, dtype)]).max(), "max", groups
+        )
     norms: list[Tensor] = []
     for is_complex, at in dict.fromkeys((local.is_complex(), local.device) for local in locals):
         alike = [
@@ -241,7 +243,7 @@ def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
             alike, norm_type, dtype=dtype.to_complex() if is_complex else dtype
         )
         norms += [norm.to(device) for norm in found]
-    return _total(
+    return _reduce_over_axes(
         torch.stack(norms or [_zero(gradients, dtype)]).pow(norm_type).sum(), "sum", groups
     ).pow(1.0 / norm_type)
 
@@ -272,7 +274,7 @@ def _counts_here(gradient: Tensor, groups: Sequence[AxisGroup]) -> bool:
     )
 
 
-def _total(value: Tensor, reduce_op: str, groups: Sequence[AxisGroup]) -> Tensor:
+def _reduce_over_axes(value: Tensor, reduce_op: str, groups: Sequence[AxisGroup]) -> Tensor:
     with use_groups(groups):
         for axis in range(len(groups)):
             value = all_reduce(value, reduce_op, axis)

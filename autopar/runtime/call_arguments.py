@@ -322,10 +322,12 @@ class Arguments:
                 )
             # collectives send the memory without resolving conjugation or negation
             value = value.resolve_conj().resolve_neg()
-            tensors.append(value if value.device.type != "cuda" else self._here(value, tensor.name))
+            tensors.append(
+                value if value.device.type != "cuda" else self._on_own_gpu(value, tensor.name)
+            )
         return tensors
 
-    def _here(self, value: Tensor, name: str) -> Tensor:
+    def _on_own_gpu(self, value: Tensor, name: str) -> Tensor:
         """Return the tensor on the current GPU of this process. The batch may have been moved to
         ``"cuda"`` before the process selected its GPU."""
         own = torch.device("cuda", torch.cuda.current_device())

@@ -43,7 +43,7 @@ ON_A_COPY = (
 _OF_LIBRARIES: Mapping[str, str] = {
     "save_pretrained": "autopar.save_pretrained(pm, model, folder) writes the weights trained here",
     "reset_running_stats": (
-        "torch's update_bn sets momentum, which the program has as it was: run it "
+        "torch's update_bn sets momentum, but the program contains the previous value: run it "
         + ON_A_COPY
         + ", then pm.load_state_dict(plain.state_dict()); of AveragedModel(pm), which is `average`,"
         " take average.module for pm"

@@ -1,10 +1,11 @@
 """`ParallelModule`: an emitted program as an ordinary `nn.Module`.
 
-Parameters are DTensors under their original names. A call runs the program and returns what the
-model returns; backward goes through its loss alone, or, where it has none, through all outputs that
-have a gradient. No autograd runs inside the graphs. With one stage and one microbatch, a call runs
-forward, and `backward()` runs backward (`autopar.runtime.direct_calls`). With several, a call runs
-the whole step (`autopar.runtime.scheduled_calls`).
+Parameters are DTensors under their original names. A call runs the program and returns the same
+structure as the model. If the program has a loss, backward is supported through the loss only;
+otherwise it is supported through all outputs that have a gradient. The graphs run without autograd.
+With one stage and one microbatch, a call runs forward, and `backward()` runs backward
+(`autopar.runtime.direct_calls`). With several stages or microbatches, a call runs forward and
+backward (`autopar.runtime.scheduled_calls`).
 """
 
 from __future__ import annotations
@@ -62,13 +63,15 @@ class Calls(Protocol):
         """Run a call.
 
         Args:
-            inputs: the program's inputs. parameters: those of `held`. buffers: by name.
+            inputs: the program's inputs.
+            parameters: the parameters, in the order of `held`.
+            buffers: the buffers, by name.
             scale: the factor by which the user multiplies the loss.
-            trains: whether gradients are enabled and a parameter of this rank gets one.
+            trains: whether gradients are enabled and a parameter of this rank gets a gradient.
 
         Returns:
-            The program's outputs in the form for the user; None for those that the program does not
-            return.
+            The outputs of the program in the form that the user selected; None for outputs that the
+            program does not return.
         """
 
     def clip_gradients(
@@ -90,22 +93,22 @@ class ParallelModule(Compiled):
         devices: the whole mesh.
         model: the source of parameter and buffer values, names and the train/eval flag. It may be
             on the meta device, and is not kept.
-        batch: ``"global"`` if every rank passes the same batch and uses its part, ``"local"`` if
-            each rank passes its part.
-        outputs: ``"full"`` gathers outputs, ``"local"`` returns this rank's part, ``"dtensor"``
-            returns a DTensor, which refuses to be read in part (`autopar.runtime.guarded_outputs`).
-            The loss is always whole. With several stages or microbatches, a call returns None for
-            outputs other than the loss unless it is ``"full"``.
+        batch: ``"global"`` if every rank passes the same global batch, of which it uses its shard;
+            ``"local"`` if each rank passes its shard only.
+        outputs: ``"full"`` gathers outputs, ``"local"`` returns this rank's shard, ``"dtensor"``
+            returns a DTensor, which refuses partial reads (`autopar.runtime.guarded_outputs`). The
+            loss is always a full tensor. With several stages or microbatches, a call returns None
+            for outputs other than the loss unless this is ``"full"``.
         backend: the backend that runs the graphs.
-        both_modes: whether the graph serves both train and eval mode; otherwise a call in the other
-            mode is an error.
+        both_modes: whether the program is valid in both train and eval mode; otherwise a call in
+            the other mode raises an error.
         shared: a module of the same model whose parameters and buffers this module shares.
 
     Attributes:
         rank: this rank's index on the pipeline axis, if there is one.
 
     Raises:
-        MeshError: if the program was made for another mesh, or a parameter is on a device of
+        MeshError: if the program was compiled for another mesh, or a parameter is on a device of
             another type.
         RuntimeStateError: if ranks hold different plans, or with ``batch="local"`` if the program
             has several stages or microbatches.
@@ -126,8 +129,8 @@ class ParallelModule(Compiled):
         check_shape(devices, program.mesh)
         if batch != "global" and not program.is_single:
             what = (
-                f"batch={batch!r}: a plan with microbatches takes whole batches, which the stages"
-                " divide themselves"
+                f"batch={batch!r}: a plan with microbatches takes the global batch on every rank"
+                " and divides it"
             )
             raise RuntimeStateError(what, remedy='pass batch="global"')
         agree(program.plan_hash, "plan", devices)
@@ -164,7 +167,7 @@ class ParallelModule(Compiled):
             program, signature, batch, groups, devices.device_type, defaults
         )
         self._results = CallResults(program)
-        # in another mode what a trained model returns may have no gradient
+        # the program for another mode may have no gradients, even if the model is trained
         self._may_train = shared is None or any(
             t.has_gradient for s in program.stages for t in (*s.parameters, *s.inputs)
         )
@@ -194,13 +197,13 @@ class ParallelModule(Compiled):
         memo[id(self._stage_group)] = self._stage_group
         return super().__deepcopy__(memo)
 
-    @torch.compiler.disable  # what runs is compiled already, and Dynamo cannot trace it
+    @torch.compiler.disable  # the program is already compiled, and Dynamo cannot trace it
     def _run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call and return the result of the model's forward.
 
         Raises:
-            RuntimeStateError: if neither the program nor one of `variants` was made for the
-                arguments, mode or parameters.
+            RuntimeStateError: if neither the program nor one of `variants` was compiled for the
+                arguments, mode and parameters.
         """
         inputs = self._program_inputs(args, kwargs, self._world)
         if isinstance(inputs, Misfit):
@@ -218,7 +221,7 @@ class ParallelModule(Compiled):
     def _find_unfrozen(self) -> str:
         if not torch.is_grad_enabled() or not self._may_train or self.is_for_inference:
             return ""
-        if not self.program.is_single:  # no further program is made for stages and microbatches
+        if not self.program.is_single:  # with stages or microbatches there is only one program
             return ""
         frozen = (t.name for t in self._program_calls.held if not t.requires_grad)
         return next((name for name in frozen if self.get_parameter(name).requires_grad), "")
@@ -230,11 +233,11 @@ class ParallelModule(Compiled):
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which the user multiplies losses before backward, by default 1. It matters
-        if a call runs backward, as with several stages or microbatches.
+        """The factor by which the user multiplies losses before backward, by default 1. It has an
+        effect only if a call runs backward, which is the case with several stages or microbatches.
 
         Raises:
-            RuntimeStateError: if it is set to a value that is no positive number.
+            RuntimeStateError: if it is set to a value that is not a positive number.
         """
         return self._loss_scaling.user_factor
 
@@ -245,10 +248,14 @@ class ParallelModule(Compiled):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients in place so that their norm over the whole model is at most
-        `max_norm`; every rank calls it. A parameter that several stages hold counts once.
+        `max_norm`. Every rank must call this. A parameter that several stages hold counts once.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: the order of the norm; `math.inf` selects the largest element.
 
         Returns:
-            The norm before scaling.
+            The norm before scaling, a scalar that is equal on all ranks.
         """
         named = [(self._names[name], p) for name, p in self.named_parameters()]
         with announced(f"clips the gradients of {self._title}", self._world):
@@ -256,21 +263,21 @@ class ParallelModule(Compiled):
 
     @property
     def input_layouts(self) -> Mapping[str, Layout]:
-        """The layout of each whole input over the mesh, by the path of the input."""
+        """The layout of each input on the mesh, by the path of the input."""
         return {tensor.name: tensor.layout for tensor in self.program.inputs}
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> DistributedSampler[Any]:
-        """Make a sampler of this rank's samples for ``batch="local"``. Ranks that need the same
-        part of the batch get the same samples.
+        """Return a sampler of this rank's samples for ``batch="local"``. Ranks that need the same
+        shard of the batch get the same samples.
 
         Args:
             dataset: the dataset to sample from.
             shuffle, seed, drop_last: arguments of `torch.utils.data.DistributedSampler`.
 
         Raises:
-            RuntimeStateError: if inputs split their first dim in different ways, or unevenly.
+            RuntimeStateError: if the first dims of the inputs are sharded differently or unevenly.
         """
         splitters = {tensor.layout.splitters(0) for tensor in self.program.inputs if tensor.shape}
         if len(splitters) != 1:
@@ -296,11 +303,12 @@ class ParallelModule(Compiled):
 
 
 def _tensors_of(program: Program, stages: Iterable[int]) -> dict[str, ProgramTensor]:
-    """Return the parameters and buffers that a rank holds, by name: those of its stages, and the
-    buffers that every rank holds, the state of random draws and those that counts read.
+    """Return the parameters and buffers that a rank holds, by name. These are the tensors of its
+    stages and the buffers that every rank holds: the random state and the buffers that counts read.
 
     Args:
-        stages: the stages of the rank.
+        program: the program of all ranks.
+        stages: the indices of the stages of the rank.
     """
     found = {
         t.name: t
@@ -312,5 +320,5 @@ def _tensors_of(program: Program, stages: Iterable[int]) -> dict[str, ProgramTen
 
 
 def _all_names(tensors: Iterable[ProgramTensor]) -> set[str]:
-    """Return the names of tensors, with those of tied ones."""
+    """Return the names of tensors, including those of tied tensors."""
     return {name for t in tensors for name in (t.name, *t.aliases)}

@@ -46,14 +46,14 @@ class _NoComputing(TorchDispatchMode):
 
 
 class Standing(nn.Module):
-    """A stand-in for a module. It shows the plain attributes of the module, such as ``config``, and
-    refuses to set them, since the program has their captured values as constants. If the module
-    delegates missing attributes to one of its submodules, so does the stand-in."""
+    """A stand-in for a module. It shows the plain attributes of the module, such as ``config``.
+    These cannot be set, since the program contains their captured values as constants. If the
+    module delegates missing attributes to one of its submodules, so does the stand-in."""
 
     def stand_for(self, module: nn.Module) -> None:
-        """Show the plain attributes of a module and its class that `self` does not have. Values
-        that hold tensors or modules and callables are not plain. After this call, new modules and
-        parameters are refused, and methods of the model that read names which `self` uses itself.
+        """Show the plain attributes of a module and its class that `self` does not have. Callables
+        and values that hold tensors or modules are not plain. After this call, new modules and
+        parameters are refused, and so are methods of the model that read names used by `self`.
         """
         own = Part if isinstance(self, Part) else type(self)
         of_classes = {
@@ -67,7 +67,7 @@ class Standing(nn.Module):
             for n, x in vars(module).items()
             if n.startswith("_") and n not in self.__dict__ and is_plain(x)
         }
-        self.__dict__["_asks"] = _asked_by(module)
+        self.__dict__["_asks"] = _delegate_of(module)
         self.__dict__["_hidden"] = self._names_in_use(own, vars(module))
         found = {
             name: x for name, x in found.items() if not name.startswith("_") and name != "training"
@@ -79,11 +79,11 @@ class Standing(nn.Module):
         self.__dict__["_stands_for"], self.__dict__["_own"] = type(module), frozenset(self.__dict__)
 
     def _names_in_use(self, own: type, attributes: Mapping[str, Any]) -> frozenset[str]:
-        """Return the names of a module's plain attributes that `self` uses for itself.
+        """Return the names of a module's plain attributes that `self` uses for other values.
 
         Args:
             own: the class whose attributes take precedence.
-            attributes: of the module, by name.
+            attributes: the attributes of the module, by name.
         """
         plain = {n for n, x in attributes.items() if is_plain(x)} - _OF_MODULES
         public = {n for n in plain if not n.startswith("_") and hasattr(own, n)}
@@ -123,7 +123,7 @@ class Standing(nn.Module):
     def _read_property(self, name: str, of_class: property | cached_property[Any]) -> Any:
         """Evaluate a property of the model's class on this module, such as `device` and `dtype` of
         transformers models. A property that computes with tensors is refused, since this rank holds
-        only parts of them."""
+        only shards of them."""
         try:
             check_names(self, name, of_class)
             with model_code() as own, _NoComputing():
@@ -150,7 +150,7 @@ class Standing(nn.Module):
         return super().named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict like `nn.Module.state_dict`, with distributed tensors."""
+        """Return the state dict like `nn.Module.state_dict`, with DTensors as values."""
         self._note_reading()
         return super().state_dict(*args, **kwargs)
 
@@ -218,8 +218,8 @@ class Standing(nn.Module):
             raise RuntimeStateError(what, remedy=remedy)
 
     def add_module(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise RuntimeStateError, since the program is made for the modules, parameters and
-        buffers of the plain model. The other methods that register some do the same."""
+        """Raise RuntimeStateError, since the program is compiled for the modules, parameters and
+        buffers of the plain model. The other methods that register objects do the same."""
         raise _of_another_model(
             "a compiled module takes no modules, parameters or buffers that the model did not have"
         )
@@ -229,12 +229,12 @@ class Standing(nn.Module):
     register_buffer = add_module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Standing:
-        """Apply a function to all tensors, as `to`, `half`, `cuda`, `share_memory` and others do,
-        if it changes neither dtypes nor devices.
+        """Apply a function to all tensors if it changes neither dtypes nor devices. `to`, `half`,
+        `cuda`, `share_memory` and other methods call this.
 
         Raises:
-            RuntimeStateError: if the function would convert, move or share a tensor. Nothing is
-                changed then.
+            RuntimeStateError: if the function would convert, move or share a tensor. In that case,
+                nothing is changed.
         """
         for name, held in (
             *self.named_parameters(recurse=recurse),
@@ -267,40 +267,40 @@ class Standing(nn.Module):
         return self
 
     def hold_module(self, name: str, module: Standing) -> None:
-        """Hold a module under any name, including names of this class's own attributes."""
+        """Add a module under any name, including the names of this class's attributes."""
         self._modules[name] = module
 
     def hold_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """Hold a parameter under any name; see `hold_module`."""
+        """Add a parameter under any name; see `hold_module`."""
         self._parameters[name] = parameter
 
     def hold_buffer(self, name: str, buffer: Tensor, *, persistent: bool) -> None:
-        """Hold a buffer under any name; see `hold_module`.
+        """Add a buffer under any name; see `hold_module`.
 
         Args:
             name: the name.
             buffer: the buffer.
-            persistent: whether the state dict has the buffer.
+            persistent: whether the state dict contains the buffer.
         """
         self._buffers[name] = buffer
         if not persistent:
             self._non_persistent_buffers_set.add(name)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a module like `nn.Module.get_submodule`, whatever its name."""
+        """Return a module like `nn.Module.get_submodule`, but accept any name."""
         found: nn.Module = self
         for name in target.split(".") if target else ():
             found = _held_tensor(found, "_modules", name, target)
         return found
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """Return a parameter like `nn.Module.get_parameter`, whatever its name."""
+        """Return a parameter like `nn.Module.get_parameter`, but accept any name."""
         path, _, name = target.rpartition(".")
         found: nn.Parameter = _held_tensor(self.get_submodule(path), "_parameters", name, target)
         return found
 
     def get_buffer(self, target: str) -> Tensor:
-        """Return a buffer like `nn.Module.get_buffer`, whatever its name."""
+        """Return a buffer like `nn.Module.get_buffer`, but accept any name."""
         path, _, name = target.rpartition(".")
         found: Tensor = _held_tensor(self.get_submodule(path), "_buffers", name, target)
         return found
@@ -325,14 +325,14 @@ class Standing(nn.Module):
 
 
 class Part(Standing):
-    """The stand-in for a submodule of the model. The compiled module runs as one graph, so that
-    neither the part nor hooks on it are ever called."""
+    """The stand-in for a submodule of the model. The compiled module runs as one graph, so neither
+    the part nor hooks on it are ever called."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
     def __init_subclass__(cls) -> None:
-        """Do nothing: subclass hooks of the model's class have run for that class already."""
+        """Do nothing, since subclass hooks of the model's class have already run for that class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise RuntimeStateError, since the program computes the whole model."""
@@ -340,7 +340,7 @@ class Part(Standing):
         raise RuntimeStateError("a part of a compiled module cannot be called alone", remedy=remedy)
 
     def train(self, mode: bool = True) -> NoReturn:
-        """Raise RuntimeStateError, since the program was made for one mode of the part."""
+        """Raise RuntimeStateError, since the program was compiled for one mode of the part."""
         what = (
             "the mode of a part of a compiled module cannot be set: the whole program is in one"
             " mode"
@@ -373,14 +373,14 @@ class Part(Standing):
 
 
 def classes_of(cls: type) -> list[type]:
-    """Return the classes in the MRO of a module's class that `nn.Module` does not have."""
+    """Return the classes in the MRO of a module's class that are not in the MRO of `nn.Module`."""
     return [each for each in cls.__mro__ if each not in nn.Module.__mro__]
 
 
-def _asked_by(module: nn.Module) -> str:
-    """Return the name of the submodule to which a module delegates missing attributes, as models of
-    peft do; empty if there is none. It is determined by reading an attribute that only the
-    submodule has."""
+def _delegate_of(module: nn.Module) -> str:
+    """Return the name of the submodule to which a module delegates missing attributes, as peft
+    models do; empty if there is none. To find it, this reads an attribute that only the submodule
+    has."""
     if not any("__getattr__" in vars(each) for each in classes_of(type(module))):
         return ""
     for name, part in module._modules.items():
@@ -411,7 +411,7 @@ def _of_another_model(what: str) -> RuntimeStateError:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the properties that a replacement of a tensor must have, too."""
+    """Return the properties that a replacement must share with a tensor."""
     if isinstance(tensor, DTensor):
         return "a DTensor", tuple(tensor.shape), tensor.dtype, tensor.placements
     return "a tensor", tuple(tensor.shape), tensor.dtype
@@ -440,12 +440,13 @@ def is_plain(value: Any, depth: int = 3) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# A subclass of `Part` and of the module's class for each class of module, so that
+# Each class of module gets a subclass of `Part` and of that class, so that
 # ``isinstance(part, nn.Linear)`` has the same result as for the plain module.
 #
 # Code that depends on classes, such as `apply` and parameter groups by kind of layer, works with
-# such parts. Only properties of the class run, on the tensors that the part holds. Its methods are
-# hidden, its attributes are those of the plain module, and torch's containers can be iterated over.
+# such parts. Of the code of the class, only properties run; they read the tensors of the part. The
+# methods are hidden, the attributes are those of the plain module, and torch's containers can be
+# iterated over.
 
 _OF_EVERY_CLASS = frozenset(
     (
@@ -480,7 +481,7 @@ class _Hidden:
         raise AttributeError(self._name)
 
 
-class _Walked:
+class _SequenceMethods:
     """The methods that torch's containers have in common."""
 
     _modules: dict[str, Any]
@@ -497,7 +498,7 @@ class _Walked:
         )
 
 
-class _Named(_Walked):
+class _MappingMethods(_SequenceMethods):
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)
 
@@ -518,15 +519,15 @@ class _Named(_Walked):
 
 
 _CONTAINERS: tuple[tuple[type, type], ...] = (
-    (nn.ModuleList, _Walked),
-    (nn.Sequential, _Walked),
-    (nn.ModuleDict, _Named),
+    (nn.ModuleList, _SequenceMethods),
+    (nn.Sequential, _SequenceMethods),
+    (nn.ModuleDict, _MappingMethods),
 )
 
 
 def likeness(cls: type[nn.Module]) -> type[Part]:
-    """Return the class of the part for modules of a class: a subclass of `Part` and of that class,
-    or `Part` itself if there cannot be one."""
+    """Return the class of the parts for modules of a class. It is a subclass of `Part` and of that
+    class, or `Part` if such a subclass cannot be created."""
     if type(cls) not in (type, abc.ABCMeta):
         return Part  # another metaclass may run arbitrary code
     walked = next((how for container, how in _CONTAINERS if issubclass(cls, container)), None)
@@ -534,7 +535,7 @@ def likeness(cls: type[nn.Module]) -> type[Part]:
         name: x
         for each in classes_of(cls)
         for name, was in vars(each).items()
-        if (x := _instead(name, was)) is not None
+        if (x := _replacement_of(name, was)) is not None
     }
     for each in () if walked is None else reversed(classes_of(walked)):
         namespace |= {name: x for name, x in vars(each).items() if callable(x)}
@@ -553,9 +554,9 @@ def likeness(cls: type[nn.Module]) -> type[Part]:
     return made
 
 
-def _instead(name: str, was: Any) -> Any:
-    """Return the replacement of a class's attribute in the class of a part; None if it needs
-    none."""
+def _replacement_of(name: str, was: Any) -> Any:
+    """Return the replacement of a class's attribute in the class of a part; None if no replacement
+    is needed."""
     if (
         name in _OF_EVERY_CLASS
         or name.startswith("_abc")
@@ -571,23 +572,23 @@ def _instead(name: str, was: Any) -> Any:
 
 
 def _refuse_operator(name: str) -> Callable[..., Any]:
-    """Return a method that refuses an operator. It cannot be hidden, since Python looks operators
-    up in the class alone."""
+    """Return a method that refuses an operator. Operators cannot be hidden, since Python looks them
+    up in the class only."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Raise RuntimeStateError."""
         what = (
             f"a part of a compiled module does not have {name}, which its class defines: parts"
-            " do not run alone"
+            " cannot be called alone"
         )
-        raise RuntimeStateError(what, remedy="use the one of the plain model")
+        raise RuntimeStateError(what, remedy="use the operator of the plain model's module")
 
     return refuse
 
 
 def _describe_class(cls: type[nn.Module]) -> Callable[[Any], str]:
     def extra_repr(self: Any) -> str:
-        """Return the class's own description; empty if it needs attributes that are not there."""
+        """Return the description of the class; empty if it needs attributes that are missing."""
         try:
             return cls.extra_repr(self)
         except (RuntimeStateError, AttributeError, TypeError, LookupError):

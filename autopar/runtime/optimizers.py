@@ -1,7 +1,7 @@
 """Checks of optimizers over distributed parameters at their steps.
 
-A table lists the optimizers of torch that support DTensor parameters. It was made by comparing two
-steps of each on sharded, strided and replicated parameters with the plain model. The size of an
+A table lists the optimizers of torch that support DTensor parameters. For each of them, two steps
+on sharded, strided and replicated parameters were compared with the plain model. The size of an
 optimizer's state is compared with the size that the plan reserves.
 """
 
@@ -48,16 +48,16 @@ from autopar.runtime.rank_comm import rank
 # --------------------------------------------------------------------------------------------------
 # Steps of optimizers on the local tensors of distributed parameters.
 #
-# An op on a DTensor costs several times as much host time as one on a plain tensor, and an
-# optimizer calls some for each parameter. The optimizers of `ELEMENTWISE` compute each element from
-# the same element of the parameter, its gradient and its state. If these have the same placements,
-# the step on this rank's local tensors is the step of the whole tensors.
+# An op on a DTensor takes several times as much host time as an op on a plain tensor, and an
+# optimizer runs several ops for each parameter. The optimizers of `ELEMENTWISE` compute each
+# element from the same element of the parameter, its gradient and its state. If these have the same
+# placements, a step on this rank's local tensors is equal to a step on the full tensors.
 #
-# torch passes the optimizer itself to the hooks before a step, and takes other arguments of the
-# step from them. `take` returns a *stand-in* as the optimizer: an object of the same class and
+# torch passes the optimizer to the hooks before a step, and the hooks may replace the arguments of
+# the step. `take` returns a *stand-in* as the optimizer: an object of the same class and
 # attributes, with the local tensors in its groups and its state. The user's optimizer is not
-# changed, and what the step wrote is in the memory of its own tensors. A first step is computed on
-# DTensors, so that torch makes the state.
+# changed; the step writes to the memory of its tensors. The first step runs on DTensors, so that
+# torch creates the state.
 
 
 ELEMENTWISE = (
@@ -73,21 +73,20 @@ ELEMENTWISE = (
     Rprop,
     SGD,
 )
-_PARTS = "_autopar_parts"  # attribute of a stand-in: each parameter with its local tensor
+_PARTS = "_autopar_parts"  # attribute of a stand-in: pairs of a parameter and its local tensor
 
 
 def take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments of a step on local tensors, as a hook before the step.
+    """Return the arguments of a step on local tensors. A hook calls this before the step.
 
     Args:
         optimizer: the user's optimizer.
         args, kwargs: the arguments of the step, the optimizer first.
 
     Returns:
-        The arguments with a stand-in as the optimizer; None if the step has to be computed on the
-        parameters themselves.
+        The arguments with a stand-in as the optimizer; None if the step must run on the DTensors.
     """
-    if len(args) > 1 or kwargs or not _is_taken(optimizer):
+    if len(args) > 1 or kwargs or not _is_elementwise(optimizer):
         return None
     with torch._C.DisableTorchFunctionSubclass():
         made = _stand_in(optimizer)
@@ -95,8 +94,8 @@ def take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def give_back(optimizer: Optimizer, args: tuple[Any, ...]) -> None:
-    """Complete the user's optimizer after a step of a stand-in: state that the step has added, and
-    the version counters of parameters.
+    """Update the user's optimizer after a step of a stand-in: add the new state, and increment the
+    version counters of the parameters.
 
     Args:
         optimizer: the user's optimizer.
@@ -114,8 +113,9 @@ def give_back(optimizer: Optimizer, args: tuple[Any, ...]) -> None:
     increment_version([parameter for parameter, _ in parts])
 
 
-def _is_taken(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is of a known class, without settings or hooks that need DTensors."""
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer has a known class and no settings or hooks that need
+    DTensors."""
     if type(optimizer) not in ELEMENTWISE or optimizer._optimizer_step_pre_hooks:
         return False
     if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
@@ -127,8 +127,8 @@ def _is_taken(optimizer: Optimizer) -> bool:
 
 
 def _stand_in(optimizer: Optimizer) -> Optimizer | None:
-    """Make the stand-in of a step; None if a gradient or a state is not split as its parameter, or
-    a state has not been made yet."""
+    """Create the stand-in for a step. Return None if a gradient or state has other placements than
+    its parameter, or a state does not exist yet."""
     parts: list[tuple[DTensor, Tensor]] = []
     state: dict[Tensor, Any] = defaultdict(dict)
     groups = []
@@ -139,10 +139,10 @@ def _stand_in(optimizer: Optimizer) -> Optimizer | None:
                 continue
             if not isinstance(parameter, DTensor):
                 mine.append(parameter)
-                state[parameter] = optimizer.state[parameter]  # one dict of both
+                state[parameter] = optimizer.state[parameter]  # both optimizers share this dict
                 continue
             held = optimizer.state.get(parameter, {})
-            if not _is_split_as(parameter.grad, parameter) or not _has_state(
+            if not _is_sharded_like(parameter.grad, parameter) or not _has_state(
                 optimizer, group, held, parameter
             ):
                 return None
@@ -160,18 +160,18 @@ def _stand_in(optimizer: Optimizer) -> Optimizer | None:
 def _has_state(
     optimizer: Optimizer, group: dict[str, Any], held: dict[str, Any], parameter: DTensor
 ) -> bool:
-    """Whether the state of a parameter is complete, and split like it."""
+    """Return whether the state of a parameter is complete and has its placements."""
     if not held and not (isinstance(optimizer, SGD) and not group["momentum"]):
         return False
     return all(
-        _is_split_as(value, parameter)
+        _is_sharded_like(value, parameter)
         for value in held.values()
         if isinstance(value, Tensor) and (value.dim() or isinstance(value, DTensor))
     )
 
 
-def _is_split_as(value: Any, parameter: DTensor) -> bool:
-    """Whether a tensor is a DTensor of the shape, mesh and placements of a parameter."""
+def _is_sharded_like(value: Any, parameter: DTensor) -> bool:
+    """Return whether a value is a DTensor with the shape, mesh and placements of a parameter."""
     if not isinstance(value, DTensor):
         return False
     mine, its = parameter._spec, value._spec
@@ -188,7 +188,8 @@ def _local(value: Any) -> Any:
 
 
 def _as_state(value: Any, parameter: DTensor) -> Any:
-    """Return a value that a step has added to the state of a local tensor, for the parameter."""
+    """Convert a value that a step added to the state of a local tensor to a value for the state of
+    the parameter."""
     if not isinstance(value, Tensor) or not value.dim():
         return value
     spec = parameter._spec
@@ -205,23 +206,20 @@ def _as_state(value: Any, parameter: DTensor) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-
-
-# --------------------------------------------------------------------------------------------------
 # The size of an optimizer's state, compared with the size that the plan reserves for it.
 #
 # A plan reserves a number of copies of each trained parameter for the optimizer's state
-# (`autopar.planner.PlanOptions.optimizer`). An optimizer with more state may exceed the memory, one
-# with less leaves memory unused that the plan could use. Neither is an error, so it is logged after
-# a step.
+# (`autopar.request.PlanOptions.optimizer`). An optimizer with more state may exceed the memory
+# budget; an optimizer with less state leaves memory unused. Neither is an error, so a difference is
+# logged after a step.
 
 log = logging.getLogger("autopar")
 
 _PLANNED = "_autopar_planned_state"
 _TOLD = "_autopar_told_of_state"
 _NUM_STEPS = "_autopar_num_steps"
-# Differences up to this share of the parameters' bytes are not logged: step counts and other small
-# values.
+# Differences of at most this fraction of the parameters' bytes are not logged. They are caused by
+# step counts and other small values.
 _SHARE = 0.05
 
 
@@ -241,14 +239,14 @@ class PlannedState:
 
 
 def note_planned(parameters: Iterable[Tensor], planned: PlannedState) -> None:
-    """Note the planned state on parameters, with which states of their optimizers are compared."""
+    """Attach the planned state to parameters. The state of their optimizers is compared with it."""
     for parameter in parameters:
         setattr(parameter, _PLANNED, planned)
 
 
 def check_state(optimizer: Optimizer) -> None:
-    """Warn if the size of the state differs from the planned one. It is compared after steps 1, 2,
-    4, 8 and so on, since some states grow."""
+    """Log a warning if the size of the state differs from the planned size. The sizes are compared
+    after steps 1, 2, 4, 8 and so on, since some states grow."""
     num_steps = vars(optimizer).get(_NUM_STEPS, 0) + 1
     setattr(optimizer, _NUM_STEPS, num_steps)
     if num_steps & (num_steps - 1):
@@ -282,7 +280,7 @@ def check_state(optimizer: Optimizer) -> None:
 
 
 def _remedy(planned: PlannedState, num_copies: float, missing_bytes: int) -> str:
-    """Return the remedy for a state of that many copies that exceeds the plan by that many
+    """Return the remedy for a state of `num_copies` copies that exceeds the plan by `missing_bytes`
     bytes."""
     alike = [
         name
@@ -310,8 +308,8 @@ def _remedy(planned: PlannedState, num_copies: float, missing_bytes: int) -> str
 
 
 def _state_bytes(optimizer: Optimizer, held: list[Tensor]) -> int:
-    """Return the bytes of the states of parameters on this rank, without scalars such as step
-    counts."""
+    """Return the size in bytes of the states of parameters on this rank, without scalars such as
+    step counts."""
     leaves = (leaf for p in held for leaf in tree_leaves(optimizer.state.get(p, {})))
     found = {id(x): x for x in leaves if isinstance(x, Tensor) and x.dim() > 0}
     return sum(map(_local_bytes, found.values()))
@@ -344,12 +342,11 @@ _hook: list[RemovableHandle] = []
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers that are known not to work on DTensors.
-
-    Classes that are in neither list, such as optimizers of other packages, pass.
+    """Check that an optimizer is not known to fail on DTensors. Classes that are in neither list,
+    such as optimizers of other packages, are accepted.
 
     Raises:
-        RuntimeStateError: if the optimizer is known to fail. The message has the reason.
+        RuntimeStateError: if the optimizer is known to fail. The message contains the reason.
     """
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     for cls in type(optimizer).__mro__:
@@ -370,19 +367,20 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 class Steps:
-    """Whether optimizers have stepped since a module was called."""
+    """A record of whether optimizers have stepped since a module was called."""
 
     def __init__(self) -> None:
         self.has_stepped, self._num_failures = False, 0
 
     def take(self, parameters: Iterable[Tensor]) -> bool | None:
-        """Return whether an optimizer has stepped since the last call, and reset it.
+        """Return whether an optimizer has stepped since the last call of this method.
 
         Args:
             parameters: the parameters of the module.
 
         Returns:
-            None if none has stepped and no parameter is trained, or if ranks have disagreed since.
+            None if no optimizer has stepped and no parameter is trained, or if ranks have disagreed
+            since the last call.
         """
         has_stepped, self.has_stepped = self.has_stepped, False
         before, self._num_failures = self._num_failures, num_failures()
@@ -392,8 +390,8 @@ class Steps:
 
 
 def watch_optimizers(parameters: Iterable[Tensor], steps: Steps) -> None:
-    """Watch every optimizer over one of the parameters: check it at its first step, make its state
-    dict checkpointable, and note its steps in `steps`."""
+    """Register hooks that check every optimizer of these parameters at its first step, make its
+    state dict checkpointable, and record its steps in `steps`."""
     for parameter in parameters:
         setattr(parameter, _MARK, steps)
     if not _hook:
@@ -402,8 +400,8 @@ def watch_optimizers(parameters: Iterable[Tensor], steps: Steps) -> None:
 
 
 def watch_replaced(parameters: Iterable[Tensor]) -> None:
-    """Refuse steps of optimizers over parameters of a plain model that was compiled, unless a
-    parameter has a gradient."""
+    """Register parameters of a plain model that was compiled. Steps of their optimizers raise an
+    error unless a parameter has a gradient."""
     for parameter in parameters:
         _REPLACED[parameter] = True
 
@@ -420,9 +418,9 @@ def _check_replaced(optimizer: Optimizer) -> None:
         )
 
 
-def _share_state(optimizer: Optimizer) -> None:
-    """Replace whole tensors in the state of distributed parameters by this rank's parts. A state
-    dict of a plain model's optimizer has whole tensors."""
+def _shard_state(optimizer: Optimizer) -> None:
+    """Replace full tensors in the state of distributed parameters by DTensors. The state dict of a
+    plain model's optimizer contains full tensors."""
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor) or not isinstance(state, dict):
             continue
@@ -433,7 +431,8 @@ def _share_state(optimizer: Optimizer) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Check an optimizer, and return the arguments of its step (`autopar.runtime.optimizers`)."""
+    """Check an optimizer at its first step. Return the arguments of the step; None if they are
+    unchanged."""
     marks = {
         id(mark): mark
         for group in optimizer.param_groups
@@ -447,12 +446,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     _check_replaced(optimizer)
     if marks:
         check_optimizer(optimizer)
-        _share_state(optimizer)
-        optimizer.register_load_state_dict_post_hook(_share_state)
+        _shard_state(optimizer)
+        optimizer.register_load_state_dict_post_hook(_shard_state)
         optimizer.register_state_dict_post_hook(
             lambda _, state: {**state, "state": checkpointable(state["state"])}
         )
-        setattr(optimizer, _MARK, True)  # optimizers without marks may get such parameters later
+        setattr(optimizer, _MARK, True)  # other optimizers may get marked parameters later
     return None
 
 

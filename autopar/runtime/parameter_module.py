@@ -31,12 +31,12 @@ from autopar.runtime.tensor_guards import watch_data
 
 
 class Drawing(Standing):
-    """A module with one random state for all its programs. Each call continues from the state after
-    the previous one.
+    """A module with one random state for all its programs. Each call continues from the state that
+    the previous call left.
 
     Attributes:
         device_mesh: the mesh.
-        variants: the programs of other modes and shapes; None if there cannot be any.
+        variants: the programs for other modes and shapes; None if there cannot be any.
     """
 
     device_mesh: DeviceMesh
@@ -46,11 +46,11 @@ class Drawing(Standing):
     _is_compared: bool = False
 
     def manual_seed(self, seed: int) -> None:
-        """Restart random numbers from a seed, which must be equal on every rank.
+        """Set the seed of random numbers. It must be equal on every rank.
 
-        Dropout and all other random numbers of the model depend on this seed, the number of calls
-        since, and the position of an element in the whole tensor. They do not depend on layouts or
-        the number of ranks.
+        Dropout and all other random numbers of the model depend on this seed, the number of later
+        calls, and the position of an element in the full tensor. They do not depend on layouts or
+        on the number of ranks.
 
         Args:
             seed: the seed.
@@ -79,7 +79,8 @@ class Drawing(Standing):
         self._set(state)
 
     def _set(self, state: int | Tensor) -> None:
-        """Set the state. If no program draws yet, the first one that does begins with it."""
+        """Set the state. If no program draws random numbers yet, the first program that draws uses
+        this state."""
         self.__dict__["_is_compared"] = False
         drawn_from = self._drawn_from()
         if drawn_from is None:
@@ -88,7 +89,7 @@ class Drawing(Standing):
             drawn_from.fill_(int(state))
 
     def _compare_state(self) -> None:
-        """Compare the state with that of the other ranks in the first call after it was made or
+        """Compare the state with those of the other ranks in the first call after it was created or
         set.
 
         Raises:
@@ -100,16 +101,16 @@ class Drawing(Standing):
             self.__dict__["_is_compared"] = True
 
     def _state_to_draw_from(self) -> Tensor | None:
-        """Return the state of all programs, or a new one with the value that was set. None if no
-        program draws and no state was set."""
+        """Return the state of all programs, or a new state with the value that was set; None if no
+        program draws random numbers and no state was set."""
         known = self._drawn_from()
         if known is None and self._pending is not None:
             return random.initial_state(0).fill_(self._pending).to(self.device_mesh.device_type)
         return known
 
     def _drawn_from(self) -> Tensor | None:
-        """Return the state tensor, one for all programs of the module, which the first program that
-        draws makes."""
+        """Return the state tensor that all programs of the module share; None if no program draws
+        random numbers yet."""
         variants = () if self.variants is None else self.variants.known
         found = (
             module._buffers.get(random.STATE)
@@ -128,21 +129,22 @@ class Drawing(Standing):
 
 
 class Holder(Drawing):
-    """Parameters as DTensors, buffers, and their state dict, under the model's names.
+    """A module that holds parameters as DTensors, buffers, and their state dict, under the model's
+    names.
 
     Args:
-        tensors: parameters and buffers that the program reads.
+        tensors: the parameters and buffers that the program reads.
         devices: the mesh of the tensors.
         model: the source of values, names and the train/eval flag. It may be on the meta device,
             and is not kept.
-        elsewhere: names that only programs of other ranks read. They are not held here; tensors
-            that no program reads are held replicated.
+        elsewhere: the names of tensors that only programs of other ranks read. This rank does not
+            hold them. Tensors that no program reads are replicated.
         world: the whole mesh, if `devices` is a part of it.
         shared: a module of the same model whose parameters and buffers this module shares.
 
     Raises:
         MeshError: if a parameter is on a device of another type.
-        RuntimeStateError: if the program was made for another model.
+        RuntimeStateError: if the program was compiled for another model.
     """
 
     _unset: Unset
@@ -204,7 +206,7 @@ class Holder(Drawing):
         return self
 
     def check_values(self) -> None:
-        """Check that all parameters and buffers have values; collective until they have.
+        """Check that all parameters and buffers have values. This is a collective until they have.
 
         Raises:
             RuntimeStateError: if a tensor of any rank was on the meta device and has no values yet.
@@ -224,10 +226,10 @@ class Holder(Drawing):
         elsewhere: Collection[str],
         shared: Holder | None,
     ) -> None:
-        """Hold parameters and buffers under the model's names, in its order. Tied ones are one
-        object. Those of `shared` are used again."""
+        """Register parameters and buffers under the model's names, in its order. Tied tensors are
+        one object. The tensors of `shared` are reused."""
         made: dict[int, tuple[Any, str]] = {}
-        if shared is not None:  # tensors that no program reads are only on ranks that have them
+        if shared is not None:  # skip tensors that no program reads and `shared` does not hold
             named = {
                 name
                 for of in (model.named_parameters, model.named_buffers)
@@ -257,8 +259,8 @@ class Holder(Drawing):
                 )
 
     def _names_on_meta(self, model: nn.Module) -> list[str]:
-        """Return the names of held tensors that are on the meta device in the model, without
-        persistent booleans, for which missing values cannot be detected
+        """Return the names of held tensors that are on the meta device in the model. Persistent
+        booleans are left out, since missing values of booleans cannot be detected
         (`autopar.runtime.guards`)."""
         on_meta = {
             name: x
@@ -272,7 +274,8 @@ class Holder(Drawing):
         return cast(Standing, self.get_submodule(path))
 
     def _make_parts(self, model: nn.Module) -> None:
-        """Make a part for each name of a module, with the module's entries that are None."""
+        """Create a part for each name of a module. Entries of the module that are None are
+        copied."""
         classes: dict[type[nn.Module], type[Part]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             here: Standing = self
@@ -309,8 +312,8 @@ class Holder(Drawing):
     def _buffer(
         self, name: str, full: Tensor, known: Mapping[str, ProgramTensor], shared: Holder | None
     ) -> tuple[Tensor, str]:
-        """Return a buffer, a plain tensor if it is replicated and a DTensor if it is sharded, and
-        the program's name of it."""
+        """Return a buffer and its name in the program. The buffer is a plain tensor if it is
+        replicated and a DTensor if it is sharded."""
         storage = self._storage(name, full, known)
         if shared is not None:
             shared.check_same(name, storage)
@@ -324,7 +327,7 @@ class Holder(Drawing):
         """Check that a tensor of this module has a given storage.
 
         Raises:
-            RuntimeStateError: if it is not on this rank, or is stored in another way.
+            RuntimeStateError: if the tensor is not on this rank or has another storage.
         """
         own = self._storages.get(self._names.get(name, ""))
         if own is None or (own.placements, own.stored_shape, own.tensor.layout.host) != (
@@ -380,40 +383,42 @@ class Holder(Drawing):
         }
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Gather the whole state on the host; every rank calls it.
+        """Gather the full state on the host. Every rank must call this.
 
         Args:
-            rank0_only: whether the other ranks get an empty dict, which spares them the memory.
+            rank0_only: if True, ranks other than 0 get an empty dict, which saves host memory.
 
         Returns:
-            Plain tensors on the CPU under all the model's names, tied ones included:
-            ``model.load_state_dict`` of the plain model takes them. They are copies.
+            Copies as plain tensors on the CPU, under all names that the model has for them,
+            including tied names. The plain model's ``load_state_dict`` accepts them.
 
         Raises:
-            RuntimeStateError: on all ranks, if values are missing, or torch 2.11 cannot join one
-                that is split inside a dim.
+            RuntimeStateError: on all ranks, if values are missing, or torch 2.11 cannot gather a
+                tensor that is sharded inside a dim.
         """
         found: dict[str, Any] = whole_values(self, rank0_only=rank0_only)
         return found if rank0_only and rank() else found | self._extra_states
 
     def extra_state_names(self) -> Collection[str]:
-        """Return the state dict names of the results of ``get_extra_state``, which are constant
-        since the model was compiled."""
+        """Return the state dict names of the results of ``get_extra_state``. The results are those
+        from the time when the model was compiled."""
         return self._extra_states.keys()
 
     def resting(self, name: str) -> Layout:
-        """Return the storage layout of the model's tensor of that name, over the dims of graphs."""
+        """Return the storage layout of the model's tensor `name`, in terms of the dims of the
+        graphs."""
         return self._storages[self._names[name]].tensor.layout
 
     def stored(self, name: str) -> Tensor:
-        """Return the parameter or buffer that the model has under that name."""
+        """Return the parameter or buffer that the model calls `name`."""
         path, _, leaf = name.rpartition(".")
         module = self.get_submodule(path)
         return module.get_parameter(leaf) if leaf in module._parameters else module.get_buffer(leaf)
 
 
 def holder_of(module: nn.Module) -> Holder:
-    """Return the compiled module, or the one behind a module that is planned at its first call.
+    """Return the compiled module. For a module that is planned at its first call, return the module
+    that this call created.
 
     Raises:
         RuntimeStateError: if the module is not compiled, or was not called yet.
@@ -437,8 +442,8 @@ def _state_dict_hook(
 
 
 def _load_state_dict_hook(module: Holder, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace full tensors of a state dict by this rank's parts, and remove tensors of other
-    stages. Torch reports different shapes."""
+    """Replace full tensors of a state dict by DTensors, and remove tensors of other stages. Tensors
+    with a wrong shape are left for torch to report."""
     for name, stored in module._names.items():
         value, storage = state.get(prefix + name), module._storages[stored]
         if (

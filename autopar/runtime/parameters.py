@@ -31,11 +31,11 @@ class Storage:
     Attributes:
         tensor: the tensor of the program.
         devices: the program's mesh.
-        seen: the mesh of the DTensor: `devices`, or the same with some axes joined.
+        seen: the mesh of the DTensor: `devices`, possibly with some axes joined.
         placements: the placements of the DTensor on `seen`.
-        graph_shape: the local shape over the dims of the tensor's `view`, as in graphs.
-        stored_shape: the local shape over the dims of the tensor's `shape`, as in the DTensor.
-        spec: the spec of the DTensor, which all tensors of this storage share.
+        graph_shape: the local shape in terms of the tensor's `view`, as in graphs.
+        stored_shape: the local shape in terms of the tensor's `shape`, as in the DTensor.
+        spec: the spec of the DTensor; all tensors of this storage share it.
     """
 
     tensor: ProgramTensor
@@ -62,8 +62,9 @@ class Storage:
         return Storage(tensor, devices, seen, at.placements, local, stored, spec)
 
     def distribute(self, full: Tensor) -> DTensor:
-        """Return this rank's part of a full tensor as a DTensor, copied to its device. It is marked
-        as without values (`autopar.runtime.guards`) if `full` is on the meta device."""
+        """Copy this rank's shard of a full tensor to its device, and return it as a DTensor. If
+        `full` is on the meta device, the result is marked as having no values
+        (`autopar.runtime.guards`)."""
         if self.tensor.layout.host:
             return self.wrap(self._on_host(full))
         device = torch.device(self.devices.device_type, _device_index(self.devices))
@@ -79,7 +80,8 @@ class Storage:
         return self.wrap(part.detach().to(device).clone(memory_format=torch.contiguous_format))
 
     def _on_host(self, full: Tensor) -> Tensor:
-        """Return this rank's part in the memory of the host, page-locked if a GPU fetches it."""
+        """Return this rank's shard in host memory. The memory is pinned if the mesh consists of
+        GPUs."""
         local = host.empty(self.stored_shape, full.dtype, pinned=self.devices.device_type == "cuda")
         if full.is_meta:
             blank(local)
@@ -95,7 +97,8 @@ class Storage:
         return local
 
     def wrap(self, local: Tensor) -> DTensor:
-        """Return the DTensor of a local tensor in either local shape, without a copy."""
+        """Wrap a local tensor as a DTensor without a copy. The local tensor may have `graph_shape`
+        or `stored_shape`."""
         local = local.reshape(self.stored_shape)
         if local.dtype == self.tensor.dtype and not local.requires_grad:
             return DTensor(local, self.spec, requires_grad=False)  # no autograd function runs
@@ -104,11 +107,12 @@ class Storage:
         return around(local, self.seen, self.placements, meta.shape, meta.stride)
 
     def local(self, stored: Tensor) -> Tensor:
-        """Return the local tensor of a stored tensor in the shape of graphs, as a view.
+        """Return the local tensor of a stored tensor as a view with `graph_shape`.
 
         Raises:
             RuntimeStateError: if the tensor was converted to another dtype, moved or assigned other
-                data since the program was made, or was replaced by a tensor with another storage.
+                data after the program was compiled, or was replaced by a tensor with another
+                storage.
         """
         refuse_given_data(self.tensor.name, stored)
         local = stored.to_local() if isinstance(stored, DTensor) else stored
@@ -122,13 +126,13 @@ class Storage:
                     " module"
                 ),
             )
-        if local.shape != self.stored_shape or not self._is_of(stored):
+        if local.shape != self.stored_shape or not self._is_shard_of(stored):
             raise self._of_another_form(stored)
         return local.view(self.graph_shape)
 
-    def _is_of(self, stored: Tensor) -> bool:
-        """Whether the local tensor is this rank's part of the tensor. A plain tensor counts as
-        replicated."""
+    def _is_shard_of(self, stored: Tensor) -> bool:
+        """Return whether the local tensor is this rank's shard of the tensor. A plain tensor counts
+        as replicated."""
         if stored.shape != self.tensor.shape:
             return False
         if not isinstance(stored, DTensor) or stored.placements == self.placements:
@@ -145,17 +149,17 @@ class Storage:
             f"a DTensor {stored.placements}" if isinstance(stored, DTensor) else "a plain tensor",
         )
         wanted = (
-            "that is whole on each rank"
+            "a replicated tensor"
             if self.tensor.layout.is_replicated
-            else f"that is a DTensor {self.placements}"
+            else f"a DTensor {self.placements}"
         )
         return RuntimeStateError(
-            f"{kind} of shape {tuple(stored.shape)} stands for {name!r}, which the program takes as"
-            f" one of {self.tensor.shape} {wanted}",
+            f"{name!r} was replaced by {kind} of shape {tuple(stored.shape)}, but the program"
+            f" expects {wanted} of shape {self.tensor.shape}",
             remedy=(
-                f"compute it of what pm.get_parameter({name!r}) is; or"
-                " torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements)"
-                " of that p; or give pm itself the values: pm.load_state_dict"
+                f"compute it from p = pm.get_parameter({name!r}); or pass"
+                " torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements);"
+                " or load the values into pm with pm.load_state_dict"
             ),
         )
 

@@ -27,8 +27,8 @@ from autopar.runtime.rank_consistency import check_tangents
 from autopar.runtime.tensor_guards import Watched
 
 # --------------------------------------------------------------------------------------------------
-# Exchange between the ranks of a pipeline once per step: gradients of parameters that several ranks
-# hold, and outputs.
+# Communication between the ranks of a pipeline once per step: gradients of parameters that several
+# ranks hold, and outputs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class StageExchange:
         group: the ranks of the pipeline; None for one rank.
         rank: this rank's index in the pipeline.
         device: the type of the devices on which ranks communicate.
-        shared: parameter that this and other ranks hold → the ranks that hold it.
+        shared: the ranks that hold each parameter that this rank shares with others, by the name of
+            the parameter.
     """
 
     program: Program
@@ -53,7 +54,7 @@ class StageExchange:
     def of(
         program: Program, group: dist.ProcessGroup | None, rank: int, device: str
     ) -> StageExchange:
-        """Make the exchange of a rank. Stage n is on rank n modulo the number of ranks.
+        """Create the exchange of a rank. Stage n is on rank n modulo the number of ranks.
 
         Args:
             program: the program of all stages.
@@ -75,15 +76,15 @@ class StageExchange:
         return StageExchange(program, group, rank, device, shared)
 
     def counted_elsewhere(self) -> set[str]:
-        """Return the names of parameters that an earlier rank holds, too."""
+        """Return the names of parameters that an earlier rank also holds."""
         return {name for name, ranks in self.shared.items() if ranks[0] != self.rank}
 
     def add_shared(self, gradients: Mapping[str, Tensor]) -> None:
         """Sum the gradients of shared parameters in place over the ranks that hold them. The first
-        of these ranks adds the parts in order and sends the sum back.
+        of these ranks adds the gradients in rank order and sends the sum back.
 
         Args:
-            gradients: the local gradients by name.
+            gradients: the local gradients, by name.
         """
         for name, ranks in sorted(self.shared.items()):
             assert self.group is not None, "several ranks have a group"
@@ -110,7 +111,7 @@ class StageExchange:
 
         Args:
             outputs: the outputs.
-            own: the outputs of this rank by name, contiguous.
+            own: the contiguous outputs of this rank, by name.
         """
         if self.group is None:
             return dict(own)
@@ -136,7 +137,7 @@ class StageExchange:
 
 
 def _write_back(there: Tensor, mine: Tensor) -> None:
-    """Copy the sum on the device into the gradient, if that is on the host."""
+    """Copy the sum on the device into the gradient if the gradient is on the host."""
     if there is not mine:
         there.copy_(mine)
 
@@ -146,7 +147,7 @@ def _write_back(there: Tensor, mine: Tensor) -> None:
 
 
 class StageWorker(PipelineStage):
-    """A stage as schedules of torch call it. The computation is that of `work`.
+    """An adapter of a stage for the schedules of torch. `work` does the computation.
 
     Args:
         work: the work of the stage.
@@ -158,7 +159,7 @@ class StageWorker(PipelineStage):
     def __init__(
         self, work: StageWork, number: int, num_stages: int, group: dist.ProcessGroup
     ) -> None:
-        # the program defines all shapes, so that the schedule need not infer them
+        # the schedule does not need to infer shapes, since the program defines them
         nothing = torch.empty(0, device=work.device)
         super().__init__(
             nn.Module(),
@@ -181,10 +182,10 @@ class StageWorker(PipelineStage):
         self.chunks = num_microbatches
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Do nothing, since the losses of microbatches are weighted."""
+        """Do nothing, since the losses of microbatches are already weighted."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receive the tensors of a microbatch from the previous stage."""
+        """Return the ops that receive the tensors of a microbatch from the previous stage."""
         return (
             []
             if self.is_first
@@ -192,11 +193,11 @@ class StageWorker(PipelineStage):
         )
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the tensors of a microbatch to the next stage."""
+        """Return the ops that send the tensors of a microbatch to the next stage."""
         return self._moves("send forward", self.work.leaving_outputs(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receive the gradients of the tensors that were sent."""
+        """Return the ops that receive the gradients of the tensors that were sent."""
         return (
             []
             if self.is_last
@@ -204,7 +205,7 @@ class StageWorker(PipelineStage):
         )
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the gradients of the tensors that were received."""
+        """Return the ops that send the gradients of the tensors that were received."""
         return self._moves("send backward", self.work.leaving_gradients(bwd_chunk_id))
 
     def forward_one_chunk(
@@ -218,7 +219,7 @@ class StageWorker(PipelineStage):
 
         Args:
             fwd_chunk_id: the index of the microbatch.
-            args, kwargs, save_forward_output: ignored; the work has its inputs.
+            args, kwargs, save_forward_output: ignored; `work` already has the inputs.
 
         Returns:
             An empty tensor, since the schedule expects a result.
@@ -233,11 +234,11 @@ class StageWorker(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run backward on one microbatch, and add its gradients to those of the step.
+        """Run backward on one microbatch, and accumulate its gradients.
 
         Args:
             bwd_chunk_id: the index of the microbatch.
-            loss, full_backward, last_backward: ignored; the work has its loss.
+            loss, full_backward, last_backward: ignored; `work` already has the loss.
         """
         self.work.backward(bwd_chunk_id)
 
@@ -253,7 +254,7 @@ class StageCalls:
 
     Args:
         exchange: the exchange between the ranks of the pipeline.
-        works: stage of this rank → its work.
+        works: the work of each stage of this rank, by the index of the stage.
         how: the microbatches, with their weights bound to this rank.
         kept: the outputs of the batch that a call returns.
         held: the parameters of this rank.
@@ -293,7 +294,7 @@ class StageCalls:
 
     @functools.cached_property
     def is_fp16(self) -> bool:
-        """Whether a value of any stage is in float16."""
+        """Whether any value of any stage is in float16."""
         return computes_in_fp16(self.program.trace)
 
     @functools.cached_property
@@ -313,8 +314,8 @@ class StageCalls:
         return self.world.device_type
 
     def _make_schedule(self) -> Any:
-        """Make the schedule. It is None for a single rank, which runs microbatches one after
-        another, and for one stage per rank if no backward runs between forwards."""
+        """Create the schedule. It is None for a single rank, which runs microbatches one after
+        another, and for one stage per rank if all forwards run before the first backward."""
         if self._group is None:
             return None
         if len(self._works) > 1:
@@ -345,12 +346,12 @@ class StageCalls:
             buffers: the local buffers, by name.
             parameters: the parameters of this rank.
             scale: the factor of losses in backward.
-            keep: whether backward runs, too.
+            keep: whether backward also runs.
             returns: whether outputs are collected.
 
         Returns:
-            The outputs of the batch by path, equal on all ranks, and the gradients of this rank,
-            equal on all ranks that hold the parameter.
+            The outputs of the batch by path, and the gradients of this rank. Outputs are equal on
+            all ranks. Gradients are equal on all ranks that hold the parameter.
         """
         kept = self.kept if returns else ()
         self.begin(
@@ -372,7 +373,7 @@ class StageCalls:
         return self.exchange.spread(kept, own), gradients
 
     def new_works(self) -> dict[int, StageWork]:
-        """Return new works for one call, whose backward may come after other calls."""
+        """Return new works for one call. Its backward may run after other calls have started."""
         return {
             number: StageWork(work.program, work.executor, work.device)
             for number, work in self._works.items()
@@ -395,11 +396,11 @@ class StageCalls:
         keep: bool,
         kept: Sequence[ProgramTensor] | None = None,
     ) -> None:
-        """Begin a step in the work of each stage. If several stages change a buffer, each once per
-        microbatch, all but the first change a copy.
+        """Begin a step in the work of each stage. If several stages change the same buffer, only
+        the first stage changes the buffer itself; the others change a copy.
 
         Args:
-            works: stage → its work.
+            works: the work of each stage, by the index of the stage.
             parts: the inputs of each microbatch, by name.
             weight: the factor of losses in backward.
             buffers: the local buffers, by name.
@@ -433,8 +434,8 @@ class StageCalls:
             )
 
     def gather_outputs(self, works: Mapping[int, StageWork]) -> dict[str, Tensor]:
-        """Return the outputs of the batch on all ranks, after all forwards of a model without a
-        loss."""
+        """Return the outputs of the batch on all ranks. This is called after all forwards of a
+        model without a loss."""
         return self.exchange.spread(self.kept, self._join_outputs(works))
 
     def _join_outputs(self, works: Mapping[int, StageWork]) -> dict[str, Tensor]:
@@ -452,18 +453,19 @@ class StageCalls:
         """Finish a step, and sum the gradients of shared parameters.
 
         Args:
-            works: stage → its work.
+            works: the work of each stage, by the index of the stage.
             parameters: the parameters of this rank.
             keep: whether backward has run.
 
         Returns:
-            The local gradients of this rank's trained parameters, None for a parameter without a
-            part in the loss; empty without backward.
+            The local gradients of this rank's trained parameters; None for a parameter that does
+            not affect the loss. The list is empty if backward has not run.
         """
         found: dict[str, Tensor] = {}
         for work in works.values():
             named = [t.name for t in work.program.parameters if t.has_gradient]
-            for name, gradient in zip(named, work.finish(), strict=False):  # none without backward
+            # without backward, `finish` returns no gradients
+            for name, gradient in zip(named, work.finish(), strict=False):
                 if gradient is None:
                     continue
                 found[name] = found[name].add_(gradient) if name in found else gradient
@@ -479,14 +481,14 @@ class StageCalls:
     def wrap_gradients(
         self, gradients: Sequence[Tensor | None], without: frozenset[str] = frozenset()
     ) -> list[DTensor | None]:
-        """Return the DTensor gradients of this rank's parameters.
+        """Return the gradients of this rank's parameters as DTensors.
 
         Args:
             gradients: the local gradients of trained parameters.
             without: parameters that get no gradient.
 
         Returns:
-            One gradient per parameter of this rank, None if it gets none.
+            One gradient per parameter of this rank; None for a parameter without a gradient.
         """
         named = zip((t.name for t in self.held if t.has_gradient), gradients, strict=True)
         found = {name: gradient for name, gradient in named if name not in without}
@@ -497,8 +499,8 @@ class StageCalls:
         ]
 
     def find_unused(self, absent: frozenset[str]) -> Unused:
-        """Return the parameters and transfers that depend only on outputs without a part in the
-        loss.
+        """Return the parameters and transfers that affect only outputs on which the loss does not
+        depend.
 
         Args:
             absent: the names of these outputs.
@@ -516,7 +518,7 @@ class StageCalls:
         """Watch the tensors that the user holds and backward reads.
 
         Args:
-            works: stage → its work.
+            works: the work of each stage, by the index of the stage.
             parameters: the parameters of this rank.
             outputs: the outputs of the call, by name.
         """
@@ -530,22 +532,22 @@ class StageCalls:
         return watched
 
     def check_tangent(self, tangent: Tensor) -> None:
-        """Check in backwards 1, 2, 4, 8 and so on that every rank multiplied the loss by the same
-        factor.
+        """Check in backward calls 1, 2, 4, 8 and so on that every rank multiplied the loss by the
+        same factor.
 
         Raises:
-            RuntimeStateError: on all ranks, if they did not.
+            RuntimeStateError: on all ranks, if the factors differ.
         """
         self._num_backwards += 1
         if self._num_backwards & (self._num_backwards - 1) == 0:
             check_tangents([("the loss", tangent)], self.world)
 
     def check_returned(self, tangents: Sequence[Tensor | None], watched: Watched) -> None:
-        """Check that no tensor which backward reads has changed, and that every rank computed the
-        same loss.
+        """Check that no tensor read by backward has changed, and that every rank computed the same
+        loss.
 
-        Both are checked on all ranks in backwards 1, 2, 4, 8 and so on. In others, only the first
-        is checked, on each rank by itself.
+        In backward calls 1, 2, 4, 8 and so on, all ranks check both together. In other backward
+        calls, each rank checks only its own tensors, without communication.
 
         Raises:
             RuntimeStateError: if a check fails.

@@ -1,20 +1,20 @@
-"""Detection of changes to the plain model after it was compiled. They do not affect the program,
-and are reported.
+"""Detection of changes to the plain model after it was compiled. Such changes do not affect the
+program, so they are reported.
 
 The plain model is not kept alive: its modules are referenced weakly, and the identity and version
-counter of each tensor are noted. If the model does not exist any more, or its weights are on the
-meta device, nothing is compared.
+counter of each tensor are recorded. If the model no longer exists, or its weights are on the meta
+device, nothing is compared.
 
-The next call refuses hooks registered since, another mode, and parameters that were frozen or
-unfrozen, unless the compiled module was changed in the same way. The first call also refuses
-parameters that were written, for example by `load_state_dict`, if those of the compiled module were
-not. Later, or if the plain model has gradients, it may be used on its own: written values cause one
-warning.
+The next call raises an error if hooks were registered, the mode was changed, or parameters were
+frozen or unfrozen, unless the compiled module was changed in the same way. The first call also
+raises an error if parameters were written, for example by `load_state_dict`, but those of the
+compiled module were not. After the first call, or if the plain model has gradients, the plain model
+may be used separately, so written values only cause one warning.
 
-Writes that version counters do not count, such as `parameter.data.copy_(...)`, are detected by
-checksums of the values (`autopar.runtime.tensor_guards`): of a sample for large tensors, of all
-values for small ones. They are compared until the first call has passed, and then in calls 2, 4, 8
-and so on.
+Writes that do not change version counters, such as `parameter.data.copy_(...)`, are detected by
+checksums (`autopar.runtime.tensor_guards`). The checksum of a large tensor covers a sample of its
+values; that of a small tensor covers all values. Checksums are compared until the first call has
+succeeded, and then in calls 2, 4, 8 and so on.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ log = logging.getLogger("autopar")
 
 
 class CompiledModule(Protocol):
-    """The attributes of a compiled module that are read here."""
+    """The attributes of a compiled module that this file reads."""
 
     training: bool
 
     def named_parameters(self) -> Any:
-        """Return the parameters by the model's names."""
+        """Return pairs of a name in the model and a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Noted:
         version: its version counter.
         pointer: the address of its data.
         place: its device and dtype.
-        values: a checksum of its values; None if it has none.
+        values: a checksum of its values; None if it has no values.
     """
 
     name: str
@@ -73,24 +73,23 @@ class Noted:
     values: int | None
 
     def now(self) -> Tensor | None:
-        """Return the tensor that has its name now; None if there is none."""
+        """Return the tensor that currently has this name; None if there is none."""
         module = self.module()
         if module is None:
             return None
         return (module._parameters if self.is_parameter else module._buffers).get(self.leaf)
 
     def is_written(self, now: Tensor) -> bool:
-        """Return whether the current tensor is another one, or was written."""
+        """Return whether the tensor was replaced, or its version counter shows a write."""
         return (id(now), _version(now), _pointer(now)) != (self.number, self.version, self.pointer)
 
     def has_other_values(self, now: Tensor) -> bool:
-        """Return whether the current tensor has other values, also if no version counter shows
-        it."""
+        """Return whether the checksum of the current tensor differs. This also detects writes that
+        the version counter does not show."""
         return self.values is not None and sample_checksum(now) not in (self.values, None)
 
     def is_moved(self, now: Tensor) -> bool:
-        """Return whether the current tensor was moved to another device, or has no values any
-        more."""
+        """Return whether the tensor was moved to another device, including the meta device."""
         device, dtype = self.place
         return now.is_meta or (
             now.dtype == dtype and now.device != device and device.type != "meta"
@@ -98,7 +97,8 @@ class Noted:
 
 
 def note_tensors(model: nn.Module) -> tuple[Noted, ...]:
-    """Note the parameters and buffers of a model, tied ones under their first name."""
+    """Record the state of the parameters and buffers of a model. Tied tensors are recorded under
+    their first name."""
     return tuple(_note_each(model))
 
 
@@ -131,7 +131,7 @@ class PlainModel:
 
     Args:
         model: the plain model.
-        compiled: the parameters of the compiled module by name, before any change.
+        compiled: the parameters of the compiled module, by name, before any change.
     """
 
     def __init__(self, model: nn.Module, compiled: Mapping[str, Tensor]) -> None:
@@ -146,8 +146,8 @@ class PlainModel:
         self._checked: list[Any] = []
 
     def check(self, compiled: CompiledModule) -> None:
-        """Refuse changes of the plain model that do not affect the compiled module, and warn about
-        written values; see the module's docstring.
+        """Check for changes of the plain model that do not affect the compiled module, and warn
+        about written values; see the docstring of this file.
 
         Raises:
             RuntimeStateError: if there is such a change.
@@ -184,14 +184,20 @@ class PlainModel:
         self._unwritten, self._checked = None, state
 
     def _compares_values(self) -> bool:
-        """Whether this check compares checksums: until a first call, then in 2, 4, 8 and so on."""
+        """Return whether this check compares checksums: until the first call has succeeded, and
+        then in checks 2, 4, 8 and so on."""
         return self._is_watched and (
             self._unwritten is not None or self._num_checks & (self._num_checks - 1) == 0
         )
 
     def _is_written(self, each: Noted, now: Tensor, *, looks: bool) -> bool:
-        """Whether a tensor has other values than when the model was compiled; `looks` says whether
-        checksums are compared, too."""
+        """Return whether a tensor was written after the model was compiled.
+
+        Args:
+            each: the recorded state.
+            now: the current tensor.
+            looks: whether checksums are also compared.
+        """
         if not self._is_watched:
             return False
         has_changed = each.is_written(now) or (looks and each.has_other_values(now))
@@ -262,13 +268,13 @@ class PlainModel:
         )
 
     def _tell_of_written(self, written: list[Noted], compiled: CompiledModule) -> None:
-        """Refuse written values at the first call, or warn about them once."""
+        """Raise an error for written values at the first call; later, log one warning."""
         self._is_watched = False
         name = next((each.name for each in written if each.is_parameter), "")
         if self._unwritten is not None and name and not self._is_trained():
             held = _marks(dict(compiled.named_parameters()))
             if any(held.get(name, before) != before for name, before in self._unwritten.items()):
-                return  # those of the compiled module were written, too
+                return  # the parameters of the compiled module were also written
             self._is_watched = True
             what = (
                 f"the plain model's parameter {name!r} was written after it was compiled: the"
@@ -296,8 +302,8 @@ class PlainModel:
 
 
 def _state_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return values that are equal as long as a module is unchanged. Every call computes them, so
-    this has to be fast."""
+    """Return values that are equal as long as a module is unchanged. Every call runs this function,
+    so it must be fast."""
     held = module.__dict__
     tensors = [
         x for kind in ("_parameters", "_buffers") for x in held[kind].values() if x is not None
@@ -307,7 +313,7 @@ def _state_of(module: nn.Module) -> tuple[Any, ...]:
             (id(x), x._version, x.data_ptr(), x.requires_grad, x._backward_hooks is None)
             for x in tensors
         ]
-    except RuntimeError:  # of inference mode, or of a class without data
+    except RuntimeError:  # a tensor was created in inference mode, or its class has no data
         each = [
             (id(x), _version(x), _pointer(x), x.requires_grad, x._backward_hooks is None)
             for x in tensors
@@ -316,7 +322,7 @@ def _state_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _marks(compiled: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return values that change if a parameter is written, by name."""
+    """Return a value for each parameter, by name, that changes if the parameter is written."""
     return {
         name: (id(p), _version(p), sample_checksum(p.to_local() if isinstance(p, DTensor) else p))
         for name, p in compiled.items()

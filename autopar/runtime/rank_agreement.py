@@ -1,14 +1,14 @@
 """Agreement of all ranks on each operation before it runs.
 
 Before an operation in which all ranks communicate, each rank adds a number derived from its record
-(`Call`) to a sum in the process group's store. The last rank checks whether the sum is that of
-equal records. If it is, all ranks continue. Otherwise each rank reads the records of the others and
-raises an error that names the ranks that differ, while no rank is inside a collective. Ranks wait
-here, in Python: they log a long wait, detect processes that have ended, and wait no longer than the
-time limit of the process group.
+(`RankCall`) to a sum in the process group's store. The last rank to arrive checks whether the sum
+corresponds to equal records. If it does, all ranks continue. Otherwise, each rank reads the records
+of the others and raises an error that names the ranks that differ, while no rank is inside a
+collective. Ranks wait in Python: they log a long wait, detect processes that have ended, and wait
+no longer than the time limit of the process group.
 
-A rank sends the store one message without a reply and one with a reply. All but the last rank wait
-for one more message.
+Each rank sends the store one message without a reply and one message with a reply. All ranks except
+the last one wait for one more message.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from autopar.runtime.rank_differences import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Waiting for a key of a store in a thread, so that the main thread can handle signals.
+# A thread waits for a key of a store, so that the main thread can handle signals.
 
-_NO_LIMIT = timedelta(days=20)  # the longest that a store takes, in milliseconds of 32 bits
+_NO_LIMIT = timedelta(days=20)  # a store counts milliseconds in 32 bits
 
 
 class Waiter:
     """A thread that waits for one key of a store at a time.
 
     Args:
-        store: a store of its own, since a store that waits answers no other request.
+        store: a store that nothing else uses, since a waiting store answers no other requests.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -61,17 +61,17 @@ class Waiter:
         self._thread: threading.Thread | None = None
 
     def ask(self, key: str) -> None:
-        """Begin to wait for a key. One that was asked for before has to come first."""
+        """Begin to wait for a key. The thread waits for keys in the order of the calls."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="autopar-waits", daemon=True)
             self._thread.start()
         self._asked.put(key)
 
     def answer(self, key: str, within_s: float) -> bytes | None:
-        """Return the value of a key, or None if it is not there in time.
+        """Return the value of a key; None if the key is not set in time.
 
         Args:
-            key: the key that was asked for.
+            key: the key that was passed to `ask`.
             within_s: the longest wait, in seconds.
 
         Raises:
@@ -82,14 +82,14 @@ class Waiter:
                 found, value = self._answers.get(timeout=within_s)
             except queue.Empty:
                 return None
-            if found != key:  # of a wait that was interrupted
+            if found != key:  # the answer belongs to a wait that was interrupted
                 continue
             if isinstance(value, RuntimeError):
                 raise value
             return value
 
     def close(self) -> None:
-        """End the thread, if what it waits for is there."""
+        """Stop the thread. If it still waits for a key, this gives up after one second."""
         if self._thread is not None:
             self._asked.put(None)
             self._thread.join(timeout=1.0)
@@ -106,8 +106,8 @@ class Waiter:
 log = logging.getLogger("autopar")
 TELL_AFTER_S = 10.0  # a longer wait is logged
 _LOOK_EACH_S = 0.2
-_READ_WITHIN_S = 3.0  # how long a rank that fails or ends waits until the others have read it
-_KEPT = 8  # records of each rank
+_READ_WITHIN_S = 3.0  # how long a rank that fails or ends waits for the others to read its record
+_KEPT = 8  # number of records kept per rank
 _GO, _STOP = b"go", b"stop"
 
 
@@ -115,7 +115,7 @@ class Agreement:
     """The agreement of the ranks of a process group.
 
     Args:
-        store: a store that the ranks share and nothing else uses.
+        store: a store that the ranks share; nothing else uses it.
         rank, num_ranks: the rank of this process, and the number of ranks.
         limit_s: the longest wait for other ranks, in seconds.
 
@@ -135,9 +135,9 @@ class Agreement:
 
         Args:
             what: the operation in words that follow "rank 1", such as "runs backward".
-            stepped: the attribute of `Call`.
-            is_aside: whether the operation occurs only occasionally between others, so that it is
-                not part of the expected order.
+            stepped: see `RankCall.stepped`.
+            is_aside: whether the operation occurs only occasionally, so that it is not part of the
+                expected order of operations.
 
         Raises:
             RankError: on all ranks, if their operations differ.
@@ -148,7 +148,7 @@ class Agreement:
         try:
             if not self._exchange(call):
                 raise self._failure(call)
-            if call.number == 1:  # all are there
+            if call.number == 1:  # all ranks have arrived
                 self._ends.meet()
         except dist.DistError as error:
             raise self._without_store(error) from error
@@ -156,7 +156,10 @@ class Agreement:
             self._differences.follow(call)
 
     def name_ended(self, error: BaseException) -> None:
-        """Find the cause of an error of a collective.
+        """Find out whether an error of a collective was caused by a rank that has ended.
+
+        Args:
+            error: the error.
 
         Raises:
             RankError: if another rank has ended.
@@ -169,7 +172,7 @@ class Agreement:
                 raise self._without_store(reason) from error
             if found:
                 raise self._differences.of_ended(found, self._call) from error
-            time.sleep(_LOOK_EACH_S)  # the connection of a process closes before the process ends
+            time.sleep(_LOOK_EACH_S)  # the connections of a process close before the process ends
 
     def close(self) -> None:
         """Record that this process ends, and give the other ranks time to read it."""
@@ -189,13 +192,13 @@ class Agreement:
         """Handle SIGTERM.
 
         Returns:
-            Whether the process is to end by the signal.
+            Whether the signal should end the process.
 
         Raises:
             RankError: if the signal was sent because another rank has failed.
         """
         if time.monotonic() - self._failed_at < _READ_WITHIN_S:
-            return False  # the process is ending with an error of its own
+            return False  # the process is already ending with its own error
         try:
             found = {rank: end for rank, end in self._ends.find().items() if end.kind != "quiet"}
             if not found:
@@ -208,11 +211,11 @@ class Agreement:
         raise self._differences.of_ended(found, self._call)
 
     def leave(self) -> None:
-        """End the waiting thread after the process group was destroyed."""
+        """Stop the waiting thread. This is called after the process group was destroyed."""
         self._waiter.close()
 
     def _exchange(self, call: RankCall) -> bool:
-        """Exchange records, and return whether all ranks have equal ones."""
+        """Exchange records, and return whether those of all ranks are equal."""
         self._write(call)
         total = self._store.add(f"sum {call.number}", self._tally.pack(call))
         if self._tally.count(total) == self._num_ranks:
@@ -221,18 +224,19 @@ class Agreement:
             return is_agreed
         try:
             return self._wait(call, is_first=self._tally.count(total) == 1)
-        except BaseException as reason:  # an interrupt, after which this rank does not take part
+        except BaseException as reason:  # after an interrupt, this rank does not take part
             said = f"was interrupted by {type(reason).__name__} while it waited: it {call.what}"
             self._write(RankCall.of(call.number, said, call.line, call.stepped))
             self._withdraw(call)
             raise
 
     def _wait(self, call: RankCall, *, is_first: bool) -> bool:
-        """Wait for the last rank, or until one has ended or the time is over. Return whether all
-        agree."""
+        """Wait until the last rank arrives, a rank has ended, or the time limit is reached. Return
+        whether all ranks agree."""
         key, began, is_told = f"go {call.number}", time.monotonic(), not is_first
         self._waiter.ask(key)
-        if is_first:  # all ranks have left the previous operation, and so read the one before it
+        # all ranks have entered the previous operation, so they no longer read the one before it
+        if is_first:
             for old in (f"sum {call.number - 2}", f"go {call.number - 2}"):
                 self._store.delete_key(old)
         while (answer := self._waiter.answer(key, _LOOK_EACH_S)) is None:
@@ -249,8 +253,8 @@ class Agreement:
         return answer == _GO
 
     def _failure(self, call: RankCall) -> RankError:
-        """Return the error of this rank, after the other ranks have read what they need for
-        theirs."""
+        """Return the error of this rank. Wait until the other ranks have read the records that they
+        need for their errors."""
         self._failed_at, self.num_failures = time.monotonic(), self.num_failures + 1
         error = self._differences.of(self._calls(), self._ends.find(), call, self._limit_s)
         self._withdraw(call)
@@ -271,7 +275,7 @@ class Agreement:
         return bool(self._store.check([f"failed {number} {rank}"]))
 
     def _withdraw(self, call: RankCall) -> None:
-        """Subtract this rank from the sum, so that no rank that comes later continues."""
+        """Subtract this rank's number from the sum, so that no later rank continues."""
         self._store.add(f"sum {call.number}", -self._tally.pack(call))
         self._stop(call.number)
 
@@ -282,7 +286,7 @@ class Agreement:
         self._store.set(f"call {self._rank} {call.number % _KEPT}", call.dumps())
 
     def _calls(self) -> dict[int, RankCall]:
-        """Return the last operation of each rank that is not later than this rank's."""
+        """Return the last operation of each rank, up to the number of this rank's operation."""
         found = {}
         for rank in range(self._num_ranks):
             keys = [
@@ -299,13 +303,14 @@ class Agreement:
 
 
 class announced:
-    """A context of an operation that all ranks execute together. With one rank it does nothing.
+    """A context manager for an operation that all ranks execute together. With one rank, it does
+    nothing.
 
     Args:
-        what: the operation in words, as in `Call`, or a function that returns them.
-        devices: the mesh that takes part. If it does not include the whole process group, nothing
-            is compared.
-        stepped, is_aside: the arguments of `Agreement.begin`.
+        what: the operation in words, as in `RankCall`, or a function that returns them.
+        devices: the mesh of the ranks that take part. If it does not include the whole process
+            group, nothing is compared.
+        stepped, is_aside: see `Agreement.begin`.
 
     Raises:
         RankError: on entry, on all ranks, if their operations differ; on exit, if a collective has
@@ -355,7 +360,7 @@ _newest: list[tuple[dist.ProcessGroup | None, Agreement | None]] = []
 
 
 def _of_group(num_ranks: int) -> Agreement | None:
-    """Return the agreement of the default process group; None if its ranks are no processes."""
+    """Return the agreement of the default process group; None if its ranks are not processes."""
     group = dist.group.WORLD
     if not _newest or _newest[-1][0] is not group:
         for _, before in _newest[-1:]:

@@ -1,5 +1,5 @@
 """Communication of all ranks outside of programs, and properties of this process. Without a process
-group there is one rank."""
+group, there is one rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger("autopar")
 
 
 def rank() -> int:
-    """Return the rank of this process, 0 without a process group."""
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def num_ranks() -> int:
-    """Return the number of ranks, 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -33,9 +33,9 @@ def local_rank() -> int:
 
 
 def take_gpu() -> None:
-    """Make the GPU with this process's index on its machine the current one, if a launcher started
-    several processes here and the first GPU is still the current one. torch does so by itself only
-    if CUDA was not used before, for example by moving a batch to ``"cuda"``.
+    """Select the GPU with this process's index on its machine, if a launcher started several
+    processes on the machine and the first GPU is still the current one. torch selects it only if
+    CUDA was not used before, for example by moving a batch to ``"cuda"``.
 
     Raises:
         MeshError: if the machine has no GPU for this process.
@@ -52,8 +52,9 @@ def take_gpu() -> None:
 
 
 def share_cores() -> None:
-    """Give this process its share of the machine's cores if it has one thread, and log it. torchrun
-    sets one thread, but the optimizer step of offloaded parameters runs on the host."""
+    """If this process has one thread, set its number of threads to its share of the machine's
+    cores, and log the change. torchrun sets one thread, but the optimizer step of offloaded
+    parameters runs on the host."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -69,7 +70,8 @@ def share_cores() -> None:
 
 
 def tell_of_hosts() -> None:
-    """Warn if process groups support only GPUs, so that offloaded parameters cannot be joined."""
+    """Log a warning if process groups support only GPUs, since offloaded parameters then cannot be
+    gathered."""
     if num_ranks() > 1 and rank() == 0 and "cpu:" not in (backends := dist.get_backend_config()):
         log.warning(
             "parameters are stored in host memory, which process groups of %s cannot communicate:"
@@ -80,17 +82,17 @@ def tell_of_hosts() -> None:
 
 
 def of_all(fact: Any, topic: str = "meets the other ranks") -> list[Any]:
-    """Gather a fact from every rank; every rank calls it.
+    """Gather a value from every rank. Every rank must call this.
 
     Args:
-        fact: this rank's fact, which can be pickled.
-        topic: what this rank is doing, in words.
+        fact: this rank's value, which can be pickled.
+        topic: what this rank is doing, in words that follow "rank 1".
 
     Returns:
-        The facts, by rank.
+        The values, by rank.
 
     Raises:
-        RankError: on all ranks, if others do something else.
+        RankError: on all ranks, if ranks execute different operations.
     """
     facts = [fact] * num_ranks()
     if num_ranks() > 1:
@@ -100,17 +102,17 @@ def of_all(fact: Any, topic: str = "meets the other ranks") -> list[Any]:
 
 
 def of_all_alike(topic: str, fact: Any) -> list[Any]:
-    """Gather a fact from every rank like `of_all`, and check that all ranks have the same topic.
+    """Gather a value from every rank like `of_all`, and check that all ranks have the same topic.
 
     Args:
-        topic: what this rank is doing, in words.
-        fact: this rank's fact, which can be pickled.
+        topic: what this rank is doing, in words that follow "rank 1".
+        fact: this rank's value, which can be pickled.
 
     Returns:
-        The facts, by rank.
+        The values, by rank.
 
     Raises:
-        RuntimeStateError: on all ranks, if others do something else.
+        RuntimeStateError: on all ranks, if the topics differ.
     """
     said = of_all((topic, fact), topic)
     topics = [each[0] for each in said]
@@ -126,29 +128,31 @@ def of_all_alike(topic: str, fact: Any) -> list[Any]:
 
 
 def by_first(action: Callable[[], Any], where: str, remedy: str = "see the reason") -> Any:
-    """Run an action on the first rank, and return its result on all ranks; every rank calls it.
+    """Run an action on the first rank, and return its result on all ranks. Every rank must call
+    this.
 
     Args:
         action: the action; its result can be pickled.
-        where: the place of an error.
-        remedy: the remedy of an error without its own.
+        where: the place of an error, for the message.
+        remedy: the remedy for errors that have none.
 
     Raises:
-        RuntimeStateError: on all ranks, if the action raises on the first.
+        RuntimeStateError: on all ranks, if the action raises an error on the first rank.
     """
     return _unpack_outcome(of_all(_outcome(action, remedy) if rank() == 0 else None)[0], where)
 
 
 def by_all(action: Callable[[], Any], where: str, remedy: str = "see the reason") -> list[Any]:
-    """Run an action on every rank, and return the results of all, by rank; every rank calls it.
+    """Run an action on every rank, and return the results of all ranks, by rank. Every rank must
+    call this.
 
     Args:
         action: the action; its result can be pickled.
-        where: the place of an error.
-        remedy: the remedy of an error without its own.
+        where: the place of an error, for the message.
+        remedy: the remedy for errors that have none.
 
     Raises:
-        RuntimeStateError: on all ranks, if the action raises on one.
+        RuntimeStateError: on all ranks, if the action raises an error on any rank.
     """
     return [
         _unpack_outcome(outcome, f"{where} (rank {number})")
@@ -157,12 +161,13 @@ def by_all(action: Callable[[], Any], where: str, remedy: str = "see the reason"
 
 
 def _outcome(action: Callable[[], Any], remedy: str) -> tuple[Any, tuple[str, str] | None]:
-    """Run an action, and return its result, and the message and remedy of its error, if any."""
+    """Run an action. Return its result and the message and remedy of its error; None if there is no
+    error."""
     try:
         return action(), None
     except RuntimeStateError as refusal:
         return None, (refusal.what, refusal.remedy)
-    except Exception as reason:  # the other ranks wait, so every error has to reach them
+    except Exception as reason:  # the other ranks wait, so every error must be sent to them
         return None, (f"{type(reason).__name__}: {reason}", remedy)
 
 

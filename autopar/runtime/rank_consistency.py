@@ -1,5 +1,5 @@
-"""Checks that all ranks have the same values if a program relies on it: weights, batches that every
-rank passes whole, random states, and gradients of a loss computed outside."""
+"""Checks that all ranks have equal values where a program requires it: weights, global batches,
+random states, and gradients of a loss that is computed outside the program."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ _ROUNDED = 1e-3  # relative difference of norms that rounding may cause
 
 
 def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
-    """Replace parameters and buffers that differ between ranks by those of the mesh's first rank,
-    in place, and log it.
+    """Overwrite parameters and buffers that differ between ranks with those of the mesh's first
+    rank, and log a warning.
 
     Args:
         model: the plain model.
         devices: the mesh that the model runs on.
 
     Raises:
-        RuntimeStateError: if some ranks have a value and others only its shape, or shapes or dtypes
-            differ.
+        RuntimeStateError: if shapes or dtypes differ, or some ranks have values and others do not.
     """
     if devices.size() == 1:
         return
     tensors = dict(_tensors(model))
     every = _gather_facts("weights", [(name, _digest(x)) for name, x in tensors.items()], devices)
     found = [dict(facts) for facts in every]
-    # the names of all ranks in one order, since the following code is collective
+    # all ranks need the names in the same order, since the following code uses collectives
     names = dict.fromkeys(name for facts in found for name in facts)
     different = [name for name in names if len({facts.get(name) for facts in found}) > 1]
     if not different:
@@ -82,7 +81,7 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
 
 
 def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceMesh) -> None:
-    """Check that a batch which every rank passes whole is equal on all ranks.
+    """Check that the global batch is equal on all ranks.
 
     Args:
         names: the names of the inputs.
@@ -110,12 +109,12 @@ def check_batch(names: Sequence[str], values: Sequence[Tensor], devices: DeviceM
 def check_parts(
     names: Sequence[str], values: Sequence[Tensor], layouts: Sequence[Layout], devices: DeviceMesh
 ) -> None:
-    """Refuse parts of a batch that differ on ranks between which the plan does not split them.
+    """Check that ranks which hold the same shard of an input pass equal tensors for it.
 
     Args:
         names: the names of the inputs.
-        values: this rank's part of each input.
-        layouts: the layout of each whole input over the mesh.
+        values: this rank's shard of each input.
+        layouts: the layout of each input on the mesh.
         devices: the mesh that the model runs on.
 
     Raises:
@@ -150,14 +149,14 @@ def check_parts(
 
 
 def check_random_state(state: int, devices: DeviceMesh) -> None:
-    """Refuse random numbers that would begin differently on different ranks.
+    """Check that all ranks have the same random state.
 
     Args:
         state: the random state of this rank.
         devices: the mesh that the model runs on.
 
     Raises:
-        RuntimeStateError: on every rank, naming those that differ from the first.
+        RuntimeStateError: on every rank, naming the ranks that differ.
     """
     if devices.size() == 1 or dist.get_world_size() != devices.size():
         return
@@ -174,22 +173,22 @@ def check_random_state(state: int, devices: DeviceMesh) -> None:
 
 
 class CopiedWeights:
-    """Checks that ranks which hold the same part of a parameter hold the same values.
+    """Checks that ranks which hold the same shard of a parameter hold equal values.
 
-    A rank that changes its parameters alone, for example by loading a file, would train on with
-    other values than the ranks that hold copies. Copies are compared in calls 2, 4, 8 and so on, by
-    their norm: each rank reads its parameters once. Ranks that compute the same gradient may round
-    it differently, so norms may differ slightly.
+    If only one rank changes its parameters, for example by loading a file, it would continue
+    training with other values than the ranks that hold copies. The norms of copies are compared in
+    calls 2, 4, 8 and so on, so that each rank reads its parameters only once. Ranks that compute
+    the same gradient may round it differently, so norms may differ slightly.
     """
 
     def __init__(self) -> None:
         self._num_calls = 0
 
     def check(self, held: Iterable[tuple[ProgramTensor, Tensor]], devices: DeviceMesh) -> None:
-        """Compare the copies, if it is their turn. All ranks make the same calls.
+        """Compare the copies in calls 2, 4, 8 and so on. All ranks must call this.
 
         Args:
-            held: the program's tensor and the local part of each parameter on this rank.
+            held: pairs of the program's tensor and the local tensor of each parameter on this rank.
             devices: the mesh of the parameters.
 
         Raises:
@@ -225,7 +224,8 @@ class CopiedWeights:
 
 
 def _part_of(layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
-    """Which part of a tensor a rank holds: equal for ranks that hold copies."""
+    """Return a key for the shard of a tensor that a rank holds. Ranks that hold copies of the same
+    shard have equal keys."""
     return tuple(
         index if splits(placement) else 0
         for placement, index in zip(layout.placements, coordinate, strict=True)
@@ -233,7 +233,7 @@ def _part_of(layout: Layout, coordinate: Sequence[int]) -> tuple[int, ...]:
 
 
 def _norm(local: Tensor) -> float:
-    """The norm of a part; 0 if it has no values, or the norm is no number."""
+    """Return the norm of a local tensor; 0 if it has no values, or the norm is not finite."""
     if local.is_meta:
         return 0.0
     values = torch.view_as_real(local.detach()) if local.is_complex() else local.detach()
@@ -243,10 +243,10 @@ def _norm(local: Tensor) -> float:
 
 
 class Beside:
-    """Checks plain tensors that scripts combine with parameters. They are treated as equal on all
-    ranks.
+    """Checks plain tensors that scripts combine with distributed parameters. Ops treat them as
+    equal on all ranks.
 
-    They are compared in calls 1, 2, 4, 8 and so on of each function with the same shapes.
+    For each function and each combination of shapes, calls 1, 2, 4, 8 and so on are checked.
     """
 
     def __init__(self) -> None:
@@ -254,10 +254,10 @@ class Beside:
 
     def check(self, function: str, given: Sequence[Tensor], devices: DeviceMesh) -> None:
         """Check that the tensors are equal on all ranks. Tensors that require a gradient, such as a
-        loss, are left to `check_tangents`.
+        loss, are skipped, since `check_tangents` checks them.
 
         Args:
-            function: the name of the function, for errors.
+            function: the name of the function, for error messages.
             given: the plain tensors that are passed to the function.
             devices: the mesh of the distributed operands.
 
@@ -271,9 +271,7 @@ class Beside:
         self._num_calls[key] += 1
         if self._num_calls[key] & (self._num_calls[key] - 1):
             return
-        every = _gather_facts(
-            f"tensor beside parameters in {function}", [_digest(x) for x in given], devices
-        )
+        every = _gather_facts(f"tensors passed to {function}", [_digest(x) for x in given], devices)
         if any(digests != every[0] for digests in every):
             odd, usual = _odd_and_usual(_ranks(devices), every)
             what = (
@@ -291,11 +289,12 @@ class Beside:
 
 def check_tangents(returned: Sequence[tuple[str, Tensor | None]], devices: DeviceMesh) -> None:
     """Check that backward begins with the same gradients on all ranks. Each rank computed its loss
-    from whole outputs.
+    from full outputs.
 
     Args:
-        returned: the name of each output, and the gradient of the loss with respect to it: None if
-            it has no part in the loss, an empty tensor if the output is not whole.
+        returned: pairs of the name of an output and the gradient of the loss with respect to it.
+            The gradient is None if the loss does not depend on the output. It is an empty tensor if
+            the output is sharded.
         devices: the mesh that the model runs on.
 
     Raises:
@@ -323,22 +322,22 @@ def _names_that_differ(names: Sequence[str], facts: Sequence[Sequence[object]]) 
     """Return the names whose facts differ between ranks.
 
     Args:
-        names: a name per fact.
-        facts: of each rank, one per name.
+        names: the names.
+        facts: the facts of each rank, one per name.
     """
     return [name for name, *each in zip(names, *facts, strict=True) if len(set(each)) > 1]
 
 
 def _odd_and_usual(ranks: Sequence[int], facts: Sequence[object]) -> tuple[str, str]:
-    """Divide ranks into those whose facts differ from the most common ones, and the others. If no
-    facts are the most common, those of the first rank count as usual.
+    """Divide ranks into those whose facts differ from the most common fact, and the others. If
+    several facts are equally common, the first of them counts as usual.
 
     Args:
         ranks: the ranks.
-        facts: of each rank, compared by `==`; some differ.
+        facts: the fact of each rank, compared by `==`. They are not all equal.
 
     Returns:
-        Both groups in words, as in ``rank 1`` and ``ranks 0, 2 and 3``.
+        Both groups in words, such as ``rank 1`` and ``ranks 0, 2 and 3``.
     """
     counts = [sum(fact == other for other in facts) for fact in facts]
     usual = facts[counts.index(max(counts))]
@@ -347,7 +346,8 @@ def _odd_and_usual(ranks: Sequence[int], facts: Sequence[object]) -> tuple[str, 
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0 and 1``; of more than eight, the first eight and how many more."""
+    """Return ranks in words, such as ``rank 3`` or ``ranks 0 and 1``. Of more than eight ranks, the
+    first eight are listed and the others are counted."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 8:
@@ -356,14 +356,14 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 
 def _group_sharers(layout: Layout, devices: DeviceMesh) -> list[tuple[int, ...]]:
-    """Group the ranks that have the same part of a tensor.
+    """Group the ranks that hold the same shard of a tensor.
 
     Args:
-        layout: the layout of the whole tensor over the mesh.
+        layout: the layout of the tensor on the mesh.
         devices: the mesh.
 
     Returns:
-        The ranks of each group of more than one.
+        The ranks of each group that has more than one rank.
     """
     whole = [axis for axis, placement in enumerate(layout.placements) if not splits(placement)]
     others = [axis for axis in range(devices.mesh.ndim) if axis not in whole]
@@ -378,7 +378,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
-    """Return shape, dtype and a hash of the values in row-major order; None without values."""
+    """Return the shape, the dtype and a hash of the values in row-major order; None if the tensor
+    has no values."""
     if x.is_meta:
         return None
     shape, dtype = tuple(x.shape), str(x.dtype)
@@ -388,7 +389,7 @@ def _digest(x: Tensor) -> tuple[tuple[int, ...], str, str] | None:
 
 
 def _gather_facts(what: str, fact: object, devices: DeviceMesh) -> list[list]:
-    """Gather the facts of the mesh's ranks, in its order."""
+    """Gather the facts of the mesh's ranks, in mesh order."""
     facts = of_all_alike(f"compares its {what}", fact)
     return [facts[rank] for rank in _ranks(devices)]
 

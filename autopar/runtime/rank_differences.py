@@ -1,5 +1,6 @@
-"""Errors of ranks that differ: which ranks differ, which operation each executes, and the remedy.
-Also records of operations, and detection of processes that have ended."""
+"""Errors for ranks that execute different operations. A message names the ranks that differ, the
+operation of each rank, and the remedy. This file also contains records of operations, and detection
+of processes that have ended."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ import torch.distributed as dist
 from autopar.errors import RankError
 
 # --------------------------------------------------------------------------------------------------
-# Records of operations in which all ranks take part, which other ranks read.
+# Records of operations in which all ranks take part. Other ranks read them.
 
 _LIBRARIES = (
     str(Path(__file__).parents[1]) + "/",
     str(Path(torch.__file__).parent) + "/",
     *(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "purelib", "platlib")),
 )
-_MOST = 600  # characters of a record; the digest includes all
+_MOST = 600  # characters of `what` in a record; the digest covers all characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,9 @@ class RankCall:
 
     Attributes:
         number: the number of operations so far, including this one. It is equal on all ranks.
-        what: the operation in words, after "rank 1": "runs backward".
-        line: the user's line, empty if there is none.
-        digest: of `what`, from 0 to 2**32 - 1; equal operations have equal digests.
+        what: the operation in words that follow "rank 1", such as "runs backward".
+        line: the line of the user's code; empty if there is none.
+        digest: a hash of `what`, from 0 to 2**32 - 1; equal operations have equal digests.
         stepped: whether an optimizer has stepped since the module's last call; None if this rank
             has nothing to train.
     """
@@ -56,7 +57,7 @@ class RankCall:
 
     @classmethod
     def of(cls, number: int, what: str, line: str, stepped: bool | None) -> RankCall:
-        """Make the record of an operation.
+        """Create the record of an operation.
 
         Args:
             number, what, line, stepped: the attributes. A long `what` is shortened after its digest
@@ -89,7 +90,7 @@ def find_line() -> str:
     """Find the line of the user's code that is running.
 
     Returns:
-        ``file.py:12: code`` of the innermost frame outside of libraries, or an empty string.
+        The innermost frame outside of libraries as ``file.py:12: code``, or an empty string.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -103,9 +104,9 @@ def find_line() -> str:
 class Tally:
     """The encoding of a sum that shows whether all ranks have arrived with equal operations.
 
-    Its 62 bits have fields for the number of ranks that have arrived, the number of those with an
-    optimizer step, the number of those without one, and the sum of digests, which uses the
-    remaining bits.
+    Its 62 bits have fields for the number of ranks that have arrived, the number of these ranks
+    with an optimizer step, the number without one, and the sum of digests, which uses the remaining
+    bits.
 
     Args:
         num_ranks: the number of ranks.
@@ -139,21 +140,22 @@ class Tally:
 # --------------------------------------------------------------------------------------------------
 # Detection of other ranks' processes that have ended.
 #
-# A process that ends by itself leaves a record of the reason. A process that is killed cannot, but
-# other processes on its machine detect that it does not exist any more. On other machines, the
-# launcher ends the processes, or they wait until the time limit of the process group.
+# A process that ends regularly or by an exception leaves a record of the reason. A process that is
+# killed cannot leave a record, but other processes on its machine detect that it no longer exists.
+# Processes on other machines are ended by the launcher, or wait until the time limit of the process
+# group.
 
 _POLL_S = 0.02
 _KILLED = "it was killed (by the system if memory ran out), or called os._exit"
 
 
 class End(NamedTuple):
-    """How a rank's process ended.
+    """The reason why a rank's process ended.
 
     Attributes:
-        why: the reason, a sentence.
-        kind: ``"alone"`` if the cause is on this rank, ``"after"`` for an error that names another
-            rank, ``"quiet"`` without an error.
+        why: the reason, as a sentence.
+        kind: ``"alone"`` if the cause is on this rank, ``"after"`` if another rank is the cause,
+            ``"quiet"`` if there was no error.
     """
 
     why: str
@@ -178,24 +180,25 @@ class Ends:
         store.set(f"process {rank}", json.dumps(_identity()))
 
     def record(self, end: End) -> None:
-        """Record for the other ranks that this process ends."""
+        """Write a record for the other ranks that this process ends."""
         self._store.set(f"ended {self._rank}", json.dumps(end))
 
     def find(self) -> dict[int, End]:
-        """Find the ranks whose processes have ended. If some of them are the cause, return only
-        those."""
+        """Find the ranks whose processes have ended. If some of them are the cause of the others,
+        return only the cause."""
         found = {rank: end for rank in self._others if (end := self._end_of(rank)) is not None}
         first = {rank: end for rank, end in found.items() if end.kind != "after"}
         return first or found
 
     def meet(self) -> None:
-        """Read the identities of all processes, after all ranks have made this object."""
+        """Read the identities of all processes. This is called after all ranks have created this
+        object."""
         found = self._store.multi_get([f"process {rank}" for rank in self._others])
         for rank, text in zip(self._others, found, strict=True):
             self._processes[rank] = tuple(json.loads(text))
 
     def gone(self) -> dict[int, End]:
-        """Find the processes on this machine that do not exist any more, without the store."""
+        """Find the processes on this machine that no longer exist, without using the store."""
         known = self._processes.items()
         return {rank: End(_KILLED, "alone") for rank, each in known if not _is_running(each)}
 
@@ -203,7 +206,7 @@ class Ends:
         """Wait until each other rank has read a record or ended.
 
         Args:
-            has_read: returns whether a rank has read it.
+            has_read: returns whether a rank has read the record.
             limit_s: the longest wait, in seconds.
         """
         deadline, waiting = time.monotonic() + limit_s, list(self._others)
@@ -242,16 +245,16 @@ def why_it_ends() -> End:
 
 
 def at_exit(action: Callable[[], None]) -> None:
-    """Call `action` when this process ends by itself, but not in processes that it forks."""
+    """Call `action` at the exit of this process, but not of processes that it forks."""
     # atexit does not run in processes that multiprocessing starts
     util.Finalize(None, action, exitpriority=100)
 
 
 def at_termination(action: Callable[[], bool]) -> None:
-    """Call `action` at SIGTERM, if neither the script nor a library handles that signal.
+    """Call `action` at SIGTERM if neither the script nor a library handles that signal.
 
     Args:
-        action: returns whether the process is to end by the signal. Its errors are raised in the
+        action: returns whether the signal should end the process. Its errors are raised in the
             script.
     """
     if (
@@ -263,7 +266,7 @@ def at_termination(action: Callable[[], bool]) -> None:
 
     def take(*_: Any) -> None:
         """Handle the signal."""
-        if os.getpid() != process or action():  # a forked process ends at once
+        if os.getpid() != process or action():  # a forked process ends without calling `action`
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -271,29 +274,29 @@ def at_termination(action: Callable[[], bool]) -> None:
 
 
 def _identity() -> tuple[str, ...]:
-    """Return the machine, number and start time of this process; empty if the system has no such
-    information."""
+    """Return the machine, id and start time of this process; empty if the system does not provide
+    them."""
     try:
         return (_here(), str(os.getpid()), _state(os.getpid())[1])
-    except OSError:  # not Linux: a process with the same number may be another one
+    except OSError:  # not Linux, where a process id alone may have been reused
         return ()
 
 
 @functools.cache
 def _here() -> str:
-    """Return the boot of the machine and the namespace of process numbers."""
+    """Return the boot id of the machine and the namespace of process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _state(process: int) -> tuple[str, str]:
-    """Return the state of a process, a letter, and its start time."""
+    """Return the state of a process (a letter) and its start time."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def _is_running(identity: tuple[str, ...]) -> bool:
-    """Whether a process is running; True if this machine cannot determine it."""
+    """Return whether a process is running; True if this cannot be determined on this machine."""
     if not identity or identity[0] != _here():
         return True
     try:
@@ -329,14 +332,15 @@ class Differences:
         self._followed: set[tuple[int, int, bool | None]] = set()
 
     def follow(self, call: RankCall) -> None:
-        """Note an operation in which all ranks agreed. It is expected after its predecessor."""
+        """Record an operation on which all ranks agreed. It is then expected to follow its
+        predecessor again."""
         self._followed.add(self._step(call))
         self._last = call
 
     def of(
         self, calls: Mapping[int, RankCall], ended: Mapping[int, End], own: RankCall, limit_s: float
     ) -> RankError:
-        """Return the error for ranks that do not agree.
+        """Return the error for ranks whose operations differ.
 
         Args:
             calls: the last operation of each rank that has one.
@@ -351,7 +355,7 @@ class Differences:
         if ended:
             return self.of_ended(ended, own)
         late = [rank for rank in range(self._num_ranks) if rank not in here]
-        late = late or [self._rank]  # the others have given up before this one came
+        late = late or [self._rank]  # the other ranks gave up before this rank arrived
         did = f"rank {self._rank} {own}{self._last_of(late, calls)}"
         what = f"{_ranks(late)} did not arrive within {limit_s:g} s: {did}"
         remedy = (
@@ -394,12 +398,12 @@ class Differences:
     def describe_wait(
         self, calls: Mapping[int, RankCall], own: RankCall, waited_s: float, limit_s: float
     ) -> str:
-        """Describe for how long this rank waits, and for which ranks.
+        """Describe how long this rank has waited, and for which ranks.
 
         Args:
             calls: the last operation of each rank that has one.
             own: this rank's operation.
-            waited_s, limit_s: the time that it has waited, and the longest wait, in seconds.
+            waited_s, limit_s: the time that this rank has waited, and the longest wait, in seconds.
         """
         late = [
             rank
@@ -441,8 +445,8 @@ class Differences:
         return sorted(found.values(), key=lambda ranks: -len(ranks))
 
     def _others(self, groups: Sequence[Sequence[int]], calls: Mapping[int, RankCall]) -> list[int]:
-        """Return the ranks that differ from the majority, or else from the expected order; none if
-        neither can be determined."""
+        """Return the ranks that differ from the majority or, without a majority, from the expected
+        order. Return no ranks if neither can be determined."""
         num_ranks = sum(map(len, groups))
         if 2 * len(groups[0]) > num_ranks:
             return sorted(rank for ranks in groups[1:] for rank in ranks)
@@ -460,7 +464,7 @@ class Differences:
     def _before(self, own: RankCall) -> str:
         alike = self._last is not None and self._last.number < own.number
         return (
-            f"; until then all ranks did the same, the last time where each {self._last.what}"
+            f"; before that, all ranks agreed; in the last common operation, each {self._last.what}"
             if alike and self._last
             else ""
         )
@@ -468,7 +472,7 @@ class Differences:
     def _last_of(self, late: Iterable[int], calls: Mapping[int, RankCall]) -> str:
         others = [rank for rank in late if rank in calls and rank != self._rank]
         said = [f"rank {rank}: {calls[rank]}" for rank in others[:_MOST_SHOWN]]
-        return f"; the last of {', of '.join(said)}" if said else ""
+        return f"; the last operation of {', of '.join(said)}" if said else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,17 +1,17 @@
 """Calls of a program with several stages or microbatches.
 
-A call takes the whole batch and runs the schedule, forward and backward of all microbatches. It
+A call takes the global batch and runs the schedule: forward and backward of all microbatches. It
 returns the model's result for the batch on every rank. With ``outputs="full"``, or with one stage
-and one microbatch, the result has every output. Otherwise it has the loss and None for the other
-outputs, since parts of microbatches do not form a whole tensor. `loss.backward()` then publishes
-the gradients, which are known already. The loss is the only differentiable output, and functions of
-it must be linear. If the user multiplies the loss, as gradient scalers do, and the graph computes
-in float16, the step runs again when the factor changes (`autopar.runtime.loss_scaling`). Setting
-`loss_scale` to the factor before the call avoids that.
+and one microbatch, the result contains every output. Otherwise, it contains the loss, and None for
+the other outputs, since their shards cannot be joined across microbatches. `loss.backward()`
+returns the gradients, which were computed in the call. The loss is the only differentiable output,
+and functions of it must be linear. If the user multiplies the loss, as gradient scalers do, and the
+graph computes in float16, the step runs again when the factor changes
+(`autopar.runtime.loss_scaling`). Set `loss_scale` to the factor before the call to avoid this.
 
-If the model returns no loss, a call runs all forwards and returns whole outputs. `backward` of a
-loss that the user computes from them runs all backwards (`autopar.program.transfers`) on every
-rank. `loss_scale` is not used then.
+If the model returns no loss, a call runs forward of all microbatches and returns full outputs. The
+user computes a loss from them. Its `backward` runs backward of all microbatches
+(`autopar.program.transfers`) on every rank. In this case, `loss_scale` is not used.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from autopar.runtime.rank_comm import by_all, rank
 # --------------------------------------------------------------------------------------------------
 # Autograd functions of calls of programs with several stages or microbatches.
 #
-# If the model returns no loss, a call runs all forwards, and backward of the user's loss runs all
-# backwards. If it returns a loss, a call runs forward and backward, and may run again for another
-# factor of the loss.
+# If the model returns no loss, a call runs forward of all microbatches, and backward of the user's
+# loss runs their backward. If the model returns a loss, a call runs forward and backward, and the
+# step may run again for another factor of the loss.
 
 
 class Answered(torch.autograd.Function):
-    """The forwards of all microbatches and, as their derivative, the backwards."""
+    """An autograd function whose forward and backward run those of all microbatches."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,7 @@ class Answered(torch.autograd.Function):
         anchor: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run all forwards, and return the outputs of the batch that a call returns.
+        """Run forward of all microbatches. Return the outputs of the batch that a call returns.
 
         Args:
             calls: the pipeline of this rank.
@@ -92,7 +92,7 @@ class Answered(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
-        """Run all backwards, and return the gradients of this rank's parameters.
+        """Run backward of all microbatches. Return the gradients of this rank's parameters.
 
         Raises:
             RuntimeStateError: if backward has run before.
@@ -137,8 +137,7 @@ class Answered(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------
-# A call of stages or microbatches that runs again if its loss was multiplied by another factor than
-# assumed.
+# A step that runs again if its loss was multiplied by another factor than assumed.
 
 
 class ScaledStep:
@@ -146,7 +145,7 @@ class ScaledStep:
 
     Args:
         calls: the pipeline of this rank.
-        scale: the factor that calls assume.
+        scale: the factor of the loss that calls assume.
         parts: the inputs of each microbatch, by name.
         buffers: the local buffers before the call, by name.
         parameters: the parameters of this rank.
@@ -171,9 +170,9 @@ class ScaledStep:
         self._versions = [(name, x, _version(x)) for name, x in self._changeable_tensors()]
 
     def run(self) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-        """Run the step, and return the batch's outputs by path and the gradients of this rank."""
+        """Run the step. Return the batch's outputs by path and the gradients of this rank."""
         assert self._operands is not None, (
-            "a step lets go of its operands when its gradients are handed out"
+            "a step frees its operands when its gradients are returned"
         )
         parts, buffers, parameters = self._operands
         return self._calls.step(parts, buffers, parameters, scale=self._assumed, keep=True)
@@ -183,10 +182,10 @@ class ScaledStep:
 
         Args:
             tangent: the tangent of the loss, a scalar.
-            made: the gradients of `run`. The list is emptied.
+            made: the gradients that `run` returned. The list is emptied.
 
         Raises:
-            RuntimeStateError: if the step has to run again, and a tensor that it reads was changed.
+            RuntimeStateError: if the step must run again, and a tensor that it reads was changed.
         """
         found, made[:] = [*made], []
         wanted = float(tangent)
@@ -198,7 +197,7 @@ class ScaledStep:
                         gradient.mul_(wanted / assumed)
             self._scale.confirm()
         else:
-            found.clear()  # their memory is needed
+            found.clear()  # free the memory for the second run
             found = self._again(wanted)
             self._scale.learn(wanted)
         self._operands, self._before, self._versions = None, None, []
@@ -206,7 +205,7 @@ class ScaledStep:
 
     def _again(self, tangent: float) -> list[Tensor | None]:
         """Return the gradients of a second run, which does not change buffers."""
-        assert self._operands is not None, "gradients are asked for once"
+        assert self._operands is not None, "gradients are returned once"
         parts, buffers, parameters = self._operands
         if self._before is None:
             what = (
@@ -220,7 +219,7 @@ class ScaledStep:
             "run backward before anything changes the tensor, or set pm.loss_scale to the factor"
             " of the loss before the call"
         )
-        # all ranks run again, or none
+        # either all ranks run again, or none
         by_all(lambda: self._check_unchanged(tangent, remedy), "backward", remedy)
         device = self._calls.device_type
         with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -253,8 +252,8 @@ class ScaledStep:
             )
 
     def _changeable_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that a second run reads and the user may change, by their names in
-        errors."""
+        """Return the tensors that a second run reads and the user may change, with their names for
+        error messages."""
         assert self._operands is not None, "the step has not run"
         parts, buffers, parameters = self._operands
         named = [
@@ -270,17 +269,18 @@ class ScaledStep:
 
 
 def _version(x: Tensor) -> int | None:
-    """Return the version counter of a tensor; None under inference mode, which has none."""
+    """Return the version counter of a tensor; None for a tensor of inference mode, which has no
+    counter."""
     return None if x.is_inference() else x._version
 
 
 # --------------------------------------------------------------------------------------------------
-# The loss of a step whose backward has run. Its `backward` publishes the gradients.
+# The loss of a step whose backward has already run. Its `backward` returns the gradients.
 
 
 class Published(torch.autograd.Function):
-    """The loss. Its backward publishes gradients that are known already, or runs the step again for
-    another factor of the loss."""
+    """An autograd function that returns the loss. Its backward returns the gradients of the step,
+    or runs the step again for another factor of the loss."""
 
     @staticmethod
     def forward(
@@ -292,13 +292,13 @@ class Published(torch.autograd.Function):
         anchor: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        """Return the loss. It is passed in a list, so that it is no input of the function: inputs
-        are returned as views, which cannot be changed in place.
+        """Return the loss. It is passed in a list, so that autograd does not treat it as an input:
+        autograd returns inputs as views, which cannot be changed in place.
 
         Args:
             calls: the pipeline of this rank.
             step: the step that computed the loss.
-            loss: the loss alone.
+            loss: a list that contains only the loss.
             gradients: the gradients of the step.
             anchor: a tensor that requires a gradient, so that backward also runs on ranks whose
                 parameters are all frozen.
@@ -340,10 +340,11 @@ class ScheduledCalls:
 
     Args:
         exchange: the exchange between the ranks of the pipeline, with the program of all stages.
-        executors: stage of this rank → runs its graphs.
+        executors: the executor of each stage of this rank, by the index of the stage.
         storages: the storage of parameters and buffers, by name.
-        devices: the mesh of a stage. world: the whole mesh.
-        outputs: the form of outputs that the user asked for.
+        devices: the mesh of a stage.
+        world: the whole mesh.
+        outputs: the form of outputs that the user selected.
     """
 
     def __init__(
@@ -372,7 +373,7 @@ class ScheduledCalls:
             if outputs == "dtensor" and not t.is_loss
         }
         if outputs not in ("full", "loss"):
-            _tell_of_missing(program, [t.name for t in program.outputs if t not in kept])
+            _warn_of_missing(program, [t.name for t in program.outputs if t not in kept])
         trained = {t.name for s in program.stages for t in s.parameters if t.has_gradient}
         self._is_trained = bool(trained)
         works = {
@@ -381,7 +382,7 @@ class ScheduledCalls:
         }
         groups = next(iter(executors.values())).groups
         how = program.microbatches.bound(lambda graph: bind(graph, groups, world.device_type))
-        self.held = _held_by(stages, trained)
+        self.held = _parameters_of(stages, trained)
         self._calls = StageCalls(exchange, works, how, kept, self.held, storages, world)
         if exchange.group is not None:
             share_overflows(exchange.group, world.device_type)
@@ -395,14 +396,16 @@ class ScheduledCalls:
         *,
         trains: bool,
     ) -> list[Tensor | None]:
-        """Run a step. If gradients are enabled and the model returns a loss, backward has run.
+        """Run a step. If gradients are enabled and the model returns a loss, this includes
+        backward.
 
         Args:
-            inputs: the local inputs of the batch, in the order of the program's.
+            inputs: the local inputs of the batch, in the program's order.
             parameters: the DTensors of `held`, in its order.
             buffers: the DTensors of the buffers, by name.
             scale: the factor of the loss.
-            trains: not used, since a rank whose stages train nothing takes part in backward, too.
+            trains: unused, since a rank whose stages have no trained parameters also takes part in
+                backward.
         """
         local = {name: self._storages[name].local(b) for name, b in buffers.items()}
         named = {t.name: x for t, x in zip(self._program.inputs, inputs, strict=True)}
@@ -430,9 +433,9 @@ class ScheduledCalls:
         `autopar.runtime.backward.clip_over_stages`.
 
         Args:
-            parameters: the parameters of this rank's stages, with their names. One that several
-                stages hold counts once.
-            max_norm: the largest norm of all gradients together.
+            parameters: pairs of the name and value of each parameter of this rank's stages. A
+                parameter that several stages hold counts once.
+            max_norm: the largest norm over all gradients.
             norm_type: the order of the norm.
         """
         elsewhere = self._calls.exchange.counted_elsewhere()
@@ -441,8 +444,8 @@ class ScheduledCalls:
         return clip_over_stages(counted, max_norm, norm_type, group, self._devices)
 
     def _count_draws(self, buffers: Mapping[str, Tensor]) -> None:
-        """Advance the random state if no stage of this rank draws, so that it stays equal on all
-        ranks."""
+        """Advance the random state if no stage of this rank draws random numbers, so that the state
+        stays equal on all ranks."""
         if not self._draws and random.STATE in buffers:
             with torch.no_grad():
                 buffers[random.STATE].add_(self._calls.how.num)
@@ -456,7 +459,7 @@ class ScheduledCalls:
         *,
         keep: bool,
     ) -> dict[str, Tensor]:
-        """Run forward, with `keep` also backward, and return the outputs by name."""
+        """Run forward and, with `keep`, also backward. Return the outputs, by name."""
         loss = self._calls.how.loss
         with torch.autocast(self._devices.device_type, enabled=False):
             if not keep:
@@ -464,7 +467,7 @@ class ScheduledCalls:
             step = ScaledStep(self._calls, scale, parts, buffers, parameters)
             outputs, gradients = step.run()
         if loss is not None:
-            # with it, backward also runs on a rank whose parameters are all frozen
+            # the anchor makes backward run also on a rank whose parameters are all frozen
             anchor = torch.empty(0, requires_grad=True)
             outputs[loss] = Published.apply(
                 self._calls, step, [outputs[loss]], gradients, anchor, *parameters
@@ -477,15 +480,15 @@ class ScheduledCalls:
         buffers: Mapping[str, Tensor],
         parameters: Sequence[Tensor],
     ) -> dict[str, Tensor]:
-        """Run all forwards, and return the outputs by name. Backward through them runs all
-        backwards."""
+        """Run forward of all microbatches. Return the outputs, by name. Their backward runs
+        backward of all microbatches."""
         anchor = torch.empty(0, device=self._devices.device_type, requires_grad=True)
         found = Answered.apply(self._calls, parts, buffers, anchor, *parameters)
         return dict(zip((t.name for t in self._calls.kept), found, strict=True))
 
 
-def _tell_of_missing(program: Program, names: Sequence[str]) -> None:
-    """Warn, on one rank, that a call returns None for outputs of the model."""
+def _warn_of_missing(program: Program, names: Sequence[str]) -> None:
+    """Log a warning on the first rank that a call returns None for outputs of the model."""
     if not names or rank() != 0:
         return
     num = program.microbatches.num
@@ -498,7 +501,7 @@ def _tell_of_missing(program: Program, names: Sequence[str]) -> None:
 
 
 def _describe_missing(program: Program, names: Sequence[str]) -> str:
-    """Describe by position and path which outputs are None."""
+    """Describe which outputs are None, by position and path."""
     places = {t.name: number for number, t in enumerate(program.outputs)}
     shown = ", ".join(
         f"output {places[name]} ({name})" if not name.isdecimal() else f"output {name}"
@@ -508,8 +511,10 @@ def _describe_missing(program: Program, names: Sequence[str]) -> str:
     return f"{shown}{more} {'is' if len(names) == 1 else 'are'} None"
 
 
-def _held_by(stages: Iterable[StageProgram], trained: Collection[str]) -> tuple[ProgramTensor, ...]:
-    """Return the parameters of stages, each once. A parameter has a gradient if it has one in any
-    stage of the model."""
+def _parameters_of(
+    stages: Iterable[StageProgram], trained: Collection[str]
+) -> tuple[ProgramTensor, ...]:
+    """Return the parameters of stages without duplicates. A parameter has a gradient if it has one
+    in any stage of the model."""
     found = {t.name: t for stage in stages for t in stage.parameters}
     return tuple(replace(t, has_gradient=t.name in trained) for t in found.values())

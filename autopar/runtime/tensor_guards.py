@@ -23,8 +23,8 @@ _MARK = "_autopar_storage"
 
 
 def watch_data(parameters: Iterable[Tensor]) -> None:
-    """Note the storage of each distributed parameter. A parameter that is watched already, by
-    another program of its module, keeps its mark: its data may have been assigned since.
+    """Record the storage of each distributed parameter. A parameter that another program of its
+    module already watches keeps its record, since its data may have been assigned since then.
     """
     for parameter in parameters:
         if isinstance(parameter, DTensor) and not _is_watched(parameter):
@@ -37,11 +37,11 @@ def _is_watched(parameter: Tensor) -> bool:
 
 
 def refuse_given_data(name: str, parameter: Tensor) -> None:
-    """Refuse a watched parameter whose data was assigned since. Copies (`copy.deepcopy`) are not
+    """Check that the data of a watched parameter was not assigned. Copies (`copy.deepcopy`) are not
     watched.
 
     Args:
-        name: the name of the parameter, for errors.
+        name: the name of the parameter, for error messages.
         parameter: the parameter.
 
     Raises:
@@ -63,7 +63,7 @@ def _mark(parameter: Tensor) -> tuple[int, int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Tensors of the user whose memory backward reads. They may not change between a call and its
+# Tensors that the user holds and backward reads. They must not change between a call and its
 # backward.
 
 
@@ -76,15 +76,15 @@ class Watched:
     def watch(self, named: Iterable[tuple[str, Tensor]], saved: Sequence[Any]) -> None:
         """Watch the tensors that share memory with a saved value.
 
-        Detached aliases are held. They share the version counter with all aliases, and keep no
-        memory alive that the saved value does not.
+        This object keeps detached aliases. Aliases share one version counter, and keep only memory
+        alive that the saved values also keep alive.
 
         Args:
-            named: local tensors with their names.
+            named: pairs of a name and a local tensor.
             saved: the values that backward reads.
 
         Raises:
-            RuntimeStateError: if such a tensor was made under `torch.inference_mode`, which does
+            RuntimeStateError: if such a tensor was created under `torch.inference_mode`, which does
                 not count changes.
         """
         read = {_memory(value) for value in saved if isinstance(value, Tensor) and value.numel()}
@@ -102,9 +102,9 @@ class Watched:
             self._tensors.append((name, tensor.detach(), tensor._version))
 
     def follow(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Also watch DTensors whose local tensor is watched under the same name, since they have
-        version counters of their own. Of results of autograd functions an alias is held, since
-        these would hold each other."""
+        """Also watch DTensors whose local tensor is watched under the same name, since a DTensor
+        has a separate version counter. This object keeps an alias of a result of an autograd
+        function, to avoid a reference cycle."""
         known = {name for name, _, _ in self._tensors}
         with DisableTorchFunctionSubclass():
             self._tensors += [
@@ -137,10 +137,10 @@ def _memory(tensor: Tensor) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Checksums of values, which show writes that version counters do not count:
+# Checksums of values. They detect writes that do not change version counters, such as
 # ``parameter.data.copy_(...)``.
 
-MOST = 2048  # values of a tensor in its checksum; smaller tensors use all
+MOST = 2048  # number of values in a checksum; all values of smaller tensors are used
 _WORDS = {
     1: torch.uint8,
     2: torch.int16,
@@ -150,8 +150,8 @@ _WORDS = {
 
 
 def sample_checksum(x: Tensor) -> int | None:
-    """Return a checksum of up to about `MOST` evenly spaced values; None for tensors without values
-    here (meta, fake), sparse tensors and tensor subclasses."""
+    """Return a checksum of about `MOST` evenly spaced values, or of all values of a small tensor.
+    Return None for tensors without values (meta, fake), sparse tensors and tensor subclasses."""
     if (
         type(x) not in (Tensor, nn.Parameter)
         or x.is_meta
@@ -159,13 +159,11 @@ def sample_checksum(x: Tensor) -> int | None:
         or not x.numel()
     ):
         return None
-    with (
-        torch.no_grad(),
-        no_modes(),
-    ):  # modes that count or trace the tensors of a step do not see these ops
+    # these ops must be invisible to modes that count or trace the tensors of a step
+    with torch.no_grad(), no_modes():
         x = x.detach().resolve_conj().resolve_neg()
         x = torch.view_as_real(x) if x.is_complex() else x
-        step = max(1, x.numel() // MOST) | 1  # odd: in each row of another column
+        step = max(1, x.numel() // MOST) | 1  # odd, so that each row samples other columns
         if x.is_contiguous():
             values = x.view(-1)[::step]
         else:

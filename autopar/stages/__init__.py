@@ -1,9 +1,9 @@
-"""Pipeline stages: one trace cut into several.
+"""Pipeline stages. One trace is cut into several traces.
 
 A *cut* is a position in the order of forward nodes. Nodes before it belong to an earlier stage.
-Every stage is a `Trace` whose inputs and outputs include the tensors that cross to and from its
-neighbours. Pricing, planning, emission, the interpreter and the prediction of memory therefore work
-on a stage as on a whole trace.
+Every stage is a `Trace` whose inputs and outputs include the tensors that it receives from and
+sends to its neighbors. Pricing, planning, emission, the interpreter and the prediction of memory
+therefore process a stage like a whole trace.
 """
 
 from autopar.stages.cutting import (

@@ -1,7 +1,7 @@
-"""Cut one trace into the traces of its pipeline stages.
+"""Cutting of one trace into the traces of its pipeline stages.
 
 `cut_trace` builds one `Trace` per stage from the assignment of nodes (`autopar.stages.placing`) and
-the tensors that cross between stages (`autopar.stages.cutting`).
+the tensors that cross between stages (`boundaries`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from autopar.stages.placing import CutError, CutPoint, Placing, levels, place
 # --------------------------------------------------------------------------------------------------
 # Legal cut points of a model, the tensors that cross between stages, and the nodes next to a cut.
 #
-# `boundaries` lists what crosses, `usable_points` the cut points that are legal, `seams` the nodes
-# that read or make tensors of other stages.
+# `boundaries` lists the tensors that cross, `usable_points` the legal cut points, and `seams` the
+# nodes that read or compute tensors of other stages.
 
 
 # --------------------------------------------------------------------------------------------------
-# What crosses each boundary between stages.
+# The tensors that cross each boundary between stages.
 #
-# A forward value crosses every boundary from the stage that makes it to the last one that reads
-# it; stages between pass it on. A gradient crosses in the opposite direction. It is paired with a
-# forward value of its shape and dtype, and crosses in the layout of that value, which mostly is the
-# value that it is the gradient of.
+# A forward value crosses every boundary from the stage that computes it to the last stage that
+# reads it; stages in between pass it on. A gradient crosses in the opposite direction. It is paired
+# with a forward value of the same shape and dtype, and crosses in the layout of that value. Usually
+# this is the value whose gradient it is.
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What crosses from one stage to the next, by names of nodes in the whole trace.
+    """The tensors that cross from one stage to the next, as names of nodes in the whole trace.
 
     Attributes:
-        values: forward values.
-        gradients: the gradient that comes back for each value, ``""`` if none does.
+        values: the forward values.
+        gradients: the gradient that is paired with each value; ``""`` if there is none.
     """
 
     values: tuple[str, ...]
@@ -49,16 +49,16 @@ class Boundary:
 
 
 def boundaries(trace: Trace, placing: Placing, num_stages: int) -> tuple[Boundary, ...]:
-    """List what crosses each boundary between stages, in order.
+    """Return the tensors that cross each boundary between stages, in order.
 
     Args:
         trace: the whole trace.
         placing: the stage of each node.
-        num_stages: number of stages; there is one boundary less.
+        num_stages: the number of stages; there is one boundary less.
 
     Raises:
-        CutError: if a gradient crosses and no forward value of its shape and dtype does, or if a
-            node with several results would cross.
+        CutError: if a gradient crosses but no forward value of the same shape and dtype does, or if
+            a node with several results would cross.
     """
     nodes = {n.name: n for n in trace.graph.nodes}
     forward = _spans(trace, placing, "forward")
@@ -75,7 +75,8 @@ def boundaries(trace: Trace, placing: Placing, num_stages: int) -> tuple[Boundar
 
 
 def _spans(trace: Trace, placing: Placing, phase: str) -> dict[str, tuple[int, int]]:
-    """Node name → the stage that makes it and the farthest stage that reads it, if these differ."""
+    """Return, for each node that crosses a boundary, the stage that computes it and the farthest
+    stage that reads it, by node name."""
     spans: dict[str, tuple[int, int]] = {}
     for node in trace.graph.nodes:
         made = placing.stage.get(node.name)
@@ -105,11 +106,11 @@ def _check_plain(node: fx.Node) -> None:
 def _carriers(
     values: Sequence[fx.Node], gradients: Sequence[fx.Node], before: Mapping[str, str]
 ) -> dict[str, str]:
-    """Gradient → the forward value that it is paired with.
+    """Return the forward value with which each gradient is paired.
 
-    A gradient keeps the value of the next boundary (`before`) if that value crosses here too. The
-    others are paired in the order in which backward makes them, which is the reversed order of
-    their values.
+    A gradient is paired with the same value as at the next boundary (`before`) if that value also
+    crosses this boundary. Other gradients are paired in the order in which backward computes them,
+    which is the reverse order of their values.
     """
     free = {v.name: v for v in values if v.meta["val"].is_floating_point()}
     riding: dict[str, str] = {}
@@ -141,11 +142,12 @@ NO_PIPELINE = "remove constraints.pipeline(): the axis is then used for data or 
 def usable_points(trace: Trace, at_least: int = 1) -> tuple[tuple[CutPoint, ...], Placing]:
     """Find the legal cut points, and the assignment of nodes if the model is cut at all of them.
 
-    Each point is legal on its own. `find_refusal` tells whether several are legal together.
+    Each point alone is legal. `find_refusal` checks whether several points are legal together.
 
     Args:
-        at_least: number of points wanted. The coarsest level with so many legal points is used, or
-            the level with the most.
+        trace: the whole trace.
+        at_least: the requested number of points. The coarsest level with this many legal points is
+            used; if there is none, the level with the most legal points.
 
     Raises:
         ConstraintError: if the model has no legal cut point.
@@ -170,8 +172,8 @@ def usable_points(trace: Trace, at_least: int = 1) -> tuple[tuple[CutPoint, ...]
 def _legal(
     trace: Trace, points: Sequence[CutPoint]
 ) -> tuple[tuple[CutPoint, ...], CutError | None]:
-    """The points at which the model can be cut one at a time and that can be placed together, and
-    the error of cutting at all points, if there is one."""
+    """Return the points at which the model can be cut one at a time and for which all nodes can be
+    placed together, and the error of cutting at all points, or None."""
     refusal = find_refusal(trace, [p.position for p in points]) if points else None
     if refusal is None:
         return tuple(points), None
@@ -181,7 +183,7 @@ def _legal(
     )
     if alone and _can_place(trace, alone):
         return tuple(alone), refusal
-    for point in alone:  # each alone can be cut, but not all together
+    for point in alone:  # each point is legal alone, but not all together
         if _can_place(trace, [*legal, point]):
             legal.append(point)
     return tuple(legal), refusal
@@ -196,7 +198,7 @@ def _can_place(trace: Trace, points: Sequence[CutPoint]) -> bool:
 
 
 def find_refusal(trace: Trace, positions: Sequence[int]) -> CutError | None:
-    """Return the error of cutting the model at all these positions, or None if it can be cut."""
+    """Return the error of cutting the model at all these positions; None if it can be cut."""
     try:
         boundaries(trace, place(trace, positions), len(positions) + 1)
     except CutError as error:
@@ -209,9 +211,8 @@ class Seams:
     """The nodes next to the boundaries of a cut.
 
     Attributes:
-        apart: nodes that read a result of another stage, or one that each stage computes for
-            itself.
-        exposed: nodes whose results another stage reads.
+        apart: the nodes that read a result of another stage, or of a copied node.
+        exposed: the nodes whose results another stage reads.
     """
 
     apart: frozenset[str]
@@ -219,10 +220,10 @@ class Seams:
 
 
 def seams(trace: Trace, placing: Placing) -> Seams:
-    """Find the nodes of a trace that lie next to the boundaries of a cut."""
+    """Find the nodes of a trace that are next to the boundaries of a cut."""
 
     def side(node: fx.Node) -> object:
-        """The stage of a node, or the reason why it has none."""
+        """Return the stage of a node, or the reason why it has no stage."""
         if node.name in placing.copied:
             return "copied"
         return (
@@ -249,12 +250,10 @@ class Cut:
     """A trace in stages.
 
     Attributes:
-        stages: one trace per stage. Equal nodes have the names and keys that they have in the whole
-            trace.
+        stages: one trace per stage. Nodes have the same names and keys as in the whole trace.
         boundaries: the tensors that cross from each stage to the next.
-        shared: parameter name → the stages that hold it, for parameters that several stages hold.
-            Each stage computes a part of the gradient. The gradient is their sum, taken once per
-            step.
+        shared: the stages that hold each parameter that several stages hold, by name. Each stage
+            computes one term of the gradient. The terms are summed once per step.
     """
 
     stages: tuple[Trace, ...]
@@ -266,8 +265,9 @@ def cut_trace(trace: Trace, positions: Sequence[int]) -> Cut:
     """Cut a trace into pipeline stages.
 
     Args:
-        positions: indices of forward nodes, distinct. Each of these nodes begins a new stage.
-            Without any, the whole trace is the only stage.
+        trace: the whole trace.
+        positions: distinct indices of forward nodes. Each of these nodes begins a new stage.
+            Without positions, the whole trace is the only stage.
 
     Raises:
         CutError: if the model cannot be cut there. The error names the op that prevents it.
@@ -287,7 +287,7 @@ def cut_trace(trace: Trace, positions: Sequence[int]) -> Cut:
 
 @dataclass
 class _StageNodes:
-    """The trace of one stage while it is built."""
+    """The builder of the trace of one stage."""
 
     trace: Trace
     placing: Placing
@@ -295,11 +295,11 @@ class _StageNodes:
     number: int
     positions: tuple[int, ...]
     graph: fx.Graph = field(default_factory=fx.Graph)
-    env: dict[str, fx.Node] = field(default_factory=dict)  # name in the whole trace → node here
+    env: dict[str, fx.Node] = field(default_factory=dict)  # name in the whole trace → new node
     results: list[fx.Node] = field(default_factory=list)
 
     def build(self) -> Trace:
-        """Build the stage: placeholders, its own and copied nodes, and the outputs."""
+        """Build the stage: placeholders, nodes of the stage, copied nodes, and outputs."""
         nodes = {n.name: n for n in self.trace.graph.nodes}
         flat = next(iter(reversed(self.trace.graph.nodes))).args[0]
         before = self.crossing[self.number - 1] if self.number else Boundary((), ())
@@ -321,8 +321,8 @@ class _StageNodes:
     def _find_needed(
         self, nodes: dict[str, fx.Node], flat: Sequence[fx.Node], after: Boundary, before: Boundary
     ) -> set[str]:
-        """Names of the nodes that this stage runs: its own, and the copied nodes that its own
-        nodes, its outputs and its buffers read."""
+        """Return the names of the nodes that this stage runs: the nodes of the stage, and the
+        copied nodes that its nodes, outputs and buffers read."""
         arriving = {*before.values, *after.gradients} - {""}
         needed = {n for n in nodes if self._mine(n)} - arriving
         needed |= {
@@ -331,7 +331,8 @@ class _StageNodes:
             if self._returns(o.node) and o.node in self.placing.copied
         }
         read = self._add_copied_operands(nodes, needed, sorted(needed))
-        for name, index in self.trace.mutated.items():  # the stage of a buffer makes its new value
+        # the stage of a buffer computes its new value
+        for name, index in self.trace.mutated.items():
             buffer = next(b.node for b in self.trace.buffers if b.name == name)
             value = flat[index].name
             home = self.placing.homes.get(value) == self.number and _leads_to(
@@ -361,10 +362,10 @@ class _StageNodes:
         return read
 
     def _held_placeholders(self, nodes: dict[str, fx.Node]) -> set[str]:
-        """Placeholders that belong to this stage even if none of its nodes reads them.
+        """Return the placeholders that belong to this stage even if none of its nodes reads them.
 
-        These are its parameters, inputs that it returns as outputs, the buffers that it updates,
-        and, in the last stage, the buffers that nothing reads.
+        These are its parameters, inputs that it returns as outputs, buffers that it updates and, in
+        the last stage, buffers that no node reads.
         """
         held = {
             p.node for p in self.trace.parameters if self.number in self.placing.holders[p.name]
@@ -388,10 +389,11 @@ class _StageNodes:
         return held
 
     def _placeholders(self, nodes: dict[str, fx.Node], before: Boundary, after: Boundary) -> None:
-        """Create the placeholders of the stage, in the order in which a trace has them."""
+        """Create the placeholders of the stage, in the order of a trace."""
         held = self._held_placeholders(nodes)
         read = {o.name for name in self._needed for o in nodes[name].all_input_nodes}
-        read -= {p.node for p in self.trace.parameters}  # read by a stage only if it holds them
+        # a stage reads a parameter only if it holds it
+        read -= {p.node for p in self.trace.parameters}
         for entries in (self.trace.parameters, self.trace.buffers, self.trace.inputs):
             for entry in entries:
                 if entry.node in held or entry.node in read:
@@ -463,7 +465,7 @@ class _StageNodes:
         )
 
     def _returns(self, name: str) -> bool:
-        """Whether this stage returns an output of the model, given by its node."""
+        """Return whether this stage returns an output of the model, given by the node's name."""
         return self.placing.returning[name] == self.number
 
     def _add_result(self, name: str) -> int:
@@ -482,7 +484,7 @@ class _StageNodes:
         return replace(p, gradient=index)
 
     def _sum(self, terms: Sequence[fx.Node]) -> int:
-        """Add up gradients; returns the index of the sum among the results."""
+        """Sum gradients. Return the index of the sum among the results."""
         total = terms[0]
         for ordinal, term in enumerate(terms[1:]):
             like = total
@@ -496,7 +498,8 @@ class _StageNodes:
 
 
 def _leads_to(node: fx.Node, value: fx.Node, among: Collection[str]) -> bool:
-    """Whether every path from a node ends at `value` and passes only through nodes in `among`."""
+    """Return whether every path from a node ends at `value` and passes only through nodes in
+    `among`."""
     left, seen = [node], {value}
     while left:
         here = left.pop()

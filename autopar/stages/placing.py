@@ -2,12 +2,13 @@
 
 `cut_points` lists the places at which stages may begin. `place` assigns every node to a stage.
 
-The stage of a forward node follows from its position. Forward nodes that depend on no parameter
-(masks, positions, numbers of labels) are *copied*: every stage that needs one computes it from the
-batch. Backward flows from the last stage to the first. At each boundary a backward node is *late*
-(in a later stage) or *early*. A node that reads a forward value available on one side only is on
-that side. The gradient of a parameter is computed where the parameter is. The remaining nodes add
-and reshape gradients. A minimum cut places them so that the fewest bytes cross the boundary.
+The stage of a forward node is determined by its position. Forward nodes that depend on no parameter
+(masks, positions, numbers of labels) are *copied*: every stage that needs such a node computes it
+from the batch. Backward runs from the last stage to the first. At each boundary, a backward node is
+*late* (in a later stage) or *early*. A node that reads a forward value that is available on one
+side only is on that side. The gradient of a parameter is computed in the stage of the parameter.
+The remaining nodes add and reshape gradients. A minimum cut places them so that the fewest bytes
+cross the boundary.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from autopar.rules import where_of
 # --------------------------------------------------------------------------------------------------
 # Cut points: before the first node of every layer and of every other part of the model.
 #
-# If these are fewer than needed, modules within layers are used, one level of nesting after the
-# other, and finally the first use of each parameter. Any model with parameters has cut points.
+# If there are too few such points, modules within layers are used, one more level of nesting at a
+# time, and finally the first use of each parameter.
 
-_DEEPER = 6  # levels of modules within a layer
+_DEEPER = 6  # number of levels of modules within a layer
 
 
 @dataclass(frozen=True, slots=True)
 class CutPoint:
-    """A place to cut.
+    """A place at which a stage may begin.
 
     Attributes:
-        position: index among the forward nodes. A cut puts this node and all later ones into a
-            later stage.
-        module: path of the layer or module that begins there.
+        position: an index of a forward node. A cut puts this node and all later ones into a later
+            stage.
+        module: the path of the layer or module that begins there.
     """
 
     position: int
@@ -49,14 +50,15 @@ class CutPoint:
 
 
 def forward_nodes(trace: Trace) -> list[fx.Node]:
-    """The compute nodes of forward, in order."""
+    """Return the compute nodes of forward, in order."""
     return [
         n for n in trace.graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"
     ]
 
 
 def layer_of(module: str) -> str:
-    """Path of a module up to its first layer index, or up to its second part if it has none."""
+    """Return the path of a module up to its first layer index; without an index, up to its second
+    part."""
     parts = module.split(".")
     for place, part in enumerate(parts):
         if part.isdigit():
@@ -65,11 +67,13 @@ def layer_of(module: str) -> str:
 
 
 def cut_points(trace: Trace, at_least: int = 1) -> tuple[CutPoint, ...]:
-    """List the places to cut a model, in order; none lies before the first read of a parameter.
+    """Return the cut points of a model, in order. All of them are after the first read of a
+    parameter.
 
     Args:
-        at_least: number of places wanted. The coarsest level with so many is returned, or the
-            finest level if none has so many.
+        trace: the trace of the model.
+        at_least: the requested number of cut points. The coarsest level with this many is returned;
+            if there is none, the finest level.
     """
     points: tuple[CutPoint, ...] = ()
     for points in levels(trace):
@@ -79,19 +83,19 @@ def cut_points(trace: Trace, at_least: int = 1) -> tuple[CutPoint, ...]:
 
 
 def most_parts(trace: Trace) -> int:
-    """Return the number of parts that a model can be cut into at most."""
+    """Return the largest number of parts into which a model can be cut."""
     return max(map(len, levels(trace))) + 1
 
 
 def levels(trace: Trace) -> Iterator[tuple[CutPoint, ...]]:
-    """Yield the cut points between layers, then those of finer and finer parts of the model.
+    """Yield the cut points between layers, then those between increasingly fine parts of the model.
 
-    Each level has more places than the level before.
+    Each level has more cut points than the previous one.
     """
     names = {p.node: p.name for p in trace.parameters}
 
     def first_parameter(node: fx.Node) -> str:
-        """Name of the first parameter that a node reads; "" if it reads none."""
+        """Return the name of the first parameter that a node reads; "" if it reads none."""
         return next(
             (names[operand.name] for operand in node.all_input_nodes if operand.name in names), ""
         )
@@ -100,7 +104,7 @@ def levels(trace: Trace) -> Iterator[tuple[CutPoint, ...]]:
     for depth in range(_DEEPER + 1):
 
         def part_at_depth(node: fx.Node, depth: int = depth) -> str:
-            """Path of the part that a node belongs to, `depth` levels within its layer."""
+            """Return the path of the part that contains a node, `depth` levels within its layer."""
             return _part_of(node.meta["module"], depth)
 
         points = tuple(_points(nodes, part_at_depth))
@@ -113,13 +117,14 @@ def levels(trace: Trace) -> Iterator[tuple[CutPoint, ...]]:
 
 
 def _part_of(module: str, deeper: int) -> str:
-    """Path of the layer of a module, or of the module `deeper` levels within that layer."""
+    """Return the path of the layer of a module, or of the module `deeper` levels within that
+    layer."""
     layer = layer_of(module)
     return ".".join([layer, *module[len(layer) + 1 :].split(".")[:deeper]]).rstrip(".")
 
 
 def _nodes_on_parameters(trace: Trace) -> list[tuple[int, fx.Node]]:
-    """The forward nodes whose values depend on parameters, with their positions."""
+    """Return the forward nodes whose values depend on parameters, with their positions."""
     on_parameters, found = {p.node for p in trace.parameters}, []
     for position, node in enumerate(forward_nodes(trace)):
         if any(operand.name in on_parameters for operand in node.all_input_nodes):
@@ -141,13 +146,13 @@ def _points(
 
 
 _add = torch.ops.aten.add.Tensor
-_NO_CARRIER = 2**60  # more bytes than any set of tensors that can cross
+_NO_CARRIER = 2**60  # more bytes than any possible set of crossing tensors
 _Kind = tuple[tuple[int, ...], torch.dtype | None]
 
 
 class CutError(EmissionError):
-    """The model cannot be cut at a place; names the op that prevents it. The caller adds the
-    remedy."""
+    """Raised if the model cannot be cut at a position. The message names the op that prevents it.
+    The caller adds the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +160,14 @@ class Placing:
     """The stage of each node.
 
     Attributes:
-        stage: node name → stage. Tangents are included; copied nodes and other placeholders are
-            not.
-        returning: node of an output of the model → the stage that returns it.
-        copied: nodes that every stage computes for itself if it needs them.
-        homes: forward node → stage according to its position, copied nodes included.
-        holders: parameter name → the stages that read it.
-        terms: parameter name → the nodes whose sum is its gradient, for parameters that several
-            stages hold.
+        stage: the stage of each node, by name. Tangents are included; copied nodes and other
+            placeholders are not.
+        returning: the stage that returns each output of the model, by the name of its node.
+        copied: the nodes that every stage computes if it needs them.
+        homes: the stage of each forward node according to its position, including copied nodes.
+        holders: the stages that read each parameter, by name.
+        terms: the nodes whose sum is the gradient, for each parameter that several stages hold, by
+            name.
         dropped: the additions of these terms. No stage runs them.
     """
 
@@ -179,17 +184,18 @@ def place(trace: Trace, positions: Sequence[int]) -> Placing:
     """Assign all nodes to stages, for cuts at `positions`.
 
     Args:
+        trace: the whole trace.
         positions: indices of forward nodes, in any order.
 
     Raises:
-        CutError: if a value would have to flow against the order of stages.
+        CutError: if a value would have to be sent against the order of stages.
     """
     return _Placer(trace, sorted(positions)).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """Constraints on the stage of each backward node: it is late at all boundaries before
+    """Constraints on the stage of each backward node. It is late at all boundaries before
     `late_before`, and early at all boundaries from `early_from` on."""
 
     late_before: dict[str, int]
@@ -202,18 +208,16 @@ class _Placer:
     positions: Sequence[int]
     stage: dict[str, int] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
-    last_reader: dict[str, int] = field(
-        default_factory=dict
-    )  # forward node → latest stage that reads it in forward
-    homes: dict[str, int] = field(
-        default_factory=dict
-    )  # forward node → stage by its position, copied ones too
-    _carriers: dict[int, set[_Kind]] = field(
-        default_factory=dict
-    )  # boundary → kinds of forward values that cross it
+    # forward node → latest stage that reads it in forward
+    last_reader: dict[str, int] = field(default_factory=dict)
+    # forward node, including copied ones → stage according to its position
+    homes: dict[str, int] = field(default_factory=dict)
+    # boundary → kinds of forward values that cross it
+    _carriers: dict[int, set[_Kind]] = field(default_factory=dict)
 
     def run(self) -> Placing:
-        """Place forward, then backward from the last boundary to the first, then check."""
+        """Place the nodes of forward, then those of backward from the last boundary to the first,
+        and check the result."""
         self._forward()
         holders = self._holders()
         returning = self._assign_outputs(holders)
@@ -279,7 +283,8 @@ class _Placer:
                     )
 
     def _holders(self) -> dict[str, tuple[int, ...]]:
-        """Parameter name → the stages that read it in forward; the first stage if none does."""
+        """Return the stages that read each parameter in forward, by name. A parameter that no stage
+        reads is in the first stage."""
         nodes = {n.name: n for n in self.trace.graph.nodes}
         found = {}
         for p in self.trace.parameters:
@@ -290,8 +295,9 @@ class _Placer:
         return found
 
     def _assign_outputs(self, holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Output's node → the stage that returns it: the one that computes it, or the last one
-        that holds it if it is a parameter, or the last stage if every stage has it."""
+        """Return the stage that returns each output, by the name of its node. This is the stage
+        that computes it, the last stage that holds it if it is a parameter, or otherwise the last
+        stage."""
         last, at = len(self.positions), {p.node: holders[p.name][-1] for p in self.trace.parameters}
         return {o.node: self.stage.get(o.node, at.get(o.node, last)) for o in self.trace.outputs}
 
@@ -309,10 +315,11 @@ class _Placer:
     def _pin_gradients(
         self, holders: Mapping[str, Sequence[int]], terms: Mapping[str, Sequence[fx.Node]]
     ) -> dict[str, int]:
-        """Backward node → its stage, for gradients of parameters and backward readers of them.
+        """Return the stage of each gradient of a parameter and each backward reader of a parameter,
+        by node name.
 
-        These run where the parameter is. If several stages hold it, they run in the stage whose
-        forward reader belongs to the same module.
+        These nodes run in the stage of the parameter. If several stages hold the parameter, they
+        run in the stage whose forward reader belongs to the same module.
         """
         nodes = {n.name: n for n in self.trace.graph.nodes}
         results = next(iter(reversed(self.trace.graph.nodes))).args[0]
@@ -355,8 +362,8 @@ class _Placer:
                     raise CutError(what, where=where_of(node))
 
     def _check_buffers(self, stages: Mapping[str, int]) -> None:
-        """Refuse a buffer that one stage updates and another one reads: the copy of the other
-        stage would not change."""
+        """Check that no buffer is updated by one stage and read by another, whose copy would not
+        change."""
         nodes, results = (
             {n.name: n for n in self.trace.graph.nodes},
             next(iter(reversed(self.trace.graph.nodes))).args[0],
@@ -375,7 +382,7 @@ class _Placer:
                 raise CutError(what, where=where_of(value))
 
     def _stages_reading(self, node: fx.Node, stages: Mapping[str, int]) -> set[int]:
-        """The stages that read the result of a node, directly or through copied nodes."""
+        """Return the stages that read the result of a node, directly or through copied nodes."""
         found, left, seen = set[int](), [node], set[fx.Node]()
         while left:
             for user in left.pop().users:
@@ -388,8 +395,8 @@ class _Placer:
     def _late(
         self, backward: Sequence[fx.Node], boundary: int, after: set[str], sides: _Sides
     ) -> set[str]:
-        """The backward nodes that are late at a boundary; includes `after`, those that are late at
-        the next one."""
+        """Return the backward nodes that are late at a boundary, including `after`, those that are
+        late at the next boundary."""
         late = after | {n.name for n in backward if boundary < sides.late_before[n.name]}
         early = {n.name for n in backward if boundary >= sides.early_from[n.name]}
         for node in backward if late & early else ():
@@ -418,8 +425,8 @@ class _Placer:
                 self._carriers.setdefault(boundary, set()).add(_kind(node))
 
     def _sides(self, backward: Sequence[fx.Node], pinned: Mapping[str, int]) -> _Sides:
-        """The constraints on backward nodes: operands of a late node are late; readers of an early
-        node, or of the tangent of an early output, are early."""
+        """Return the constraints on backward nodes. Operands of a late node are late; readers of an
+        early node, or of the tangent of an early output, are early."""
         sides = _Sides(
             {n.name: 0 for n in backward}, {n.name: len(self.positions) + 1 for n in backward}
         )
@@ -447,9 +454,8 @@ class _Placer:
         return sides
 
     def _stage_operands(self, node: fx.Node) -> list[fx.Node]:
-        """The operands of a backward node that forward or the loss made.
-
-        A getitem has none: it runs in the stage of its operand.
+        """Return the operands of a backward node that forward computes. A getitem has no such
+        operands, since it runs in the stage of its operand.
         """
         operands = () if node.target is operator.getitem else node.all_input_nodes
         return [o for o in operands if o.name in self.stage and o.op != "placeholder"]
@@ -471,11 +477,12 @@ def _addends(node: fx.Node, dropped: set[str]) -> Iterable[fx.Node]:
 def _cheapest(
     free: Sequence[fx.Node], late: set[str], all_names: set[str], carriers: set[_Kind]
 ) -> set[str]:
-    """Choose the late nodes among those that may be on either side, so that the fewest bytes cross.
+    """Return the late nodes among those that may be on either side, chosen so that the fewest bytes
+    cross the boundary.
 
-    In the flow graph each node is an edge with the bytes of its result as capacity. The edge is cut
-    if the result crosses the boundary, which requires that a forward value of the same shape and
-    dtype crosses there. No late node reads an early one.
+    In the flow graph, each node is an edge whose capacity is the size of its result in bytes. The
+    edge is cut if the result crosses the boundary. This requires that a forward value of the same
+    shape and dtype also crosses. No late node reads an early node.
     """
     graph = nx.DiGraph()
     undecided = {n.name for n in free}

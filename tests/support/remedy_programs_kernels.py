@@ -194,7 +194,7 @@ PROGRAMS: dict[str, Program] = {
         _scattered(dim=1), "scatter along a dim before the last", _scattered(dim=0)
     ),
     "kernels/normed.py _check 1": Program(
-        _scattered(residual=_X[:1]), "of the rank's part of the product", _scattered()
+        _scattered(residual=_X[:1]), "of the rank's shard of the product", _scattered()
     ),
     "kernels/normed.py dot_reduce_add_rmsnorm 0": Program(
         _product(9),

@@ -328,7 +328,7 @@ STANDING: dict[str, Program] = {
     ),
     "runtime/module_shell.py _refuse_operator.refuse 0": Program(
         _pair(lambda plain, module: len(module.body)),
-        "use the one of the plain model",
+        "use the operator of the plain model's module",
         _pair(lambda plain, module: len(plain.body)),
     ),
     "runtime/guarded_outputs.py _in_part 0": Program(

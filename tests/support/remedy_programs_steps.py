@@ -383,7 +383,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "runtime/parameters.py Storage._of_another_form 0": Program(
         of_module(_functional(lambda module, p: torch.ones(3))),
-        "compute it of what pm.get_parameter('layer.weight') is",
+        "compute it from p = pm.get_parameter('layer.weight')",
         of_module(_functional(lambda module, p: p * 2)),
     ),
     "runtime/parameter_module.py Holder._storage 0": Program(

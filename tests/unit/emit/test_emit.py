@@ -240,7 +240,7 @@ def test_a_collective_that_does_not_lead_where_the_plan_says_is_refused(
     )
     for change in changes:
         wrong = replace(step, collective=replace(step.collective, **change))
-        with pytest.raises(PlanError, match=r"leads from .* to .* for"):
+        with pytest.raises(PlanError, match=r"no .* converts .* to .* for"):
             emit_stage(trace, replace(made.plan, communications=(*others, wrong)))
 
 

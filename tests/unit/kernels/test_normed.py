@@ -173,7 +173,7 @@ def test_backward_is_a_sound_operator() -> None:
 X = torch.ones(2, 3)
 REFUSED: list[tuple[str, Any, str]] = [
     ("no part", lambda: reduce_add_rmsnorm([], X, X[0], EPS), "no peer"),
-    ("shape", lambda: reduce_add_rmsnorm([X[:1]], X, X[0], EPS), r"a part is \(1, 3\)"),
+    ("shape", lambda: reduce_add_rmsnorm([X[:1]], X, X[0], EPS), r"a part has shape \(1, 3\)"),
     ("weight", lambda: reduce_add_rmsnorm([X], X, X[0, :2], EPS), r"weight of \(2,\)"),
     (
         "dtype",

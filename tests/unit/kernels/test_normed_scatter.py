@@ -390,7 +390,7 @@ def test_operands_that_do_not_fit_are_refused(call: Any, message: str) -> None:
 def test_norms_that_the_kernel_does_not_take_are_refused(
     n: int, dtype: torch.dtype, rounded: torch.dtype, out: torch.dtype
 ) -> None:
-    with pytest.raises(KernelError, match=f"no kernel computes this norm: {n} of 8"):
+    with pytest.raises(KernelError, match=f"no kernel computes this norm: n={n} of 8"):
         norm = RmsNorm(n, EPS, dtype, rounded, out)
         normed_scatter.dot_reduce_add_rmsnorm(
             EQUATION, (A, B), X, W, ChunkedDim.of(0, GROUP, 1), norm

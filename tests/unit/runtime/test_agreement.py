@@ -105,7 +105,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_with_what_it_did_last() -> N
     told = ranks.run(lambda rank, each: None if rank else each.begin("calls the model", True))
     assert told[0].ranks == (1,)
     assert "rank 1 did not arrive within 0.5 s" in told[0].what
-    assert "the last of rank 1: runs backward" in told[0].what
+    assert "the last operation of rank 1: runs backward" in told[0].what
     assert "timeout" in told[0].remedy
     told = ranks.run(lambda rank, each: each.begin("calls the model", True) if rank else None)
     assert told[1].ranks == (1,), "it comes later, and does not go on alone"
