@@ -129,6 +129,11 @@ _NO_COMPUTING = (
 )
 
 
+class UndeterminedError(VerificationError):
+    """Raised if the result of the plain model itself changes when its values change by their
+    rounding, so that no program can be compared with it."""
+
+
 class PlainModelError(VerificationError):
     """Raised if the plain model cannot run, or if its loss is not finite."""
 

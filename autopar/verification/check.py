@@ -40,7 +40,7 @@ from autopar.program.lockstep import Lockstep, parts_in
 from autopar.program.program import Program
 from autopar.program.splitting import join
 from autopar.rules import where_of
-from autopar.verification.case import Case, PlainModelError
+from autopar.verification.case import Case, PlainModelError, UndeterminedError
 from autopar.verification.comparison import (
     Errors,
     Results,
@@ -53,7 +53,12 @@ from autopar.verification.comparison import (
     tolerance_of,
     tolerance_with,
 )
-from autopar.verification.rounding import noise_of_rounding, scale_of_zeros, scales_of_sums
+from autopar.verification.rounding import (
+    depends_on_rounding,
+    noise_of_rounding,
+    scale_of_zeros,
+    scales_of_sums,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Find the wrong node: join the values of every emitted node to a full tensor, and compare it with
@@ -81,6 +86,7 @@ def diagnose(case: Case, summary: str) -> None:
     floors = _floors(trace, values, case.computed)
     limit = tolerance_of(case.computed)
     mesh = case.program.stages[0].mesh
+    traced = {node.name: node for node in trace.graph.nodes}
     seen: set[fx.Node] = set()
 
     def check(phase: str, node: fx.Node, locals: list[Any]) -> None:
@@ -116,6 +122,18 @@ def diagnose(case: Case, summary: str) -> None:
         except (VerificationError, LayoutError, RuntimeError) as failure:
             error, told = float("inf"), str(failure)
         if error > limit:
+            _refuse_undetermined(
+                traced[name],
+                values,
+                lambda found: (
+                    relative_error(
+                        found[result] if isinstance(found, tuple | list) else found,
+                        reference,
+                        floors[name],
+                    )
+                    > limit
+                ),
+            )
             raise VerificationError(
                 _describe_difference(phase, node, layout, told, summary),
                 where=where_of(node),
@@ -123,6 +141,28 @@ def diagnose(case: Case, summary: str) -> None:
             )
 
     case.run_program(check)
+
+
+def _refuse_undetermined(
+    node: fx.Node, values: Mapping[str, tuple[Any, ...]], differs: Callable[[Any], bool]
+) -> None:
+    """Raise an error if a traced node has another result when its operands change by their
+    rounding; see `depends_on_rounding`.
+
+    Raises:
+        UndeterminedError: if it has.
+    """
+    if depends_on_rounding(node, values, differs):
+        raise UndeterminedError(
+            f"the model has no reproducible result to compare with: the result of"
+            f" {node_name(node)} changes if its operands change by their rounding, as it does with"
+            " another batch size or device",
+            where=where_of(node),
+            remedy=(
+                "verify with weights and a batch for which this op does not choose between nearly"
+                " equal numbers"
+            ),
+        )
 
 
 _REMEDY = (

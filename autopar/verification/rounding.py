@@ -224,6 +224,45 @@ def noise_of_rounding(case: Case) -> dict[str, float]:
     }
 
 
+_ROUNDED = 8  # perturbation of an operand, in roundings of its largest magnitude
+
+
+def depends_on_rounding(
+    node: fx.Node, values: Mapping[str, tuple[Any, ...]], differs: Callable[[Any], bool]
+) -> bool:
+    """Return whether a traced node has another result if its operands change by their rounding, as
+    a top-k of nearly equal numbers has.
+
+    Args:
+        node: the node.
+        values: the results of all traced nodes, by name.
+        differs: whether a result of the node differs from the one in `values`.
+    """
+    if node.op != "call_function" or any(n.name not in values for n in node.all_input_nodes):
+        return False
+    for seed in range(_ROUNDINGS):
+        generator = torch.Generator().manual_seed(seed)
+
+        def perturbed(n: fx.Node, generator: torch.Generator = generator) -> Any:
+            """Return the result of an operand's node, changed by its rounding."""
+            parts = tuple(_perturb(part, generator) for part in values[n.name])
+            return parts if len(parts) > 1 else parts[0]
+
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), perturbed)
+        if differs(node.target(*args, **kwargs)):  # type: ignore[operator]
+            return True
+    return False
+
+
+def _perturb(x: Any, generator: torch.Generator) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if not x.is_floating_point():
+        return x.clone()
+    change = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device, x.dtype)
+    return x + (2 * change - 1) * (_ROUNDED * torch.finfo(x.dtype).eps * magnitude(x))
+
+
 def _perturb_weights(case: Case, seed: int, share: float) -> Case:
     """Return the case with weights that change by a random share of at most half of `share`."""
     generator = torch.Generator().manual_seed(seed)

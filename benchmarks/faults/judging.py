@@ -4,7 +4,8 @@
 - *refused*: an `AutoparError` with a remedy, before a wrong result was computed.
 - *failed*: a wrong result, an `AutoparError` without a remedy, any other exception, a crash of the
   process, or a hang. `why` states which.
-- *invalid*: the case itself is wrong (the plain model raises), which is a fault of this benchmark.
+- *invalid*: the case itself is wrong (the plain model raises, or its own result depends on
+  rounding), which is a fault of this benchmark.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import AutoparError, VerificationError
+from autopar.verification.case import UndeterminedError
 
 WRONG, RAW, HANG, CRASH, NO_REMEDY = "wrong", "raw exception", "hang", "crash", "no remedy"
 CORRECT, REFUSED, FAILED, INVALID = "correct", "refused", "failed", "invalid"
@@ -56,6 +58,8 @@ def judge(run: Callable[[Notes], None]) -> dict[str, Any]:
     outcome, why, error = CORRECT, "", None
     try:
         run(notes)
+    except UndeterminedError as raised:
+        outcome, error = INVALID, str(raised)
     except (WrongResult, VerificationError) as raised:
         outcome, why, error = FAILED, WRONG, str(raised)
     except InvalidCase as raised:

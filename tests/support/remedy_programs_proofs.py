@@ -156,6 +156,39 @@ def _in_precision(dtype: torch.dtype | None) -> Callable[[], object]:
     return work
 
 
+class _Picks(nn.Module):
+    """Picks the tokens of the largest norm, with norms that the weights may make equal."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.down(self.up(x).relu())
+        h = nn.functional.normalize(h, dim=-1) + self.scale * x
+        picked = h.square().sum(-1).topk(3, 1).indices
+        return h.gather(1, picked.unsqueeze(-1).expand(-1, -1, 8)).square()[..., :2].mean()
+
+
+def _picked(scale: float) -> Callable[[], object]:
+    """Verify a plan that adds up partial sums; with a scale of 0, all norms are equal."""
+
+    def work() -> object:
+        torch.manual_seed(0)
+        model, x = _Picks(scale), torch.randn(12, 6, 8)
+        plan = autopar.plan(
+            model,
+            Mesh(gpu=4),
+            example_inputs=(x,),
+            hardware="cpu-gloo",
+            constraints=[autopar.constraints.tensor_parallel("1d", axes="gpu")],
+        )
+        return autopar.verify(plan, model, (x,))
+
+    return work
+
+
 def _filled(value: float) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         model.layer.weight.data.fill_(value)
@@ -225,6 +258,11 @@ PROGRAMS: dict[str, Program] = {
         _verified(model=lambda model: setattr(model, "scale", 2.0)),
         "the capture is wrong",
         _verified(),
+    ),
+    "verification/check.py _refuse_undetermined 0": Program(
+        _picked(0.0),
+        "does not choose between nearly equal numbers",
+        _picked(1.0),
     ),
     "verification/check.py diagnose.check 0": Program(
         _verified(program=_wrong_node), "check this node and its operands", _verified()
