@@ -259,6 +259,7 @@ class BetweenPeers:
         peers: the provider.
         ranks: the ranks whose work this process does.
         most: the largest number of pairs of any rank.
+        by_expert: see `autopar.ops.expert_layers.Exchange`.
         tables: the number of pairs that each rank has for each expert, by rank of this process.
     """
 
@@ -362,6 +363,7 @@ class FakePeers:
         size: the number of ranks.
         held: tensors that are alive during the whole step, with the dtypes of all rows.
         tables: the table of this rank; see `BetweenPeers`.
+        by_expert: see `autopar.ops.expert_layers.Exchange`.
     """
 
     size: int

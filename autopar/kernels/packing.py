@@ -71,8 +71,7 @@ class BucketLayout:
         return _compute_or_recall(_local_sizes, self, first, count)
 
 
-# Cached, since every training step uses the same few layouts, and the host must not delay the
-# device.
+# Cached, so that the host does not delay the device: all steps use the same few layouts.
 @lru_cache(maxsize=_REMEMBERED)
 def _segments(layout: BucketLayout) -> tuple[int, ...]:
     cut = zip(layout.sizes, layout.dims, strict=True)
@@ -194,13 +193,14 @@ def pack(
     scale: float = 1.0,
     squares: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the bucket of tensors that consist of the shards of ranks first, …, first + count − 1;
-    by default, of all ranks.
+    """Return the bucket of tensors that consist of the shards of `count` ranks from `first` on.
 
     Args:
         tensors: floating-point tensors with the shapes of `layout.local_sizes`.
-        dtype: the dtype of the bucket.
+        layout, dtype: the layout and the dtype of the bucket.
+        first, count: the first rank and the number of ranks; by default, all ranks.
         scale: the factor of every element, in fp32, or in fp64 if either dtype is fp64.
+        squares: whether sums of squares are computed.
 
     Returns:
         The bucket [count, layout.row], and the sum of squares of each tensor's scaled elements in a

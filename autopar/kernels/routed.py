@@ -66,6 +66,7 @@ class Routes:
 
     Attributes:
         row_bytes: the size of a row in bytes.
+        num_experts, size: the number of experts, and the number of ranks.
         most: the largest number of pairs of any rank.
     """
 
