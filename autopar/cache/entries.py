@@ -260,8 +260,8 @@ def _save(
         log.debug("the %s is not cached: %s", key.kind, reason)
         return
     head = {"format": _FORMAT, "version": _VERSION, "kind": key.kind, "about": about}
-    beside = {"manifest": manifest.to_json(), "messages": [list(each) for each in messages]}
-    store.write_entry(key.text, f"{json.dumps(head)}\n{json.dumps(beside)}\n{text}")
+    details = {"manifest": manifest.to_json(), "messages": [list(each) for each in messages]}
+    store.write_entry(key.text, f"{json.dumps(head)}\n{json.dumps(details)}\n{text}")
 
 
 @contextlib.contextmanager

@@ -229,8 +229,8 @@ def _read_old(path: Path) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:  # pickle and torch raise many classes for invalid files
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise unsafe(f"{path.name} of the checkpoint is refused: {said}", path) from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise unsafe(f"{path.name} of the checkpoint is refused: {reason}", path) from error
     if not isinstance(found, dict):
         raise ValueError(f"it is a {type(found).__name__}")
     return found
@@ -486,10 +486,12 @@ def _check_alike(parts: Mapping[str, Saved], written: Others) -> None:
             }
     everywhere = of_all(marks)
     for name in dict.fromkeys(name for each in everywhere for name in each):
-        said = {rank: each[name] for rank, each in enumerate(everywhere) if name in each}
-        if different := [rank for rank, mark in said.items() if mark != next(iter(said.values()))]:
+        marks_of = {rank: each[name] for rank, each in enumerate(everywhere) if name in each}
+        if different := [
+            rank for rank, mark in marks_of.items() if mark != next(iter(marks_of.values()))
+        ]:
             what = (
-                f"{name} differs between ranks {next(iter(said))} and {different[0]}, and only"
+                f"{name} differs between ranks {next(iter(marks_of))} and {different[0]}, and only"
                 " one value can be saved"
             )
             raise RuntimeStateError(what, where="what is saved with the model", remedy=_ALIKE)

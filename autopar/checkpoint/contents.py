@@ -232,14 +232,14 @@ def _overlap(boxes: Sequence[ChunkStorageMetadata]) -> bool:
     # those that begin before its offset and end after it.
     dims = range(len(boxes[0].sizes))
     along = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}))
-    going: list[ChunkStorageMetadata] = []
+    still_open: list[ChunkStorageMetadata] = []
     for box in sorted(boxes, key=lambda box: box.offsets[along]):
-        going = [
+        still_open = [
             other
-            for other in going
+            for other in still_open
             if other.offsets[along] + other.sizes[along] > box.offsets[along]
         ]
-        for other in going:
+        for other in still_open:
             if all(
                 max(a, b) < min(a + n, b + m)
                 for a, n, b, m in zip(
@@ -247,5 +247,5 @@ def _overlap(boxes: Sequence[ChunkStorageMetadata]) -> bool:
                 )
             ):
                 return True
-        going.append(box)
+        still_open.append(box)
     return False

@@ -56,10 +56,10 @@ def seen_by_all(place: Path, within_s: float) -> None:
     deadline = time.monotonic() + within_s
     while not place.is_dir() and time.monotonic() < deadline:
         time.sleep(PAUSE_S)
-    blind = [number for number, sees in enumerate(of_all(place.is_dir())) if not sees]
-    if blind:
+    not_seeing = [number for number, sees in enumerate(of_all(place.is_dir())) if not sees]
+    if not_seeing:
         raise RuntimeStateError(
-            f"ranks {blind} do not see the folder that rank 0 created",
+            f"ranks {not_seeing} do not see the folder that rank 0 created",
             where=str(place),
             remedy=SHARE,
         )
@@ -338,10 +338,10 @@ class Background:
         if self._error is not None:
             reason = self._error
             if isinstance(reason, RuntimeStateError):
-                said, remedy = reason.what, reason.remedy
+                message, remedy = reason.what, reason.remedy
             else:
-                said, remedy = f"{type(reason).__name__}: {reason}", ""
-            what = f"step {self._saving.step} was not saved in the background: {said}"
+                message, remedy = f"{type(reason).__name__}: {reason}", ""
+            what = f"step {self._saving.step} was not saved in the background: {message}"
             raise RuntimeStateError(
                 what, where=str(self.place), remedy=remedy or _FREE_SPACE
             ) from reason
@@ -366,9 +366,9 @@ class Background:
 def _mark(saving: Saving, kind: str, content: Any) -> None:
     """Write a marker file atomically."""
     path = saving.place / f"rank_{saving.rank:05d}{kind}"
-    begun = path.with_suffix(f"{kind}.tmp")
-    write_bytes(begun, json.dumps(content).encode())
-    begun.rename(path)
+    temporary = path.with_suffix(f"{kind}.tmp")
+    write_bytes(temporary, json.dumps(content).encode())
+    temporary.rename(path)
 
 
 def _mark_failed(saving: Saving, error: Exception) -> None:
@@ -393,9 +393,9 @@ def _collect_marks(saving: Saving) -> dict[str, int]:
         for other in sorted(missing):
             failed, done = (saving.place / f"rank_{other:05d}{kind}" for kind in (_FAILED, _DONE))
             if failed.exists():
-                said = read_json(failed.read_text())
+                message = read_json(failed.read_text())
                 raise RuntimeStateError(
-                    f"rank {other} could not write its part: {said}", remedy=_FREE_SPACE
+                    f"rank {other} could not write its part: {message}", remedy=_FREE_SPACE
                 )
             if done.exists():
                 sums |= read_json(done.read_text())

@@ -106,15 +106,15 @@ def check_alone(known: Mapping[int, str], found: Mapping[int, Path]) -> None:
     Raises:
         RuntimeStateError: if another run also saves into the folder.
     """
-    strange = {
+    foreign = {
         step: run
         for step, run in runs_of(found).items()
         if run not in (known.get(step), this_run())
     }
-    if strange:
-        step = max(strange)
+    if foreign:
+        step = max(foreign)
         what = (
-            f"another run also saves into this folder: step {step} was saved by {strange[step]},"
+            f"another run also saves into this folder: step {step} was saved by {foreign[step]},"
             f" this run is {this_run()}"
         )
         remedy = (
@@ -274,9 +274,9 @@ class Checkpoints:
         """
         steps = self.steps()
         if rank() == 0 and (
-            begun := [each.name for each in sorted(self.folder.glob("step_*.part"))]
+            unfinished := [each.name for each in sorted(self.folder.glob("step_*.part"))]
         ):
-            log.warning("incomplete checkpoints are not loaded: %s", ", ".join(begun))
+            log.warning("incomplete checkpoints are not loaded: %s", ", ".join(unfinished))
         if not steps:
             return 0
         known = by_first(lambda: runs_of(self._find_checkpoints()), str(self.folder))
@@ -291,8 +291,10 @@ class Checkpoints:
                 remedy=self._remedy(steps),
             )
         saved = read_others(place)
-        beside = with_saved(others_of(holder, others), saved, place, others)
-        missed = read_states(place, [*parts_of(holder, optimizer, weights=self.weights), *beside])
+        companions = with_saved(others_of(holder, others), saved, place, others)
+        missed = read_states(
+            place, [*parts_of(holder, optimizer, weights=self.weights), *companions]
+        )
         left = (*missed, *(name for name in saved.kinds if name not in others))
         if about["random_state"] is not None and (
             holder.random_state is not None or holder.variants is not None
@@ -456,10 +458,10 @@ class Checkpoints:
             )
         holder = holder_of(module)
         parts = parts_of(holder, optimizer, weights=self.weights)
-        beside, written = beside_of(holder, others)
+        companions, written = beside_of(holder, others)
         holder.check_values()
         run = by_first(lambda: self._begun(step), str(self.folder), "choose a writable folder")
-        writing, state = self._part(step, run), state_of([*parts, *beside.values()])
+        writing, state = self._part(step, run), state_of([*parts, *companions.values()])
         with self._another_run_first():
             seen_by_all(writing, SEEN_WITHIN_S)
             own = collect_parts(state, f"step {step}", _KEPT, writing, copies)
@@ -518,12 +520,12 @@ class Checkpoints:
         before = self._named(step, saving.place)
         sync_folder(self.folder)
         found = self._find_checkpoints()
-        begun = (
+        unfinished = (
             each
             for each in self.folder.glob("step_*.part")
             if (match := _NAME.match(each.name)) and int(match[1]) <= step
         )
-        for old in (before, *begun, *(found[n] for n in sorted(found)[: -self.keep])):
+        for old in (before, *unfinished, *(found[n] for n in sorted(found)[: -self.keep])):
             shutil.rmtree(old, ignore_errors=True)
 
     def _named(self, step: int, writing: Path) -> Path:

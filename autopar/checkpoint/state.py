@@ -296,8 +296,10 @@ def read_states(place: Path, parts: Sequence[Saved]) -> tuple[str, ...]:
         raise
     for part, keys in zip(parts, wanted, strict=True):
         part.take({key: state[key] for key in keys})
-    asked = any(isinstance(part, OptimizerState) and part.prefix == _OPTIMIZER for part in parts)
-    return () if asked or not _has_optimizer(saved) else ("optimizer",)
+    reads_optimizer = any(
+        isinstance(part, OptimizerState) and part.prefix == _OPTIMIZER for part in parts
+    )
+    return () if reads_optimizer or not _has_optimizer(saved) else ("optimizer",)
 
 
 def keys_of_model(place: Path, tied: Mapping[str, str]) -> dict[str, str]:

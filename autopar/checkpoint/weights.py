@@ -267,14 +267,14 @@ def put_in_place(
         (written / name).replace(folder / name)
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
-        begun = written / index.name
-        begun.write_text(
+        temporary = written / index.name
+        temporary.write_text(
             json.dumps(
                 {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2
             )
             + "\n"
         )
-        begun.replace(index)
+        temporary.replace(index)
     else:
         index.unlink(missing_ok=True)
     for each in earlier:
@@ -518,8 +518,8 @@ def put_together(
     by_first(lambda: put_in_place(written, folder, files, sum(sizes.values())), str(folder))
 
 
-def _dtype_in_file(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    return asked if asked is not None and own.is_floating_point else own
+def _dtype_in_file(own: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
+    return requested if requested is not None and own.is_floating_point else own
 
 
 def _same(name: str) -> str:

@@ -256,17 +256,17 @@ def _rebuilt(
     place = {node: number for number, node in enumerate(nodes)}
     at = dict(place)  # node → its position; nodes of a bucket have the position of the bucket
     buckets: dict[int, _BucketNodes] = {}
-    taken = set[fx.Node]()
+    placed = set[fx.Node]()
     for each in together:
-        stands = (min if slack_of(each.steps[0]) == "prefetchable" else max)(
+        position = (min if slack_of(each.steps[0]) == "prefetchable" else max)(
             place[step] for step in each.steps
         )
-        buckets[stands] = each
+        buckets[position] = each
         for node in each.nodes:
-            if node in taken:
+            if node in placed:
                 raise ChangedPlanError(f"{node.meta['key']} is in two buckets")
-            taken.add(node)
-            at[node] = stands
+            placed.add(node)
+            at[node] = position
     waits: TopologicalSorter[int] = TopologicalSorter()
     for node in nodes:
         waits.add(at[node], *({at[operand] for operand in node.all_input_nodes} - {at[node]}))

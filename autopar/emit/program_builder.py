@@ -177,8 +177,8 @@ def _check_own(trace: Trace, index: PlanIndex, mesh: Mesh) -> None:
                 and key in choices
                 and (node.target in OWN or (phase, key) in left)
             ):
-                said = tuple(c.collective for c in left.pop((str(phase), key), ()))
-                if said != own_moves(call_of(node), choices[key], mesh.shape):
+                planned = tuple(c.collective for c in left.pop((str(phase), key), ()))
+                if planned != own_moves(call_of(node), choices[key], mesh.shape):
                     what = (
                         f"the internal communication of {key} in {phase} differs from that of its"
                         f" strategy {choices[key]}"

@@ -83,10 +83,10 @@ def form_and_tokens(
     for device in ("meta", str(next(model.parameters()).device)):
         with torch.device(device), torch.no_grad():
             # A copy on meta takes no memory. Models that read values need real tensors.
-            asked = type(model)(model.config).to(dtype).eval() if device == "meta" else model
+            tried = type(model)(model.config).to(dtype).eval() if device == "meta" else model
             for form in forms(model, channels, sides):
                 try:
-                    found = asked.get_image_features(**build_batch(form, 1, dtype))
+                    found = tried.get_image_features(**build_batch(form, 1, dtype))
                 # a model may raise any error for a form that it does not accept
                 except Exception as error:
                     refusals.append(f"{type(error).__name__}: {error}")

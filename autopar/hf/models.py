@@ -216,9 +216,9 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
     if module_spec is None or module_spec.loader is None:
         raise AutoparError(f"{file!r} is not a Python file", remedy="pass a file that ends in .py")
     module = importlib.util.module_from_spec(module_spec)
-    beside = str(path.resolve().parent)
-    if beside not in sys.path:  # as for a script, modules in the same folder can be imported
-        sys.path.insert(0, beside)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # as for a script, modules in the same folder can be imported
+        sys.path.insert(0, folder)
     sys.modules[module_spec.name] = module  # dataclasses look up their module
     load = module_spec.loader.exec_module
     _of_users(spec, lambda: load(module))

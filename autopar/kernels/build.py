@@ -281,10 +281,10 @@ def _digest(path: Path) -> str:
 
 def _key(command: Sequence[str], files: Sequence[Path], folder: Path) -> str:
     """Return a hash of all inputs of the compilation."""
-    said = subprocess.run(
+    version = subprocess.run(
         [command[0], "--version"], capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
-    key = hashlib.sha256("\0".join((*command, said.stdout, platform.machine())).encode())
+    key = hashlib.sha256("\0".join((*command, version.stdout, platform.machine())).encode())
     for path in (*files, *sorted(folder.glob("include/*.h"))):
         key.update(f"\0{path.name}\0".encode() + path.read_bytes())
     return key.hexdigest()[:16]
@@ -295,7 +295,7 @@ def _compile(
 ) -> Built:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".building-") as scratch:
-        made, said, digest = (Path(scratch) / kind for kind in ("made", "log", "sha256"))
+        made, log, digest = (Path(scratch) / kind for kind in ("made", "log", "sha256"))
         line = [*command, *map(str, files), "-o", str(made)]
         status, report = _run(name, line)
         if status != 0:
@@ -304,10 +304,10 @@ def _compile(
             raise KernelError(
                 what, remedy=f"see the compiler output, or set another compiler in {variables}"
             )
-        said.write_text(report, encoding="utf-8")
+        log.write_text(report, encoding="utf-8")
         digest.write_text(_digest(made), encoding="utf-8")
         made.chmod(0o700)
-        for each in (said, digest):  # moved first, so that a library never exists without them
+        for each in (log, digest):  # moved first, so that a library never exists without them
             os.replace(each, place.with_name(f"{stem}.{each.name}"))
         os.replace(made, place)
     return Built(place, report, time.perf_counter() - start)
@@ -368,8 +368,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"architecture of the device; default: {' '.join(ARCHITECTURES)}",
     )
     options = parser.parse_args(arguments)
-    asked = [kind for kind in COMPILERS if getattr(options, kind)]
-    kinds = asked or [kind for kind in COMPILERS if has_compiler(kind)]
+    selected = [kind for kind in COMPILERS if getattr(options, kind)]
+    kinds = selected or [kind for kind in COMPILERS if has_compiler(kind)]
     failed = not kinds
     if failed:
         complain("neither g++ nor nvcc was found: the torch reference implementations will run")

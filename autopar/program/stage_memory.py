@@ -350,21 +350,21 @@ class _Measured:
             lambda: work.begin(collected, parameters, buffers, parts, 1.0, keep=True)
         )
         before = self._memory.live_bytes
-        for number, beside in enumerate((False, True)):
+        for number, still_sent in enumerate((False, True)):
             rise, received = self._rise(partial(work.arriving_inputs, number))
             found["received"] = rise.after
             del received
             found["forward"], _ = self._rise(partial(work.forward, number))
             sent = work.leaving_outputs(number)
-            if not beside:
+            if not still_sent:
                 found["sent"] = self._free(sent)
             rise, received = self._rise(partial(work.arriving_gradients, number))
             found["received_back"] = rise.after
             del received
-            found["backward_beside" if beside else "backward"], _ = self._rise(
+            found["backward_beside" if still_sent else "backward"], _ = self._rise(
                 partial(work.backward, number)
             )
-            if beside:
+            if still_sent:
                 found["sent_late"] = self._free(sent)
             found["returned"] = self._free(work.leaving_gradients(number))
         found["collected"] = (self._memory.live_bytes - before) // 2

@@ -199,8 +199,8 @@ def _join_axes(devices: DeviceMesh, axes: Sequence[Sequence[int]]) -> DeviceMesh
             else dist.new_group(along, use_local_synchronization=True)
         )
     names = devices.mesh_dim_names or tuple(f"axis{axis}" for axis in range(len(devices.shape)))
-    told = tuple("_".join(names[axis] for axis in joined) for joined in axes)
-    return DeviceMesh.from_group(groups, devices.device_type, mesh=ranks, mesh_dim_names=told)
+    dim_names = tuple("_".join(names[axis] for axis in joined) for joined in axes)
+    return DeviceMesh.from_group(groups, devices.device_type, mesh=ranks, mesh_dim_names=dim_names)
 
 
 def _alone(devices: DeviceMesh) -> DeviceMesh:

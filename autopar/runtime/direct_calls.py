@@ -92,11 +92,13 @@ class DirectCalls:
             scale: unused, since autograd passes the factor of the loss.
             trains: whether a parameter trains.
         """
-        asking = [x for x, t in zip(inputs, self._stage.inputs, strict=True) if t.has_gradient]
-        trains = trains or (torch.is_grad_enabled() and any(x.requires_grad for x in asking))
+        with_gradient = [
+            x for x, t in zip(inputs, self._stage.inputs, strict=True) if t.has_gradient
+        ]
+        trains = trains or (torch.is_grad_enabled() and any(x.requires_grad for x in with_gradient))
         watched = Watched()
         shown: Sequence[Tensor] = (
-            _Step.apply(self, watched, inputs, buffers, *asking, *parameters)
+            _Step.apply(self, watched, inputs, buffers, *with_gradient, *parameters)
             if trains
             else self.run_forward(inputs, parameters, buffers, watched, keep=False)[0]
         )
@@ -178,11 +180,11 @@ class DirectCalls:
             None if gradient is None else hold_value(self._storages[t.name].wrap(gradient))
             for t, gradient in named
         ]
-        asking = (t for t in self._stage.inputs if t.has_gradient)
+        with_gradient = (t for t in self._stage.inputs if t.has_gradient)
         return (
             *(
                 self._executor.as_given(gradient, t)
-                for t, gradient in zip(asking, gradients, strict=True)
+                for t, gradient in zip(with_gradient, gradients, strict=True)
             ),
             *wrapped,
         )

@@ -240,22 +240,22 @@ def compute(
         into: the full tensor that replaces an argument and is written, by the id of the argument.
     """
     written = {id(x): x for x in written_by(func, args, kwargs)}
-    stands: dict[int, Tensor] = dict(into or {})
+    replacements: dict[int, Tensor] = dict(into or {})
 
     def stand(x: Any) -> Any:
         """Return the full tensor of a DTensor; a copy if the function writes it."""
         if not isinstance(x, DTensor):
             return x
-        if id(x) not in stands:
-            stands[id(x)] = _whole(x).clone() if id(x) in written else _whole(x)
-        return stands[id(x)]
+        if id(x) not in replacements:
+            replacements[id(x)] = _whole(x).clone() if id(x) in written else _whole(x)
+        return replacements[id(x)]
 
     whole_args, whole_kwargs = tree_map(stand, args), tree_map(stand, kwargs)
     found = func(*whole_args, **whole_kwargs)
     if refusal is not None:
         _log_gathering(func.__name__, refusal)
     drawn = draws(func)
-    _write_back(func, written, stands, into or {})
+    _write_back(func, written, replacements, into or {})
     if len(written) == 1 and found is not None:
         return next(iter(written.values()))
     return None if found is None else tree_map(lambda x: _replicate_value(x, mesh, drawn), found)

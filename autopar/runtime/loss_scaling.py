@@ -179,17 +179,17 @@ def _share(
     """Reduce `found`, the overflows by device, over the ranks of a group. Ranks without gradients
     also take part."""
     here = [x.to(device_type).clamp(max=1.0) for x in found.values()]
-    told = torch.stack(
+    flags = torch.stack(
         [
             sum(here, torch.zeros((), device=device_type)),
             torch.tensor(float(bool(here)), device=device_type),
         ]
     )
-    dist.all_reduce(told, dist.ReduceOp.MAX, group)
-    if not found and bool(told[1]):
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group)
+    if not found and bool(flags[1]):
         found[found_inf.device] = found_inf
     for each in found.values():
-        each.copy_(told[0])
+        each.copy_(flags[0])
 
 
 def _live_groups() -> list[tuple[dist.ProcessGroup, str]]:

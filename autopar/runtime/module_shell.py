@@ -116,8 +116,8 @@ class Standing(nn.Module):
             private: Mapping[str, Any] = self.__dict__.get("_private", {})
             if name in private and reading.get() is not None:
                 return private[name]
-            if asked := self.__dict__.get("_asks"):
-                return getattr(self._modules[asked], name)
+            if delegate := self.__dict__.get("_asks"):
+                return getattr(self._modules[delegate], name)
             raise
 
     def _read_property(self, name: str, of_class: property | cached_property[Any]) -> Any:

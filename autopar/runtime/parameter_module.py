@@ -183,10 +183,10 @@ class Holder(Drawing):
             )
         on_meta = self._names_on_meta(model) if shared is None else []
         self._unset = Unset({name: self.stored(name) for name in on_meta})
-        told = (
+        any_on_meta = (
             of_all(bool(on_meta)) if shared is None and self._world.size() > 1 else [bool(on_meta)]
         )
-        self._awaits_values = any(told)  # equal on all ranks, since the check is collective
+        self._awaits_values = any(any_on_meta)  # equal on all ranks: the check is collective
         self.training = model.training
         self.register_state_dict_post_hook(_state_dict_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_hook)

@@ -153,12 +153,12 @@ class PlainModel:
             RuntimeStateError: if there is such a change.
         """
         self._num_checks += 1
-        looks = self._compares_values()
+        compares_values = self._compares_values()
         state = [
             compiled.training,
             *(_state_of(module) for _, ref, _ in self._modes if (module := ref()) is not None),
         ]
-        if state == self._checked and not looks:
+        if state == self._checked and not compares_values:
             return
         self._check_mode(compiled)
         self._check_hooks()
@@ -177,7 +177,7 @@ class PlainModel:
                 )
             if now.requires_grad != each.trains and each.is_parameter:
                 self._check_frozen(each, now, compiled)
-            if self._is_written(each, now, looks=looks):
+            if self._is_written(each, now, compares_values=compares_values):
                 written.append(each)
         if written:
             self._tell_of_written(written, compiled)
@@ -190,17 +190,17 @@ class PlainModel:
             self._unwritten is not None or self._num_checks & (self._num_checks - 1) == 0
         )
 
-    def _is_written(self, each: Noted, now: Tensor, *, looks: bool) -> bool:
+    def _is_written(self, each: Noted, now: Tensor, *, compares_values: bool) -> bool:
         """Return whether a tensor was written after the model was compiled.
 
         Args:
             each: the recorded state.
             now: the current tensor.
-            looks: whether checksums are also compared.
+            compares_values: whether checksums are also compared.
         """
         if not self._is_watched:
             return False
-        has_changed = each.is_written(now) or (looks and each.has_other_values(now))
+        has_changed = each.is_written(now) or (compares_values and each.has_other_values(now))
         return has_changed and not each.is_moved(now)
 
     def _check_mode(self, compiled: CompiledModule) -> None:

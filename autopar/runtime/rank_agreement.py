@@ -56,7 +56,7 @@ class Waiter:
     def __init__(self, store: dist.Store) -> None:
         store.set_timeout(_NO_LIMIT)
         self._store = store
-        self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._keys: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[str, bytes | RuntimeError]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -65,7 +65,7 @@ class Waiter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="autopar-waits", daemon=True)
             self._thread.start()
-        self._asked.put(key)
+        self._keys.put(key)
 
     def answer(self, key: str, within_s: float) -> bytes | None:
         """Return the value of a key; None if the key is not set in time.
@@ -91,12 +91,12 @@ class Waiter:
     def close(self) -> None:
         """Stop the thread. If it still waits for a key, this gives up after one second."""
         if self._thread is not None:
-            self._asked.put(None)
+            self._keys.put(None)
             self._thread.join(timeout=1.0)
             self._thread = None
 
     def _run(self) -> None:
-        while (key := self._asked.get()) is not None:
+        while (key := self._keys.get()) is not None:
             try:
                 self._answers.put((key, self._store.get(key)))
             except RuntimeError as error:
@@ -225,8 +225,8 @@ class Agreement:
         try:
             return self._wait(call, is_first=self._tally.count(total) == 1)
         except BaseException as reason:  # after an interrupt, this rank does not take part
-            said = f"was interrupted by {type(reason).__name__} while it waited: it {call.what}"
-            self._write(RankCall.of(call.number, said, call.line, call.stepped))
+            message = f"was interrupted by {type(reason).__name__} while it waited: it {call.what}"
+            self._write(RankCall.of(call.number, message, call.line, call.stepped))
             self._withdraw(call)
             raise
 
@@ -267,9 +267,9 @@ class Agreement:
         if gone := self._ends.gone():
             return self._differences.of_ended(gone, self._call)
         reason = str(error).strip().split("\n")[0]
-        said = f"the process that holds the process group's store does not answer: {reason}"
+        message = f"the process that holds the process group's store does not answer: {reason}"
         remedy = "find out why that process, rank 0 or the launcher, ended"
-        return RankError(f"{said}; rank {self._rank} {self._call}", remedy=remedy)
+        return RankError(f"{message}; rank {self._rank} {self._call}", remedy=remedy)
 
     def _has_failed(self, rank: int, number: int) -> bool:
         return bool(self._store.check([f"failed {number} {rank}"]))

@@ -114,8 +114,8 @@ def of_all_alike(topic: str, fact: Any) -> list[Any]:
     Raises:
         RuntimeStateError: on all ranks, if the topics differ.
     """
-    said = of_all((topic, fact), topic)
-    topics = [each[0] for each in said]
+    answers = of_all((topic, fact), topic)
+    topics = [each[0] for each in answers]
     if len(set(topics)) > 1:
         other = next(number for number, each in enumerate(topics) if each != topics[0])
         what = f"ranks do different things: rank 0 {topics[0]}, rank {other} {topics[other]}"
@@ -124,7 +124,7 @@ def of_all_alike(topic: str, fact: Any) -> list[Any]:
             " same shapes, dtypes and requires_grad"
         )
         raise RuntimeStateError(what, remedy=remedy)
-    return [each[1] for each in said]
+    return [each[1] for each in answers]
 
 
 def by_first(action: Callable[[], Any], where: str, remedy: str = "see the reason") -> Any:

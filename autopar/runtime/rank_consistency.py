@@ -58,11 +58,11 @@ def share_weights(model: nn.Module, devices: DeviceMesh) -> None:
         (name for name in different if len({facts[name][:2] for facts in found}) > 1), None
     )
     if other is not None:
-        said = " and ".join(
+        kinds = " and ".join(
             dict.fromkeys(f"{facts[other][1]} {facts[other][0]}" for facts in found)
         )
         remedy = "build the model with the same configuration and dtype on every rank"
-        raise RuntimeStateError(f"{other!r} is {said} on different ranks", remedy=remedy)
+        raise RuntimeStateError(f"{other!r} is {kinds} on different ranks", remedy=remedy)
     source = _ranks(devices)[0]
     for name in different:
         value = tensors[name].detach()

@@ -237,9 +237,9 @@ def why_it_ends() -> End:
         return End("its process ended; see its own messages for the reason", "quiet")
     if error is None:
         return End("it reached the end of its script, or called sys.exit", "quiet")
-    said = str(error).strip().split("\n")[0]
+    message = str(error).strip().split("\n")[0]
     return End(
-        f"it raised {type(error).__name__}{f': {said}' if said else ''}",
+        f"it raised {type(error).__name__}{f': {message}' if message else ''}",
         "after" if isinstance(error, RankError) else "alone",
     )
 
@@ -450,13 +450,13 @@ class Differences:
         num_ranks = sum(map(len, groups))
         if 2 * len(groups[0]) > num_ranks:
             return sorted(rank for ranks in groups[1:] for rank in ranks)
-        strange = [
+        unexpected = [
             rank
             for ranks in groups
             for rank in ranks
             if self._step(calls[rank]) not in self._followed
         ]
-        return sorted(strange) if len(strange) < num_ranks else []
+        return sorted(unexpected) if len(unexpected) < num_ranks else []
 
     def _step(self, call: RankCall) -> tuple[int, int, bool | None]:
         return (0 if self._last is None else self._last.digest, call.digest, call.stepped)
@@ -471,8 +471,8 @@ class Differences:
 
     def _last_of(self, late: Iterable[int], calls: Mapping[int, RankCall]) -> str:
         others = [rank for rank in late if rank in calls and rank != self._rank]
-        said = [f"rank {rank}: {calls[rank]}" for rank in others[:_MOST_SHOWN]]
-        return f"; the last operation of {', of '.join(said)}" if said else ""
+        lines = [f"rank {rank}: {calls[rank]}" for rank in others[:_MOST_SHOWN]]
+        return f"; the last operation of {', of '.join(lines)}" if lines else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

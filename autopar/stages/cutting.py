@@ -69,8 +69,8 @@ def boundaries(trace: Trace, placing: Placing, num_stages: int) -> tuple[Boundar
         values = [name for name, (first, last) in forward.items() if first <= boundary < last]
         gradients = [name for name, (first, last) in backward.items() if last <= boundary < first]
         carried = _carriers([nodes[n] for n in values], [nodes[n] for n in gradients], carried)
-        riding = {value: gradient for gradient, value in carried.items()}
-        found.append(Boundary(tuple(values), tuple(riding.get(name, "") for name in values)))
+        paired = {value: gradient for gradient, value in carried.items()}
+        found.append(Boundary(tuple(values), tuple(paired.get(name, "") for name in values)))
     return tuple(reversed(found))
 
 
@@ -113,12 +113,12 @@ def _carriers(
     which is the reverse order of their values.
     """
     free = {v.name: v for v in values if v.meta["val"].is_floating_point()}
-    riding: dict[str, str] = {}
+    paired: dict[str, str] = {}
     for gradient in gradients:
         if before.get(gradient.name) in free:
-            riding[gradient.name] = free.pop(before[gradient.name]).name
+            paired[gradient.name] = free.pop(before[gradient.name]).name
     for gradient in gradients:
-        if gradient.name in riding:
+        if gradient.name in paired:
             continue
         fitting = [name for name, value in free.items() if _alike(value, gradient)]
         if not fitting:
@@ -127,8 +127,8 @@ def _carriers(
                 " cut without a matching activation"
             )
             raise CutError(what, where=where_of(gradient))
-        riding[gradient.name] = free.pop(fitting[-1]).name
-    return riding
+        paired[gradient.name] = free.pop(fitting[-1]).name
+    return paired
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
