@@ -276,7 +276,8 @@ class Executor:
             buffers[position].copy_(value)
         del results[num_outputs:]
         for position, border in enumerate(self.program.outputs):
-            # A saved output is detached, so that it does not keep the autograd graph that holds it.
+            # Outputs are detached: a saved output must not refer to the autograd graph, which holds
+            # the saved values.
             local = results[position].detach()
             whole = border.is_loss or (self.outputs == "full" and not border.crosses)
             results[position] = (
