@@ -72,7 +72,7 @@ MODEL = ModelSpec("llama-1.2b", LLAMA)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Measurement:
     """The measurements of a method: seconds of a step on the device and on the host, peak in bytes,
     and ‖its gradients − eager's‖ / ‖eager's‖, if known."""
 
@@ -143,16 +143,16 @@ def row(
     def build() -> tuple[nn.Module, dict[str, Any]]:
         return built.build(**size, device="cuda")
 
-    eager: Seen | None = None
+    eager: Measurement | None = None
     rows, theirs = list[Row](), None if alone else dict[str, Tensor]()
     if theirs is not None:
-        eager = _seen(build, theirs, rounds)
+        eager = _measure(build, theirs, rounds)
         rows = [_row(base, "eager", eager, eager)]
         rows.append(
             _row(
                 base,
                 "eager, a checkpoint per layer",
-                _seen(lambda: _checkpointed(*build()), theirs, rounds),
+                _measure(lambda: _checkpointed(*build()), theirs, rounds),
                 eager,
             )
         )
@@ -161,7 +161,7 @@ def row(
                 _row(
                     base,
                     "eager, torch.compile",
-                    _seen(lambda: _by_inductor(*build()), theirs, rounds),
+                    _measure(lambda: _by_inductor(*build()), theirs, rounds),
                     eager,
                 )
             )
@@ -176,13 +176,13 @@ def row(
                 _row(
                     shown,
                     "autopar",
-                    _seen(partial(_compiled, program, devices, build), theirs, rounds),
+                    _measure(partial(_compiled, program, devices, build), theirs, rounds),
                     eager,
                     plan,
                 )
             )
             if inductor and theirs is not None and share == made[0][0] and not offloads:
-                seen = _seen(
+                seen = _measure(
                     partial(_compiled, program, devices, build, "inductor"), theirs, rounds
                 )
                 rows.append(_row(shown, "autopar, inductor", seen, eager))
@@ -243,7 +243,7 @@ def _compiled(
     return ParallelModule(program, devices, model, outputs="loss", backend=backend), data
 
 
-def _seen(build: Build, theirs: dict[str, Tensor] | None, rounds: int) -> Seen:
+def _measure(build: Build, theirs: dict[str, Tensor] | None, rounds: int) -> Measurement:
     """Measure what `build` returns, and leave nothing of it on the device. `theirs` holds eager's
     gradients on the host, once they are known."""
     seen = _measured(*build(), theirs, rounds)
@@ -255,7 +255,7 @@ def _seen(build: Build, theirs: dict[str, Tensor] | None, rounds: int) -> Seen:
 
 def _measured(
     model: nn.Module, data: dict[str, Any], theirs: dict[str, Tensor] | None, rounds: int
-) -> Seen:
+) -> Measurement:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def gradients() -> None:
@@ -273,7 +273,7 @@ def _measured(
     peak_bytes = torch.cuda.max_memory_allocated()
     update()
     times = measure({"step": in_turn(gradients, update)}, rounds)["step"]
-    return Seen(times.device_s, times.host_s, peak_bytes, difference)
+    return Measurement(times.device_s, times.host_s, peak_bytes, difference)
 
 
 def _compared(model: nn.Module, theirs: dict[str, Tensor]) -> float:
@@ -283,7 +283,9 @@ def _compared(model: nn.Module, theirs: dict[str, Tensor]) -> float:
     return _difference(ours, theirs)
 
 
-def _row(base: Row, method: str, seen: Seen, eager: Seen | None, plan: Plan | None = None) -> Row:
+def _row(
+    base: Row, method: str, seen: Measurement, eager: Measurement | None, plan: Plan | None = None
+) -> Row:
     step_s = max(seen.device_s, seen.host_s)
     found = {
         **base,

@@ -152,7 +152,7 @@ def follow(folder: Path, steps: int) -> list[dict[str, Any]]:
         _listens(port)  # the rendezvous is on the machine that does not fail
         agents.append(_agent(folder, meet, steps, "second"))
         _await(folder, agents, lambda told: len(told) >= steps // 3)
-        _lose(folder, agents[1], "second")
+        _kill_agent(folder, agents[1], "second")
         _await(
             folder,
             agents[:1],
@@ -164,8 +164,8 @@ def follow(folder: Path, steps: int) -> list[dict[str, Any]]:
             agent.wait(timeout=LIMIT_S)
     finally:
         for agent, name in zip(agents, NAMES, strict=False):
-            _lose(folder, agent, name)
-    return _told(folder)
+            _kill_agent(folder, agent, name)
+    return _reports(folder)
 
 
 def _agent(folder: Path, meet: str, steps: int, name: str) -> subprocess.Popen[bytes]:
@@ -195,7 +195,7 @@ def _agent(folder: Path, meet: str, steps: int, name: str) -> subprocess.Popen[b
         return subprocess.Popen(work, cwd=ROOT, env=known, stdout=log, stderr=log)
 
 
-def _lose(folder: Path, agent: subprocess.Popen[bytes], name: str) -> None:
+def _kill_agent(folder: Path, agent: subprocess.Popen[bytes], name: str) -> None:
     """Kill an agent and its processes, which are in other sessions."""
     agent.kill()
     agent.wait()
@@ -214,14 +214,14 @@ def _listens(port: int) -> None:
         time.sleep(0.1)
 
 
-def _told(folder: Path) -> list[dict[str, Any]]:
+def _reports(folder: Path) -> list[dict[str, Any]]:
     file = folder / WORD
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def _await(folder: Path, agents: Sequence[subprocess.Popen[bytes]], ends: Any) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while not ((told := _told(folder)) and ends(told)):
+    while not ((told := _reports(folder)) and ends(told)):
         ended = [agent for agent in agents if agent.poll() is not None]
         if ended or time.monotonic() > deadline:
             logs = "\n".join(

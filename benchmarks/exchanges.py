@@ -57,7 +57,7 @@ def drawn(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _units(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
+def _signs(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     """Return a tensor of the values -1, 0 and 1."""
     return torch.randint(-1, 2, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(
         dtype
@@ -83,7 +83,7 @@ def gathered(world: int, dtype: torch.dtype) -> Numerics:
             _flat(exact),
         )
 
-    return _judged(run)
+    return _compare_with_references(run)
 
 
 def scattered(world: int, dtype: torch.dtype) -> Numerics:
@@ -100,7 +100,7 @@ def scattered(world: int, dtype: torch.dtype) -> Numerics:
         )
         return made, matmul_reduce_scatter_reference(EQUATION, pairs, 0), exact
 
-    return _judged(run)
+    return _compare_with_references(run)
 
 
 def scattered_and_normed(world: int, dtype: torch.dtype) -> Numerics:
@@ -136,7 +136,7 @@ def scattered_and_normed(world: int, dtype: torch.dtype) -> Numerics:
             _flat(exact),
         )
 
-    return _judged(run)
+    return _compare_with_references(run)
 
 
 def dispatched(world: int, dtype: torch.dtype) -> Numerics:
@@ -183,8 +183,10 @@ def _flat(results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return list(chain.from_iterable(results))
 
 
-def _judged(run: Callable[[Draw], tuple[list[Tensor], list[Tensor], list[Tensor]]]) -> Numerics:
+def _compare_with_references(
+    run: Callable[[Draw], tuple[list[Tensor], list[Tensor], list[Tensor]]],
+) -> Numerics:
     """Compare random operands with float64, and integers with the reference."""
     made, _, exact = run(drawn)
-    whole, reference, _ = run(_units)
+    whole, reference, _ = run(_signs)
     return Numerics(made, exact, list(zip(whole, reference, strict=True)))

@@ -352,7 +352,12 @@ def _replace_operand(reader: fx.Node, index: int, product: fx.Node) -> None:
 
 
 def take_given(part: Trace, given: Sequence[Given]) -> Trace:
-    """Replace given values in a trace by inputs, and remove the nodes that computed them."""
+    """Replace given values in a trace by inputs, and remove the nodes that computed them.
+
+    Args:
+        part: the trace of one microbatch.
+        given: the given values.
+    """
     graph = copy_graph(part.graph)
     nodes = {node.name: node for node in graph.nodes}
     inputs = list(part.inputs)
@@ -439,6 +444,10 @@ def find_microbatching(
 
 def ready(part: Trace, how: Microbatching) -> tuple[Trace, Microbatching]:
     """Prepare the trace of one microbatch: raise operands and replace given values by inputs.
+
+    Args:
+        part: the trace of one microbatch.
+        how: how microbatches make up the batch.
 
     Returns:
         The trace, and `how` with the graphs that compute the given values.

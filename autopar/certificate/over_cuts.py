@@ -107,6 +107,8 @@ def least_over_cuts(
     Args:
         units: for each stage, the seconds of each unit on its devices.
         borders: for each pair of neighbouring stages, the pairs before each unit except the first.
+        num_microbatches: M.
+        allowed: units before which the model may be cut; None allows all.
     """
     num = len(units[0])
     ends = [[(0, 0.0, 0.0)]]

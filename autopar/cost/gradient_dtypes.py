@@ -43,6 +43,10 @@ def left_uncast(
 ) -> tuple[tuple[ClusterClass, ...], Mapping[str, Uncast]]:
     """Add to casts of gradients the strategies that leave their operand uncast.
 
+    Args:
+        classes: the classes of clusters of the trace.
+        trace: the trace.
+
     Returns:
         The classes, in which instances with and without such casts are separate; and parameter name
         → the ways to add its gradient without a cast.
@@ -104,6 +108,10 @@ node that widens it."""
 
 def widened_bytes(problem: Problem, value: Value) -> list[int]:
     """Return a lower bound on the bytes of partial sums together with their wide copy.
+
+    Args:
+        problem: the problem.
+        value: the value.
 
     Returns:
         Bytes per strategy of the op that computes the value; 0 if the strategy has no partial sums,

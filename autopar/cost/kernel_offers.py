@@ -3,7 +3,7 @@
 `autopar.cost.kernel_times` describes the kernels and their savings. A kernel is offered if
 
 - the ranks of the axis can access each other's memory,
-- it saves more than the time of a launch, and the collective is not hidden in any case,
+- it saves more than the time of a launch, and the collective is critical in some plans,
 - all parts have the same length,
 - the split dim belongs to the rows or columns of the product, not to the dim that it sums over,
 - the other factor of the product exists whenever the moved tensor does: it is a parameter, or a
@@ -16,7 +16,7 @@ these tensors must then consist of whole rows in the layout of the part
 (`autopar.analysis.fusable`).
 
 A tensor that crosses between stages counts as computed in its phase, as in the model without
-stages. No kernel gathers it in backward, since the transfer is hidden there. So a stage has no
+stages. No kernel gathers it in backward, since the collective has slack there. So a stage has no
 kernel that the whole model does not have, unless it may recompute an op that the whole model may
 not.
 """

@@ -217,7 +217,12 @@ class StepMoves:
 
 
 def stage_on(held: Held, axis: int) -> int:
-    """Return the ZeRO stage on a mesh axis; 0 if the stored parameter is replicated there."""
+    """Return the ZeRO stage on a mesh axis; 0 if the stored parameter is replicated there.
+
+    Args:
+        held: the layouts of the parameter.
+        axis: index of the mesh axis.
+    """
     if not isinstance(held.storage.placements[axis], Shard):
         return 0
     if isinstance(held.sums.placements[axis], Partial):

@@ -315,6 +315,10 @@ def view_layout(layout: Layout, parameter: Parameter) -> Layout:
 
     If the graph has several dims for a stored dim, the last of them is sharded.
 
+    Args:
+        layout: the layout over the stored dims.
+        parameter: the parameter.
+
     Raises:
         ConstraintError: if the parameter does not have a dim that the layout shards.
     """

@@ -27,12 +27,14 @@ from autopar.solve.multipliers import multipliers, quickest
 def find_mixed(
     program: Formulation, engine: Engine, values: Floats
 ) -> dict[int, tuple[float, ...]]:
-    """Map ops with several instances to the shares of their instances with the same decision.
+    """Return op → shares of its instances with the same decision, for ops with several instances.
 
     A decision is a strategy, a kept version or recomputation. Ops are included if at least one
     share is neither 0 nor 1. Two strategies for two thirds and one third give both shares.
 
     Args:
+        program: the program.
+        engine: the arrays of the program.
         values: the values of the columns.
     """
     problem = program.problem

@@ -46,9 +46,10 @@ def balance_trees(
     at: Callable[[int, OverlapWeights], Moves],
     load: Callable[[Sequence[Moves]], Load],
 ) -> Sequence[Moves]:
-    """Find the trees of all variants that make the step the shortest.
+    """Return the trees of all variants that make the step the shortest.
 
     Args:
+        problem: the problem.
         first: the trees at λ = 1.
         at: returns the trees of a variant at a balance.
         load: returns the load of a step with given trees.

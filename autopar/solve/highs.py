@@ -333,8 +333,11 @@ class Engine:
         """Solve the integer program over some columns.
 
         Args:
-            gap: stop at this relative gap to the restricted program's own bound.
-            target: stop at this objective.
+            columns: mask of the columns.
+            budget: budget rows, in addition to the rows of the program.
+            gap: relative gap to the restricted program's own bound at which to stop.
+            target: objective at which to stop.
+            max_nodes: limit of the nodes of the search tree.
             start: a known solution; only better solutions are searched for.
             quick: whether to prefer finding solutions to proving a bound.
             whole: the integral columns, if they differ from those of the model.

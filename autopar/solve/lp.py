@@ -54,7 +54,12 @@ class Model:
     upper: array[float] = field(default_factory=lambda: array("d"))
 
     def add_column(self, name: str, *, integer: bool = False) -> Column:
-        """Append a column in [0, 1] without cost. Each name must be unique."""
+        """Append a column in [0, 1] without cost.
+
+        Args:
+            name: name of the column; must be unique.
+            integer: whether its values must be integers.
+        """
         column = Column(len(self.columns), name, integer)
         self.columns.append(column)
         self.costs.append(0.0)

@@ -48,11 +48,13 @@ class Least:
 def least_budget(
     problem: Problem, time_limit_s: float = math.inf, *, bound_only: bool = False
 ) -> Least:
-    """Search for the smallest sufficient budget; the problem's own budget is ignored.
+    """Search for the smallest sufficient budget. The problem's own budget is ignored.
 
     Args:
-        bound_only: whether to search for no solution. The bound is then that of the first two rows
-            and takes a fraction of the time.
+        problem: the problem.
+        time_limit_s: time limit in seconds.
+        bound_only: whether to return a bound without a solution. The bound is then that of the
+            first two rows, and takes a fraction of the time.
     """
     program = Formulation(problem)
     most, unit = _most(problem), _unit(problem)

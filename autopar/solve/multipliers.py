@@ -65,13 +65,16 @@ def multipliers(
     budget: Rows,
     prices: Mapping[str, float],
 ) -> Multipliers:
-    """Round duals to those that a plan keeps, and compute the bound that they prove.
+    """Return the rounded duals that a plan stores, and the bound that they prove.
 
     Args:
+        program: the program.
+        engine: the arrays of the program.
+        balance: overlap weights of the costs.
         duals: duals of the engine's own rows, or of these and rows (9), in the program's unit. Few
             duals of a vertex are not 0.
         budget: budget rows without reserves.
-        prices: the dual of each budget row, ≤ 0, by name.
+        prices: name of a budget row → its dual, ≤ 0.
     """
     cost, num = engine.costs(program.costs(balance)), len(program.keys)
     kinds = np.array([key[0] for key in program.keys])

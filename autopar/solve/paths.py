@@ -30,7 +30,13 @@ def useful_arcs(graph: LayoutGraph, supplied: Iterable[int], wanted: Iterable[in
 
 def reach(graph: LayoutGraph, start: Iterable[int], *, backwards: bool) -> set[int]:
     """Return the layouts that arcs reach from `start` or, with `backwards`, the layouts from which
-    arcs reach `start`."""
+    arcs reach `start`.
+
+    Args:
+        graph: the layouts and collectives of a value.
+        start: indices of layouts.
+        backwards: whether to follow arcs backwards.
+    """
     seen, stack = set(start), list(start)
     steps: dict[int, list[int]] = {}
     for arc in graph.arcs:

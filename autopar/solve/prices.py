@@ -115,10 +115,14 @@ def tree_costs(
     saved_s: Mapping[tuple[int, int], float],
     balance: OverlapWeights = COMPUTE_BOUND,
 ) -> Callable[[Arc], float]:
-    """Return a function that prices arcs at a balance; equal prices are ordered by time.
+    """Return a function that prices arcs at a balance. Equal prices are ordered by time.
 
     Args:
-        saved_s: ends of an arc → the savings of a kernel there.
+        problem: the problem.
+        v: index of the variant.
+        late: whether backward reads a forward value.
+        saved_s: (source, target) of an arc → the savings of a kernel there.
+        balance: overlap weights.
     """
     load, slowdown, early = (
         arc_loads(problem, v, late=late),

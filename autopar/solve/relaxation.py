@@ -237,8 +237,10 @@ def least_of(
     relaxations.
 
     Args:
-        target_s: a bound at which the search ends.
+        part: the part of a problem.
+        target_s: bound at which the search ends.
         max_relaxations: limit of relaxations after a first dive.
+        time_limit_s: time limit in seconds.
     """
     program = _PartProgram(part.problem, part=part)
     engine = Engine(program.model, time_limit_s)

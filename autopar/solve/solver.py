@@ -69,14 +69,19 @@ def solve(
     """Choose strategies, recomputation and kept versions.
 
     Args:
-        gap: stop at this relative gap between incumbent and bound.
+        problem: the problem.
+        gap: relative gap between incumbent and bound at which the search stops.
         max_nodes: limit of the nodes of ``highs``' search tree.
         time_limit_s: time limit in seconds. If it ends a run, this is logged, the solution may
             differ between runs, and `Solution.stats["timed_out"]` is 1.
         solver: ``highs``, or one of PuLP's (`autopar.solve.pulp_models`), which are slower.
 
+    Returns:
+        The best solution, with its proven bound.
+
     Raises:
-        InfeasibleError: if nothing fits the budget; the error has the smallest sufficient budget.
+        InfeasibleError: if no plan fits the budget; the error states the smallest sufficient
+            budget.
     """
     found = choices_or_least(
         problem, gap=gap, max_nodes=max_nodes, time_limit_s=time_limit_s, solver=solver

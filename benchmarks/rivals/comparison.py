@@ -203,11 +203,11 @@ def _plans(told: _Comparison, planner: Planner) -> None:
         aimed = [size * MIB for size in AIMS.get(told.base["model"], ()) if counts == ACTIVATIONS]
         wanted = {*between, *aimed, *(row[key] for row in to_beat(rivals, key))}
         for budget in sorted((b for b in wanted if smallest <= b <= ample + MIB), reverse=True):
-            for made in _found(makers[counts], budget):
+            for made in _feasible_plan(makers[counts], budget):
                 told.plan(counts, budget, made)
 
 
-def _found(make: Callable[[int], Compiled], budget: int) -> Iterator[Compiled]:
+def _feasible_plan(make: Callable[[int], Compiled], budget: int) -> Iterator[Compiled]:
     """Yield the plan within a budget, if there is one. Feasibility is not quite monotonic in the
     budget (see the claims)."""
     try:

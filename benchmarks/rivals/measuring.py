@@ -139,9 +139,9 @@ class Ledger(LiveBytes):
             self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         return result
 
-    def _see(self, tensor: Tensor) -> None:
+    def _count_storage(self, tensor: Tensor) -> None:
         before = self.live_bytes
-        super()._see(tensor)
+        super()._count_storage(tensor)
         if self.live_bytes > before:
             serial = self._serials[local(tensor).untyped_storage()._cdata] = next(self._numbers)
             self._events.append((serial, self.live_bytes - before))

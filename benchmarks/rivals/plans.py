@@ -135,14 +135,14 @@ class Planner:
         Raises:
             InfeasibleError: if no plan is found.
         """
-        tried = self._tried(budget_bytes)
+        tried = self._plan_fastest(budget_bytes)
         program = Program.of_one_stage(tried.draft.trace, tried.program)
         module = ParallelModule(program, device_mesh(MESH), self.model, outputs="dtensor")
         return self._compiled(
             module, tried.plan, trace_peak(tried.program, outputs="dtensor").peak_bytes
         )
 
-    def _tried(self, budget_bytes: int) -> Candidate:
+    def _plan_fastest(self, budget_bytes: int) -> Candidate:
         """Return the fastest plan that fits, with the loss computed at once or, if that requires
         recomputation, by rows.
 
@@ -218,7 +218,7 @@ def _without_gradients(priced: Priced, trace: Trace) -> Priced:
         if any(name in uncounted for name, _ in refs)
     }
     values = tuple(
-        _weightless(value) if number in held else value
+        _without_bytes(value) if number in held else value
         for number, value in enumerate(problem.values)
     )
     ops = tuple(
@@ -228,7 +228,7 @@ def _without_gradients(priced: Priced, trace: Trace) -> Priced:
     return replace(priced, problem=replace(problem, values=values, ops=ops))
 
 
-def _weightless(value: Value) -> Value:
+def _without_bytes(value: Value) -> Value:
     return replace(value, graph=replace(value.graph, bytes=(0,) * len(value.graph.bytes)))
 
 

@@ -130,10 +130,10 @@ def why_skipped(run: Run) -> str | None:
         (run.source.startswith("Megatron-LM CI"), "a toy, bound by its launches"),
         (bool(missing), f"not stated: {', '.join(missing)}"),
     )
-    return next((reason for holds, reason in reasons if holds), None) or _misfit(run)
+    return next((reason for holds, reason in reasons if holds), None) or _find_inconsistency(run)
 
 
-def _misfit(run: Run) -> str | None:
+def _find_inconsistency(run: Run) -> str | None:
     assert run.batch and run.num_devices and run.dp
     if run.num_devices != run.tp * run.pp * run.cp * run.dp:
         return (

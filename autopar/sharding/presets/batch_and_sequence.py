@@ -61,6 +61,10 @@ def read_otherwise(graph: TraceIndex, rows: Mapping[str, LabelRow]) -> set[str]:
     """Return the nodes that read an operand in another placement than that in which it is produced.
 
     Free operands count as well, if an earlier node reads them in another placement.
+
+    Args:
+        graph: the trace and its dependencies.
+        rows: node → row.
     """
     found = _apart_on_free(graph, rows)
     for name, row in rows.items():

@@ -62,6 +62,10 @@ def walk_sides(graph: TraceIndex, plan: Parallelism) -> dict[Side, SpreadLabels]
 
     If a node cannot read its operands, `SpreadLabels.failure` names it.
 
+    Args:
+        graph: the trace and its dependencies.
+        plan: the named plan.
+
     Raises:
         ConstraintError: if the model has no product with a weight.
     """

@@ -65,6 +65,10 @@ def by_columns(graph: TraceIndex, plan: Parallelism) -> SpreadLabels:
 
     If nothing is left to try, `SpreadLabels.failure` is the node that cannot read its operands.
 
+    Args:
+        graph: the trace and its dependencies.
+        plan: the named plan.
+
     Raises:
         ConstraintError: if no chain from one linear to another can be split.
     """
