@@ -206,8 +206,8 @@ def module_of(source: str, model: nn.Module, run: Callable[[nn.Module], object])
 
 
 def _stopped_in(error: BaseException, source: str) -> bool:
-    """Whether the user's innermost function that raised `error` contains the source line; with
-    tensors without data, the function may fail at an earlier line."""
+    """Return whether the user's innermost function that raised `error` contains the source line;
+    with tensors without data, the function may fail at an earlier line."""
     at, place = (
         _LINE.match(user_line("".join(traceback.format_tb(error.__traceback__)))),
         _LINE.match(source),
@@ -237,7 +237,8 @@ def _copy_module(model: nn.Module) -> nn.Module | None:
 
 
 def _raised_by_the_model(error: Exception) -> bool:
-    """Whether the error comes from a `raise` or `assert` outside torch, or an undefined name."""
+    """Return whether the error comes from a `raise` or `assert` outside torch, or an undefined
+    name."""
     inner = error.__traceback__
     while inner is not None and inner.tb_next is not None:
         inner = inner.tb_next

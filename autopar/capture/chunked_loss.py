@@ -278,7 +278,8 @@ def _terms(logits: fx.Node) -> tuple[str, str, str]:
 
 
 def _makes(node: fx.Node, other: fx.Node, term: str, result: str, of_gradient: str) -> bool:
-    """Whether a node is the product of a gradient and `other` with the given dims, up to renaming.
+    """Return whether a node is the product of a gradient and `other` with the given dims, up to
+    renaming.
 
     Args:
         node: the product.

@@ -140,7 +140,7 @@ def user_line(stack: str) -> str:
 
 
 def is_torchs(file: str) -> bool:
-    """Whether a source file belongs to torch."""
+    """Return whether a source file belongs to torch."""
     return file.startswith(_TORCH)
 
 
@@ -402,7 +402,7 @@ def rebinding_error(warned: Iterable[str]) -> CaptureError | None:
 
 
 def rebinds(model: nn.Module, run: Callable[[], object]) -> bool:
-    """Whether `run` leaves another tensor under the name of a parameter or buffer.
+    """Return whether `run` leaves another tensor under the name of a parameter or buffer.
 
     This check is needed because Dynamo also warns about ``self.x = self.x.to(device)``. All modules
     are restored afterwards. The result is True if `run` fails.
@@ -512,7 +512,7 @@ def _drops_between_layers(module: nn.RNNBase) -> bool:
 
 
 def _averages_by_step(module: nn.modules.batchnorm._BatchNorm) -> bool:
-    """Whether running statistics weight a step by the number of previous steps."""
+    """Return whether running statistics weight a step by the number of previous steps."""
     return module.training and module.running_mean is not None and module.momentum is None
 
 

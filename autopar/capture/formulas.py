@@ -93,7 +93,7 @@ class FormulaPlaces:
         ]
 
     def any_change(self, first: fx.Node, last: fx.Node) -> bool:
-        """Whether a node with side effects is between two nodes."""
+        """Return whether a node with side effects is between two nodes."""
         return any(self._places[first] < place < self._places[last] for place in self._changes)
 
     def put(self, node: fx.Node, instead_of: fx.Node) -> None:
@@ -136,7 +136,7 @@ def _changes_an_operand(node: fx.Node) -> bool:
 
 
 def _is_augmented(target: Any) -> bool:
-    """Whether a function is an in-place operator, as called by ``x += y``."""
+    """Return whether a function is an in-place operator, as called by ``x += y``."""
     name = getattr(target, "__name__", "")
     return (
         getattr(target, "__module__", "") == "_operator"
@@ -577,7 +577,7 @@ def _is_cast(node: fx.Node, of: fx.Node) -> bool:
 
 
 def _is_cast_of(node: fx.Node, x: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether `node` is x or a cast of x, with the values of x cast to `dtype`."""
+    """Return whether `node` is x or a cast of x, with the values of x cast to `dtype`."""
     exact = torch.promote_types(_dtype(x), dtype) == dtype
     return (node is x and exact) or (_is_cast(node, x) and _dtype(node) == dtype)
 

@@ -31,7 +31,7 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether `node` is a node with one tensor result."""
+    """Return whether `node` is a node with one tensor result."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -160,7 +160,7 @@ _IN_PLACE = frozenset(
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Whether a node of a graph of torch functions writes to its first operand."""
+    """Return whether a node of a graph of torch functions writes to its first operand."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     by_name = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")
     return bool(name in _IN_PLACE or by_name or node.kwargs.get("inplace"))

@@ -98,8 +98,8 @@ def refuse_caches(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def asks_for_documents(refusal: CaptureError) -> bool:
-    """Whether a capture failed in the function of transformers that looks for several documents in
-    `position_ids`."""
+    """Return whether a capture failed in the function of transformers that looks for several
+    documents in `position_ids`."""
     return isinstance(refusal.where, Where) and f"{_FINDER}(" in refusal.where.source
 
 

@@ -106,7 +106,7 @@ def before_cast(gradient: fx.Node) -> fx.Node:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    """Whether a node only changes the dtype, and not the device or the memory layout."""
+    """Return whether a node only changes the dtype, and not the device or the memory layout."""
     return node.target is _cast and _names_given(node.kwargs) <= {"dtype"}
 
 
@@ -150,7 +150,8 @@ class Tried:
 
 
 def is_mixed(arguments: Any) -> bool:
-    """Whether the arguments of a call contain tensors of several floating or complex dtypes."""
+    """Return whether the arguments of a call contain tensors of several floating or complex
+    dtypes."""
     return len(_dtypes_among(arguments)) > 1
 
 

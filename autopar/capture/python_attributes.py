@@ -156,21 +156,21 @@ def _capture_again(first: Notes, again: Callable[[], Notes], shown: Write) -> No
 
 
 def _is_visible(write: Write) -> bool:
-    """Whether forward reads the previous value, or writes to a container, which other code may
-    read."""
+    """Return whether forward reads the previous value, or writes to a container, which other code
+    may read."""
     return write.read or not write.attribute
 
 
 def _is_used(write: Write, code: Iterable[CodeType]) -> bool:
-    """Whether a later forward may depend on a write that it repeats."""
+    """Return whether a later forward may depend on a write that it repeats."""
     if write.read and (write.nodes or not write.attribute):
         return True
     return _is_visible(write) and _is_read_elsewhere(write, code)
 
 
 def _changes_value(write: Write) -> bool:
-    """Whether a write changes a constant, stores a new tensor, or changes the number or shapes of
-    tensors."""
+    """Return whether a write changes a constant, stores a new tensor, or changes the number or
+    shapes of tensors."""
     return bool(write.attribute and write.nodes) or _comparable(write.value) != _comparable(
         write.place.found
     )
@@ -216,8 +216,8 @@ def _with_new_tensors(value: Any, like: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def _is_read_elsewhere(write: Write, code: Iterable[CodeType]) -> bool:
-    """Whether the code reads the attribute other than to update it, as ``self.calls += 1`` and
-    `append` do."""
+    """Return whether the code reads the attribute other than to update it, as ``self.calls += 1``
+    and `append` do."""
     name = re.findall(r"\w+", write.place.name)[-1]
     surplus: Counter[tuple[CodeType, int | None]] = Counter()
     for each in set(code):
@@ -233,7 +233,7 @@ def _is_read_elsewhere(write: Write, code: Iterable[CodeType]) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a value depends neither on inputs nor on random numbers."""
+    """Return whether a value depends neither on inputs nor on random numbers."""
     return all(
         each.op in ("call_function", "call_method") and not _RANDOM.search(str(each.target))
         for each in _ancestors(node)

@@ -120,7 +120,7 @@ def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, An
 def is_as_found(
     source: str, left: Any, local: Mapping[str, Any], everywhere: dict[str, Any]
 ) -> bool:
-    """Whether a plain value outside the model is the same before and after forward.
+    """Return whether a plain value outside the model is the same before and after forward.
 
     Args:
         source: Dynamo source name of the location.
@@ -349,7 +349,7 @@ def _name(named: Any) -> str:
 
 
 def _checks_attribute(guard: Any) -> bool:
-    """Whether a guard checks that an attribute exists, as in ``hasattr(self, "cache")``."""
+    """Return whether a guard checks that an attribute exists, as in ``hasattr(self, "cache")``."""
     return (
         "HASATTR" in str(getattr(guard.create_fn, "func", ""))
         and "attr" in guard.create_fn.keywords

@@ -141,7 +141,7 @@ def of_forward(kind: TensorKind, where: Where) -> CaptureError:
 
 
 def is_of_kinds(refusal: CaptureError) -> bool:
-    """Whether an error refuses a kind of tensor."""
+    """Return whether an error refuses a kind of tensor."""
     return refusal.what.endswith(_PROGRAMS)
 
 

@@ -156,7 +156,7 @@ class Stamp:
         return Stamp(TensorWeakRef(tensor), _version(tensor))
 
     def is_of(self, now: object) -> bool:
-        """Whether `now` is the same tensor and was not written to."""
+        """Return whether `now` is the same tensor and was not written to."""
         return (
             isinstance(now, torch.Tensor) and self.tensor() is now and self.version == _version(now)
         )

@@ -90,8 +90,8 @@ def _with_steps(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _is_unnamed(value: Any) -> bool:
-    """Whether the class of `value` is registered with torch without names for its contents, such as
-    the outputs of diffusers models."""
+    """Return whether the class of `value` is registered with torch without names for its contents,
+    such as the outputs of diffusers models."""
     node = pytree.SUPPORTED_NODES.get(type(value))
     return node is not None and node.flatten_with_keys_fn is None
 

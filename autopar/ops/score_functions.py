@@ -413,12 +413,12 @@ def _free(function: Function, indexed: Mapping[int, tuple[str | None, ...]]) -> 
 
 
 def captures(text: str) -> bool:
-    """Whether a function reads a captured tensor."""
+    """Return whether a function reads a captured tensor."""
     return any(kind == "t" for kind, _ in _all_references(text))
 
 
 def reads(text: str, coordinate: str) -> bool:
-    """Whether a function depends on a coordinate, including as an index."""
+    """Return whether a function depends on a coordinate, including as an index."""
     return ("c", coordinate) in _all_references(text)
 
 

@@ -172,8 +172,8 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _cudnn_fits(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> bool:
-    """Whether torch selects the cuDNN kernel, and the sizes have a backward kernel; False under a
-    compiler."""
+    """Return whether torch selects the cuDNN kernel, and the sizes have a backward kernel; False
+    under a compiler."""
     if (
         torch.compiler.is_compiling()
         or q.shape[-1] > 128
@@ -188,8 +188,9 @@ def _cudnn_fits(
 
 
 def _flash_fits(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool) -> bool:
-    """Whether FlashAttention supports the operands. Its causal mask aligns the last query with the
-    last key, but `attention` aligns the first ones, which differs if the lengths differ."""
+    """Return whether FlashAttention supports the operands. Its causal mask aligns the last query
+    with the last key, but `attention` aligns the first ones, which differs if the lengths
+    differ."""
     alike = not is_causal or q.shape[2] == k.shape[2]
     return (
         alike

@@ -208,7 +208,8 @@ def _describe(node: fx.Node) -> Call:
 
 
 def takes_tensor(type_name: str) -> bool:
-    """Whether a parameter with this type, as written in a schema, accepts a single tensor."""
+    """Return whether a parameter with this type, as written in a schema, accepts a single
+    tensor."""
     return type_name in ("Tensor", "Optional[Tensor]")
 
 

@@ -420,8 +420,8 @@ def _check_proposals(
 
 
 def _holds(option: AxisOption, trials: Sequence[Trial]) -> bool:
-    """Whether an option passes the check on one axis in every trial whose sizes it fits, and there
-    is such a trial."""
+    """Return whether an option passes the check on one axis in every trial whose sizes it fits, and
+    there is such a trial."""
     strategies = [
         (trial, s, n)
         for trial in trials
@@ -436,8 +436,8 @@ def _holds(option: AxisOption, trials: Sequence[Trial]) -> bool:
 def _agrees(
     option: AxisOption, kept: dict[tuple[Placement, ...], AxisOption], trial: Trial
 ) -> bool:
-    """Whether an option also passes the check in combination with the accepted options on two
-    axes."""
+    """Return whether an option also passes the check in combination with the accepted options on
+    two axes."""
     before = set(expand(trial[0], tuple(kept.values()), (2, 2)))
     added = [s for s in expand(trial[0], (*kept.values(), option), (2, 2)) if s not in before]
     return all(_passes(trial, strategy, (2, 2)) for strategy in added)

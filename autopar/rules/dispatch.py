@@ -87,7 +87,7 @@ def num_senders(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> in
 
 
 def is_even(call: Call, strategy: Strategy, axes: Sequence[int], mesh_shape: Sequence[int]) -> bool:
-    """Whether a call can dispatch: over at most one axis, with evenly sharded experts.
+    """Return whether a call can dispatch: over at most one axis, with evenly sharded experts.
 
     Args:
         call: the call.

@@ -64,7 +64,7 @@ def expand(
 def _fits(
     combination: Sequence[AxisOption], infos: Sequence[TensorInfo], mesh_shape: Sequence[int]
 ) -> bool:
-    """Whether every tensor fits its layout, for any order of the axes."""
+    """Return whether every tensor fits its layout, for any order of the axes."""
     every = zip(*((*option.inputs, *option.outputs) for option in combination), strict=True)
     return all(
         _layout(p).fits(info.shape, mesh_shape) for p, info in zip(every, infos, strict=True)
@@ -72,7 +72,7 @@ def _fits(
 
 
 def cuts_alike(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-    """Whether the parts of different dims correspond.
+    """Return whether the parts of different dims correspond.
 
     If an axis splits a dim unevenly, all dims that it splits must have the same size. In attention,
     every rank must have the key and value heads that its query heads read. If tokens are
@@ -123,7 +123,7 @@ def _distinct(placements: tuple[Placement, ...]) -> bool:
 def is_expansion(
     call: Call, every: Sequence[AxisOption], strategy: Strategy, mesh_shape: Sequence[int]
 ) -> bool:
-    """Whether `expand` returns a strategy, without listing all of them.
+    """Return whether `expand` returns a strategy, without listing all of them.
 
     Args:
         call: the call.

@@ -15,12 +15,12 @@ from autopar.rules.table import rule_of
 
 
 def is_fallback(call: Call) -> bool:
-    """Whether the op has no rule, and none was discovered, so that it runs replicated."""
+    """Return whether the op has no rule, and none was discovered, so that it runs replicated."""
     return rule_of(call.target) is None and not is_discovered(call)
 
 
 def is_discovered(call: Call) -> bool:
-    """Whether options of the call were discovered by experiments."""
+    """Return whether options of the call were discovered by experiments."""
     return rule_of(call.target) is None and not discover(call).reason
 
 
@@ -65,7 +65,7 @@ def _strategies(keyed: KeyedCall, mesh_shape: tuple[int, ...]) -> tuple[Strategy
 
 
 def is_strategy(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-    """Whether `strategies` returns a strategy, without listing all of them.
+    """Return whether `strategies` returns a strategy, without listing all of them.
 
     Args:
         call: the call.

@@ -147,8 +147,8 @@ def _mirrored_options(call: Call, query: int, key: int) -> tuple[AxisOption, ...
 
 
 def heads_nest(call: Call, strategy: Strategy) -> bool:
-    """Whether every rank has the key and value heads that its query heads read: the axes that split
-    both must be the outer ones."""
+    """Return whether every rank has the key and value heads that its query heads read: the axes
+    that split both must be the outer ones."""
     first = 1 if call.target is ops.attention_backward else 0
     query, key = (strategy.inputs[i].splitters(1) for i in (first, first + 1))
     return query[: len(key)] == key

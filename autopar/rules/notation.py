@@ -205,8 +205,8 @@ def _linear(group: tuple[int, ...], call: Call) -> AxisOption | None:
 
 
 def exact_cast(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast commutes with addition: the dtypes are equal and not bool, or `target` is a
-    wider floating dtype; complex dtypes are compared by their real dtypes."""
+    """Return whether a cast commutes with addition: the dtypes are equal and not bool, or `target`
+    is a wider floating dtype; complex dtypes are compared by their real dtypes."""
     source, target = (d.to_real() if d.is_complex else d for d in (source, target))
     if source == target:
         return source != torch.bool

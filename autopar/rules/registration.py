@@ -218,7 +218,7 @@ def _with_other_values(call: Call, tensors: list[torch.Tensor]) -> Iterator[Tria
 
 
 def _is_accepted(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the op accepts these operands and returns finite numbers."""
+    """Return whether the op accepts these operands and returns finite numbers."""
     try:
         results = run(call.target, call.args, call.kwargs, tensors, (), ())
     except Exception:  # a custom op may raise any error for values that it does not accept

@@ -227,8 +227,8 @@ def _is_reproducible(first: Any, second: Any) -> bool:
 
 
 def _same_structure(small: Call, call: Call) -> bool:
-    """Whether two calls have the same number of results and dims, and dims of equal size in `call`
-    have equal size in `small`."""
+    """Return whether two calls have the same number of results and dims, and dims of equal size in
+    `call` have equal size in `small`."""
     if len(small.outputs) != len(call.outputs):
         return False
     to: dict[int, int] = {}

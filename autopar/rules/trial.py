@@ -319,7 +319,7 @@ def tolerance_of(call: Call) -> float:
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    """Whether shapes and values of two tensors agree; NaNs are equal.
+    """Return whether shapes and values of two tensors agree; NaNs are equal.
 
     Args:
         a: a tensor.

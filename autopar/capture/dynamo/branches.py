@@ -103,7 +103,7 @@ def _skipping_raises(handler: _Handler, lines: list[str]) -> _Handler:
 
 
 def _is_of_values(variable: Any) -> bool:
-    """Whether a branch depends on the values of a tensor."""
+    """Return whether a branch depends on the values of a tensor."""
     known = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
     if isinstance(known, SymNodeVariable):
         return isinstance(known.sym_num, torch.SymBool | torch.SymInt | torch.SymFloat)
@@ -111,8 +111,8 @@ def _is_of_values(variable: Any) -> bool:
 
 
 def _only_raises(translator: Any, jump: Any) -> bool:
-    """Whether the code that the jump skips ends by raising an error, without storing values or
-    leaving the branch before."""
+    """Return whether the code that the jump skips ends by raising an error, without storing values
+    or leaving the branch before."""
     here = translator.instruction_pointer
     for instruction in translator.instructions[here:]:
         if instruction is jump.target or any(word in instruction.opname for word in _LEAVING):
@@ -194,7 +194,7 @@ _REPLACEMENTS = {"isfinite": _finite, "isinf": _infinite, "isnan": _not_a_number
 
 
 def asks_for_finite(refusal: CaptureError) -> bool:
-    """Whether the source line of `refusal` tests whether values are finite."""
+    """Return whether the source line of `refusal` tests whether values are finite."""
     return any(f"{name}(" in _line(refusal) for name in _REPLACEMENTS)
 
 

@@ -61,7 +61,7 @@ _PICKING = torch.Tag.dynamic_output_shape
 
 
 def may_be_known(value: Any) -> bool:
-    """Whether an input of the call has values and describes the structure of the batch."""
+    """Return whether an input of the call has values and describes the structure of the batch."""
     if not _has_values(value):
         return False
     if value.dtype in (torch.int32, torch.int64):
@@ -73,7 +73,7 @@ def may_be_known(value: Any) -> bool:
 
 
 def buffer_may_be_known(value: torch.Tensor) -> bool:
-    """Whether a buffer has values, and is small enough to compare them in each call after it
+    """Return whether a buffer has values, and is small enough to compare them in each call after it
     changed."""
     return _has_values(value) and value.numel() <= _MOST_OF_MASKS
 
@@ -495,7 +495,7 @@ def _literal(node: fx.Node, value: torch.Tensor) -> fx.Node:
 
 
 def _picks(node: fx.Node) -> bool:
-    """Whether the shape of the result depends on values of tensors."""
+    """Return whether the shape of the result depends on values of tensors."""
     name = name_of(node)
     if name == "getitem" and tensor_of(node.args[0]) is not None:
         return any(

@@ -38,7 +38,7 @@ def _dispatch_fake(
 
 
 def is_fake(value: Any) -> bool:
-    """Whether `value` is a fake tensor."""
+    """Return whether `value` is a fake tensor."""
     return isinstance(value, FakeTensor)
 
 

@@ -169,8 +169,8 @@ class _Plain:
 
 
 def _is_stateless(value: Any) -> bool:
-    """Whether an object of a Python class has neither attributes nor slots, so that all objects of
-    its class behave the same, such as the attention processors of diffusers."""
+    """Return whether an object of a Python class has neither attributes nor slots, so that all
+    objects of its class behave the same, such as the attention processors of diffusers."""
     kind = type(value)
     has_slots = any("__slots__" in vars(each) for each in kind.__mro__)
     return (
@@ -438,7 +438,7 @@ def _holder(layers: Sequence[str]) -> str:
 
 
 def has_no_forward(module: nn.Module) -> bool:
-    """Whether `module` is a list or dict of modules that cannot be called."""
+    """Return whether `module` is a list or dict of modules that cannot be called."""
     return (
         isinstance(module, (nn.ModuleList, nn.ModuleDict))
         and type(module).forward is nn.Module.forward

@@ -203,8 +203,8 @@ def _respell_copy(node: fx.Node) -> None:
 
 
 def _in_order(node: fx.Node, source: fx.Node) -> bool:
-    """Whether ``as_strided(base, size, stride)`` reads all elements of a contiguous base in order,
-    and `source` has the same number of elements."""
+    """Return whether ``as_strided(base, size, stride)`` reads all elements of a contiguous base in
+    order, and `source` has the same number of elements."""
     base, other = node.args[0].meta["val"], source.meta["val"]
     size, stride, *offset = node.args[2 if node.target is aten.as_strided_scatter.default else 1 :]
     seen = torch.empty_strided(size, stride, device="meta")
@@ -408,7 +408,7 @@ def _part(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
 
 
 def _is_term(node: fx.Node) -> bool:
-    """Whether a longer sum is the only user of the sum."""
+    """Return whether a longer sum is the only user of the sum."""
     return len(node.users) == 1 and next(iter(node.users)).target is aten.add.Tensor
 
 

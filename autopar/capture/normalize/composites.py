@@ -92,8 +92,8 @@ def see_experts(graph: fx.Graph) -> None:
 
 
 def _is_read_as(view: fx.Node, shape: tuple[int, ...]) -> bool:
-    """Whether `view` has shape `shape`, only experts read it, and its gradients are only results of
-    the graph."""
+    """Return whether `view` has shape `shape`, only experts read it, and its gradients are only
+    results of the graph."""
     if view.target is not aten.view.default or shape_of(view) != shape:
         return False
     readers = all(user.target in (ops.experts, ops.experts_backward) for user in view.users)
@@ -252,8 +252,8 @@ def _match_scatter(node: fx.Node, x: fx.Node, other: fx.Node) -> Made | None:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two arguments have the same value; forward and backward may have separate nodes for
-    the same constant."""
+    """Return whether two arguments have the same value; forward and backward may have separate
+    nodes for the same constant."""
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(map(_is_same, a, b))
     if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or a is b:

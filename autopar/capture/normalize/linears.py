@@ -365,8 +365,8 @@ def _find_concatenations(
 
 
 def _is_concatenation(node: fx.Node, shape: tuple[int, ...], num_parts: int) -> bool:
-    """Whether a node concatenates `num_parts` tensors along the last dim to a tensor of shape
-    `shape`."""
+    """Return whether a node concatenates `num_parts` tensors along the last dim to a tensor of
+    shape `shape`."""
     if node.target is not aten.cat.default or shape_of(node) != shape:
         return False
     dim = node.args[1] if len(node.args) > 1 else 0
@@ -374,7 +374,7 @@ def _is_concatenation(node: fx.Node, shape: tuple[int, ...], num_parts: int) -> 
 
 
 def _is_closed(site: _LinearSite) -> bool:
-    """Whether all nodes with the fused dim belong to the projection and can be rewritten."""
+    """Return whether all nodes with the fused dim belong to the projection and can be rewritten."""
     inside = {site.product, *site.joined}
     if site.bias is not None and not _is_own_bias(site.bias, site.value):
         return False
@@ -393,7 +393,7 @@ def _is_closed(site: _LinearSite) -> bool:
 
 
 def _is_own_bias(bias: fx.Node, value: fx.Node) -> bool:
-    """Whether a bias is a parameter or buffer with one dim that only `value` reads."""
+    """Return whether a bias is a parameter or buffer with one dim that only `value` reads."""
     is_vector = bias.op == "placeholder" and len(shape_of(bias)) == 1
     return is_vector and set(bias.users) == {value}
 
@@ -407,8 +407,8 @@ def _reads_joined(user: fx.Node, site: _LinearSite) -> bool:
 
 
 def _contracts_last(user: fx.Node, joined: fx.Node) -> bool:
-    """Whether a reader sums over the fused dim, as the gradient of the input does and those of
-    weight and bias do not."""
+    """Return whether a reader sums over the fused dim, as the gradient of the input does and those
+    of weight and bias do not."""
     if user.target is not ops.dot:
         return len(shape_of(joined)) - 1 in [dim % len(shape_of(joined)) for dim in user.args[1]]
     terms, result = user.args[0].split("->")

@@ -251,7 +251,7 @@ def _ids_of(node: fx.Node) -> fx.Node | None:
 
 
 def _is_arange(node: fx.Node) -> bool:
-    """Whether all elements of `node` are elements of an arange of nonnegative integers."""
+    """Return whether all elements of `node` are elements of an arange of nonnegative integers."""
     while node.target in _ARRANGES and not dtype_of(node).is_floating_point:
         node = node.args[0]
     match str(node.target), node.args:

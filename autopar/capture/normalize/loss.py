@@ -71,7 +71,8 @@ def split_cross_entropy(graph: fx.Graph) -> None:
 
 
 def _is_gradient(node: fx.Node, forward: fx.Node) -> bool:
-    """Whether `node` is the backward of `forward` and not of another loss of the same scores."""
+    """Return whether `node` is the backward of `forward` and not of another loss of the same
+    scores."""
     if node.target is not aten.nll_loss_backward.default or node.args[1:6] != forward.args:
         return False
     total = node.args[6]

@@ -41,7 +41,7 @@ _OF_CLASSES = frozenset(("cross_entropy", "nll_loss"))
 
 
 def is_loss(node: fx.Node) -> bool:
-    """Whether `node` calls a torch loss that may sum over rows."""
+    """Return whether `node` calls a torch loss that may sum over rows."""
     return name_of(node) in _OF_ELEMENTS | _OF_ROWS | _OF_CLASSES
 
 
@@ -337,7 +337,7 @@ def _ctc(node: fx.Node, masks: Masks, write: Writer) -> fx.Node | None:
 
 
 def _counts(lengths: Any, mask: Mask) -> bool:
-    """Whether `lengths` is the number of elements that `mask` selects from each row."""
+    """Return whether `lengths` is the number of elements that `mask` selects from each row."""
     while isinstance(lengths, fx.Node) and name_of(lengths) in (
         "reshape",
         "as_tensor",

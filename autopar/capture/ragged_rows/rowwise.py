@@ -347,8 +347,8 @@ _TAME = frozenset(
 
 
 def is_tame(node: fx.Node) -> bool:
-    """Whether a row that the model does not compute (such as zeros) cannot cause an error, an
-    infinite value or an infinite derivative."""
+    """Return whether a row that the model does not compute (such as zeros) cannot cause an error,
+    an infinite value or an infinite derivative."""
     name = name_of(node)
     if name in ("truediv", "div", "itruediv"):
         return first_dim(argument(node, 1, "other")) is None
@@ -399,7 +399,7 @@ _ALWAYS = _ELEMENTWISE | SHAPING | MAKING  # ops that are row-wise for all argum
 
 
 def keeps_rows(node: fx.Node) -> bool:
-    """Whether `node` is row-wise; the first dim of its result counts rows."""
+    """Return whether `node` is row-wise; the first dim of its result counts rows."""
     name, operands = name_of(node), [n for n in node.all_input_nodes if tensor_of(n) is not None]
     rows = list(filter(first_dim, operands))
     if name in _ALWAYS:
@@ -415,13 +415,13 @@ def keeps_rows(node: fx.Node) -> bool:
 
 
 def _is_along_others(node: fx.Node, name: str, operand: fx.Node) -> bool:
-    """Whether an op of `_DIMS` works along dims that do not count rows."""
+    """Return whether an op of `_DIMS` works along dims that do not count rows."""
     dims = dims_of(node, name, _rank(operand))
     return name in ("max", "min") if dims is None else 0 not in dims
 
 
 def _is_along_another_dim(node: fx.Node, name: str, rows: list[fx.Node]) -> bool:
-    """Whether an op of `_ALONG_ALL` works along a dim that does not count rows."""
+    """Return whether an op of `_ALONG_ALL` works along a dim that does not count rows."""
     rank = _rank(rows[0]) + (name == "stack")
     dim = argument(node, 2 if name == "take_along_dim" else 1, "dim", _ALONG_ALL[name])
     return isinstance(dim, int) and dim % rank != 0
@@ -437,7 +437,7 @@ def _takes_all(index: Any) -> bool:
 
 
 def _getitem(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
-    """Whether an index takes all rows, or looks up integer rows in another tensor."""
+    """Return whether an index takes all rows, or looks up integer rows in another tensor."""
     held, index = node.args
     if tensor_of(held) is None:
         return True  # one of several results
@@ -489,14 +489,14 @@ def _attention(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> b
 
 
 def _dropout(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
-    """Whether a dropout drops nothing; with all rows instead of the selected ones, other elements
-    would be dropped."""
+    """Return whether a dropout drops nothing; with all rows instead of the selected ones, other
+    elements would be dropped."""
     return argument(node, 1, "p", 0.5) == 0.0 or not argument(node, 2, "training", True)
 
 
 def _repeat(node: fx.Node, operands: list[fx.Node], rows: list[fx.Node]) -> bool:
-    """Whether a repeat is within rows, or of a tensor without rows; repeated rows would be in
-    another order."""
+    """Return whether a repeat is within rows, or of a tensor without rows; repeated rows would be
+    in another order."""
     first = node.args[1][0] if isinstance(node.args[1], tuple | list) else node.args[1]
     return not rows or first == 1
 

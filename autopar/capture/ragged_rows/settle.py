@@ -182,7 +182,8 @@ def _unify_counts(graph: fx.Graph) -> None:
 
 
 def is_required(node: fx.Node) -> bool:
-    """Whether `node` reads or writes rows by a mask that must select a fixed number of rows."""
+    """Return whether `node` reads or writes rows by a mask that must select a fixed number of
+    rows."""
     return name_of(node) in ("getitem", "setitem") and _match_picked(node) is not None
 
 
@@ -314,7 +315,7 @@ def settle_rows(graph: fx.Graph) -> None:
 
 
 def _depends(value: Any) -> bool:
-    """Whether a size in `value` depends on values of tensors."""
+    """Return whether a size in `value` depends on values of tensors."""
     if isinstance(value, torch.Tensor):
         return any(count_symbol(size) for size in value.shape)
     return (
@@ -325,7 +326,7 @@ def _depends(value: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """Whether x is a node whose result is a number that is read from tensors."""
+    """Return whether x is a node whose result is a number that is read from tensors."""
     return isinstance(x, fx.Node) and isinstance(value_of(x), _NUMBERS)
 
 
