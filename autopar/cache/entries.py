@@ -238,6 +238,8 @@ def _load(key: Key, read: Callable[[str], T]) -> T | None:
     except _MALFORMED as error:
         store.report_damaged(key.text, f"cannot read the entry {key.text}: {error}")
         return None
+    except Opaque as error:
+        reason, found = str(error), None
     if reason:
         log.debug("the cached %s %s is not used: %s", key.kind, key.text, reason)
         return None

@@ -55,6 +55,7 @@ _OF_CLASSES = frozenset(
         "__module__",
         "__dict__",
         "__weakref__",
+        "__slotnames__",  # set by copyreg when an instance is copied
         "__annotations__",
         "__annotate_func__",
         "__annotations_cache__",

@@ -23,6 +23,7 @@ from torch.utils._pytree import treespec_dumps, treespec_loads
 from autopar.cache.walk import Followed, Opaque
 from autopar.capture import Trace
 from autopar.capture.dynamo.fakes import fake_like, is_fake, new_fake_mode, no_modes
+from autopar.capture.hugging_face import register_types
 from autopar.capture.side_effects import of_the_model
 from autopar.capture.trace import (
     Folding,
@@ -216,6 +217,19 @@ def _spec(spec: Any) -> str:
     return text
 
 
+def _read_spec(text: str) -> Any:
+    """Return the spec of inputs or outputs that `_spec` wrote.
+
+    Raises:
+        Opaque: if a type in it is not registered with pytree in this process.
+    """
+    register_types()  # a process that captured nothing has not registered them
+    try:
+        return treespec_loads(text)
+    except NotImplementedError as error:
+        raise Opaque(f"a structure of inputs or outputs cannot be read: {error}") from error
+
+
 def _attribute(each: Any, followed: Followed, writer: _Writer) -> Any:
     is_stamp = isinstance(getattr(each, "value", None), Stamp)
     if isinstance(each, ModuleAttribute):  # a stamp is created again from the model's tensor
@@ -317,6 +331,7 @@ def trace_from_json(data: Mapping[str, Any], model: nn.Module, followed: Followe
 
     Raises:
         ValueError, LookupError, TypeError, AttributeError, ImportError: if the data is malformed.
+        Opaque: if a type of the inputs or outputs is not registered with pytree.
     """
     reader, graph = _Reader(data), fx.Graph()
     for op, name, target, args, kwargs, meta in data["nodes"]:
@@ -336,8 +351,8 @@ def trace_from_json(data: Mapping[str, Any], model: nn.Module, followed: Followe
         graph=graph,
         **groups,
         **mappings,
-        in_spec=treespec_loads(data["in_spec"]),
-        out_spec=treespec_loads(data["out_spec"]),
+        in_spec=_read_spec(data["in_spec"]),
+        out_spec=_read_spec(data["out_spec"]),
         fingerprint=data["fingerprint"],
         folding=Folding(tuple(runs), refusal),
         precision=reader.value(data["precision"]),

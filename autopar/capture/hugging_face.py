@@ -183,6 +183,13 @@ def _empty_cache() -> type:
     return EmptyCache
 
 
+def register_types() -> None:
+    """Register the types that captures put into results with pytree, as a capture does. Does
+    nothing if transformers is not imported."""
+    if "transformers" in sys.modules:
+        _empty_cache()
+
+
 _ACTS = {
     "SiLU": "silu",
     "SiLUActivation": "silu",

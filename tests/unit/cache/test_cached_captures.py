@@ -15,13 +15,14 @@ import torch
 from same_trace import assert_same_trace
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import autopar
 from autopar import hf
 from autopar.api import cached_captures, tracing
-from autopar.cache import origin, store
+from autopar.cache import origin, store, trace_json
 from autopar.cache.walk import Opaque
-from autopar.capture import Trace
+from autopar.capture import Trace, hugging_face
 from autopar.capture.trace import OutsideValue, Stamp
 from autopar.core.private_folder import warn_once
 
@@ -187,6 +188,39 @@ def test_microbatches_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None
     plan = autopar.plan(model, autopar.Mesh({"gpu": 2}), **request, optimizer="sgd")
     assert plan.pipeline is not None
     assert plan.pipeline.num_microbatches == 4
+
+
+def packed() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model with a cache of keys and values among its results."""
+    model, batch = llama()
+    positions = torch.cat([torch.arange(5), torch.arange(11)]).expand(4, 16).clone()
+    return model, {**batch, "position_ids": positions}
+
+
+def test_another_process_reads_results_of_a_type_that_captures_register(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = packed()
+    first = trace_of(model, batch)
+    assert "autopar.EmptyCache" in pytree.treespec_dumps(first.out_spec)
+    monkeypatch.delitem(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE, "autopar.EmptyCache")
+    hugging_face._empty_cache.cache_clear()
+    monkeypatch.setattr(cached_captures, "capture", refuse)
+    assert_same_trace(first, trace_of(model, batch))
+
+
+def test_results_of_a_type_that_is_not_registered_are_captured_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unregistered(text: str) -> Any:
+        raise NotImplementedError("Deserializing tests.Pair in pytree is not registered.")
+
+    model = closed(2.0)
+    first = trace_of(model, BATCH)
+    monkeypatch.setattr(trace_json, "treespec_loads", unregistered)
+    with caplog.at_level(logging.DEBUG, "autopar"):
+        assert_same_trace(first, trace_of(model, BATCH))
+    assert "a structure of inputs or outputs cannot be read" in caplog.text
 
 
 def test_other_shapes_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
