@@ -1,21 +1,23 @@
-// all_gather_matmul: every rank's shard is copied to every rank, chunk by chunk, while the vendor's matmul consumes what has come.
+// all_gather_matmul: copies every rank's shard to every rank, chunk by chunk, while the vendor's matmul multiplies the chunks that have
+// arrived.
 //
-// Shapes (words: include/shards.h). Shard of rank r [outer, length(r), row] → gathered [outer, rows, row] on every rank; the product
-// with the other operand is the caller's, chunk by chunk along `rows`.
+// Shapes (terms: include/shards.h). Shard of rank r [outer, length(r), row] → gathered [outer, rows, row] on every rank. The caller
+// computes the product with the other operand, chunk by chunk along `rows`.
 //
-// Order on rank r: own shard, then those of r + 1, r + 2, … (mod size), each in num_chunks chunks.
+// Order on rank r: its own shard, then the shards of r + 1, r + 2, … (mod size), each in num_chunks chunks.
 //
-// Lanes. The compute lane publishes, then for each position and chunk waits and multiplies; the copy lane pulls, by the copy engine or by
-// a kernel of few blocks (include/blocks.h). Signals of epoch e:
-//   own flag              "the shard of epoch e lies in slot e mod 2 of my source"       r's compute lane → all peers' copy lanes
-//   chunk flag (p, c)     "this chunk of epoch e lies in gathered"                        r's copy lane → r's compute lane
+// Lanes. The compute lane publishes. Then, for each position and chunk, it waits and multiplies. The copy lane pulls, with the copy engine
+// or with a kernel of few blocks (include/blocks.h). Signals of epoch e:
+//   own flag              "the shard of epoch e is in slot e mod 2 of my source"         r's compute lane → all peers' copy lanes
+//   chunk flag (p, c)     "this chunk of epoch e is in gathered"                          r's copy lane → r's compute lane
 //
-// Reuse. The source has two slots, taken in turn, and the own flag of epoch e also says "I have read all shards of epoch e - 1": a rank
-// publishes after its waits for all chunks of the epoch before. A rank that writes its shard of epoch e has waited for all chunks of
-// e - 1, so every peer has published e - 1, so every peer has read e - 2, which lay in the same slot. `gathered` is the caller's: a copy
-// lane begins its epoch after all that the compute lane was given before, and the compute lane's epoch ends after it.
+// Reuse. The source has two slots, which are used in turn. The own flag of epoch e also means "I have read all shards of epoch e - 1",
+// because a rank publishes after its waits for all chunks of the previous epoch. A rank that writes its shard of epoch e has waited for all
+// chunks of e - 1. So every peer has published e - 1, and has therefore read e - 2, which was in the same slot. The caller owns `gathered`:
+// a copy lane begins its epoch after all earlier work of the compute lane, and the compute lane's epoch ends after the copy lane's.
 //
-// Order of work: all ranks' publish before any rank's pull, a rank's pull before or beside its waits. No allocation, no synchronisation.
+// Order of work: the publish of all ranks before the pull of any rank; a rank's pull before its waits, or concurrently with them. No
+// allocation, no synchronization.
 
 #include "include/blocks.h"
 #include "include/lanes.h"
@@ -23,7 +25,7 @@
 namespace ap {
 namespace {
 
-// Copies one chunk of the shard that begins at `shard` to its place in `gathered`.
+// Copies one chunk of the shard at address `shard` to its place in `gathered`.
 AP_EITHER template <class Lane> AP_HD int place(const Lane& lane, const Shards& s, char* gathered, const char* shard, int64_t owner, int64_t chunk) {
   const Block b = block_of(s, owner, chunk);
   return lane.copy(gathered + b.in_whole, b.whole_pitch, shard + b.in_shard, b.shard_pitch, b.width, b.height);
@@ -73,23 +75,23 @@ __global__ void __launch_bounds__(kLaneThreads) ap_pull_kernel(BlockLane lane, S
 
 #ifndef AP_DEVICE
 
-// x [outer, length(rank), row], contiguous; `source` and `flags` are this rank's shared memory.
+// x [outer, length(rank), row], contiguous; `source` and `flags` are in this rank's shared memory.
 AP_API int ap_all_gather_matmul_publish_host(const void* x, void* source, void* gathered, uint64_t* flags, ap::Shards s, uint64_t epoch) {
   return ap::publish(ap::HostLane{}, s, (const char*)x, (char*)source, (char*)gathered, flags, epoch);
 }
 
-// `sources` and `flags`: every rank's, in order of the ranks.
+// `sources` and `flags`: one address per rank, in order of the ranks.
 AP_API int ap_all_gather_matmul_pull_host(void* gathered, const void* const* sources, uint64_t* const* flags, ap::Shards s,
                                           uint64_t epoch) {
   return ap::pull(ap::HostLane{}, s, (char*)gathered, (const char* const*)sources, flags, epoch);
 }
 
-// Returns when the chunk at `position` >= 1 is in `gathered`; position 0 is the own shard, which publish has put there.
+// Returns when the chunk at `position` >= 1 is in `gathered`. Position 0 is the own shard, which publish has copied there.
 AP_API int ap_all_gather_matmul_wait_host(const uint64_t* flags, ap::Shards s, int64_t position, int64_t chunk, uint64_t epoch) {
   return ap::wait_chunk(ap::HostLane{}, s, flags, position, chunk, epoch);
 }
 
-// order [size, num_chunks, 3]: owner, first row and number of rows of what is consumed, in order.
+// order [size, num_chunks, 3]: owner, first row and number of rows of each chunk, in the order of consumption.
 AP_API int ap_all_gather_matmul_order_host(int64_t* order, ap::Shards s) {
   if (!ap::is_valid(s)) return AP_BAD_ARGUMENT;
   for (int64_t position = 0; position < s.size; ++position)
@@ -115,13 +117,13 @@ AP_API int ap_all_gather_matmul_publish_cuda(const void* x, void* source, void* 
   return ap::publish(ap::StreamLane{stream}, s, (const char*)x, (char*)source, (char*)gathered, flags, epoch);
 }
 
-// `sources` and `flags` are arrays on the host, of addresses on the device.
+// `sources` and `flags` are host arrays of device addresses.
 AP_API int ap_all_gather_matmul_pull_cuda(void* gathered, const void* const* sources, uint64_t* const* flags, ap::Shards s, uint64_t epoch,
                                           void* stream) {
   return ap::pull(ap::StreamLane{stream}, s, (char*)gathered, (const char* const*)sources, flags, epoch);
 }
 
-// As pull, by one kernel of `num_blocks` blocks, which copy at most `bytes_per_s` together where that is not 0.
+// Like pull, with one kernel of `num_blocks` blocks, which together copy at most `bytes_per_s`; 0 means no limit.
 AP_API int ap_all_gather_matmul_pull_by_blocks_cuda(void* gathered, void* const* sources, uint64_t* const* flags, ap::Shards s,
                                                     uint64_t epoch, int64_t num_blocks, double bytes_per_s, void* stream) {
   if (!ap::can_run(s, epoch, num_blocks, bytes_per_s)) return AP_BAD_ARGUMENT;

@@ -1,9 +1,9 @@
-// epoch: a signal and a wait on their own, for copies that a copy engine makes and for tests (see include/epoch.h).
+// epoch: a single signal and a single wait, for copies made by a copy engine and for tests (see include/epoch.h).
 //
-// ap_epoch_signal: flag (address of one uint64) becomes `epoch` after everything that came before it in its stream or thread.
-// ap_epoch_wait:   what follows it in its stream or thread runs after the flag has reached `epoch`.
-// On the device the wait's status goes to *status (an int on the device, or null); the call returns whether it was launched.
-// ap_epoch_refused: how many signals and waits of lanes took a kernel since the driver did not take them (see include/stream_ops.h).
+// ap_epoch_signal:  sets flag (the address of one uint64) to `epoch`, after all earlier work of its stream or thread.
+// ap_epoch_wait:    delays all later work of its stream or thread until the flag has reached `epoch`.
+// On the device, the status of the wait is written to *status (an int on the device, or null). The call returns the status of the launch.
+// ap_epoch_refused: the number of signals and waits of lanes that used a kernel because the driver refused them (include/stream_ops.h).
 #include "include/epoch.h"
 #include "include/stream_ops.h"
 

@@ -1,25 +1,26 @@
-// expert_rows: rows of pairs go from where they are to the ranks of their experts and are used where they come to lie; results go back.
+// expert_rows: sends the rows of pairs to the ranks of their experts, which use them in the memory in which they arrive, and sends the
+// results back.
 //
-// Shapes (words and orders: include/routes.h). A *step* is what all ranks do together: counts once, then rows once or more, each that
-// travels in regions of its own.
+// Shapes (terms and orders: include/routes.h). In a *step*, all ranks together send the counts once, then rows once or several times. Each
+// transfer of rows uses its own regions.
 //   counts [num_experts]         of this rank's pairs, by expert → table [size, num_experts], of every rank
-//   x [any, row], index [pairs]  the pair at sorted place i has the row x[index[i]] → received, at the experts' homes
-//   rows [received, row]         what experts made of them → sorted, at the senders
+//   x [any, row], index [pairs]  the row of the pair at sorted place i is x[index[i]] → received, at the experts' homes
+//   rows [received, row]         the results of the experts → sorted, at the senders
 //
 // Step, epoch e of each region, all in the compute lane. Each writer signals the flag (own rank) of every rank, in the region it writes:
-//   announce       writes counts to all ranks' tables
+//   announce       writes the counts to all ranks' tables
 //   table          waits for all ranks' announce, copies the table out
 //   push, await    writes each row to its place at its home; waits for all ranks' push
 //   return, await  writes each row to its sorted place at its sender; waits for all ranks' return
-// After an await what came is read in the region itself, by whatever the caller's lane does next: a view of it is valid until this rank
+// After an await, later work of the caller's lane reads the received rows in the region itself. A view of them is valid until this rank
 // announces the next step.
 //
-// Reuse. Every region has one slot, and is written once in a step. Rows: a rank pushes or returns after it has all ranks' counts of this
-// step, which they announced behind all that they read in the steps before; so it does not matter how long after its await a rank reads,
-// nor which steps use a region. Counts: a rank that announces has awaited all ranks' rows of the step before, which they pushed after
-// they had copied their tables; so a step that counts also pushes.
+// Reuse. Every region has one slot, and is written once per step. Rows: a rank pushes or returns after it has all ranks' counts of this
+// step, which they announced after all their reads of the previous steps. So it does not matter how long after its await a rank reads, or
+// which steps use a region. Counts: a rank that announces has awaited all ranks' rows of the previous step, which they pushed after they
+// had copied their tables. So a step that counts also pushes.
 //
-// Order of work: all ranks' announce, then all ranks' table; likewise push, then await. No allocation, no synchronisation.
+// Order of work: the announce of all ranks, then the table of all ranks; likewise push, then await. No allocation, no synchronization.
 
 #include "include/lanes.h"
 #include "include/routes.h"
@@ -29,7 +30,7 @@ namespace {
 
 #ifdef AP_DEVICE
 
-// A thread for each rank, so that no rank's flag costs a launch of its own.
+// One thread per rank, so that the flags of all ranks need only one launch.
 __global__ void __launch_bounds__(kMaxRanks) ap_rows_tell_kernel(Routes r, Signals signals, uint64_t epoch) {
   if (threadIdx.x < r.size && signal(signals.at[threadIdx.x] + come_flag(r.rank), epoch) != AP_OK) stop();
 }
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kMaxRanks) ap_rows_await_kernel(Routes r, cons
   if (threadIdx.x < r.size && wait(flags + come_flag(threadIdx.x), epoch) != AP_OK) stop();
 }
 
-// A block for each rank.
+// One block per rank.
 __global__ void __launch_bounds__(128) ap_rows_announce_kernel(Routes r, const int64_t* counts, Peers tables, Signals signals,
                                                                uint64_t epoch) {
   const unsigned peer = blockIdx.x;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(128) ap_rows_return_kernel(Routes r, const cha
   return_block(r, rows, table, senders, 0, blockIdx.x, blockIdx.y, gridDim.y, threadIdx.x, blockDim.x);
 }
 
-// As many blocks share the rows from one rank for one expert as fill a device together with the others, and no more than can be rows.
+// Enough blocks share the rows from one rank for one expert that all blocks together fill a device, but at most one block per row.
 dim3 grid_of(const Routes& r) {
   return dim3(unsigned(r.num_experts), unsigned(min_of(min_of(ceil_div(4096, r.num_experts), 512), r.most < 1 ? 1 : r.most)));
 }
@@ -150,7 +151,8 @@ int give_back(const Lane& lane, const Routes& r, const char* rows, const int64_t
 
 #ifndef AP_DEVICE
 
-// In all steps `memory` and `flags` are every rank's of one region, in order of the ranks; of `r`, tokens and choices are not looked at.
+// In all steps, `memory` and `flags` contain one address per rank, of one region, in order of the ranks. `r.tokens` and
+// `r.choices` are unused.
 AP_API int ap_expert_rows_announce_host(const int64_t* counts, void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch) {
   return ap::announce(ap::HostLane{}, r, counts, memory, flags, epoch);
 }
@@ -173,7 +175,7 @@ AP_API int ap_expert_rows_await_host(void* const*, uint64_t* const* flags, ap::R
   return ap::await(ap::HostLane{}, r, flags, epoch);
 }
 
-// sizes [4]: bytes per rank of the regions of counts, of rows received and of rows sorted, and words of each one's flags.
+// sizes [4]: bytes per rank of the regions of counts, of received rows and of sorted rows, and words of each region's flags.
 AP_API int ap_expert_rows_sizes_host(int64_t* sizes, ap::Routes r) {
   if (!ap::is_valid(r)) return AP_BAD_ARGUMENT;
   sizes[0] = ap::counts_bytes(r), sizes[1] = ap::received_bytes(r), sizes[2] = ap::sorted_bytes(r), sizes[3] = ap::num_come_flags(r);
@@ -182,7 +184,7 @@ AP_API int ap_expert_rows_sizes_host(int64_t* sizes, ap::Routes r) {
 
 #else
 
-// `memory` and `flags` are arrays on the host, of addresses on the device.
+// `memory` and `flags` are host arrays of device addresses.
 AP_API int ap_expert_rows_announce_cuda(const int64_t* counts, void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch,
                                         void* stream) {
   return ap::announce(ap::StreamLane{stream}, r, counts, memory, flags, epoch);

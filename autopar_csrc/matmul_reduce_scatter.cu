@@ -1,25 +1,27 @@
-// matmul_reduce_scatter: the vendor's matmul makes each rank's partial product chunk by chunk; each chunk goes to the rank that owns its
-// rows, which adds up all ranks' in a fixed order.
+// matmul_reduce_scatter: the vendor's matmul computes each rank's partial product chunk by chunk. Each chunk is sent to the rank that owns
+// its rows, which adds the chunks of all ranks in a fixed order.
 //
-// Shapes (words: include/shards.h). Partial product of rank r [outer, rows, row] → result of rank r [outer, length(r), row].
+// Shapes (terms: include/shards.h). Partial product of rank r [outer, rows, row] → result of rank r [outer, length(r), row].
 //
-// Order on rank r: rows of r + 1, r + 2, … (mod size), own rows last, each in num_chunks chunks. The own rows' product is written into
-// the own inbox at once. The sum runs over ranks 0, 1, …, size - 1, for every element, whatever came first: fp32 for fp32, bf16 and
-// fp16, fp64 for fp64, 64 bits for integers; the last step is the cast to the dtype. So it is the same in every bit each time.
+// Order on rank r: the rows of r + 1, r + 2, … (mod size), its own rows last, each in num_chunks chunks. The product of the own rows is
+// written directly into the own inbox. For every element, the sum runs over ranks 0, 1, …, size - 1, in whatever order the parts arrive:
+// in fp32 for fp32, bf16 and fp16, in fp64 for fp64, in 64 bits for integers. The last step is the cast to the dtype. The result is
+// therefore bitwise reproducible.
 //
-// Lanes. The compute lane multiplies and says so; the copy lane pushes, by the copy engine or by a kernel of few blocks
-// (include/blocks.h); then the compute lane waits for its peers and adds up. What else
-// is made of the sum may be made in that step: reduce_add_rmsnorm.cu takes the slots as its parts.
-// Signals of epoch e:
-//   chunk flag (p, c)     "this chunk of epoch e is made"                                 r's compute lane → r's copy lane
-//   peer flag (j), of d   "j's part of d's rows of epoch e lies in slot (e mod 2, j) of d's inbox"   j's copy lane → d's compute lane
+// Lanes. The compute lane multiplies and signals; the copy lane pushes, with the copy engine or with a kernel of few blocks
+// (include/blocks.h); then the compute lane waits for its peers and computes the sum. Other ops on the sum can be fused into this step:
+// reduce_add_rmsnorm.cu takes the slots as its parts. Signals of epoch e:
+//   chunk flag (p, c)     "this chunk of epoch e is computed"                             r's compute lane → r's copy lane
+//   peer flag (j), of d   "j's part of d's rows of epoch e is in slot (e mod 2, j) of d's inbox"     j's copy lane → d's compute lane
 //
-// Reuse. The inbox has two slots per rank, taken in turn, and the peer flag of epoch e also says "I have added up epoch e - 1": a rank's
-// products of an epoch come after its sum of the epoch before. A rank that makes its products of epoch e has waited for all parts of
-// e - 1, so every peer has added up e - 2, whose parts lay in the same slots. The partial product is the caller's: a copy lane begins
-// its epoch after all that the compute lane was given before, and the compute lane's epoch ends after it.
+// Reuse. The inbox has two slots per rank, which are used in turn. The peer flag of epoch e also means "I have added the parts of epoch
+// e - 1", because a rank computes the products of an epoch after the sum of the previous epoch. A rank that computes its products of epoch
+// e has waited for all parts of e - 1. So every peer has added the parts of e - 2, which were in the same slots. The caller owns the
+// partial product: a copy lane begins its epoch after all earlier work of the compute lane, and the compute lane's epoch ends after the
+// copy lane's.
 //
-// Order of work: a rank's products before or beside its push, all ranks' push before any rank's sum. No allocation, no synchronisation.
+// Order of work: a rank's products before its push, or concurrently with it; the push of all ranks before the sum of any rank. No
+// allocation, no synchronization.
 
 #include "include/blocks.h"
 #include "include/lanes.h"
@@ -64,12 +66,12 @@ template <class Lane> int await_all(const Lane& lane, const Shards& s, const uin
 }
 
 // --- the sum ---------------------------------------------------------------------------------------------------------------------
-// Stored type → the type that is added in. Integers wrap around, as unsigned ones do by definition.
+// Stored type → the type of the sum. Integers are added as unsigned integers, whose overflow is defined to wrap around.
 template <class T> struct Sum : Wide<T> {};
 template <> struct Sum<int32_t> { using type = uint64_t; };
 template <> struct Sum<int64_t> { using type = uint64_t; };
 
-// Adds up elements [begin, begin + count), count <= kGroup, of all slots, which lie `slot` bytes apart.
+// Adds elements [begin, begin + count), count <= kGroup, of all slots. `slot` is the distance between slots in bytes.
 template <class T> AP_HD inline void add_group(const char* slots, int64_t slot, T* out, int64_t begin, int64_t count, int64_t size) {
   using W = typename Sum<T>::type;
   W total[kGroup], part[kGroup];
@@ -117,12 +119,12 @@ int add_slots(const char* inbox, void* out, int64_t count, int32_t dtype, const 
 
 #ifndef AP_DEVICE
 
-// The chunk at `position` < size - 1 of the partial product is made.
+// Signals that the chunk at `position` < size - 1 of the partial product is computed.
 AP_API int ap_matmul_reduce_scatter_produced_host(uint64_t* flags, ap::Shards s, int64_t position, int64_t chunk, uint64_t epoch) {
   return ap::produced(ap::HostLane{}, s, flags, position, chunk, epoch);
 }
 
-// `inboxes` and `flags`: every rank's, in order of the ranks.
+// `inboxes` and `flags`: one address per rank, in order of the ranks.
 AP_API int ap_matmul_reduce_scatter_push_host(const void* partial, void* const* inboxes, uint64_t* const* flags, ap::Shards s,
                                               uint64_t epoch) {
   return ap::push(ap::HostLane{}, s, (const char*)partial, (char* const*)inboxes, flags, epoch);
@@ -138,7 +140,7 @@ AP_API int ap_matmul_reduce_scatter_reduce_host(const void* inbox, void* out, in
   return ap::add_slots((const char*)inbox, out, count, dtype, s, epoch, nullptr);
 }
 
-// order [size, num_chunks, 3]: owner, first row and number of rows of what is produced, in order.
+// order [size, num_chunks, 3]: owner, first row and number of rows of each chunk, in the order of production.
 AP_API int ap_matmul_reduce_scatter_order_host(int64_t* order, ap::Shards s) {
   if (!ap::is_valid(s)) return AP_BAD_ARGUMENT;
   for (int64_t position = 0; position < s.size; ++position)
@@ -164,13 +166,13 @@ AP_API int ap_matmul_reduce_scatter_produced_cuda(uint64_t* flags, ap::Shards s,
   return ap::produced(ap::StreamLane{stream}, s, flags, position, chunk, epoch);
 }
 
-// `inboxes` and `flags` are arrays on the host, of addresses on the device.
+// `inboxes` and `flags` are host arrays of device addresses.
 AP_API int ap_matmul_reduce_scatter_push_cuda(const void* partial, void* const* inboxes, uint64_t* const* flags, ap::Shards s,
                                               uint64_t epoch, void* stream) {
   return ap::push(ap::StreamLane{stream}, s, (const char*)partial, (char* const*)inboxes, flags, epoch);
 }
 
-// As push, by one kernel of `num_blocks` blocks, which copy at most `bytes_per_s` together where that is not 0.
+// Like push, with one kernel of `num_blocks` blocks, which together copy at most `bytes_per_s`; 0 means no limit.
 AP_API int ap_matmul_reduce_scatter_push_by_blocks_cuda(const void* partial, void* const* inboxes, uint64_t* const* flags, ap::Shards s,
                                                         uint64_t epoch, int64_t num_blocks, double bytes_per_s, void* stream) {
   if (!ap::can_run(s, epoch, num_blocks, bytes_per_s)) return AP_BAD_ARGUMENT;

@@ -1,23 +1,23 @@
-// moe_dispatch, moe_combine: rows of tokens go to the ranks of their experts and come back; each is permuted on its way.
+// moe_dispatch, moe_combine: send rows of tokens to the ranks of their experts and back, and permute them on the way.
 //
-// Shapes (words and orders: include/routes.h). x [tokens, row], experts [tokens, choices] → rows [size · most, row] on every rank, of
-// which the first are those received, the others zero; table [size, num_experts]; position [tokens, choices], the pair's sorted place.
+// Shapes (terms and orders: include/routes.h). x [tokens, row], experts [tokens, choices] → rows [size · most, row] on every rank: first
+// the received rows, then zeros; table [size, num_experts]; position [tokens, choices], the pair's sorted place.
 // rows, of the same shape → returned [tokens · choices, row], sorted; y [tokens, row] = Σ_c weights[t, c] · returned[position[t, c]], added
-// over c = 0, 1, … in fp32 (fp64 for fp64), without contraction; the last step is the cast to the dtype.
+// over c = 0, 1, … in fp32 (fp64 for fp64), without contraction. The last step is the cast to the dtype.
 //
 // Dispatch, epoch e, all in the compute lane:
-//   count, announce   counts pairs by expert; its counts go to all ranks' tables             signals counts flag (own rank) of every rank
+//   count, announce   counts pairs by expert, writes the counts to all ranks' tables         signals counts flag (own rank) of every rank
 //   push              waits for all counts, then writes each row to its place at its home    signals rows flag (own rank) of every rank
 //   collect           waits for all rows, copies them out
 // Combine:  push      writes each row back to its sorted place at its sender                 signals rows flag (own rank) of every rank
-//           sum       waits for all rows, copies them out and adds them up
+//           sum       waits for all rows, copies them out and adds them
 //
-// Reuse. Dispatch has one slot. Counts: a rank that announces e has collected e - 1, so all peers have pushed e - 1, and before it copied
-// their tables. Rows: a rank that pushes e has all peers' counts of e, which they announced after they had collected e - 1. Combine has
-// two slots, taken in turn: a rank that pushes e has added up e - 1, so it has all peers' rows of e - 1, which they pushed after they
-// had added up e - 2.
+// Reuse. Dispatch has one slot. Counts: a rank that announces e has collected e - 1. So all peers have pushed e - 1, and have copied their
+// tables before that. Rows: a rank that pushes e has all peers' counts of e, which they announced after they had collected e - 1. Combine
+// has two slots, which are used in turn: a rank that pushes e has computed the sum of e - 1. So it has all peers' rows of e - 1, which they
+// pushed after they had computed the sum of e - 2.
 //
-// Order of work: all ranks' announce, then all ranks' push, then collect or sum. No allocation, no synchronisation.
+// Order of work: the announce of all ranks, then the push of all ranks, then collect or sum. No allocation, no synchronization.
 
 #include "include/lanes.h"
 #include "include/routes.h"
@@ -27,14 +27,14 @@ namespace {
 
 #ifdef AP_DEVICE
 
-// One block per expert: it goes over all pairs in order, so that `within` is stable and needs no atomics.
+// One block per expert: it visits all pairs in order, so that `within` is stable and needs no atomics.
 __global__ void __launch_bounds__(256) ap_count_kernel(const int64_t* experts, int64_t pairs, int64_t* counts, int64_t* within) {
-  __shared__ int sums[2][256];  // of this tile's pairs up to each: by sums over 1, 2, 4, … neighbours
+  __shared__ int sums[2][256];  // inclusive prefix sums over this tile's pairs: sums over 1, 2, 4, … neighbors
   const int thread = int(threadIdx.x);
   int64_t before = 0;
   for (int64_t tile = 0; tile < pairs; tile += 256) {
     const int64_t p = tile + thread, expert = p < pairs ? experts[p] : 0;
-    if (expert < 0 || expert >= int64_t(gridDim.x)) stop();  // the host refuses it
+    if (expert < 0 || expert >= int64_t(gridDim.x)) stop();  // the host path returns an error
     const bool mine = p < pairs && expert == int64_t(blockIdx.x);
     int now = 0;
     sums[now][thread] = mine;
@@ -211,14 +211,14 @@ int add_up(const Lane& lane, const Routes& r, const int64_t* position, const voi
 
 #ifndef AP_DEVICE
 
-// In all steps `memory` and `flags` are every rank's, in order of the ranks. counts [num_experts] and within [tokens, choices] are made
-// here for the steps behind.
+// In all steps, `memory` and `flags` contain one address per rank, in order of the ranks. This step computes counts [num_experts] and
+// within [tokens, choices] for the later steps.
 AP_API int ap_moe_dispatch_announce_host(const int64_t* experts, int64_t* counts, int64_t* within, void* const* memory,
                                          uint64_t* const* flags, ap::Routes r, uint64_t epoch) {
   return ap::announce(ap::HostLane{}, r, experts, counts, within, memory, flags, epoch);
 }
 
-// table, position and offsets [2 · num_experts + 1] are made here.
+// This step computes table, position and offsets [2 · num_experts + 1].
 AP_API int ap_moe_dispatch_push_host(const void* x, const int64_t* experts, const int64_t* within, int64_t* table, int64_t* offsets,
                                      int64_t* position, void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch) {
   return ap::push(ap::HostLane{}, r, (const char*)x, experts, within, table, offsets, position, memory, flags, epoch);
@@ -234,13 +234,13 @@ AP_API int ap_moe_combine_push_host(const void* rows, const int64_t* table, void
   return ap::give_back(ap::HostLane{}, r, (const char*)rows, table, memory, flags, epoch);
 }
 
-// weights [tokens, choices]: fp64 where `dtype` is, else fp32.
+// weights [tokens, choices]: fp64 if `dtype` is fp64, else fp32.
 AP_API int ap_moe_combine_sum_host(const int64_t* position, const void* weights, void* returned, void* y, int32_t dtype,
                                    void* const* memory, uint64_t* const* flags, ap::Routes r, uint64_t epoch) {
   return ap::add_up(ap::HostLane{}, r, position, weights, returned, y, dtype, memory, flags, epoch);
 }
 
-// sizes [3]: bytes that dispatch and combine share per rank, words of their flags.
+// sizes [3]: bytes per rank of the shared memory of dispatch and of combine, words of their flags.
 AP_API int ap_moe_sizes_host(int64_t* sizes, ap::Routes r) {
   if (!ap::is_valid(r)) return AP_BAD_ARGUMENT;
   sizes[0] = ap::dispatch_bytes(r), sizes[1] = ap::combine_bytes(r), sizes[2] = ap::num_route_flags(r);
@@ -249,7 +249,7 @@ AP_API int ap_moe_sizes_host(int64_t* sizes, ap::Routes r) {
 
 #else
 
-// `memory` and `flags` are arrays on the host, of addresses on the device.
+// `memory` and `flags` are host arrays of device addresses.
 AP_API int ap_moe_dispatch_announce_cuda(const int64_t* experts, int64_t* counts, int64_t* within, void* const* memory,
                                          uint64_t* const* flags, ap::Routes r, uint64_t epoch, void* stream) {
   return ap::announce(ap::StreamLane{stream}, r, experts, counts, within, memory, flags, epoch);

@@ -1,22 +1,25 @@
-// pack, unpack: many tensors into one bucket and back, with a cast and a scale, in one pass over the data.
+// pack, unpack: copy many tensors into one bucket and back, with a cast and a scale, in one pass over the data.
 //
-//   bucket [count, row]       row of a rank: one segment per tensor, in the order of the tensors
+//   bucket [count, row]       one row per rank: one segment per tensor, in the order of the tensors
 //     rank first      | tensor 0's part ..0 | tensor 1's part .0 | ... |
 //     rank first + 1  | tensor 0's part ..0 | tensor 1's part .0 | ... |      0: padding, written as zeros, never read back
 //     ...
 //
-// Rank-major: row r holds rank r's part of every tensor. So a reduce-scatter of a whole bucket gives each rank one row with its parts,
-// and an all-gather of rows gives a whole bucket. A tensor [outer, whole, inner] is cut along the middle dim by the rule of torch.chunk
-// (index.h); a rank's part lies in its segment as the contiguous tensor [outer, part, inner] would. All ranks' segments have the
-// length of the largest part, filled up to a multiple of 8 elements. A tensor holds the parts of the ranks whose rows are here:
-// of all of them before a reduce-scatter and after an all-gather (first 0, count = parts), of one after and before.
+// Rank-major: row r contains rank r's part of every tensor. A reduce-scatter of a whole bucket therefore gives each rank one row with its
+// parts, and an all-gather of rows gives a whole bucket. A tensor [outer, whole, inner] is split along the middle dim by the rule of
+// torch.chunk (index.h). In its segment, a rank's part is stored as the contiguous tensor [outer, part, inner]. The segments of all ranks
+// have the length of the largest part, padded to a multiple of 8 elements. A tensor contains the parts of the ranks whose rows are in the
+// bucket: the parts of all ranks before a reduce-scatter and after an all-gather (first 0, count = parts), and the part of one rank after
+// a reduce-scatter and before an all-gather.
 //
-// Values: bucket = to_bucket(wide(x) * scale), and back x = to_tensor(wide(bucket) * scale); wide is float, or double where either
-// dtype is double. Sum of squares, per tensor: of wide(x) * scale, before it is rounded to the bucket's dtype, in double, in the
-// order of sums.h within each chunk of 16384 elements of a segment, and in that order over the tensor's chunks, rank after rank.
+// Values: bucket = to_bucket(wide(x) * scale), and back x = to_tensor(wide(bucket) * scale). wide is float, or double if either dtype is
+// double. The sum of squares of each tensor adds the squares of wide(x) * scale before the value is rounded to the bucket's dtype. It is
+// computed in double, in the order of sums.h within each chunk of 16384 elements of a segment, and in the same order over the tensor's
+// chunks, rank by rank.
 //
-// Device: a block of 256 threads per chunk, a thread per group of 8 elements; accesses of 16 bytes where the group's elements are
-// neighbours and aligned; at least four blocks to a multiprocessor. The table of pieces lies in memory that the device reads; nothing is allocated, nothing waited for.
+// Device: one block of 256 threads per chunk, one group of 8 elements per thread; 16-byte accesses if the elements of the group are
+// contiguous and aligned; at least four blocks per multiprocessor. The table of pieces is in memory that the device can read. The kernels
+// allocate no memory and do not wait.
 #include "include/index.h"
 #include "include/sums.h"
 #ifndef AP_DEVICE
@@ -26,9 +29,9 @@
 namespace ap {
 namespace {
 
-constexpr int64_t kGrain = 4;  // chunks of a thread on the host
+constexpr int64_t kGrain = 4;  // chunks per thread on the host
 
-// Groups at `at` of one part: into the segment, and the squares added to `sum` one by one where they are wanted.
+// Copies the group at `at` of one part into the segment. With kSquares, adds the squares to `sum` one by one.
 template <bool kSquares, class S, class B>
 AP_HD inline double pack_group(const S* data, const Part& part, B* segment, int64_t at, double factor, double sum) {
   using W = typename Wider<S, B>::type;
@@ -42,14 +45,14 @@ AP_HD inline double pack_group(const S* data, const Part& part, B* segment, int6
       values[i] = at + i < part.size ? Convert<W, S>::wide(data[element_of(part, at + i, &left)]) : W(0);
   }
   for (int i = 0; i < kGroup; ++i) {
-    values[i] = at + i < part.size ? values[i] * W(factor) : W(0);  // padding stays +0 whatever the factor
+    values[i] = at + i < part.size ? values[i] * W(factor) : W(0);  // padding stays +0 for any factor
     if (kSquares) sum = sum + double(values[i]) * double(values[i]);
   }
   store_group(segment + at, kGroup, values);
   return sum;
 }
 
-// Two groups whose elements are neighbours in the tensor: both are on their way before the first is stored. False where they are not.
+// Packs two groups, and loads both before it stores the first. Returns false if a group is not full or not contiguous.
 template <bool kSquares, class S, class B>
 AP_HD inline bool pack_pair(const S* data, const Part& part, B* segment, int64_t at, int64_t next, double factor, double* sum) {
   using W = typename Wider<S, B>::type;
@@ -86,12 +89,12 @@ template <class S, class B> AP_HD inline void unpack_group(S* data, const Part& 
   }
 }
 
-// A chunk of one piece: calls each(part, at) for the groups g with g mod `step` == `lane`, in rising order.
+// Calls each(part, at) for the groups g of a chunk with g mod `step` == `lane`, in increasing order.
 template <class Each> AP_HD inline void groups_of_chunk(const Part& part, int64_t begin, int64_t end, int lane, int step, const Each& each) {
   for (int64_t at = begin + int64_t(lane) * kGroup; at < end; at += int64_t(step) * kGroup) each(part, at);
 }
 
-// What a chunk is: its piece, its rank's part, its range in the segment, and the segment's place in the bucket.
+// A chunk: its piece, its range [begin, end) in the segment, the segment's offset in the bucket, and the rank's part of the piece.
 struct Chunk {
   int64_t piece, begin, end, offset;
   Part part;
@@ -105,7 +108,7 @@ AP_HD inline Chunk chunk_of(const Piece* pieces, int64_t num_pieces, const Bucke
   return Chunk{found, begin, end, turn * b.row + piece.offset, part_of(piece, b, b.first + turn)};
 }
 
-// The k-th chunk of a piece, rank after rank: its number among all chunks of the bucket.
+// The number of a piece's k-th chunk, counted rank by rank, among all chunks of the bucket.
 AP_HD inline int64_t nth_chunk(const Piece& piece, const Bucket& b, int64_t per_row, int64_t k) {
   const int64_t turn = quotient(k, per_row);
   return turn * b.chunks + piece.first_chunk + (k - turn * per_row);

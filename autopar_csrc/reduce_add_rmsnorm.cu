@@ -1,22 +1,23 @@
-// reduce_add_rmsnorm: the sum over peers, the residual and the norm in one pass over the peers' data.
+// reduce_add_rmsnorm: the sum over peers, the residual add and the norm, in one pass over the peers' data.
 //
 //   parts[r] [rows, hidden] for r < world, residual [rows, hidden], weight [hidden], all of one dtype T
-//   y       = residual + (((0 + parts[0]) + parts[1]) + ...)   in W, then rounded to T: what the model goes on with
-//   squares = sum(y * y)                                       [rows], in W, of the rounded y: what backward needs
-//   rstd    = 1 / sqrt(squares / hidden + eps)                 in W, computed again wherever it is needed
-//   normed  = (y * rstd) * weight                              in W, then rounded to T; where a model rounds before the weight
-//             (`rounded`), so is y * rstd
-// W is float, or double where T is double. The peers are always added in the order of their ranks, and the sum over a row is that of
-// sums.h: the result depends neither on who is ready first nor on the number of threads.
+//   y       = residual + (((0 + parts[0]) + parts[1]) + ...)   in W, then rounded to T: the output that the model uses
+//   squares = sum(y * y)                                       [rows], in W, of the rounded y: saved for backward
+//   rstd    = 1 / sqrt(squares / hidden + eps)                 in W, recomputed wherever it is needed
+//   normed  = (y * rstd) * weight                              in W, then rounded to T; if `rounded`, y * rstd is rounded to T
+//                                                              before the multiplication by the weight
+// W is double if T is double, else float. The peers are always added in the order of their ranks, and a row is summed in the order of
+// sums.h. The result depends neither on which rank is ready first nor on the number of threads.
 //
-// Backward, with n the gradient of normed and g that of y:
+// Backward, with n the gradient of normed and g the gradient of y:
 //   u = n * weight;  c = sum(u * y) / hidden;  grad = g + (u * rstd - y * (((rstd * rstd) * rstd) * c))
-// is the gradient of the residual and of every peer's part alike;
-//   grad_weight[h] = sum over rows of (n * y) * rstd: rows of a band of 64 one after the other, then the bands one after the other.
+// grad is the gradient of the residual and of each peer's part;
+//   grad_weight[h] = sum over rows of (n * y) * rstd: the rows of each band of 64 are added in order, then the bands are added in order.
 //
-// The parts' addresses come as a table in memory that the device reads; peers' memory is read in place. That it is ready is the
-// caller's to see to (include/epoch.h). Device: a block of 256 threads per row; y is read back from the cache by the thread that wrote
-// it. The weight's gradient reads n and y a second time. `bands` is scratch of the caller: [ceil(rows / 64), hidden] in W.
+// The addresses of the parts are in a table in memory that the device can read. The memory of the peers is read in place, and the caller
+// ensures that it is ready (include/epoch.h). Device: one block of 256 threads per row; each thread reads back from the cache the y
+// that it wrote. The weight's gradient reads n and y a second time. `bands` is scratch memory of the caller: [ceil(rows / 64), hidden] in
+// W.
 #include "include/index.h"
 #include "include/norms.h"
 #include "include/sums.h"
@@ -27,10 +28,10 @@
 namespace ap {
 namespace {
 
-// Rows of a thread on the host.
+// Rows per thread on the host.
 inline int64_t grain_of(int64_t hidden) { return ceil_div(65536, hidden); }
 
-// One group of y: the sum over peers and the residual, stored rounded; returns `sum` with its squares added.
+// One group of y: the sum over peers and the residual, stored rounded. Returns `sum` plus the squares of the group.
 template <class T, class W = typename Wide<T>::type>
 AP_HD inline W add_group(const int64_t* parts, int world, const T* residual, T* y, int64_t at, int64_t left, W sum) {
   const Raw<T> raw_residual = fetch_group(residual + at, left);
@@ -53,7 +54,7 @@ AP_HD inline W add_group(const int64_t* parts, int world, const T* residual, T* 
   return sum;
 }
 
-// Returns `sum` with u * y of the group added.
+// Returns `sum` plus u * y of the group.
 template <class T, class W>
 AP_HD inline W dot_group(const T* grad_normed, const T* y, const T* weight, int64_t at, int64_t column, int64_t left, W sum) {
   const Raw<T> raw_n = fetch_group(grad_normed + at, left), raw_y = fetch_group(y + at, left);
@@ -148,7 +149,7 @@ AP_API int ap_reduce_add_rmsnorm_backward_cuda(const void* grad_y, const void* g
   if (rows < 0 || hidden < 1 || rows > INT32_MAX) return AP_BAD_ARGUMENT;
   const int64_t num_bands = ap::ceil_div(rows, ap::kBand);
   const unsigned columns = unsigned(ap::ceil_div(hidden, ap::kLanes));
-  if (num_bands > 65535) return AP_BAD_ARGUMENT;  // a grid's second dim
+  if (num_bands > 65535) return AP_BAD_ARGUMENT;  // limit of a grid's second dim
   AP_FOR_FLOAT(dtype, T, {
     using W = typename ap::Wide<T>::type;
     const T *n = static_cast<const T*>(grad_normed), *values = static_cast<const T*>(y);

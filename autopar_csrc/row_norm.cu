@@ -1,20 +1,21 @@
-// row_norm: the pieces of the root-mean-square norm over the last dim (autopar/ops/norms.py, which has the formulas), one pass each.
+// row_norm: the steps of the root-mean-square norm over the last dim, each in one pass. The formulas are in autopar/ops/norms.py.
 //
-//   x, grad, y, dx [rows, width] and weight [width] of one dtype T; squares, product [rows] and dw [width] in W: float, or double where
-//   T is. `n` is the length of a whole row, of which `width` may be a part; rstd = 1 / sqrt(squares / n + eps)
-//   norm             y = (x * rstd) * weight, where a model rounds before the weight (`rounded`) so is x * rstd; then rounded to T
+//   x, grad, y, dx [rows, width] and weight [width] have one dtype T; squares, product [rows] and dw [width] have the dtype W, which is
+//   double if T is double, else float. `n` is the length of a whole row, and `width` may be a part of it;
+//   rstd = 1 / sqrt(squares / n + eps)
+//   norm             y = (x * rstd) * weight, rounded to T; if `rounded`, x * rstd is rounded to T before the multiplication by the weight
 //   product          sum over a row of (grad * weight) * x
 //   norm_backward    dx = (grad * rstd) * weight - x * (((rstd * rstd) * rstd) * product / n), rounded to T
 //   weight_gradient  dw = sum over rows of (grad * x) * rstd
-// A weight may be null, which stands for ones.
+// A null weight means a weight of ones.
 //
-// Order of sums: a row's threads are `threads_per_row` (include/rows.h); each adds its groups one after the other, and threads are added in
-// halves. Of the weight's gradient, rows of a band of 64 one after the other; then each of 8 lanes its bands one after the other, lane l
-// those at l, l + 8, ...; then the lanes one after the other. It depends on shapes alone. `bands` is scratch of the caller:
-// [ceil(rows / 64), width] in W.
+// Order of sums: `threads_per_row` threads share a row (include/rows.h). Each thread adds its groups in order, then the threads are added
+// in halves. For the weight's gradient, the rows of each band of 64 are added in order. Then each of 8 lanes adds its bands in order (lane
+// l adds the bands l, l + 8, ...), and the lanes are added in order. The order depends only on shapes. `bands` is scratch memory of the
+// caller: [ceil(rows / 64), width] in W.
 //
-// Device alone: on a CPU torch's own ops do this. Blocks of 256 threads, a thread per group of 8 neighbours, accesses of 16 bytes where
-// aligned; no memory is allocated, nothing waited for.
+// Device only: on a CPU, torch's own ops compute these steps. Blocks of 256 threads, one group of 8 contiguous elements per thread, 16-byte
+// accesses if aligned. The kernels allocate no memory and do not wait.
 #include "include/norms.h"
 #include "include/rows.h"
 
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(ap::kLanes, 2)
     ap::widen(raw_grad, gradients);
     ap::widen(raw_x, values);
     ap::widen(raw_weight, scale);
-    for (int i = 0; i < ap::kGroup; ++i) sum = sum + (gradients[i] * scale[i]) * values[i];  // beyond the row all are zeros
+    for (int i = 0; i < ap::kGroup; ++i) sum = sum + (gradients[i] * scale[i]) * values[i];  // elements past the end of the row are zeros
   }
   sum = ap::add_row(sum, lanes, threads);
   if (row < r.rows && (threadIdx.x & (threads - 1)) == 0) product[row] = sum;
@@ -145,7 +146,7 @@ AP_API int ap_row_weight_gradient_cuda(const void* grad, const void* x, const vo
                                        int64_t width, int64_t n, double eps, void* stream) {
   const ap::Rows r{rows, width};
   const int64_t num_bands = ap::ceil_div(rows, ap::kBand);
-  if (!ap::fits(r) || n < width || num_bands > 65535) return AP_BAD_ARGUMENT;  // a grid's second dim
+  if (!ap::fits(r) || n < width || num_bands > 65535) return AP_BAD_ARGUMENT;  // limit of a grid's second dim
   const dim3 grid(unsigned(ap::ceil_div(ap::groups_per_row(r), ap::kLanes)), unsigned(num_bands));
   AP_FOR_FLOAT(dtype, T, {
     using W = typename ap::Wide<T>::type;

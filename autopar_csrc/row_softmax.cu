@@ -1,12 +1,12 @@
-// row_softmax: the softmax of a cross entropy over the last dim (autopar/ops/vocabulary.py, which has the formulas), one pass each.
+// row_softmax: the softmax of a cross entropy over the last dim, each step in one pass. The formulas are in autopar/ops/vocabulary.py.
 //
-//   x, grad [rows, width] of one dtype T; m, s, scale [rows] in W: float, or double where T is; index [rows], int64
+//   x, grad [rows, width] have one dtype T; m, s, scale [rows] have the dtype W: double if T is double, else float; index [rows], int64
 //   sum_exp                 s = sum over a row of exp(x - m)
-//   cross_entropy_backward  grad = (exp(x - m) / s - (column == index - start)) * scale, rounded to T; it may lie where x does
+//   cross_entropy_backward  grad = (exp(x - m) / s - (column == index - start)) * scale, rounded to T; grad may use the memory of x
 //
-// Order of sums: a row's threads are `threads_per_row` (include/rows.h); each adds its groups one after the other, and threads are added in
-// halves. It depends on shapes alone. Device alone: on a CPU torch's own ops do this. Blocks of 256 threads, a thread per group of 8
-// neighbours, accesses of 16 bytes where aligned; no memory is allocated, nothing waited for.
+// Order of sums: `threads_per_row` threads share a row (include/rows.h). Each thread adds its groups in order, then the threads are added
+// in halves. The order depends only on shapes. Device only: on a CPU, torch's own ops compute these steps. Blocks of 256 threads, one group
+// of 8 contiguous elements per thread, 16-byte accesses if aligned. The kernels allocate no memory and do not wait.
 #include "include/rows.h"
 
 #include <cmath>

@@ -1,11 +1,11 @@
-// A lane that is one kernel of few blocks: they wait, copy and signal together, and stay until the last piece is done.
+// A lane that is one kernel of few blocks. The blocks wait, copy and signal together, and run until the last copy is done.
 //
-// For copies that no engine makes: within one device the driver copies by a kernel of its own, which finds no place beside a product that
-// fills the device. Blocks that are there before the product keep their multiprocessors; the product takes the others. A launch stands for
-// all of a protocol's waits, copies and signals, which on a stream are an operation each.
+// This lane is for copies that no copy engine makes. Within one device, the driver copies with a kernel of its own, which cannot start
+// while a product fills the device. Blocks that start before the product keep their multiprocessors, and the product uses the others. One
+// launch performs all waits, copies and signals of a protocol; on a stream, each is a separate operation.
 //
-// A flag's signal is given by the block that arrives last. The word behind the flag, which is in the same line, counts arrivals and is
-// never reset: so all uses of the flag's region have the same number of blocks.
+// The block that arrives last signals the flag. The word after the flag, in the same cache line, counts arrivals and is never reset.
+// Therefore all uses of the flag's region must have the same number of blocks.
 #pragma once
 
 #include "index.h"
@@ -16,11 +16,11 @@
 
 namespace ap {
 
-constexpr int kLaneThreads = 512;  // a multiple of a warp's
-constexpr int kAtOnce = 8;  // loads of a thread on their way: with all threads', more than a multiprocessor's path to memory takes
+constexpr int kLaneThreads = 512;  // a multiple of the warp size
+constexpr int kAtOnce = 8;  // loads in flight per thread: enough to saturate a multiprocessor's memory path
 
 struct BlockLane {
-  double ns_per_byte;  // of all blocks together, at least; 0: as fast as they can
+  double ns_per_byte;  // minimum for all blocks together; 0: no limit
 
   __device__ int wait(const uint64_t* flag, uint64_t epoch) const {
     if (threadIdx.x == 0 && ap::wait(flag, epoch) != AP_OK) stop();
@@ -35,7 +35,7 @@ struct BlockLane {
     return AP_OK;
   }
 
-  // This block's share of the runs.
+  // Copies this block's share of the runs.
   __device__ int copy(char* to, int64_t to_pitch, const char* from, int64_t from_pitch, int64_t width, int64_t height) const {
     if (width == 0 || height == 0) return AP_OK;
     if (width == to_pitch && width == from_pitch) width *= height, height = 1;
@@ -50,7 +50,7 @@ struct BlockLane {
     return AP_OK;
   }
 
-  // Each warp takes a tile of one run at a time; the warps of all blocks take turns.
+  // Each warp copies a tile of one run at a time. Tiles are assigned to the warps of all blocks in turn.
   template <class Unit>
   __device__ void copy_in(char* to, int64_t to_pitch, const char* from, int64_t from_pitch, int64_t width, int64_t height) const {
     constexpr int64_t kTile = 32 * kAtOnce;

@@ -1,17 +1,16 @@
-// What all kernels share: how functions are marked, dtypes, status codes, conversions, and loads of eight elements.
+// Definitions for all kernels: function attributes, dtypes, status codes, conversions, and loads of eight elements.
 //
-// The same file compiles as CUDA (nvcc, __CUDACC__ defined) and as plain C++17 (g++ -x c++). The CUDA library holds the entry points
-// that end in _cuda, the host library those that end in _host; what computes is shared between them. Products and sums are never
-// contracted (-ffp-contract=off, --fmad=false), so that host, device and the reference in torch agree to the last bit where the
-// order is the same.
+// The same file compiles as CUDA (nvcc, __CUDACC__ defined) and as plain C++17 (g++ -x c++). The CUDA library has the entry points that end
+// in _cuda, and the host library has those that end in _host. Both share the code that computes. Products and sums are never contracted
+// (-ffp-contract=off, --fmad=false), so that host, device and the torch reference are bitwise equal if the order of the sums is the same.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-// AP_DEVICE: the device's entry points are compiled, by nvcc or for the emulation of include/emulated.h.
-// AP_ON_DEVICE: this pass compiles what the device runs.
+// AP_DEVICE: the device entry points are compiled, by nvcc or for the emulation in include/emulated.h.
+// AP_ON_DEVICE: this pass compiles device code.
 #if defined(__CUDACC__)
 #include <cuda_runtime.h>
 #define AP_HD __host__ __device__
@@ -28,13 +27,13 @@
 #if defined(__CUDA_ARCH__) || defined(AP_EMULATED)
 #define AP_ON_DEVICE
 #endif
-// Before a loop whose loads are independent: so many are on their way at once.
+// Before a loop whose loads are independent: the number of loads in flight at once.
 #if defined(__CUDA_ARCH__)
 #define AP_UNROLL_16 _Pragma("unroll 16")
 #else
 #define AP_UNROLL_16
 #endif
-// Before a template that is called with what runs on the host and with what runs on the device: nvcc checks each call by itself.
+// Before a template that is called with host functions and with device functions: nvcc checks each call separately.
 #if defined(__CUDACC__)
 #define AP_EITHER _Pragma("nv_exec_check_disable")
 #else
@@ -44,7 +43,7 @@
 
 enum ap_dtype { AP_F32 = 0, AP_F64 = 1, AP_BF16 = 2, AP_F16 = 3, AP_I32 = 4, AP_I64 = 5, AP_U8 = 6 };
 
-// What every entry point returns.
+// Return values of all entry points.
 enum ap_status { AP_OK = 0, AP_BAD_ARGUMENT = 1, AP_TIMED_OUT = 2, AP_LAUNCH_FAILED = 3 };
 
 namespace ap {
@@ -68,8 +67,8 @@ AP_HD inline float float_of(uint32_t bits) {
   return x;
 }
 
-// The device's own conversions round alike. They have one pattern for all NaNs, so where a narrow type takes a NaN the pattern is chosen
-// here; from f16 to float a NaN's digits may differ from the host's.
+// The device's native conversions round in the same way. They use one bit pattern for all NaNs, so conversions of a NaN to a narrow type
+// choose that pattern here. From f16 to float, the mantissa of a NaN may differ from the host's.
 // --- to float: exact -------------------------------------------------------------------------------------------------------------
 AP_HD inline float to_float(bf16 x) { return float_of(uint32_t(x.bits) << 16); }
 
@@ -94,7 +93,7 @@ AP_HD inline bf16 to_bf16(float x) {
   return bf16{x == x ? narrow : uint16_t(0x7fc0)};
 #else
   const uint32_t bits = bits_of(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{0x7fc0};  // adding to a NaN's digits could make it infinite
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{0x7fc0};  // an addition to a NaN's mantissa could make it infinite
   return bf16{uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 #endif
 }
@@ -107,14 +106,14 @@ AP_HD inline f16 to_f16(float x) {
 #else
   const uint32_t bits = bits_of(x), size = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
   if (size > 0x7f800000u) return f16{uint16_t(sign | 0x7e00u)};
-  if (size >= 0x477ff000u) return f16{uint16_t(sign | 0x7c00u)};  // 65520 and more: halfway to what would follow 65504
-  // Below 2^-14 the step is 2^-24, which is float's own step at 0.5: the addition rounds.
+  if (size >= 0x477ff000u) return f16{uint16_t(sign | 0x7c00u)};  // 65520 and more: at least halfway from 65504 to the next value
+  // Below 2^-14 the spacing of f16 is 2^-24, which is the spacing of float at 0.5: the addition rounds.
   if (size < 0x38800000u) return f16{uint16_t(sign | (bits_of(float_of(size) + 0.5f) - 0x3f000000u))};
   return f16{uint16_t(sign | ((size + 0xfffu + ((size >> 13) & 1u) - 0x38000000u) >> 13))};
 #endif
 }
 
-// --- between a stored type and the one that is computed in: float, or double where a double is involved ---------------------------
+// --- between a stored type and the compute type: double if a stored type is double, else float -----------------------------------
 template <class W, class T> struct Convert {
   AP_HD static W wide(T x) { return W(x); }
   AP_HD static T narrow(W x) { return T(x); }
@@ -140,13 +139,13 @@ constexpr int kGroup = 8;  // 16 bytes of bf16 and f16, 32 of float, 64 of doubl
 
 AP_HD inline bool is_aligned(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15u) == 0; }
 
-// Eight elements as they lie in memory. They are fetched before any of them is computed with where several groups are wanted: a load that
-// is converted at once holds up the next one.
+// Eight elements as stored in memory. If several groups are needed, all are fetched before the first is used: a load whose result is
+// converted immediately delays the next load.
 template <class T> struct Raw {
   alignas(16) T items[kGroup];
 };
 
-// Fetches `count` <= 8 elements; the rest is zero. In accesses of 16 bytes where all eight are wanted and aligned.
+// Fetches `count` <= 8 elements; the rest is zero. Uses 16-byte accesses if count >= 8 and the address is aligned.
 template <class T> AP_HD inline Raw<T> fetch_group(const T* p, int64_t count) {
   Raw<T> raw;
   if (count >= kGroup && is_aligned(p)) {
@@ -191,14 +190,14 @@ template <class W, class T> AP_HD inline void store_group(T* p, int64_t count, c
 #if defined(AP_EMULATED)
 inline int launched() { return ap_emulated::has_failed() ? AP_LAUNCH_FAILED : AP_OK; }
 #elif defined(__CUDACC__)
-// The status of the launch before it. Later faults of the kernel show where the caller synchronises.
+// The status of the previous launch. Later faults of the kernel appear when the caller synchronizes.
 inline int launched() { return cudaGetLastError() == cudaSuccess ? AP_OK : AP_LAUNCH_FAILED; }
 inline cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
 #endif
 
 }  // namespace ap
 
-// Runs the statement, in which T is the stored type of the floating `dtype`; any other dtype returns AP_BAD_ARGUMENT.
+// Runs the statement with T as the stored type of the floating-point `dtype`. Returns AP_BAD_ARGUMENT for any other dtype.
 #define AP_FOR_FLOAT(dtype, T, ...)                            \
   switch (dtype) {                                             \
     case AP_F32: { using T = float; __VA_ARGS__; } break;      \

@@ -1,7 +1,7 @@
-// The device's code on the CPU, for tests where there is no device: blocks one after the other, the threads of a block by turns as fibers
-// (emulated_fibers.h), or at once as threads of the host with AP_EMULATED_THREADS (emulated_threads.h), for ThreadSanitizer. It shows what
-// a kernel computes, which memory it touches, and whether barriers are there; nothing about time, memory order or other devices.
-// Compiled with AP_EMULATED.
+// Runs device code on the CPU, for tests without a device. Blocks run one after the other. The threads of a block run in turns as fibers
+// (emulated_fibers.h), or concurrently as host threads with AP_EMULATED_THREADS (emulated_threads.h), for ThreadSanitizer. The emulation
+// shows what a kernel computes, which memory it accesses, and whether barriers are missing. It shows nothing about time, memory order or
+// other devices. Compiled if AP_EMULATED is defined.
 #pragma once
 
 #include <functional>
@@ -32,10 +32,10 @@ inline dim3 blockDim(1), gridDim(1);
 #include "emulated_fibers.h"
 #endif
 
-// A macro, so that each barrier is known by its place in the source.
+// A macro, so that a barrier is identified by its source location.
 #define __syncthreads() ap_emulated::barrier(__FILE__, __LINE__)
 
-// Of all 32 lanes of each warp, in blocks of whole warps whose threads all come here.
+// For all 32 lanes of each warp. The block must consist of whole warps, and all of its threads must call it.
 template <class T> inline T __shfl_down_sync(unsigned, T own, int delta) {
   static T held[1024];
   const unsigned thread = threadIdx.x, lane = thread % 32;

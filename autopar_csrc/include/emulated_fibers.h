@@ -1,5 +1,6 @@
-// The threads of an emulated block as fibers that take turns at each barrier, in another mixed order each time, so that a missing barrier
-// shows in the result. A barrier that only some threads of a block reach, or at which they are at different places, fails the launch.
+// The threads of an emulated block as fibers that take turns at each barrier. The order of the turns changes at each barrier, so that a
+// missing barrier changes the result. A launch fails if only some threads of a block reach a barrier, or if threads wait at different
+// barriers.
 #pragma once
 
 #include <ucontext.h>
@@ -12,7 +13,7 @@ inline uint3 threadIdx, blockIdx;
 namespace ap_emulated {
 
 struct Place {
-  const char* file = nullptr;  // none: the thread has ended
+  const char* file = nullptr;  // null: the thread has ended
   int line = 0;
   bool operator!=(const Place& other) const { return file != other.file || line != other.line; }
 };
@@ -21,7 +22,7 @@ struct Block {
   explicit Block(unsigned size) : threads(size), places(size), stacks(size, std::vector<char>(size_t(1) << 16)) {}
   ucontext_t scheduler;
   std::vector<ucontext_t> threads;
-  std::vector<Place> places;  // where each thread waits
+  std::vector<Place> places;  // the barrier at which each thread waits
   std::vector<std::vector<char>> stacks;
   std::function<void()> body;
 };
@@ -52,7 +53,7 @@ inline void begin(unsigned thread) {
   makecontext(&context, enter, 0);
 }
 
-// False where the threads have parted: the block is given up.
+// Returns false if the threads are at different places; the block then stops.
 inline bool are_together() {
   for (const Place& place : block->places)
     if (place != block->places[0]) {
@@ -66,7 +67,7 @@ inline bool are_together() {
 inline void run_block() {
   const unsigned size = unsigned(block->threads.size());
   for (unsigned thread = 0; thread < size; ++thread) begin(thread);
-  const bool mixes = (size & (size - 1)) == 0;  // an odd step visits every thread once
+  const bool mixes = (size & (size - 1)) == 0;  // for a power of two, an odd step visits every thread once
   unsigned round = 0;
   do {
     for (unsigned turn = 0; turn < size; ++turn) resume(mixes ? (turn * (101 + 2 * round) + 37 * round) % size : turn);
@@ -86,7 +87,7 @@ inline void emulate(dim3 grid, dim3 threads, const std::function<void()>& body) 
   block = nullptr;
 }
 
-// Whether a launch since the last call of this failed.
+// Returns whether a launch failed since the last call of this function.
 inline bool has_failed() {
   const bool failed = diverged;
   diverged = false;

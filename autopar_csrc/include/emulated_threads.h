@@ -1,5 +1,5 @@
-// The threads of an emulated block as threads of the host, so that ThreadSanitizer sees what they do to shared memory and to each other's
-// results between two barriers. What blocks do to each other is not seen: they run one after the other.
+// The threads of an emulated block as host threads, so that ThreadSanitizer checks their accesses to shared memory and to each other's
+// results between two barriers. Races between blocks are not detected, because blocks run one after the other.
 #pragma once
 
 #include <pthread.h>
@@ -11,7 +11,8 @@ inline thread_local uint3 threadIdx, blockIdx;
 
 namespace ap_emulated {
 
-// Two that take turns: a thread that leaves one late would else seem to come after what others have signalled by arriving at the next.
+// Two barriers are used in turn. With one, ThreadSanitizer would order a thread that leaves late after the threads that arrive at the next
+// use, and would miss races between them.
 inline pthread_barrier_t barriers[2];
 inline thread_local unsigned turn = 0;
 

@@ -1,12 +1,12 @@
-// Signals between ranks: one 64-bit counter per flag that only rises, never reset.
+// Signals between ranks: each flag is one 64-bit counter that only increases and is never reset.
 //
-// A producer writes its data and then signals epoch e: everything it wrote before is seen by whoever has waited for e. A consumer
-// waits until the flag is at least e. Epochs are counted from 1 by both sides alike (the n-th use of a buffer is epoch n), so a flag
-// needs no reset between uses and no one has to agree on when it is clear; a waiter that comes late finds the flag already past.
-// Producers are enqueued before those who wait for them, on every stream and in every thread: then a wait always ends.
+// A producer writes its data and then signals epoch e. A consumer waits until the flag is at least e, and then sees everything that the
+// producer wrote before the signal. Both sides count epochs from 1 (the n-th use of a buffer is epoch n). So a flag needs no reset between
+// uses, and the ranks need not agree on when it is clear. A late waiter finds that the flag has passed its epoch.
+// On every stream and in every thread, producers are enqueued before the consumers that wait for them. Therefore every wait ends.
 //
-// Built with AP_DEBUG, a wait gives up after AP_TIMEOUT_S seconds with AP_TIMED_OUT, and a signal that does not raise its flag
-// is refused with AP_BAD_ARGUMENT. Without it a wait waits forever and a signal is a single store.
+// If built with AP_DEBUG, a wait fails with AP_TIMED_OUT after AP_TIMEOUT_S seconds, and a signal that does not increase its flag fails
+// with AP_BAD_ARGUMENT. Without AP_DEBUG, a wait has no timeout and a signal is a single store.
 #pragma once
 
 #include "common.h"
@@ -24,19 +24,19 @@ namespace ap {
 
 #ifdef __CUDACC__
 
-// Of the system's scope: the flag may lie on another device or on the host.
+// System scope, because the flag may be in the memory of another device or of the host.
 __device__ inline uint64_t read_flag(const uint64_t* flag) {
   uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
   return value;
 }
 
-// One thread calls it, after a barrier of those whose writes it announces.
+// Called by one thread, after a barrier of the threads whose writes the signal publishes.
 __device__ inline int signal(uint64_t* flag, uint64_t epoch) {
 #ifdef AP_DEBUG
   if (read_flag(flag) >= epoch) return AP_BAD_ARGUMENT;
 #endif
-  __threadfence_system();  // what the block's other threads wrote before the barrier
+  __threadfence_system();  // covers the writes of the other threads before the barrier
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(epoch) : "memory");
   return AP_OK;
 }
@@ -47,7 +47,7 @@ __device__ inline uint64_t now_ns() {
   return ns;
 }
 
-// One thread calls it; a barrier after it passes what it has seen on to the block.
+// Called by one thread; a barrier after it makes the data visible to the block.
 __device__ inline int wait(const uint64_t* flag, uint64_t epoch) {
 #ifdef AP_DEBUG
   const uint64_t start = now_ns();
@@ -61,7 +61,8 @@ __device__ inline int wait(const uint64_t* flag, uint64_t epoch) {
   return AP_OK;
 }
 
-// How many have arrived before; what the caller, and those it had a barrier with, wrote before is seen by whoever arrives later.
+// Returns the number of earlier arrivals. The earlier writes of the caller, and of the threads in its last barrier, are visible to callers
+// that arrive later.
 __device__ inline uint64_t arrive(uint64_t* count) {
   __threadfence_system();
   return atomicAdd_system(reinterpret_cast<unsigned long long*>(count), 1ull);
@@ -87,7 +88,7 @@ inline int wait(const uint64_t* flag, uint64_t epoch) {
 #ifdef AP_DEBUG
     if (std::chrono::steady_clock::now() > end) return AP_TIMED_OUT;
 #endif
-    std::this_thread::yield();  // ranks may be more than cores
+    std::this_thread::yield();  // there may be more ranks than cores
   }
   return AP_OK;
 }

@@ -1,7 +1,7 @@
-// Where a step of a protocol runs: in the calling thread, or as a piece of a CUDA stream. Both do the same in the same order.
+// Lanes. A lane runs the steps of a protocol, either in the calling thread or on a CUDA stream, with the same operations in the same order.
 //
-// Each function returns a status. On a stream it returns when the piece is enqueued; a wait that times out there (AP_DEBUG) stops the
-// stream with a trap, which the caller sees as an error of the device where it synchronises.
+// Each function returns a status. On a stream it returns once the operation is enqueued. A wait that times out there (AP_DEBUG) stops the
+// stream with a trap, which the caller sees as a device error when it synchronizes.
 #pragma once
 
 #include <cstdlib>
@@ -10,7 +10,7 @@
 #include "shards.h"
 #include "stream_ops.h"
 
-// Ends the function with the first status that is not AP_OK.
+// Returns from the function with the status, unless it is AP_OK.
 #define AP_TRY(...)                                      \
   do {                                                   \
     const int ap_status_of_it = (__VA_ARGS__);           \
@@ -19,10 +19,10 @@
 
 namespace ap {
 
-// What the device has, and its emulation.
+// Copies on the device, and their emulation.
 #if defined(__CUDACC__)
 
-constexpr int64_t kMaxPitch = 2147483647;  // cudaDeviceProp.memPitch of all devices that are built for
+constexpr int64_t kMaxPitch = 2147483647;  // cudaDeviceProp.memPitch of all target devices
 
 __device__ inline void stop() { __trap(); }
 inline int copy_run(char* to, const char* from, int64_t num_bytes, void* stream) {
@@ -37,7 +37,7 @@ inline int copy_runs(char* to, int64_t to_pitch, const char* from, int64_t from_
 
 #elif defined(AP_EMULATED)
 
-constexpr int64_t kMaxPitch = 64;  // so that both ways are taken
+constexpr int64_t kMaxPitch = 64;  // small, so that tests reach both branches of the copy
 
 inline void stop() { abort(); }
 inline int copy_run(char* to, const char* from, int64_t num_bytes, void*) {
@@ -55,7 +55,7 @@ inline int copy_runs(char* to, int64_t to_pitch, const char* from, int64_t from_
 
 namespace {
 
-// One thread each: they take part in no computation, and a stream's order makes what lies around them wait.
+// Kernels of one thread: they compute nothing, and the order of the stream delays the work after them.
 __global__ void ap_lane_wait_kernel(const uint64_t* flag, uint64_t epoch) {
   if (wait(flag, epoch) != AP_OK) stop();
 }
@@ -69,8 +69,8 @@ struct StreamLane {
   void* stream;
 
   int wait(const uint64_t* flag, uint64_t epoch) const { return stream_wait(stream, flag, epoch) ? AP_OK : wait_for_pushed(flag, epoch); }
-  // For what peers wrote to this device: a stream's own wait does not promise that it is seen with the flag (CU_STREAM_WAIT_VALUE_FLUSH,
-  // which few platforms have), an acquiring load does.
+  // For data that peers wrote to this device. A stream's wait does not guarantee that the data are visible once the flag is
+  // (CU_STREAM_WAIT_VALUE_FLUSH, which few platforms support); an acquire load does.
   int wait_for_pushed(const uint64_t* flag, uint64_t epoch) const {
     AP_LAUNCH(ap_lane_wait_kernel, 1, 1, stream, flag, epoch);
     return launched();
@@ -80,7 +80,7 @@ struct StreamLane {
     AP_LAUNCH(ap_lane_signal_kernel, 1, 1, stream, flag, epoch);
     return launched();
   }
-  // By the copy engine: no multiprocessor is taken from the product that runs beside it.
+  // Uses the copy engine, so that the concurrent product keeps all multiprocessors.
   int copy(char* to, int64_t to_pitch, const char* from, int64_t from_pitch, int64_t width, int64_t height) const {
     if (width == 0 || height == 0) return AP_OK;
     if (height == 1 || (width == to_pitch && width == from_pitch)) return copy_run(to, from, width * height, stream);

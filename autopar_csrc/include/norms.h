@@ -1,4 +1,4 @@
-// The root-mean-square norm of a group of eight elements, as reduce_add_rmsnorm.cu and row_norm.cu have it.
+// The root-mean-square norm of a group of eight elements, for reduce_add_rmsnorm.cu and row_norm.cu.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@ template <class W> AP_HD inline W rstd_of(W squares, int64_t hidden, double eps)
   return W(1) / std::sqrt(squares / W(hidden) + W(eps));
 }
 
-// Eight weights, or ones where there are none.
+// Eight weights, or ones if `weight` is null.
 template <class T> AP_HD inline Raw<T> fetch_weight(const T* weight, int64_t column, int64_t left) {
   if (weight != nullptr) return fetch_group(weight + column, left);
   Raw<T> ones;
@@ -19,7 +19,7 @@ template <class T> AP_HD inline Raw<T> fetch_weight(const T* weight, int64_t col
   return ones;
 }
 
-// `rounded`: whether what is normed is rounded before the weight.
+// `rounded`: whether the normalized value is rounded to T before the multiplication by the weight.
 template <class T, class W>
 AP_HD inline void norm_group(const T* y, const T* weight, T* normed, W rstd, bool rounded, int64_t at, int64_t column, int64_t left) {
   const Raw<T> raw_y = fetch_group(y + at, left), raw_weight = fetch_weight(weight, column, left);
@@ -33,7 +33,8 @@ AP_HD inline void norm_group(const T* y, const T* weight, T* normed, W rstd, boo
   store_group(normed + at, left, values);
 }
 
-// The weight's gradient at eight columns from `column` on, over one band of rows, one after the other; `rstd` has the band's rows alone.
+// The weight's gradient for the eight columns that begin at `column`, summed in order over one band of rows. `rstd` has only the rows of
+// the band.
 template <class T, class W>
 AP_HD inline void band_group(const T* grad_normed, const T* y, const W* rstd, int64_t begin, int64_t end, int64_t hidden, int64_t column,
                              W sums[kGroup]) {
@@ -64,7 +65,7 @@ constexpr int kBand = 64;  // rows
 
 namespace {
 
-// `band_group` of all columns and bands: a thread per group of columns, a block row per band. `n` is the length of a whole row.
+// `band_group` for all columns and bands: one thread per group of columns, one row of blocks per band. `n` is the length of a whole row.
 template <class T, class W>
 __global__ void __launch_bounds__(ap::kLanes, 2) ap_norm_bands_kernel(const T* grad_normed, const T* y, const W* squares, W* bands, int64_t rows,
                                                                    int64_t hidden, int64_t n, double eps) {

@@ -1,9 +1,10 @@
-// Index maps of dispatch and combine: where a token's row goes, and where it comes back to.
+// Index maps of dispatch and combine: the destination of each token's row, and the place to which it returns.
 //
-// A rank's *pairs* are its (token, choice) in order: pair p is choice p % choices of token p / choices. `table` [size, num_experts] has how
-// many pairs each rank sends to each expert. Expert e lives on rank e / (num_experts / size). Two orders of rows follow from the table:
+// A rank's *pairs* are its (token, choice) in order: pair p is choice p % choices of token p / choices. `table` [size, num_experts] is the
+// number of pairs that each rank sends to each expert. The *home* of expert e is rank e / (num_experts / size). The table determines two
+// orders of rows:
 //   sorted, on the sender      by expert, then by pair: stable
-//   received, on the receiver  by expert, then by sender, then by pair: an expert's rows lie together
+//   received, on the receiver  by expert, then by sender, then by pair: the rows of an expert are contiguous
 #pragma once
 
 #include "index.h"
@@ -12,7 +13,7 @@
 namespace ap {
 
 struct Routes {
-  int64_t tokens, choices, row_bytes, num_experts, size, rank, most;  // most: the most pairs that any rank has
+  int64_t tokens, choices, row_bytes, num_experts, size, rank, most;  // most: the maximum number of pairs of any rank
 };
 
 inline bool is_valid(const Routes& r) {
@@ -34,8 +35,8 @@ AP_HD inline int64_t sorted_begin(const Routes& r, const int64_t* table, int64_t
   return begin;
 }
 
-// The place at the expert's home where the sender's first row for this expert is received. With expert == the home's last + 1 and
-// sender == 0: the number of rows that it receives (pass its rank as `home`).
+// The place at the expert's home at which the sender's first row for this expert is received. With expert == the home's last expert + 1
+// and sender == 0: the number of rows that the home receives (`home` is its rank).
 AP_HD inline int64_t received_begin(const Routes& r, const int64_t* table, int64_t home, int64_t sender, int64_t expert) {
   int64_t begin = 0;
   for (int64_t e = home * experts_per_rank(r); e < expert; ++e)
@@ -47,7 +48,7 @@ AP_HD inline int64_t num_received(const Routes& r, const int64_t* table, int64_t
   return received_begin(r, table, home, 0, (home + 1) * experts_per_rank(r));
 }
 
-// --- memory that peers reach ---------------------------------------------------------------------------------------------------------
+// --- memory that peers access --------------------------------------------------------------------------------------------------------
 AP_HD inline int64_t in_lines(int64_t num_bytes) { return ceil_div(num_bytes, 128) * 128; }
 // dispatch: the table, then the rows
 AP_HD inline int64_t rows_offset(const Routes& r) { return in_lines(r.size * r.num_experts * 8); }
@@ -56,23 +57,23 @@ AP_HD inline int64_t dispatch_bytes(const Routes& r) { return rows_offset(r) + i
 AP_HD inline int64_t returned_offset(const Routes& r, uint64_t epoch) { return int64_t(epoch % 2) * in_lines(r.most * r.row_bytes); }
 AP_HD inline int64_t combine_bytes(const Routes& r) { return 2 * in_lines(r.most * r.row_bytes); }
 
-// expert_rows: a region for counts, and for each that travels one for rows received and one for those that come back, sorted
+// expert_rows: one region for counts, and for each transfer one region for received rows and one for returned rows, sorted
 AP_HD inline int64_t counts_bytes(const Routes& r) { return in_lines(r.size * r.num_experts * 8); }
 AP_HD inline int64_t received_bytes(const Routes& r) { return in_lines(r.size * r.most * r.row_bytes); }
 AP_HD inline int64_t sorted_bytes(const Routes& r) { return in_lines(r.most * r.row_bytes); }
-// its only flags, each in a line of its own: "what the peer wrote here has come"
+// the only flags of expert_rows, each in a separate cache line: "the peer's writes have arrived"
 AP_HD inline int64_t come_flag(int64_t peer) { return peer * 16; }
 AP_HD inline int64_t num_come_flags(const Routes& r) { return r.size * 16; }
 
-// Flags, each in a line of its own: "the peer's counts have come", "the peer's rows have come".
+// Flags, each in a separate cache line: "the peer's counts have arrived", "the peer's rows have arrived".
 AP_HD inline int64_t counts_flag(int64_t peer) { return peer * 16; }
 AP_HD inline int64_t rows_flag(const Routes& r, int64_t peer) { return (r.size + peer) * 16; }
 AP_HD inline int64_t num_route_flags(const Routes& r) { return 2 * r.size * 16; }
 
-// --- what a thread does with one row, pair, block or group ----------------------------------------------------------------------------
+// --- the work of one thread on one row, pair, block or group ---------------------------------------------------------------------------
 inline bool can_run(const Routes& r, uint64_t epoch) { return is_valid(r) && r.size <= kMaxRanks && epoch > 0; }
 
-// Copies a row by `lanes` threads, of which this is number `lane`; in pieces of 16 bytes where that can be.
+// Copies a row with `lanes` threads, of which this is thread `lane`; with 16-byte accesses if possible.
 AP_HD inline void copy_row(char* to, const char* from, int64_t num_bytes, int64_t lane, int64_t lanes) {
 #ifdef AP_ON_DEVICE
   if (is_aligned(to) && is_aligned(from) && num_bytes % 16 == 0) {
@@ -95,7 +96,8 @@ AP_HD inline void push_pair(const Routes& r, const char* x, const int64_t* exper
   copy_row(to, x + p / r.choices * r.row_bytes, r.row_bytes, lane, lanes);
 }
 
-// Of expert e: where this rank's first row is received, and its sorted place; behind them the number of rows that this rank receives.
+// For each expert: the place at which this rank's first row is received, and its sorted place. The last entry is the number of rows that
+// this rank receives.
 AP_HD inline void fill_offsets(const Routes& r, const int64_t* table, int64_t* offsets, int64_t expert) {
   offsets[expert] = received_begin(r, table, home_of(r, expert), r.rank, expert);
   offsets[r.num_experts + expert] = sorted_begin(r, table, r.rank, expert);
@@ -118,8 +120,8 @@ AP_HD inline void push_block(const Routes& r, const char* x, const int64_t* inde
   for (int64_t i = first; i < count; i += step) copy_row(to + i * r.row_bytes, x + from[i] * r.row_bytes, r.row_bytes, lane, lanes);
 }
 
-// Writes rows back that came from one sender for one of this rank's experts; `block` is sender + size · (the expert's number here), and
-// `offset` is where the sorted rows begin in the senders' memory.
+// Writes back the rows from one sender for one of this rank's experts. `block` is sender + size · (the expert's index on this rank), and
+// `offset` is the offset of the sorted rows in the senders' memory.
 AP_HD inline void return_block(const Routes& r, const char* rows, const int64_t* table, const Peers& senders, int64_t offset, int64_t block,
                                int64_t first, int64_t step, int64_t lane, int64_t lanes) {
   const int64_t sender = block % r.size, expert = r.rank * experts_per_rank(r) + block / r.size;

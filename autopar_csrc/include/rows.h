@@ -1,4 +1,4 @@
-// Rows of a matrix [rows, width] in groups of eight neighbours, and how many threads of a block share a row.
+// Rows of a matrix [rows, width] in groups of eight contiguous elements, and the number of threads of a block that share a row.
 #pragma once
 
 #include "index.h"
@@ -15,14 +15,14 @@ AP_HD inline int64_t groups_per_row(const Rows& r) { return ceil_div(r.width, kG
 
 // The n-th group of the matrix.
 struct Group {
-  int64_t row, column, left, at;  // `left`: elements of the row from here on; `at`: the first one's place in memory
+  int64_t row, column, left, at;  // `left`: elements of the row from `column` on; `at`: offset of the first element
 };
 AP_HD inline Group group_of(const Rows& r, int64_t n) {
   const int64_t per_row = groups_per_row(r), row = n < INT32_MAX ? quotient(n, per_row) : n / per_row, column = (n - row * per_row) * kGroup;
   return Group{row, column, r.width - column, row * r.width + column};
 }
 
-// A power of two, at most a block: short rows share one.
+// A power of two, at most the size of a block. Short rows share a block.
 AP_HD inline int threads_per_row(const Rows& r) {
   int threads = 1;
   while (threads < kLanes && threads < groups_per_row(r)) threads *= 2;

@@ -1,9 +1,9 @@
-// Signals and waits that a stream carries out itself, without a kernel.
+// Signals and waits as memory operations of a stream, without a kernel.
 //
-// A kernel of one thread needs a place on a multiprocessor, and a product that fills the device leaves none until it ends: the copies
-// beside it would stand still. The driver's stream memory operations need no place. A write comes after all that its stream did before
-// it, behind a fence of the system's scope (CUDA driver API, cuStreamWriteValue64); a wait lets go once the word, as a signed number, is
-// at least the epoch (cuStreamWaitValue64, GEQ). Debug builds use kernels, whose waits have a time-out.
+// A kernel of one thread needs a free multiprocessor, and a product that fills the device leaves none until it ends, so the concurrent
+// copies would not make progress. The driver's stream memory operations need no multiprocessor. A write follows all earlier work of its
+// stream and a fence of system scope (CUDA driver API, cuStreamWriteValue64). A wait ends once the word, as a signed number, is at least
+// the epoch (cuStreamWaitValue64, GEQ). Debug builds use kernels, whose waits have a timeout.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace ap {
 
-// Of all lanes so far, the signals and waits that took a kernel since the driver did not take them.
+// The number of signals and waits, of all lanes so far, that used a kernel because the driver refused them.
 inline std::atomic<uint64_t>& refused_stream_ops() {
   static std::atomic<uint64_t> count{0};
   return count;
@@ -32,7 +32,7 @@ struct StreamOps {
   Write write = nullptr;
 };
 
-// From the driver that is there, so that the library needs no driver to be loaded; null where it has none.
+// Looked up in the installed driver, so that the library loads without a driver. Null if the driver does not have the function.
 template <class F> inline F driver_function(const char* name) {
   void* found = nullptr;
 #if CUDART_VERSION >= 12050
@@ -53,7 +53,7 @@ inline bool counted(bool taken) {
   return taken;
 }
 
-// Whether it was enqueued: a device may not have these operations, or not on this memory.
+// Return whether the operation was enqueued: a device may not support it, or not on this memory.
 inline bool stream_wait(void* stream, const uint64_t* flag, uint64_t epoch) {
   const auto place = reinterpret_cast<CUdeviceptr>(flag);
   const auto wait = stream_ops().wait;
@@ -71,7 +71,7 @@ inline bool stream_write(void* stream, uint64_t* flag, uint64_t epoch) {
 
 namespace ap {
 
-// Debug builds ask no driver; the emulation is one that takes nothing.
+// Debug builds do not call the driver. The emulation acts like a driver that refuses all operations.
 inline bool asked_for_a_kernel() {
 #ifdef AP_EMULATED
   ++refused_stream_ops();

@@ -1,4 +1,4 @@
-// The host path's threads: items are cut into one run of neighbours per thread, so what a thread does never depends on timing.
+// Threads of the host path. Each thread gets one contiguous range of items, so that its work never depends on timing.
 #pragma once
 
 #include <thread>
@@ -8,8 +8,8 @@
 
 namespace ap {
 
-// Calls work(item) for every item. Which thread does an item follows from the numbers alone. To start a thread costs as much as some ten
-// thousand elements: no thread has less than `grain` items, but for the last.
+// Calls work(item) for every item. The thread of an item depends only on the arguments. The start of a thread costs as much as some ten
+// thousand elements, so at most ceil(num_items / grain) threads are used.
 template <class Work> inline void for_each_item(int64_t num_items, int num_threads, const Work& work, int64_t grain = 1) {
   const int64_t threads = min_of(num_threads < 1 ? 1 : num_threads, ceil_div(num_items, grain));
   const auto run = [&](int64_t thread) {
