@@ -30,7 +30,7 @@ class StepParts:
         slowed_s: slowdown of compute by overlapped communication.
         exposed_s: communication that does not overlap with compute.
         receiving_s: receiving from other stages.
-        handing_s: sending outputs to all stages.
+        output_broadcast_s: sending outputs to all stages.
         waiting_s: idle time.
     """
 
@@ -40,7 +40,7 @@ class StepParts:
     slowed_s: float
     exposed_s: float
     receiving_s: float
-    handing_s: float
+    output_broadcast_s: float
     waiting_s: float
 
     @property
@@ -55,7 +55,7 @@ class StepParts:
         yield "slowdown by overlapped communication", self.slowed_s
         yield "exposed communication", self.exposed_s
         yield "receiving from other stages", self.receiving_s
-        yield "sending outputs to all stages", self.handing_s
+        yield "sending outputs to all stages", self.output_broadcast_s
         yield WAITING, self.waiting_s
 
 

@@ -428,7 +428,9 @@ def others_of(holder: Holder, others: Mapping[str, Any]) -> dict[str, Saved]:
     return found
 
 
-def beside_of(holder: Holder, others: Mapping[str, Any]) -> tuple[dict[str, Saved], Others]:
+def collect_companions(
+    holder: Holder, others: Mapping[str, Any]
+) -> tuple[dict[str, Saved], Others]:
     """Return the states of companions, and the content that only one rank writes. Every rank must
     call this.
 

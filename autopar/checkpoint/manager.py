@@ -40,7 +40,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.checkpoint.companions import beside_of, others_of, parts_of, read_others, with_saved
+from autopar.checkpoint.companions import (
+    collect_companions,
+    others_of,
+    parts_of,
+    read_others,
+    with_saved,
+)
 from autopar.checkpoint.files import (
     ABOUT,
     FORMAT,
@@ -458,7 +464,7 @@ class Checkpoints:
             )
         holder = holder_of(module)
         parts = parts_of(holder, optimizer, weights=self.weights)
-        companions, written = beside_of(holder, others)
+        companions, written = collect_companions(holder, others)
         holder.check_values()
         run = by_first(lambda: self._begun(step), str(self.folder), "choose a writable folder")
         writing, state = self._part(step, run), state_of([*parts, *companions.values()])

@@ -136,7 +136,7 @@ def _files_of(path: Path) -> tuple[Sequence[Path], Mapping[str, str] | None]:
         ]
         choices = preferred[:1] or indices or single
         if len(choices) != 1:
-            raise _none_of(path, choices)
+            raise _weights_choice_error(path, choices)
         path = choices[0]
     if not path.is_file():
         raise RuntimeStateError(
@@ -163,7 +163,7 @@ def _weights_damage_error(what: str, path: Path) -> RuntimeStateError:
     )
 
 
-def _none_of(folder: Path, choices: Sequence[Path]) -> RuntimeStateError:
+def _weights_choice_error(folder: Path, choices: Sequence[Path]) -> RuntimeStateError:
     if choices:
         what, remedy = (
             f"several sets of weights found: {', '.join(each.name for each in choices[:4])}",

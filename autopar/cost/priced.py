@@ -106,7 +106,7 @@ def wire(axis: str, mesh: Mesh, hardware: Hardware, *stages: int) -> Wire:
     return Wire(link.latency_s, link.bandwidth_bytes_per_s)
 
 
-def handing_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> float:
+def output_broadcast_s(axis: str, mesh: Mesh, hardware: Hardware, num_bytes: int) -> float:
     """Return the seconds in which one stage sends data to all other stages along an axis.
 
     Ranks forward the data in pieces so small that all P − 1 links are busy at once: (P − 1) ·

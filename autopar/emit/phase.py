@@ -74,13 +74,15 @@ def write(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequence[
     """
     place = node.meta.pop(IN_PLACE, None)
     form = None if place is None else in_place_form(node.target)
-    if form is not None and _may_go(node.args[place], saved, mesh_shape):
+    if form is not None and _may_be_overwritten(node.args[place], saved, mesh_shape):
         node.target, keyword = form
         node.kwargs = {**node.kwargs, keyword: node.args[place]} if keyword else node.kwargs
         node.meta[IN_PLACE] = place
 
 
-def _may_go(node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequence[int]) -> bool:
+def _may_be_overwritten(
+    node: fx.Node, saved: Mapping[fx.Node, fx.Node], mesh_shape: Sequence[int]
+) -> bool:
     """Return whether a tensor has no other reader and shares its memory with no other tensor.
 
     A step along an axis of one device returns its operand, so its result shares memory.

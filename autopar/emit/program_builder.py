@@ -212,7 +212,7 @@ def _check_step(
     if tensor not in values:
         raise ChangedPlanError(f"the plan communicates {tensor}, which the model does not compute")
     shape, dtype = values[tensor]
-    if not _leads((tuple(shape), dtype), step.collective, step.source, step.target, mesh):
+    if not _converts((tuple(shape), dtype), step.collective, step.source, step.target, mesh):
         c = step.collective
         raise ChangedPlanError(
             f"no {c.kind} in {c.dtype}{f' on axis {c.axis}' if c.axis >= 0 else ''} converts"
@@ -223,7 +223,7 @@ def _check_step(
 
 
 @lru_cache(maxsize=2**12)
-def _leads(
+def _converts(
     value: tuple[tuple[int, ...], torch.dtype],
     collective: Collective,
     source: Layout,

@@ -38,7 +38,7 @@ from autopar.plans import Communication, Entry, Kept, Pipeline, Plan
 
 HIDDEN = "(hidden: overlapped communication, and time saved by kernels)"
 WAITING = "(waiting for other stages)"
-HANDING = "(sending outputs to all stages)"
+OUTPUT_BROADCAST = "(sending outputs to all stages)"
 _Place = tuple[tuple[int, int], ...]  # stages, and the index of the part in each
 _Split = TypeVar("_Split", Entry, Communication, Kept)
 
@@ -140,7 +140,7 @@ def beside_modules(plan: Plan) -> dict[str, float]:
     return {
         HIDDEN: busy_s - parts_s,
         WAITING: plan.prediction.step_s - busy_s - handed_s,
-        HANDING: handed_s,
+        OUTPUT_BROADCAST: handed_s,
     }
 
 

@@ -19,7 +19,7 @@ from autopar.core.collective import with_faster
 from autopar.core.hardware import Hardware, HardwareProfile, Mixed, profile_of
 from autopar.core.mesh import Mesh
 from autopar.core.units import seconds
-from autopar.cost.priced import Wire, handing_s, wire
+from autopar.cost.priced import Wire, output_broadcast_s, wire
 from autopar.emit.context import input_key, output_key
 from autopar.errors import PlanError
 from autopar.explanation.summary import table
@@ -208,7 +208,7 @@ def _handed_s(plan: Plan, axis: str, hardware: Hardware, free: HardwareProfile |
             hardware.axis,
             tuple(others[0] if profile == free else profile for profile in hardware.profiles),
         )
-    return handing_s(axis, plan.mesh, hardware, plan.as_pipeline.handed_bytes)
+    return output_broadcast_s(axis, plan.mesh, hardware, plan.as_pipeline.handed_bytes)
 
 
 def _times(

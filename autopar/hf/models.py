@@ -221,13 +221,13 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
         sys.path.insert(0, folder)
     sys.modules[module_spec.name] = module  # dataclasses look up their module
     load = module_spec.loader.exec_module
-    _of_users(spec, lambda: load(module))
+    _run_user_code(spec, lambda: load(module))
     function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):
         raise AutoparError(
             f"{file} has no function {name!r}", remedy="name a function that returns (model, batch)"
         )
-    built = _of_users(spec, function)
+    built = _run_user_code(spec, function)
     if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], nn.Module):
         raise AutoparError(
             f"{spec} returned {type(built).__name__}, not (model, batch)",
@@ -236,7 +236,7 @@ def load_function(spec: str) -> tuple[nn.Module, Any]:
     return built
 
 
-def _of_users(spec: str, run: Callable[[], Any]) -> Any:
+def _run_user_code(spec: str, run: Callable[[], Any]) -> Any:
     """Run code of the user's file. If it raises an error, report the last line of the file in the
     traceback."""
     try:

@@ -217,7 +217,7 @@ def all_gather_dot(
         return shard, dot(equation, *operands, bias)
     if not runs_kernels(group, shard.device):
         if counts_memory(group):
-            _gather_alone(equation, operands, which, dim, group, length, bias)
+            _allocate_gather(equation, operands, which, dim, group, length, bias)
         whole = bound_ops.all_gather(shard, dim, group.size, group.name, length)
         return whole, dot(equation, *in_order(which, whole, other), bias)
     whole_length = shard.shape[dim] * group.size if length is None else length
@@ -260,7 +260,7 @@ def dot_reduce_scatter(
     if group.size > 1 and runs_kernels(group, operands[0].device):
         return torch.ops.autopar.matmul_reduce_scatter(*operands, addend, equation, *over, bias)
     if group.size > 1 and counts_memory(group) and operands[0].dtype in REDUCIBLE:
-        _scatter_alone(equation, operands, addend, dim, group, bias)
+        _allocate_scatter(equation, operands, addend, dim, group, bias)
     product = dot(equation, *operands, bias)
     if addend is not None:
         product = addend + product
@@ -349,7 +349,7 @@ def prepare_gather(
     return Gather(shard, gathered, consume), y
 
 
-def _gather_alone(
+def _allocate_gather(
     equation: str,
     operands: tuple[Tensor, Tensor],
     which: int,
@@ -457,7 +457,7 @@ def prepare_scatter(
     )
 
 
-def _scatter_alone(
+def _allocate_scatter(
     equation: str,
     operands: tuple[Tensor, Tensor],
     addend: Tensor | None,
@@ -465,8 +465,8 @@ def _scatter_alone(
     group: AxisGroup,
     bias: Tensor | None = None,
 ) -> None:
-    """Allocate the memory of a rank in matmul_reduce_scatter, like `_gather_alone`. The product of
-    the rank's rows is in shared memory."""
+    """Allocate the memory of a rank in matmul_reduce_scatter, like `_allocate_gather`. The
+    product of the rank's rows is in shared memory."""
     factors = operands[0].contiguous(), operands[1].contiguous()
     job, shape = prepare_scatter(equation, factors, addend, dim, group, bias)
     job.produce(*part_range(shape[dim], (group.size,), (group.coordinate,)), job.out)

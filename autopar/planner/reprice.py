@@ -22,7 +22,7 @@ from autopar.cost.expert_routes import saved_of
 from autopar.cost.kernel_times import KernelSite, seconds_saved, terms_of
 from autopar.cost.op_times import CollectivePrices
 from autopar.cost.price import price
-from autopar.cost.priced import Crossing, Priced, Source, handing_s
+from autopar.cost.priced import Crossing, Priced, Source, output_broadcast_s
 from autopar.cost.zero_stages import offered_as, own_time_s
 from autopar.emit.context import (
     buffer_key,
@@ -65,7 +65,7 @@ def reprice_plan(
         _phases(part, part.priced.profile, pipeline.num_microbatches)
         for part in problems_of(plan, trace, mesh, hardware, options)
     ]
-    handed_s = handing_s(pipeline.axis, mesh, hardware, pipeline.handed_bytes)
+    handed_s = output_broadcast_s(pipeline.axis, mesh, hardware, pipeline.handed_bytes)
     return (
         scheduled_time(
             pipeline.schedule,

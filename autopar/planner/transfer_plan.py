@@ -21,7 +21,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.solution import Solution
 from autopar.core.stored_placements import storable
 from autopar.cost.price import price
-from autopar.cost.priced import Crossing, Priced, handing_s
+from autopar.cost.priced import Crossing, Priced, output_broadcast_s
 from autopar.emit.context import input_key, parameter_key, placeholder_keys, storage_key
 from autopar.errors import ChangedPlanError, PlanError
 from autopar.planner.candidates import Candidate
@@ -202,7 +202,7 @@ def carry_plan(
         there.num_microbatches,
         there.num_chunks,
     )
-    step_s += handing_s(there.axis, mesh, hardware, there.handed_bytes)
+    step_s += output_broadcast_s(there.axis, mesh, hardware, there.handed_bytes)
     return Carried(step_s, tuple(rank.peak_bytes for rank in sharing.ranks(planned)))
 
 

@@ -30,7 +30,7 @@ from autopar.core.layout import local_shape
 from autopar.errors import CallError, RuntimeStateError
 from autopar.kernels.collectives import Groups
 from autopar.program.program import Program, ProgramTensor
-from autopar.runtime.guards import AsksForGradient, Misfit
+from autopar.runtime.guards import Misfit, UnsupportedGradient
 from autopar.runtime.rank_consistency import check_batch, check_parts
 
 log = logging.getLogger("autopar")
@@ -244,10 +244,10 @@ class Arguments:
         self._check_settings(leaves)
         tensors = self._check_tensors(leaves)
         self._check_known(leaves)
-        self._check_asking(tensors)
+        self._check_gradients(tensors)
         return tensors
 
-    def _check_asking(self, tensors: Sequence[Tensor]) -> None:
+    def _check_gradients(self, tensors: Sequence[Tensor]) -> None:
         for (_, tensor, _), value in zip(self._inputs, tensors, strict=True):
             if forward_ad.unpack_dual(value).tangent is not None:
                 what = (
@@ -258,7 +258,7 @@ class Arguments:
                     what, remedy="differentiate by backward, or call the plain model"
                 )
             if value.requires_grad and torch.is_grad_enabled() and not tensor.requires_grad:
-                raise AsksForGradient(
+                raise UnsupportedGradient(
                     f"argument {tensor.name!r} requires a gradient, but the program does not"
                     " compute one",
                     remedy=(

@@ -55,10 +55,10 @@ from autopar.runtime.gather_fallback import (
 )
 from autopar.runtime.guarded_outputs import READS
 from autopar.runtime.rank_agreement import announced
-from autopar.runtime.rank_consistency import Beside
+from autopar.runtime.rank_consistency import PlainTensorCheck
 
 _ORIGIN = "_autopar_origin"
-_beside = Beside()
+_plain_tensor_check = PlainTensorCheck()
 
 
 class HeldTensor(DTensor):
@@ -229,7 +229,9 @@ def _compute_with_dtensor(func: Any, types: Iterable[type], args: Any, kwargs: A
     mesh = gather_fallback.mesh_of((*written, *leaves))
     if mesh is None:  # only plain tensors, from a list that was split by mesh
         return _call_disabled(func, types, args, kwargs)
-    _beside.check(func.__name__, [x for x in leaves if not isinstance(x, DTensor)], mesh)
+    _plain_tensor_check.check(
+        func.__name__, [x for x in leaves if not isinstance(x, DTensor)], mesh
+    )
     if origins:
         return _written_through(func, args, kwargs, origins[0])
     # DTensor computes some functions wrongly without an error if a shard is not one box, for

@@ -20,13 +20,13 @@ from autopar.program.program import ProgramTensor
 from autopar.runtime.backward import refuse_tracing, refuse_transforms
 from autopar.runtime.call_arguments import Arguments
 from autopar.runtime.guards import (
-    AsksForGradient,
     Frozen,
     KnownBuffers,
     Misfit,
     OtherMode,
     ProgramVariant,
     Unfrozen,
+    UnsupportedGradient,
 )
 from autopar.runtime.parameter_module import Holder
 from autopar.runtime.plain_model import PlainModel
@@ -189,7 +189,7 @@ class Compiled(Holder):
             self._check_call()
             return self._arguments.tensors(args, kwargs, devices)
         except Misfit as misfit:
-            if isinstance(misfit, AsksForGradient) and self.is_for_inference:
+            if isinstance(misfit, UnsupportedGradient) and self.is_for_inference:
                 what = f"{misfit.what}: the program was compiled for inference"
                 raise RuntimeStateError(
                     what, remedy="call it under torch.no_grad(), or compile without inference=True"

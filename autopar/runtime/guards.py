@@ -226,7 +226,7 @@ class OtherMode(Misfit):
     """A call in train mode of a program for eval mode, or the reverse."""
 
 
-class AsksForGradient(Misfit):
+class UnsupportedGradient(Misfit):
     """A call with an input that requires a gradient that the program does not compute."""
 
 

@@ -127,7 +127,7 @@ class Storage:
                 ),
             )
         if local.shape != self.stored_shape or not self._is_shard_of(stored):
-            raise self._of_another_form(stored)
+            raise self._replaced_error(stored)
         return local.view(self.graph_shape)
 
     def _is_shard_of(self, stored: Tensor) -> bool:
@@ -143,7 +143,7 @@ class Storage:
             for size, (mine, its) in zip(self.seen.shape, both, strict=False)
         )
 
-    def _of_another_form(self, stored: Tensor) -> RuntimeStateError:
+    def _replaced_error(self, stored: Tensor) -> RuntimeStateError:
         name, kind = (
             self.tensor.name,
             f"a DTensor {stored.placements}" if isinstance(stored, DTensor) else "a plain tensor",

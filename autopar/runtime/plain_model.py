@@ -180,7 +180,7 @@ class PlainModel:
             if self._is_written(each, now, compares_values=compares_values):
                 written.append(each)
         if written:
-            self._tell_of_written(written, compiled)
+            self._report_written(written, compiled)
         self._unwritten, self._checked = None, state
 
     def _compares_values(self) -> bool:
@@ -267,7 +267,7 @@ class PlainModel:
             (f"{what}: the compiled module has its own parameters"), remedy=remedy
         )
 
-    def _tell_of_written(self, written: list[Noted], compiled: CompiledModule) -> None:
+    def _report_written(self, written: list[Noted], compiled: CompiledModule) -> None:
         """Raise an error for written values at the first call; later, log one warning."""
         self._is_watched = False
         name = next((each.name for each in written if each.is_parameter), "")

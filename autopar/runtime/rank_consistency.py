@@ -242,7 +242,7 @@ def _norm(local: Tensor) -> float:
     return norm if math.isfinite(norm) else 0.0
 
 
-class Beside:
+class PlainTensorCheck:
     """Checks plain tensors that scripts combine with distributed parameters. Ops treat them as
     equal on all ranks.
 

@@ -314,7 +314,7 @@ _ALIKE = (
 )
 
 
-def _unlike(what: str, ranks: Sequence[int] = ()) -> RankError:
+def _different_operations_error(what: str, ranks: Sequence[int] = ()) -> RankError:
     """Return the error for ranks that execute different operations."""
     return RankError(what, remedy=_ALIKE, ranks=ranks)
 
@@ -422,7 +422,7 @@ class Differences:
             shown = "; ".join(
                 f"{_ranks(ranks)} {calls[ranks[0]]}" for ranks in groups[:_MOST_SHOWN]
             )
-            return _unlike(f"ranks do different things: {shown}{before}")
+            return _different_operations_error(f"ranks do different things: {shown}{before}")
         first = next(ranks[0] for ranks in groups if ranks[0] not in others)
         shown = "; ".join(
             f"{_ranks(ranks)} {calls[ranks[0]]}"
@@ -432,7 +432,7 @@ class Differences:
         than = f"rank {first}" if self._num_ranks == 2 else "the others"
         does = "does something" if len(others) == 1 else "do something"
         what = f"{_ranks(others)} {does} else than {than}: {shown}; rank {first} {calls[first]}"
-        return _unlike(f"{what}{before}", others)
+        return _different_operations_error(f"{what}{before}", others)
 
     def _groups(self, calls: Mapping[int, RankCall]) -> list[list[int]]:
         """Group the ranks by operation, the largest group first."""

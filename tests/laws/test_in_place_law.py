@@ -91,7 +91,7 @@ def test_a_program_that_writes_wherever_the_trace_lets_it_is_caught(
     """The mutant: emission does not ask who else has a tensor; a redistribution for another
     reader still has it."""
     monkeypatch.setattr("autopar.analysis.gradients._may_be_written", lambda operand, node: True)
-    monkeypatch.setattr("autopar.emit.phase._may_go", lambda *_: True)
+    monkeypatch.setattr("autopar.emit.phase._may_be_overwritten", lambda *_: True)
     made = built("llama", "a=2,b=2")
     with pytest.raises(AssertionError, match="something else has"):
         trace_peak(random_plan(made, 1, recompute_share=0.3)[1].stages[0])

@@ -189,7 +189,7 @@ def test_what_lives_in_a_gathering_kernel_is_what_a_fake_group_counts(
         )
         with LiveBytes() as alone:
             alone.register([added])
-            overlapped._gather_alone(equation, fake, which, dim, group, None, added)
+            overlapped._allocate_gather(equation, fake, which, dim, group, None, added)
         with LiveBytes() as counted:
             counted.register([added])
             over = overlapped.ChunkedDim.of(dim, group, num_chunks)
@@ -238,7 +238,7 @@ def test_what_lives_in_a_scattering_kernel_is_what_a_fake_group_counts(
         )
         with LiveBytes() as alone:
             alone.register([added])
-            overlapped._scatter_alone(equation, fake, added, dim, group)
+            overlapped._allocate_scatter(equation, fake, added, dim, group)
         with LiveBytes() as counted:
             counted.register([added])
             over = overlapped.ChunkedDim.of(dim, group, 1)

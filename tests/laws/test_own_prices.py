@@ -26,7 +26,7 @@ from autopar.core.collective import (
 from autopar.core.hardware import HardwareProfile, slowest_of
 from autopar.core.mesh import Mesh
 from autopar.cost.op_times import compute_time
-from autopar.cost.priced import handing_s, wire
+from autopar.cost.priced import output_broadcast_s, wire
 from autopar.rules import call_of
 
 PROFILES = {name: HardwareProfile.load(name) for name in HardwareProfile.names()}
@@ -85,7 +85,7 @@ def test_stages_send_in_the_time_that_the_planner_says(name: str) -> None:
         own, theirs = wire_between(axis, mesh, profile, 0, 1), wire(axis, mesh, profile, 0, 1)
         assert sent_s(own, size) == pytest.approx(theirs.time_s(size), rel=1e-12)
         assert handed_on_s(axis, mesh, profile, size) == pytest.approx(
-            handing_s(axis, mesh, profile, size), rel=1e-12
+            output_broadcast_s(axis, mesh, profile, size), rel=1e-12
         )
 
 

@@ -37,7 +37,7 @@ BF16, FP32 = {"dtype": torch.bfloat16}, {"dtype": torch.float32}
 
 def write_everywhere(patch: Patch) -> None:
     patch.setattr(phase, "operand_written", lambda node: 0 if in_place_form(node.target) else None)
-    patch.setattr(phase, "_may_go", lambda *_: True)
+    patch.setattr(phase, "_may_be_overwritten", lambda *_: True)
 
 
 def one_element_less(node: Any) -> int:

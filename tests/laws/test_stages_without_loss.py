@@ -21,7 +21,7 @@ from autopar.capture import capture
 from autopar.constraints import Constraint
 from autopar.core.hardware import HardwareProfile
 from autopar.core.mesh import Mesh
-from autopar.cost.priced import handing_s
+from autopar.cost.priced import output_broadcast_s
 from autopar.errors import AutoparError, ConstraintError, VerificationError
 from autopar.planner import Planned
 from autopar.plans import Plan, forward_load
@@ -158,8 +158,12 @@ def test_handing_outputs_to_more_stages_takes_a_latency_more_for_each() -> None:
         mesh = Mesh({"stage": ranks})
         link = profile.links[mesh.link(0)]
         wanted = (ranks - 1) * link.latency_s + 4096 / link.bandwidth_bytes_per_s
-        assert handing_s("stage", mesh, profile, 4096) == pytest.approx(wanted)
-    assert handing_s("", mesh, profile, 4096) == handing_s("stage", mesh, profile, 0) == 0.0
+        assert output_broadcast_s("stage", mesh, profile, 4096) == pytest.approx(wanted)
+    assert (
+        output_broadcast_s("", mesh, profile, 4096)
+        == output_broadcast_s("stage", mesh, profile, 0)
+        == 0.0
+    )
 
 
 @pytest.mark.slow

@@ -314,7 +314,7 @@ MODELS: dict[str, Program] = {
         "an nn.Module and its example inputs",
         _function("model.py:made"),
     ),
-    "hf/models.py _of_users 0": Program(
+    "hf/models.py _run_user_code 0": Program(
         _function("model.py:raises"), "correct the function", _function("model.py:made")
     ),
     "hf/specs.py parse 0": Program(

@@ -401,7 +401,7 @@ PLAIN: dict[str, Program] = {
             lambda plain, module: module.get_parameter("body.weight").requires_grad_(False),
         ),
     ),
-    "runtime/plain_model.py PlainModel._tell_of_written 0": Program(
+    "runtime/plain_model.py PlainModel._report_written 0": Program(
         _then_called(
             lambda plain, module: plain.load_state_dict(
                 {"body.weight": torch.ones(4, 4)}, strict=False
@@ -414,7 +414,7 @@ PLAIN: dict[str, Program] = {
             )
         ),
     ),
-    "runtime/plain_model.py PlainModel._tell_of_written 0 | before": Program(
+    "runtime/plain_model.py PlainModel._report_written 0 | before": Program(
         _then_called(lambda plain, module: _written(plain.body.weight)),
         "or load the weights before compiling",
         _before(lambda net: net.load_state_dict({"body.weight": torch.ones(4, 4)}, strict=False)),

@@ -337,9 +337,9 @@ ALIKE: dict[str, Program] = {
         lambda devices: rank_consistency.check_random_state(3, devices),
         "pm.manual_seed(seed)",
     ),
-    "runtime/rank_consistency.py Beside.check 0": _alike(
+    "runtime/rank_consistency.py PlainTensorCheck.check 0": _alike(
         _other,
-        lambda devices: rank_consistency.Beside().check("add", [X], devices),
+        lambda devices: rank_consistency.PlainTensorCheck().check("add", [X], devices),
         "set the same seed for random tensors (torch.manual_seed)",
     ),
     "runtime/rank_consistency.py check_tangents 0": _alike(
@@ -353,10 +353,10 @@ ALIKE: dict[str, Program] = {
     "runtime/rank_comm.py _unpack_outcome 0": Program(
         _written("file"), "choose a writable folder", _written("folder")
     ),
-    "runtime/rank_differences.py _unlike 0": Program(
+    "runtime/rank_differences.py _different_operations_error 0": Program(
         _meet(_differ), "in the same order and the same number of times on every rank", _meet(_same)
     ),
-    "runtime/rank_differences.py _unlike 0 | from the begin": Program(
+    "runtime/rank_differences.py _different_operations_error 0 | from the begin": Program(
         _meet(_differ, steps=0),
         "in the same order and the same number of times on every rank",
         _meet(_same, steps=0),

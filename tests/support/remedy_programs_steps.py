@@ -251,12 +251,12 @@ def _as_function(module: Any) -> object:
 
 
 PROGRAMS: dict[str, Program] = {
-    "runtime/call_arguments.py Arguments._check_asking 0": Program(
+    "runtime/call_arguments.py Arguments._check_gradients 0": Program(
         of_module(_dual),
         "differentiate by backward",
         of_module(lambda module: module(X).backward()),
     ),
-    "runtime/call_arguments.py Arguments._check_asking 1": Program(
+    "runtime/call_arguments.py Arguments._check_gradients 1": Program(
         _called(lambda values: {**values, "x": values["x"].requires_grad_()}),
         "detach it",
         _called(lambda values: {**values, "x": values["x"].requires_grad_().detach()}),
@@ -381,7 +381,7 @@ PROGRAMS: dict[str, Program] = {
         "convert the model before autopar.compile",
         lambda: compiled(Net().double(), X.double())(X.double()),
     ),
-    "runtime/parameters.py Storage._of_another_form 0": Program(
+    "runtime/parameters.py Storage._replaced_error 0": Program(
         of_module(_functional(lambda module, p: torch.ones(3))),
         "compute it from p = pm.get_parameter('layer.weight')",
         of_module(_functional(lambda module, p: p * 2)),

@@ -138,17 +138,17 @@ WEIGHTS: dict[str, Program] = {
         "download or copy it and the other",
         _read(_text(_INDEX, _index(**_OF_ONE), "one.safetensors")),
     ),
-    "checkpoint/weights.py _none_of 0": Program(
+    "checkpoint/weights.py _weights_choice_error 0": Program(
         _read(_weights("a.safetensors", "b.safetensors")),
         "pass the path of one of them",
         _read(_weights("a.safetensors", "b.safetensors"), "b.safetensors"),
     ),
-    "checkpoint/weights.py _none_of 1": Program(
+    "checkpoint/weights.py _weights_choice_error 1": Program(
         _read(_text("pytorch_model.bin", "x")),
         "or safetensors.torch.save_model(...)",
         _read(_weights()),
     ),
-    "checkpoint/weights.py _none_of 2": Program(
+    "checkpoint/weights.py _weights_choice_error 2": Program(
         _read(lambda folder: None), "pass a folder with weights", _read(_weights())
     ),
     "checkpoint/weights.py _check_known 0": Program(

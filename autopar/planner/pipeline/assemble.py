@@ -315,7 +315,7 @@ def join_stages(
         step_of(
             request.pipelined.schedule, plans, request.microbatching.num, request.pipelined.chunks
         )
-        + request.handing_s
+        + request.output_broadcast_s
     )
     slowest = slowest_rank(plans, request.pipelined.chunks)
     ranks = sharing.ranks(stages)
@@ -349,7 +349,7 @@ def join_stages(
         ),
         request.budgets if len(set(request.budgets)) > 1 else (),
         request.returned.handed_bytes if request.axis else 0,
-        request.handing_s,
+        request.output_broadcast_s,
     )
     prediction = Prediction(
         objective,
@@ -362,7 +362,7 @@ def join_stages(
         simulated_step_of(
             request.pipelined.schedule, plans, request.microbatching.num, request.pipelined.chunks
         )
-        + request.handing_s,
+        + request.output_broadcast_s,
         sum(p.in_kernels_s for p in slowest) * request.microbatching.num,
         sum(p.in_buckets_s for p in slowest) * request.microbatching.num,
         sum(p.beyond_shares_s for p in slowest) * request.microbatching.num,

@@ -13,7 +13,7 @@ from autopar.core.hardware import Hardware, HardwareProfile, profile_of
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.core.solution import Multipliers, Solution
-from autopar.cost.priced import Crossing, Priced, handing_s
+from autopar.cost.priced import Crossing, Priced, output_broadcast_s
 from autopar.emit import returned_of
 from autopar.errors import ConstraintError
 from autopar.planner.pipeline.cuts import LeastStep
@@ -107,9 +107,9 @@ class PipelineRequest:
         )
 
     @property
-    def handing_s(self) -> float:
+    def output_broadcast_s(self) -> float:
         """Seconds per step for sending outputs from the stages that compute them to all others."""
-        return handing_s(self.axis, self.mesh, self.hardware, self.returned.handed_bytes)
+        return output_broadcast_s(self.axis, self.mesh, self.hardware, self.returned.handed_bytes)
 
     def crossing_of(self, stage: int) -> Crossing:
         """Return the links to a stage's neighbours."""

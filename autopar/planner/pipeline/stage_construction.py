@@ -119,8 +119,8 @@ def solve_uncut(
             for alone, multipliers in zip(on, found.multipliers, strict=True)
         ]
         least, closer = (
-            _add_handing(found.least, request.handing_s),
-            lambda factor: _add_handing(found.closer(factor), request.handing_s),
+            _add_output_broadcast(found.least, request.output_broadcast_s),
+            lambda factor: _add_output_broadcast(found.closer(factor), request.output_broadcast_s),
         )
     if limit_s <= least.step_s < math.inf:  # infinite if there are fewer units than stages
         raise TooSlow(least.step_s)
@@ -180,7 +180,7 @@ def _over_cuts(
     )
 
 
-def _add_handing(least: LeastStep, seconds: float) -> LeastStep:
+def _add_output_broadcast(least: LeastStep, seconds: float) -> LeastStep:
     """Add the seconds of sending outputs to all stages, which do not depend on cuts."""
     return replace(least, step_s=least.step_s + seconds)
 
@@ -456,7 +456,7 @@ class StagedSearch:
         except InfeasibleError as error:
             raise self.sharing.refusal(number, error) from error
         except TooSlow as error:
-            raise TooSlow(_least_s(request, error.args[0]) + request.handing_s) from error
+            raise TooSlow(_least_s(request, error.args[0]) + request.output_broadcast_s) from error
 
     @property
     def _stage_limit_s(self) -> float:
@@ -465,7 +465,7 @@ class StagedSearch:
         request = self.request
         if request.num_stages > 1:
             return math.inf
-        return (self.limit_s - request.handing_s) / _least_s(request, 1.0)
+        return (self.limit_s - request.output_broadcast_s) / _least_s(request, 1.0)
 
     def _new_sharing(self) -> Sharing:
         request = self.request

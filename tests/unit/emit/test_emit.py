@@ -280,7 +280,7 @@ def test_collectives_of_equal_layers_are_checked_once(monkeypatch: pytest.Monkey
         plan = make_plan(
             trace, Mesh(2), HardwareProfile.load("h100-sxm"), PlanOptions(constraints=(fsdp(),))
         ).plan
-        program_builder._leads.cache_clear()
+        program_builder._converts.cache_clear()
         asked.clear()
         emit_stage(trace, plan)
         numbers.append(len(asked))
