@@ -302,10 +302,12 @@ def _only_added(x: fx.Node, total: fx.Node) -> bool:
         and len(x.users) == 1
         and x.meta["phase"] == total.meta["phase"]
     )
-    return alone and all(isinstance(each, fx.Node) and _like(each, total) for each in total.args)
+    return alone and all(
+        isinstance(each, fx.Node) and _same_shape_and_dtype(each, total) for each in total.args
+    )
 
 
-def _like(x: fx.Node, other: fx.Node) -> bool:
+def _same_shape_and_dtype(x: fx.Node, other: fx.Node) -> bool:
     return shape_of(x) == shape_of(other) and dtype_of(x) == dtype_of(other)
 
 

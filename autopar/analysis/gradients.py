@@ -61,7 +61,7 @@ def addable_uncast(trace: Trace) -> dict[str, str]:
     }
 
 
-def cast_alone(trace: Trace) -> dict[str, torch.dtype]:
+def only_widened(trace: Trace) -> dict[str, torch.dtype]:
     """Return node → dtype, for each node whose result is only read by widening casts to this dtype,
     directly or through views."""
     casts, found = widening_casts(trace), dict[str, torch.dtype]()
@@ -179,7 +179,7 @@ def _is_before(reader: fx.Node, node: fx.Node) -> bool:
 # Forward nodes that backward may have to recompute.
 
 
-def asked_again(trace: Trace) -> frozenset[str]:
+def needed_by_backward(trace: Trace) -> frozenset[str]:
     """Return the forward nodes whose results backward needs, directly or to recompute others.
 
     A tensor that leaves for another stage counts as read, so that the set of the whole model

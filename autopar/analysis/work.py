@@ -24,7 +24,7 @@ import torch
 from autopar.analysis.fusable import PIECES, passes
 from autopar.core.hardware import WorkKind
 from autopar.ops import experts, experts_backward, linear_cross_entropy
-from autopar.ops.formats import torchs_own
+from autopar.ops.formats import aten_op_of
 from autopar.ops.random import NUM_PASSES
 from autopar.ops.score_functions import captures, find_reading, module_of, over_all
 from autopar.rules.table import registered_rule
@@ -323,7 +323,7 @@ def _describe(target: Callable[..., Any]) -> tuple[str, bool]:
     """Return the op's name without its overload, and whether it only returns a view."""
     if target is operator.getitem:
         return "getitem", True
-    target = torchs_own(target)
+    target = aten_op_of(target)
     if isinstance(target, torch._ops.OpOverload):
         name = str(target.overloadpacket)
         return name, target.is_view or name in ("aten._unsafe_view", "aten.reshape")

@@ -193,7 +193,7 @@ class Alternative:
         """The estimated work of `search`, in variables: a capture, and the stages' programs."""
         return CAPTURE_WORK + search_work(len(self.mesh.axes) - 1)
 
-    def is_beside(self, other: Alternative) -> bool:
+    def differs_in_microbatches(self, other: Alternative) -> bool:
         """Whether two alternatives differ in the number of microbatches alone."""
         return (self.mesh, self.axis) == (other.mesh, other.axis)
 
@@ -208,7 +208,7 @@ class Alternative:
             other: the alternative whose bound is known.
             batch_s: lower bound of its time of the batch through all stages, in seconds.
         """
-        if not self.is_beside(other):
+        if not self.differs_in_microbatches(other):
             return self
         if self.num > other.num:
             return self.raised(batch_s)
@@ -341,8 +341,8 @@ class AlternativeSearch:
                     raise  # there is no plan
                 self.budget.interrupt()
         excluded = aside[_Step.EXCLUDE]
-        self._tell(excluded, tries.add_bound)
-        self._tell(aside[_Step.LEAVE_OUT], tries.add_untried)
+        self._record_unsearched(excluded, tries.add_bound)
+        self._record_unsearched(aside[_Step.LEAVE_OUT], tries.add_untried)
         return refusal or (TooSlow(excluded[0].bound_s) if excluded else None)
 
     def _next_step(self, first: Alternative, limit_s: float, tries: Tries) -> _Step:
@@ -362,7 +362,10 @@ class AlternativeSearch:
         """Raise the bounds of all alternatives along an axis without a capture."""
         self._bounded.add((first.mesh, first.axis))
         batch_s = first.least_batch_s()
-        raised = [each.raised(batch_s) if each.is_beside(first) else each for each in waiting]
+        raised = [
+            each.raised(batch_s) if each.differs_in_microbatches(first) else each
+            for each in waiting
+        ]
         return sorted(raised, key=_order)
 
     def _search(
@@ -405,7 +408,9 @@ class AlternativeSearch:
             self.coupled = error
             return [other for other in others if other.num == 1]
         if isinstance(error, InfeasibleError):
-            return [o for o in others if not (o.is_beside(first) and o.num < first.num)]
+            return [
+                o for o in others if not (o.differs_in_microbatches(first) and o.num < first.num)
+            ]
         return others
 
     def _without_slower(
@@ -418,12 +423,12 @@ class AlternativeSearch:
         for other in others:
             beyond = (num for num in found_s if num != best and found_s[num] > found_s[best])
             if not (
-                other.is_beside(first)
+                other.differs_in_microbatches(first)
                 and any(other.num < num < best or other.num > num > best for num in beyond)
             ):
                 yield other
 
-    def _tell(
+    def _record_unsearched(
         self, alternatives: Iterable[Alternative], record: Callable[[str, float], None]
     ) -> None:
         """Record the alternatives that are not searched, grouped by axis."""

@@ -204,7 +204,7 @@ def default_hardware(device_type: str | None = None) -> str:
             "no profile for %s; using the times of %s. Run `autopar profile --device cuda` to "
             "measure this machine (about half a minute)"
         )
-        _tell_once(what, device_name, profile)
+        _warn_once(what, device_name, profile)
     return profile
 
 
@@ -216,7 +216,7 @@ def _is_own(path: Path) -> bool:
         return False
     path = path.resolve()
     if reason := find_sharing(path.parent) or find_foreign(path):
-        _tell_once(
+        _warn_once(
             "the profile of this machine is not used by default: %s; pass hardware='local' to "
             "use it anyway",
             reason,
@@ -241,13 +241,13 @@ def within_this_gpu(options: PlanOptions, profile: HardwareProfile) -> PlanOptio
         return options
     budget = int(here * (1 - RESERVED_SHARE))
     sizes = (size(num_bytes) for num_bytes in (profile.device_memory_bytes, here, budget))
-    _tell_once(
+    _warn_once(
         "%s has %s of memory, this GPU has %s: planning with a budget of %s", profile.name, *sizes
     )
     return replace(options, memory_bytes=budget)
 
 
-def _tell_once(what: str, *words: str) -> None:
+def _warn_once(what: str, *words: str) -> None:
     if (said := what % words) not in _told:
         _told.add(said)
         log.warning(said)

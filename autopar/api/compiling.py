@@ -69,7 +69,7 @@ def compile(
     refuse_wrapped(model)
     check_choice("backend", backend, get_args(Backend))
     chosen = PlanOptions(**options)  # type: ignore[arg-type]  # any sequence of constraints
-    _check_beside(plan, options)
+    _check_options_with_plan(plan, options)
     if example_inputs is None and chosen.batch == "local":
         raise RuntimeStateError(
             'batch="local" needs example_inputs',
@@ -89,7 +89,7 @@ def compile(
     )
 
 
-def _check_beside(plan: object, options: Mapping[str, Any]) -> None:
+def _check_options_with_plan(plan: object, options: Mapping[str, Any]) -> None:
     """Reject options that the plan already determines.
 
     Raises:

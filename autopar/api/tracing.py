@@ -24,7 +24,7 @@ from autopar.analysis.microbatches import (
 )
 from autopar.api.cached_captures import capture_or_load
 from autopar.capture import Trace
-from autopar.capture.chunked_loss import loss_alone, loss_by_rows, outputs_whole
+from autopar.capture.chunked_loss import loss_by_rows, outputs_whole, with_loss_only
 from autopar.capture.trees import paths_in
 from autopar.certificate import Certificate, Finding, StagedTrace
 from autopar.emit import emit
@@ -292,7 +292,7 @@ def as_wanted(trace: Trace, outputs: Outputs) -> Trace:
     sharded.
     """
     return (
-        loss_alone(trace)
+        with_loss_only(trace)
         if outputs == "loss"
         else outputs_whole(trace)
         if outputs == "full"

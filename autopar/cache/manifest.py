@@ -262,7 +262,7 @@ def user_code_in(module: types.ModuleType) -> str:
         if depth == 0 or id(value) in seen:
             return ""
         seen.add(id(value))
-        for key, item in _held(value):
+        for key, item in _contents_of(value):
             if found := find(f"{name}.{key}", item, depth - 1):
                 return found
         return ""
@@ -282,7 +282,7 @@ def _is_user_code(value: Any) -> bool:
     return not code.co_filename.startswith("<")  # generated code, such as that of dataclasses
 
 
-def _held(value: Any) -> Iterator[tuple[Any, Any]]:
+def _contents_of(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
         yield from tuple(dict.items(value))  # subclasses may create items when they are accessed
     elif isinstance(value, type):

@@ -1,7 +1,7 @@
 """Rewrite the end of a model: drop outputs other than the loss, and compute cross entropy without
 materializing all logits.
 
-`loss_alone` drops the other outputs. `outputs_whole` makes every rank return the full outputs.
+`with_loss_only` drops the other outputs. `outputs_whole` makes every rank return the full outputs.
 `loss_by_rows` replaces
 
 ::
@@ -43,7 +43,7 @@ from autopar.errors import CaptureError
 _Entry = TypeVar("_Entry", Parameter, Input)
 
 
-def loss_alone(trace: Trace) -> Trace:
+def with_loss_only(trace: Trace) -> Trace:
     """Return the trace with the loss as its only output; the other outputs become None.
 
     Raises:
@@ -240,8 +240,12 @@ def _products_of(
     rows, inner, out = _terms(gradient.args[0])
     ends = list(_past_casts(gradient).users)
     products = [n for n in ends if n.target is ops.dot]
-    d_weights = [n for n in products if _makes(n, hidden, rows + inner, out + inner, rows + out)]
-    d_hiddens = [n for n in products if _makes(n, weight, out + inner, rows + inner, rows + out)]
+    d_weights = [
+        n for n in products if _is_product_with(n, hidden, rows + inner, out + inner, rows + out)
+    ]
+    d_hiddens = [
+        n for n in products if _is_product_with(n, weight, out + inner, rows + inner, rows + out)
+    ]
     _expect(
         len(d_weights) == len(d_hiddens) == 1 and len(ends) == 2,
         f"the gradient of the logits of {at} is also read by other ops",
@@ -277,7 +281,9 @@ def _terms(logits: fx.Node) -> tuple[str, str, str]:
     return rows, inner, out
 
 
-def _makes(node: fx.Node, other: fx.Node, term: str, result: str, of_gradient: str) -> bool:
+def _is_product_with(
+    node: fx.Node, other: fx.Node, term: str, result: str, of_gradient: str
+) -> bool:
     """Return whether a node is the product of a gradient and `other` with the given dims, up to
     renaming.
 

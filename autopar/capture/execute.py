@@ -15,7 +15,7 @@ from autopar.capture.normalize.tangents import tangent_of
 from autopar.capture.trace import Parameter, Trace
 from autopar.core.autocast_state import as_written
 from autopar.errors import CaptureError, Where
-from autopar.ops.blocks import looks_alone
+from autopar.ops.blocks import shapes_only
 from autopar.ops.score_functions import promoted_text
 
 
@@ -27,7 +27,7 @@ def propagate(graph: fx.Graph) -> None:
         CaptureError: torch cannot run an op on fake tensors, or the shape or dtype of a result
             differs from that during the capture.
     """
-    with new_fake_mode(), as_written(), looks_alone():
+    with new_fake_mode(), as_written(), shapes_only():
         for node in graph.nodes:
             before = node.meta.get("val")
             if node.op == "placeholder":

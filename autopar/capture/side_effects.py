@@ -117,7 +117,7 @@ def name_outside(source: str, local: Mapping[str, Any], everywhere: dict[str, An
     return "" if found is None else found[0]
 
 
-def is_as_found(
+def is_unchanged(
     source: str, left: Any, local: Mapping[str, Any], everywhere: dict[str, Any]
 ) -> bool:
     """Return whether a plain value outside the model is the same before and after forward.
@@ -478,7 +478,7 @@ class _WriteReader:
     def _outside(self, source: str, name: str, value: Any, stacks: Any) -> Iterator[Write]:
         """Yield the write to a value outside the modules, if forward reads it or a hook has it."""
         if _reads(source, self.seen):
-            if not is_as_found(source, _value(value), self.scope, self.everywhere):
+            if not is_unchanged(source, _value(value), self.scope, self.everywhere):
                 yield _outside_write(source, name, stacks)
         elif _HOOK in source:
             yield _outside_write(source, _of_hook(source), stacks, read=False)

@@ -22,7 +22,7 @@ from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh
 from autopar.core.stored_placements import storable
 from autopar.cost.priced import OPTIMIZERS, Priced
-from autopar.cost.zero_stages import offered_as
+from autopar.cost.zero_stages import in_plan_form
 from autopar.emit.context import buffer_key, input_key, output_key, parameter_key, storage_key
 from autopar.errors import AutoparError, HardwareError
 from autopar.plans import Entry, NodeChoice, Plan
@@ -227,7 +227,7 @@ class Decisions:
         cluster = self.priced.sources[op].cluster
         if cluster is not None:
             return any(s.members == strategies for s in cluster.strategies)
-        return any(offered_as(s) == strategies for s in self.priced.problem.ops[op].strategies)
+        return any(in_plan_form(s) == strategies for s in self.priced.problem.ops[op].strategies)
 
     def _check_times(self, entry: Entry) -> Iterator[Finding]:
         for choices, said_s, when in (

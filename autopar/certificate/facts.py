@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autopar.analysis.gradients import cast_alone
+from autopar.analysis.gradients import only_widened
 from autopar.capture.trace import Trace
 from autopar.constraints import read_constraint
 from autopar.core.hardware import HardwareProfile
@@ -102,7 +102,7 @@ class Facts:
         readers: dict[TensorKey, list[TensorReader]] = {}
         for ref, reader in (*_reads(nodes), *_results(trace)):
             readers.setdefault(ref, []).append(reader)
-        cast_to, tensors = cast_alone(trace), dict[TensorKey, Tensor]()
+        cast_to, tensors = only_widened(trace), dict[TensorKey, Tensor]()
         for node in trace.graph.nodes:
             for result, value in _values_of(node) if node.name in names else ():
                 found = tuple(readers.get((node.name, result), ()))

@@ -37,7 +37,7 @@ from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh
 from autopar.core.placements import Mirrored
 from autopar.ops import random
-from autopar.ops.formats import torchs_own
+from autopar.ops.formats import aten_op_of
 from autopar.plans import Communication
 from autopar.rules import Call, TensorInfo, call_of
 from autopar.sharding import pattern_of
@@ -335,7 +335,7 @@ def count_work(call: Call, reads: Infos, makes: Infos, *, mirrored: bool) -> tup
         mirrored: whether the queries of causal attention are mirrored. If so, each rank computes
             half of all pairs.
     """
-    target = torchs_own(call.target)
+    target = aten_op_of(call.target)
     packet = getattr(target, "overloadpacket", target)
     inputs, outputs = _sizes(reads), _sizes(makes)
     num_bytes = sum(inputs) + sum(outputs)

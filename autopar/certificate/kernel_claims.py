@@ -469,7 +469,9 @@ class KernelWalk:
     def _note_shared(self, step: Communication, kernel: InKernel, info: TensorInfo) -> None:
         gathers, c = step.collective.kind == "all_gather", step.collective
         num, whole = self.mesh.shape[c.axis], step.target if gathers else step.source
-        before, length, after = _around(local_lengths(info.shape, whole, self.mesh.shape), c.dim)
+        before, length, after = _sizes_around(
+            local_lengths(info.shape, whole, self.mesh.shape), c.dim
+        )
         slot = -(-before * (length // num) * after * info.dtype.itemsize // _LINE) * _LINE
         num_slots, num_flags = 2 if gathers else 2 * num, 1 + num + num * kernel.num_chunks
         form = c.kind, c.axis, before, length, after * info.dtype.itemsize, kernel.num_chunks
@@ -501,6 +503,6 @@ def _is_like(x: fx.Node, other: fx.Node) -> bool:
     return mine.shape == theirs.shape and mine.dtype == theirs.dtype
 
 
-def _around(lengths: Sequence[int], dim: int) -> tuple[int, int, int]:
+def _sizes_around(lengths: Sequence[int], dim: int) -> tuple[int, int, int]:
     """Return the number of elements before a dim, along it, and after it."""
     return prod(lengths[:dim]), lengths[dim], prod(lengths[dim + 1 :])

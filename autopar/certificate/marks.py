@@ -120,7 +120,7 @@ def _check_options(plan: Plan) -> Iterator[Finding]:
         yield Finding("model", what, without[0])
 
 
-def as_asked(plan: Plan) -> Iterator[Finding]:
+def check_request(plan: Plan) -> Iterator[Finding]:
     """Yield a finding for each requested property that the plan does not have: the rows of the
     loss, the number of microbatches, and the pipeline."""
     rows = plan.options.get("loss_rows", AUTO)

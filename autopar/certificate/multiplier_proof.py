@@ -78,11 +78,11 @@ class Moments:
         }
         for node in reversed(self.trace.graph.nodes):
             self._asked[node.name], self._read[node.name], self._again[node.name] = (
-                self._first_asked(node)
+                self._first_needed(node)
             )
-            self._last[node.name] = self._last_asked(node)
+            self._last[node.name] = self._last_needed(node)
 
-    def _first_asked(self, node: fx.Node) -> tuple[float, float, float]:
+    def _first_needed(self, node: fx.Node) -> tuple[float, float, float]:
         """Return the positions of the first backward node that could need a forward result, of the
         first that itself reads it or a view of it, and of the first for which a recomputed op could
         read it; infinite if there is none."""
@@ -102,7 +102,7 @@ class Moments:
                 through.append(self._asked[user.name])
         return min(*asked, *read), min(read), min(through)
 
-    def _last_asked(self, node: fx.Node) -> float:
+    def _last_needed(self, node: fx.Node) -> float:
         """Return the position of the last backward node that could need the result of a node, or a
         view of it; −∞ if there is none."""
         found, in_backward = [-math.inf], node.meta.get("phase") == "backward"

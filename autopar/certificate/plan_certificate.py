@@ -27,7 +27,7 @@ from autopar.analysis.microbatches import Microbatching, find_microbatching
 from autopar.capture.trace import Trace
 from autopar.certificate.crossings import budgets, cuts
 from autopar.certificate.facts import Context, Facts
-from autopar.certificate.marks import as_asked, check_capture, identity, of_stages
+from autopar.certificate.marks import check_capture, check_request, identity, of_stages
 from autopar.certificate.multiplier_proof import Stored, check_proof
 from autopar.certificate.over_cuts import PipelineFigures, Unfolded, least_over_cuts
 from autopar.certificate.rank_schedules import (
@@ -103,7 +103,7 @@ def certify(
         *identity(trace, plan, hardware),
         *check_capture(part, plan),
         *of_stages(plan, pipeline),
-        *as_asked(plan),
+        *check_request(plan),
     )
     report = begin(plan, said or interleaves(pipeline))
     if not report.ok:
@@ -244,7 +244,7 @@ def _unfold_part(
     )
 
 
-def held_at_most(
+def max_microbatches_held(
     schedule: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> int:
     """Return the largest number of microbatches whose saved values a stage holds at the same time.
@@ -348,7 +348,7 @@ class _Stages:
             forced,
             Crossing(before, behind, layouts),
             pipeline.num_microbatches,
-            held_at_most(
+            max_microbatches_held(
                 pipeline.schedule,
                 number,
                 len(pipeline.stages),
@@ -410,7 +410,9 @@ def _check_joins(plan: Plan, pipeline: Pipeline, made: Cut, handed_s: float) -> 
     the time of a step in which outputs are sent to all stages."""
     num = len(pipeline.stages)
     expected = tuple(
-        held_at_most(pipeline.schedule, s, num, pipeline.num_microbatches, pipeline.num_chunks)
+        max_microbatches_held(
+            pipeline.schedule, s, num, pipeline.num_microbatches, pipeline.num_chunks
+        )
         for s in range(num)
     )
     if pipeline.num_in_flight != expected:

@@ -180,7 +180,7 @@ def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
         wrong = sorted(
             {
                 str(at)
-                for at in _said_of(tensor, claims)
+                for at in _claimed_layouts(tensor, claims)
                 if not _fits_shape(at, tensor.shape, num_axes)
             }
         )
@@ -194,7 +194,7 @@ def beyond(facts: Facts, claims: Claims, num_axes: int) -> Iterator[Finding]:
             )
 
 
-def _said_of(tensor: Tensor, claims: Claims) -> Iterator[Layout]:
+def _claimed_layouts(tensor: Tensor, claims: Claims) -> Iterator[Layout]:
     here = tensor.key, tensor.result
     for said in (claims.chosen, claims.again):
         if tensor.key in said:

@@ -102,7 +102,7 @@ def runs_of(found: Mapping[int, Path]) -> dict[int, str]:
     return runs
 
 
-def check_alone(known: Mapping[int, str], found: Mapping[int, Path]) -> None:
+def check_no_other_run(known: Mapping[int, str], found: Mapping[int, Path]) -> None:
     """Check that all checkpoints of a folder are known or belong to this run.
 
     Args:
@@ -417,13 +417,13 @@ class Checkpoints:
                 before.rename(target)
 
     def _check_alone(self) -> None:
-        check_alone(self._known, self._find_checkpoints())
+        check_no_other_run(self._known, self._find_checkpoints())
 
-    def _begun(self, step: int) -> str:
+    def _begin_step(self, step: int) -> str:
         """Check that this run may save a step, and create an empty folder to write into. Return the
         name of the run."""
         found = self._find_checkpoints()
-        check_alone(self._known, found)
+        check_no_other_run(self._known, found)
         if later := [n for n in sorted(found) if n > step]:
             what = (
                 f"step {step} cannot be saved because later steps exist:"
@@ -466,7 +466,7 @@ class Checkpoints:
         parts = parts_of(holder, optimizer, weights=self.weights)
         companions, written = collect_companions(holder, others)
         holder.check_values()
-        run = by_first(lambda: self._begun(step), str(self.folder), "choose a writable folder")
+        run = by_first(lambda: self._begin_step(step), str(self.folder), "choose a writable folder")
         writing, state = self._part(step, run), state_of([*parts, *companions.values()])
         with self._another_run_first():
             seen_by_all(writing, SEEN_WITHIN_S)
@@ -523,7 +523,7 @@ class Checkpoints:
         """
         saving.finish(sums)
         step = saving.step
-        before = self._named(step, saving.place)
+        before = self._rename_finished(step, saving.place)
         sync_folder(self.folder)
         found = self._find_checkpoints()
         unfinished = (
@@ -534,17 +534,17 @@ class Checkpoints:
         for old in (before, *unfinished, *(found[n] for n in sorted(found)[: -self.keep])):
             shutil.rmtree(old, ignore_errors=True)
 
-    def _named(self, step: int, writing: Path) -> Path:
+    def _rename_finished(self, step: int, writing: Path) -> Path:
         """Rename the folder to the name of the checkpoint. Return the path of the replaced
         checkpoint, which exists only if a checkpoint was replaced."""
         found, target = self._find_checkpoints(), self._place(step)
-        check_alone(self._known, found)
+        check_no_other_run(self._known, found)
         before = target.with_suffix(".old")
         if step in found:
             # if the process ends before the folder is renamed, `_repair` restores the checkpoint
             target.rename(before)
             try:
-                check_alone(self._known, {step: before})
+                check_no_other_run(self._known, {step: before})
             except RuntimeStateError:
                 self._repair()
                 raise

@@ -26,7 +26,7 @@ from autopar.cli.shared_options import (
     NamedModel,
     PlanFile,
     check_dtype,
-    check_there,
+    check_files_exist,
     read_options,
     takes_model,
     takes_options,
@@ -246,7 +246,7 @@ def explain_command(
     """Show what each module of a plan does and costs, and why. With --flips and a model, also show
     which hardware changes would change the plan.
     """
-    check_there(plan)
+    check_files_exist(plan)
     module = named.module
     if module is not None and ":" not in module:
         # a module pattern (the former meaning of --module), not a function in a file
@@ -270,8 +270,8 @@ def explain_command(
 @app.command("diff")
 def diff_command(first: PlanFile, second: PlanFile) -> None:
     """Show the differences between two plans, module by module."""
-    check_there(first)
-    check_there(second)
+    check_files_exist(first)
+    check_files_exist(second)
     from autopar.explanation import diff
     from autopar.plans import Plan
 
@@ -293,14 +293,14 @@ def check_command(
 ) -> None:
     """Certify a plan without a solver: legality, collectives, memory, time and the lower bound."""
     check_writable(json_file)
-    check_there(plan, hardware)
+    check_files_exist(plan, hardware)
     from autopar.api import check
-    from autopar.cli.models import built, options_asked
+    from autopar.cli.models import built, model_options
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(named, "meta", **options_asked(loaded))
+        network, example = built(named, "meta", **model_options(loaded))
         tell("deriving every claim again")
         found = check(loaded, network, example, hardware=hardware)
     if json_file is not None:
@@ -319,14 +319,14 @@ def verify_command(
     """Run all ranks of a plan in this process in float64. Compare loss, outputs and gradients with
     the plain model.
     """
-    check_there(plan)
+    check_files_exist(plan)
     from autopar.api import verify
-    from autopar.cli.models import built, options_asked
+    from autopar.cli.models import built, model_options
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(named, "cpu", **options_asked(loaded))
+        network, example = built(named, "cpu", **model_options(loaded))
         tell(f"running {loaded.mesh.num_devices} ranks")
         found = verify(loaded, network, example)
     say(str(found))
@@ -378,16 +378,16 @@ def what_if_command(
     """Show the step time of a plan on other hardware, and the gain of planning again there or under
     other constraints.
     """
-    check_there(plan, hardware)
+    check_files_exist(plan, hardware)
     there, budget = None if mesh is None else read_mesh(mesh, devices_per_node), parse_size(memory)
     from autopar.api import what_if
-    from autopar.cli.models import built, options_asked
+    from autopar.cli.models import built, model_options
     from autopar.constraints.text import parse_constraint
     from autopar.plans import Plan
 
     loaded = Plan.load(plan)
     with progress("building the model") as tell:
-        network, example = built(named, "meta", **options_asked(loaded))
+        network, example = built(named, "meta", **model_options(loaded))
         tell(f"planning for {hardware or loaded.fingerprint.profile}")
         more = [parse_constraint(text) for text in constraint or ()]
         found = what_if(
@@ -455,7 +455,7 @@ def report_command(
     schedule and the memory of each stage.
     """
     check_writable(out_file)
-    check_there(plan)
+    check_files_exist(plan)
     from autopar.cli.models import say_if_none, turning_of
     from autopar.plans import Plan
     from autopar.report import report

@@ -71,12 +71,12 @@ def turning_of(plan: Plan, num: int, named: NamedModel) -> Flips:
         what = "--flips needs the model of the plan"
         raise AutoparError(what, remedy="pass one of --hf, --model and --module")
     with progress("building the model") as tell:
-        network, example = built(named, "meta", **options_asked(plan))
+        network, example = built(named, "meta", **model_options(plan))
         tell("pricing other hardware")
         return flips(plan, network, example, most=num)
 
 
-def options_asked(plan: Plan) -> ModelOptions:
+def model_options(plan: Plan) -> ModelOptions:
     """Return the plan options that affect how the model is built: whether there is no backward, and
     the precision in which parameters are read.
     """

@@ -201,7 +201,7 @@ def check_dtype(name: str | None) -> None:
         )
 
 
-def check_there(plan: Path, hardware: str | None = None) -> None:
+def check_files_exist(plan: Path, hardware: str | None = None) -> None:
     """Check that a plan file and a hardware profile exist.
 
     Raises:

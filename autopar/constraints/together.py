@@ -174,7 +174,9 @@ def elsewhere(
     )
 
 
-def held_to(constraints: Iterable[Constraint], before: Mesh, there: Mesh) -> tuple[Constraint, ...]:
+def constraints_on_mesh(
+    constraints: Iterable[Constraint], before: Mesh, there: Mesh
+) -> tuple[Constraint, ...]:
     """Return constraints that require the same layouts on another mesh, over the common axes only.
 
     Args:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 
-def imported_apart(name: str) -> ModuleType:
+def import_in_thread(name: str) -> ModuleType:
     """Import a module in a thread of its own, unless it is imported already.
 
     Some libraries keep exceptions that they catch while they are imported (pulp keeps one per
@@ -54,9 +54,9 @@ def lazily(
     def get(name: str) -> Any:
         """Import `name`, or the submodule of that name."""
         if name in modules:
-            return getattr(imported_apart(modules[name]), name)
+            return getattr(import_in_thread(modules[name]), name)
         if not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
-            return imported_apart(f"{package}.{name}")
+            return import_in_thread(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:

@@ -150,14 +150,14 @@ def _in_log(first: str, after_s: float, level: int) -> Iterator[Callable[[str], 
         yield lambda _: None
         return
     levels = chain((level,), repeat(logging.INFO))
-    with _again_and_again(
+    with _write_periodically(
         first, after_s, _EVERY_S, lambda line: log.log(next(levels), "%s", line)
     ) as tell:
         yield tell
 
 
 @contextmanager
-def _again_and_again(
+def _write_periodically(
     first: str, after_s: float, every_s: float, write: Callable[[str], None]
 ) -> Iterator[Callable[[str], None]]:
     """Write the progress after `after_s` seconds, and then every `every_s` seconds."""
@@ -190,7 +190,7 @@ def progress(first: str) -> Iterator[Callable[[str], None]]:
         A function that replaces the text.
     """
     if not err.is_terminal:
-        with _again_and_again(first, _EVERY_LINE_S, _EVERY_LINE_S, complain) as tell:
+        with _write_periodically(first, _EVERY_LINE_S, _EVERY_LINE_S, complain) as tell:
             yield tell
         return
     with err.status(f"{first} …") as status:

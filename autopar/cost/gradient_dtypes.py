@@ -85,7 +85,7 @@ def _uncast(strategy: ClusterStrategy, place: int, result: int) -> ClusterStrate
     return ClusterStrategy(replace(strategy.outer, outputs=tuple(outputs)), tuple(members))
 
 
-def is_made_there(layout: Layout, mesh_shape: Sequence[int]) -> bool:
+def is_all_partial(layout: Layout, mesh_shape: Sequence[int]) -> bool:
     """Return whether no collective leads to a layout, because every axis has partial sums."""
     return all(
         isinstance(p, Partial)

@@ -446,7 +446,7 @@ class _Offers:
         sizes, c = tuple(self.mesh.shape), arc.collective
         adds = product.total is not None
         graph = self.problem.values[self.problem.variants[v].value].graph
-        normed = self._after(product, graph.layouts[arc.dst])
+        normed = self._sum_and_norm_after(product, graph.layouts[arc.dst])
         if product.normed is not None and not normed:
             return []
         site = KernelSite(
@@ -479,7 +479,9 @@ class _Offers:
             OverlapOption(a, saved_s, chunks, self.regions.setdefault(region, len(self.regions)))
         ]
 
-    def _after(self, product: Product, layout: Layout) -> tuple[tuple[Call, Strategy], ...]:
+    def _sum_and_norm_after(
+        self, product: Product, layout: Layout
+    ) -> tuple[tuple[Call, Strategy], ...]:
         """Return the sum and the norm after a product, if all can have this layout."""
         after = product.normed
         return after.calls(layout) if after is not None and after.strategies(layout) else ()

@@ -309,7 +309,7 @@ class Liveness:
                     (self.positions[c.members[0].node], n)
                     for n, c in enumerate(source.cluster.instances)
                 )
-                made = self.made_at(index, source.cluster.instances[which].members[0].node)
+                made = self.first_node_bytes(index, source.cluster.instances[which].members[0].node)
                 if made:
                     yield self._while(index, source.cluster.instances[which], now, made)
 
@@ -375,7 +375,7 @@ class Liveness:
                 1,
             )
 
-    def made_at(self, op: int, node: str) -> dict[int, list[int]]:
+    def first_node_bytes(self, op: int, node: str) -> dict[int, list[int]]:
         """Return op → bytes per strategy of the results that its first node computes, and of the
         temporary memory of that node."""
         made: dict[int, list[int]] = {}

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.analysis.gradients import asked_again
+from autopar.analysis.gradients import needed_by_backward
 from autopar.capture.trace import Input, Output, Parameter, Trace
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout, Strategy
@@ -50,7 +50,7 @@ class OpBuilder:
     def __init__(self, setting: PriceSetting) -> None:
         self.setting, self.tables = setting, OpTables()
         # Forward nodes that backward may recompute.
-        self._asked = asked_again(setting.trace)
+        self._asked = needed_by_backward(setting.trace)
 
     def parameters(self) -> None:
         """Add one op per class of equal parameters. Its strategies are the storage layouts."""

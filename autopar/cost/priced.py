@@ -75,7 +75,7 @@ class Crossing:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     @staticmethod
-    def along(axis: str, mesh: Mesh, hardware: Hardware, stage: int = 0) -> Crossing:
+    def links_along(axis: str, mesh: Mesh, hardware: Hardware, stage: int = 0) -> Crossing:
         """Return the links of one of the stages along a mesh axis.
 
         Args:

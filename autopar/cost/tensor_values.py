@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import Shard
 
-from autopar.analysis.gradients import cast_alone
+from autopar.analysis.gradients import only_widened
 from autopar.analysis.work import is_view
 from autopar.capture.trace import Trace
 from autopar.core.hardware import HardwareProfile
@@ -106,7 +106,7 @@ class TensorValues:
         self.setting, self.tables = setting, tables
         self.price = CollectivePrices(setting.mesh, setting.profile)
         # Gradients that are cast before they are reduced.
-        self._only_cast = cast_alone(setting.trace)
+        self._only_cast = only_widened(setting.trace)
         # By the arguments of `layout_graph`.
         self._graphs: dict[tuple[object, ...], LayoutGraph] = {}
 

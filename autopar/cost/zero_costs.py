@@ -15,10 +15,17 @@ from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout, Strategy
 from autopar.core.layout_graph import local_bytes
 from autopar.core.problem import Op, OpStrategy
-from autopar.cost.gradient_dtypes import Uncast, is_made_there
+from autopar.cost.gradient_dtypes import Uncast, is_all_partial
 from autopar.cost.op_times import compute_time
 from autopar.cost.priced import OPTIMIZERS, Source
-from autopar.cost.zero_stages import Held, StepMoves, ZeroStages, held_of, held_ways, stage_on
+from autopar.cost.zero_stages import (
+    Held,
+    StepMoves,
+    ZeroStages,
+    held_ways,
+    parameter_layouts,
+    stage_on,
+)
 from autopar.kernels.collectives import sum_dtype
 
 
@@ -132,7 +139,7 @@ def _added_in(
     """Return the dtypes that a gradient may have when it is added."""
     if p.gradient is None or uncast is None or held.sums not in uncast.layouts:
         return (p.dtype,)
-    return (uncast.dtype,) if is_made_there(held.sums, mesh_shape) else (p.dtype, uncast.dtype)
+    return (uncast.dtype,) if is_all_partial(held.sums, mesh_shape) else (p.dtype, uncast.dtype)
 
 
 def held_time(
@@ -237,7 +244,9 @@ def adding_partial(strategies: Sequence[OpStrategy], axes: Sequence[int]) -> tup
     """Return the strategies with ZeRO stage 1 on those of these axes over which the stored
     parameter is sharded."""
     return tuple(
-        s for s in strategies if all(stage_on(held_of(s), axis) in (0, 1) for axis in axes)
+        s
+        for s in strategies
+        if all(stage_on(parameter_layouts(s), axis) in (0, 1) for axis in axes)
     )
 
 

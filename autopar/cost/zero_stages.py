@@ -74,7 +74,7 @@ class Held:
     sums: Layout
 
 
-def held_of(strategy: OpStrategy) -> Held:
+def parameter_layouts(strategy: OpStrategy) -> Held:
     """Return the three layouts of a parameter in a strategy."""
     working = strategy.layouts.outputs[0]
     storage = strategy.storage or working
@@ -83,7 +83,7 @@ def held_of(strategy: OpStrategy) -> Held:
     )
 
 
-def offered_as(strategy: OpStrategy) -> tuple[Strategy, ...]:
+def in_plan_form(strategy: OpStrategy) -> tuple[Strategy, ...]:
     """Convert a strategy of an op other than a cluster to the form of plans: the layouts that the
     graph sees, then the storage layout if it differs."""
     seen, at = strategy.layouts, strategy.storage

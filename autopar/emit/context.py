@@ -151,7 +151,7 @@ CAST = "/cast"
 """The suffix of the key of a node that casts a parameter to the dtype in which it is read."""
 
 
-def rests(node: fx.Node) -> bool:
+def is_ready_at_start(node: fx.Node) -> bool:
     """Return whether a node is available from the start of its phase: a placeholder, or a cast of a
     placeholder."""
     return node.op == "placeholder" or node.meta.get("key", "").endswith(CAST)

@@ -259,12 +259,12 @@ class OverlapSchedule:
         """Return whether a prefetchable step could run now, because all steps that it depends on
         have finished."""
 
-        def is_there(node: fx.Node) -> bool:
+        def is_available(node: fx.Node) -> bool:
             """Return whether the node's result is available or could be computed now."""
             done = node in self.there or node in self.streams.done_s
             return done or (follows(node) and not is_early(node) and self._is_ready(node))
 
-        return all(map(is_there, step.all_input_nodes))
+        return all(map(is_available, step.all_input_nodes))
 
     def _start(self, step: fx.Node) -> None:
         for operand in step.all_input_nodes:

@@ -32,10 +32,10 @@ from autopar.emit.context import (
     Ref,
     buffer_key,
     input_key,
+    is_ready_at_start,
     local_call,
     output_key,
     parameter_key,
-    rests,
 )
 from autopar.errors import ChangedPlanError
 from autopar.kernels.collectives import add_to
@@ -293,7 +293,7 @@ class PhaseBuilder:
         node = self.earlier.have.get(ref, {}).get(layout)
         if node is None or (
             resident
-            and not rests(node)
+            and not is_ready_at_start(node)
             and layout not in self.job.index.kept.get(self.job.key(ref), ())
         ):
             return None
@@ -448,9 +448,9 @@ class PhaseBuilder:
             if i.gradient is not None:
                 key = input_key(i.path)
                 found.append(self.get((nodes[i.gradient].name, 0), chosen[key].inputs[0], key))
-        return self._apart(found)
+        return self._copy_shared_gradients(found)
 
-    def _apart(self, gradients: list[fx.Node]) -> list[fx.Node]:
+    def _copy_shared_gradients(self, gradients: list[fx.Node]) -> list[fx.Node]:
         """Copy gradients that share memory. Gradients need separate memory, as with autograd, since
         clipping and the next backward write into each of them."""
         owners, found = set[fx.Node](self.gradient_sums.nodes.values()), []

@@ -126,7 +126,7 @@ def rows(first: Plan, second: Plan) -> tuple[DifferenceRow, ...]:
     return tuple(found)
 
 
-def beside_modules(plan: Plan) -> dict[str, float]:
+def parts_outside_modules(plan: Plan) -> dict[str, float]:
     """Return the parts of a step that belong to no module: name → seconds per device, averaged over
     all devices.
     """
@@ -379,7 +379,8 @@ class Diff(Readable):
         yield (
             f"step {seconds(p.step_s)} → {seconds(q.step_s)} ({_relative(p.step_s, q.step_s)}):"
             f" compute {seconds(q.compute_s - p.compute_s, signed=True)}, communication"
-            f" {seconds(q.communication_s - p.communication_s, signed=True)}{self._beside_both()}"
+            f" {seconds(q.communication_s - p.communication_s, signed=True)}"
+            f"{self._unattributed_difference()}"
         )
         if p.simulated_s and q.simulated_s and (as_emitted(a) or as_emitted(b)):
             pair = _pair(seconds(p.simulated_s), seconds(q.simulated_s))
@@ -396,7 +397,7 @@ class Diff(Readable):
             f" ({_relative(p.peak_bytes, q.peak_bytes)}){': ' + moved if moved else ''}"
         )
 
-    def _beside_both(self) -> str:
+    def _unattributed_difference(self) -> str:
         """Return the part of the difference that is neither compute nor communication, as text;
         empty if there is none."""
         plans = self.first, self.second
@@ -457,7 +458,7 @@ def _by_shares(first: Plan, second: Plan) -> Diff:
         else:
             num_equal += 1
             equal_s = [total + sum(each[:2]) for total, each in zip(equal_s, times, strict=True)]
-    before, after = beside_modules(first), beside_modules(second)
+    before, after = parts_outside_modules(first), parts_outside_modules(second)
     least_s = _ROUNDING * max(plan.prediction.step_s for plan in (first, second))
     others = tuple(
         (name, before[name], after[name])

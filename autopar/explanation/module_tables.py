@@ -129,7 +129,7 @@ def _bucket_row(bucket: Bucket, names: tuple[str, ...]) -> tuple[str, ...]:
 # ZeRO-3: weights that backward gathers again, and what their copies would cost in memory.
 
 
-def gathered_again(plan: Plan) -> Iterator[RenderableType]:
+def regathered_weights(plan: Plan) -> Iterator[RenderableType]:
     """Yield a table with a row per module whose weights are gathered in forward and again in
     backward; nothing if there is none. It compares the time of the second gather with the memory of
     a copy that is kept instead."""
@@ -151,7 +151,7 @@ def gathered_again(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _again_row(module: str, arcs: Sequence[Communication], plan: Plan) -> tuple[str, ...]:
-    """A row of `gathered_again`, from all backward gathers of the weights of a module."""
+    """A row of `regathered_weights`, from all backward gathers of the weights of a module."""
     on_the_way = {(c.node, c.source) for c in arcs}  # a chain over several axes leaves one copy
     copies = [c for c in arcs if (c.node, c.target) not in on_the_way]
     time_s = sum(c.time_s * len(c.instances) for c in arcs)
@@ -234,7 +234,7 @@ class StageExplanation:
             yield from (
                 table("Best alternatives", columns, rows) if rows else (Text(), Text(_NO_OTHER))
             )
-            yield from gathered_again(self.plan)
+            yield from regathered_weights(self.plan)
             yield from kernels_considered(self.plan)
             yield from buckets_of(self.plan)
         else:

@@ -221,8 +221,8 @@ def unequal(plan: Plan) -> Iterator[str]:
             waits = 1 - pipeline.num_microbatches * works_s / max(plan.prediction.step_s, _LEAST)
             held = f"{size(pipeline.peaks[rank])} of {size(plan.budget_of(rank))} at the peak"
             yield (
-                f"{_which(pipeline, rank)}, {name}: {seconds(works_s)} per microbatch, waits for "
-                f"{share(waits)} of the step; {held}"
+                f"{_stage_names(pipeline, rank)}, {name}: {seconds(works_s)} per microbatch,"
+                f" waits for {share(waits)} of the step; {held}"
             )
         return
     waiting: dict[tuple[str, float], list[int]] = {}
@@ -243,7 +243,7 @@ def unequal(plan: Plan) -> Iterator[str]:
             )
 
 
-def _which(pipeline: Pipeline, rank: int) -> str:
+def _stage_names(pipeline: Pipeline, rank: int) -> str:
     numbers = range(rank, len(pipeline.stages), pipeline.num_ranks)
     return f"stage{'s' if len(numbers) > 1 else ''} {' and '.join(map(str, numbers))}"
 

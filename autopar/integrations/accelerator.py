@@ -111,7 +111,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _prepare_autocast(self, model: nn.Module, holder: Holder) -> None:
         with self.autocast():
-            is_made_so = isinstance(holder, Compiled) and holder.is_made_here()
+            is_made_so = isinstance(holder, Compiled) and holder.matches_autocast()
         if not is_made_so:
             what = (
                 "the module was compiled without the accelerator's mixed precision "

@@ -64,7 +64,7 @@ class Shards:
             prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :]) * dtype.itemsize, size, num_chunks
         )
 
-    def seen_by(self, rank: int) -> library.NativeShards:
+    def struct_for(self, rank: int) -> library.NativeShards:
         """Return the C struct for a rank."""
         return library.NativeShards(
             self.outer, self.rows, self.row_bytes, self.size, rank, self.num_chunks
@@ -157,7 +157,7 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
             "all_gather_matmul_publish",
             job.shard.data_ptr(),
             *own,
-            shards.seen_by(rank),
+            shards.struct_for(rank),
             epochs[rank],
         )
 
@@ -169,13 +169,13 @@ def gather(peers: Peers, shards: Shards, jobs: Mapping[int, Gather]) -> None:
             "all_gather_matmul_pull",
             jobs[rank].gathered.data_ptr(),
             *all_ranks,
-            shards.seen_by(rank),
+            shards.struct_for(rank),
             epochs[rank],
         )
 
     def consume(lane: Lane, rank: int) -> None:
         """Multiply the rows of the rank, then each chunk when it arrives."""
-        own = regions.flags[rank].data_ptr(), shards.seen_by(rank)
+        own = regions.flags[rank].data_ptr(), shards.struct_for(rank)
         # the rows of the rank are available, and one product is faster than several
         _whole(shards, rank, jobs[rank].consume)
         for position, chunk, begin, length in shards.gathered_order(rank):
@@ -236,7 +236,7 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
 
     def produce(lane: Lane, rank: int) -> None:
         """Compute the partial products of the other ranks' rows, then that of the rank's rows."""
-        job, own = jobs[rank], (regions.flags[rank].data_ptr(), shards.seen_by(rank))
+        job, own = jobs[rank], (regions.flags[rank].data_ptr(), shards.struct_for(rank))
         mine = _slot(shards, regions, rank, epochs[rank], job.out, rank)
         for position, chunk, begin, length in shards.scattered_order(rank):
             if position < shards.size - 1:
@@ -254,14 +254,14 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
             "matmul_reduce_scatter_push",
             jobs[rank].partial.data_ptr(),
             *all_ranks,
-            shards.seen_by(rank),
+            shards.struct_for(rank),
             epochs[rank],
         )
 
     def add_up(lane: Lane, rank: int) -> None:
         """Sum the partial products of the rank's rows."""
         out, flags, then = jobs[rank].out, regions.flags[rank].data_ptr(), jobs[rank].add_up
-        lane.call("matmul_reduce_scatter_arrive", flags, shards.seen_by(rank), epochs[rank])
+        lane.call("matmul_reduce_scatter_arrive", flags, shards.struct_for(rank), epochs[rank])
         if then is not None:
             then(
                 [
@@ -276,7 +276,7 @@ def scatter(peers: Peers, shards: Shards, dim: int, jobs: Mapping[int, Scatter])
             out.numel(),
             library.code_of(out.dtype),
         )
-        lane.call("matmul_reduce_scatter_reduce", *what, shards.seen_by(rank), epochs[rank])
+        lane.call("matmul_reduce_scatter_reduce", *what, shards.struct_for(rank), epochs[rank])
 
     peers.run(
         tuple(jobs),

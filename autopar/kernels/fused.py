@@ -51,7 +51,7 @@ class ChunkedAxis(NamedTuple):
         """Return the dim with this rank's group along the axis."""
         return ChunkedDim.of(self.dim, group, self.num_chunks)
 
-    def bind_here(self) -> ChunkedDim:
+    def bind_current_group(self) -> ChunkedDim:
         """Return the dim with the group that `collectives.use_groups` has set for the axis."""
         return self.bind(collectives.group_of(self.axis))
 
@@ -77,7 +77,7 @@ def all_gather_matmul(
     Returns:
         The full factor, and the product of the full factors.
     """
-    return gather_bound(a, b, equation, operand, over.bind_here(), bias, starts)
+    return gather_bound(a, b, equation, operand, over.bind_current_group(), bias, starts)
 
 
 def matmul_reduce_scatter(
@@ -98,7 +98,7 @@ def matmul_reduce_scatter(
         over: the dim of the result that is scattered.
         bias, starts: see `ops.dot`.
     """
-    return scatter_bound(a, b, addend, equation, over.bind_here(), bias, starts)
+    return scatter_bound(a, b, addend, equation, over.bind_current_group(), bias, starts)
 
 
 def matmul_reduce_add_rmsnorm(
@@ -119,7 +119,7 @@ def matmul_reduce_add_rmsnorm(
         weight: the weight of the norm.
         norm: the settings of the norm; `autopar.kernels.normed.norms` defines the supported dtypes.
     """
-    return norm_bound(a, b, residual, weight, equation, over.bind_here(), norm)
+    return norm_bound(a, b, residual, weight, equation, over.bind_current_group(), norm)
 
 
 def gather_bound(

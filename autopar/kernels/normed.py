@@ -322,7 +322,7 @@ def dot_reduce_add_rmsnorm(
             *operands, residual, weight, equation, *over, eps, is_rounded
         )
     if group.size > 1 and counts_memory(group):
-        _alone(equation, operands, AddNorm(residual, weight, eps, is_rounded), dim, group)
+        _allocate_normed(equation, operands, AddNorm(residual, weight, eps, is_rounded), dim, group)
     y = residual + bound_ops.reduce_scatter(
         ops.dot(equation, *operands), dim, "sum", group.size, group.name, group.coordinate
     )
@@ -436,7 +436,7 @@ def prepare_norm(
     return replace(job, add_up=lambda parts: forward_into(made, parts, norm)), shape, made
 
 
-def _alone(
+def _allocate_normed(
     equation: str, operands: tuple[Tensor, Tensor], norm: AddNorm, dim: int, group: AxisGroup
 ) -> None:
     """Allocate the memory of a rank in matmul_reduce_add_rmsnorm, except for shared memory. Of all

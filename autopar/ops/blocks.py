@@ -15,7 +15,7 @@ _without_data = ContextVar("without data", default=False)
 
 
 @contextmanager
-def looks_alone() -> Iterator[None]:
+def shapes_only() -> Iterator[None]:
     """Return a context in which only shapes, strides and dtypes of results are needed, so that two
     blocks are processed instead of many equal ones."""
     token = _without_data.set(True)

@@ -117,7 +117,7 @@ def forward_of(
     Returns:
         The results, ``[r, d]``.
     """
-    return torch.mm(_activate_hidden(_up(rows, up), act), down.t(), out=out)
+    return torch.mm(_activate_hidden(_project_up(rows, up), act), down.t(), out=out)
 
 
 def backward_of(
@@ -142,7 +142,7 @@ def backward_of(
         The gradients of rows ``[r, h]``, gates ``[r]``, up and down.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
-    hidden = _up(rows, up)
+    hidden = _project_up(rows, up)
     between = _activate_hidden(hidden, act)
     d_between = grad @ down
     d_gate = (d_between * between).sum(-1, dtype=wide).to(gate.dtype)
@@ -168,7 +168,7 @@ def _by_expert(ids: Tensor, start: int, num: int) -> Iterator[tuple[int, Tensor]
             yield expert, order[ends[expert] : ends[expert + 1]]
 
 
-def _up(rows: Tensor, weight: Tensor) -> Tensor:
+def _project_up(rows: Tensor, weight: Tensor) -> Tensor:
     """Apply the up projections: ``[r, h]`` and ``[g, f, h]`` → ``[r, g, f]``."""
     return (rows @ weight.flatten(0, 1).t()).view(-1, *weight.shape[:2])
 

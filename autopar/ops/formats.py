@@ -168,7 +168,7 @@ ANY_FORMAT: Mapping[Any, Callable[..., Any]] = {
 _ORIGINAL = {function: op for op, function in ANY_FORMAT.items()}
 
 
-def torchs_own(target: Callable[..., Any]) -> Callable[..., Any]:
+def aten_op_of(target: Callable[..., Any]) -> Callable[..., Any]:
     """Return the ATen op that a function of this module replaces; return other targets
     unchanged."""
     found: Callable[..., Any] = _ORIGINAL.get(target, target)

@@ -39,7 +39,7 @@ from autopar.solve import Least, Lightest, shortage, within
 #     outputs that were returned        in the layout in which they are returned
 
 
-def surely(liveness: Liveness) -> tuple[MemoryPoint, ...]:
+def certain_moments(liveness: Liveness) -> tuple[MemoryPoint, ...]:
     """List moments whose memory any plan holds.
 
     There is one moment for each op whose position is the same in every plan, and one for each
@@ -106,7 +106,7 @@ class _Now:
 
     def moment(self) -> MemoryPoint:
         """Return the bytes that any plan holds while the op runs."""
-        live = self.liveness.made_at(self.op, self.cluster.members[0].node)
+        live = self.liveness.first_node_bytes(self.op, self.cluster.members[0].node)
         held: dict[int, int] = {}
         self._add_waiting(live, held)
         self._add_operands(live, held)
@@ -267,7 +267,7 @@ def prefer_fastest(plans: Sequence[T], cost: Callable[[T], tuple[Need, float]]) 
 
 
 def _with_moments(trace: Trace, priced: Priced) -> Problem:
-    return replace(priced.problem, moments=surely(Liveness(trace, priced)))
+    return replace(priced.problem, moments=certain_moments(Liveness(trace, priced)))
 
 
 def refusal(budget: int, last: Solution | Least, smallest: int) -> InfeasibleError:

@@ -20,7 +20,7 @@ from autopar.core.solution import Multipliers
 from autopar.core.streams import PHASES
 from autopar.cost.gradient_dtypes import WIDENED
 from autopar.cost.priced import OPTIMIZERS, Source
-from autopar.cost.zero_stages import held_of, offered_as, own_time_s
+from autopar.cost.zero_stages import in_plan_form, own_time_s, parameter_layouts
 from autopar.emit.context import (
     buffer_key,
     input_key,
@@ -239,7 +239,7 @@ def _nodes(
             c.indices for c in source.cluster.instances
         )
     patterns = [pattern_of(_KEYS[source.kind](name)) for name in source.names]
-    said = offered_as(draft.priced.problem.ops[index].strategies[strategy])
+    said = in_plan_form(draft.priced.problem.ops[index].strategies[strategy])
     keys = (patterns[0][0], pattern_of(storage_key(source.names[0]))[0])
     nodes = tuple(NodeChoice(key, chosen) for key, chosen in zip(keys, said, strict=False))
     return nodes, tuple(indices for _, indices in patterns)
@@ -266,10 +266,10 @@ def _prediction(draft: PlanDraft, moved: Sequence[Communication]) -> Prediction:
         if op.kind == "parameter":
             p = parameters[source.names[0]]
             rests = op.count * local_bytes(
-                p.view, p.dtype, held_of(op.strategies[s]).storage, draft.mesh.shape
+                p.view, p.dtype, parameter_layouts(op.strategies[s]).storage, draft.mesh.shape
             )
             optimizer = state * rests if p.gradient is not None else 0
-            if held_of(op.strategies[s]).storage.host:
+            if parameter_layouts(op.strategies[s]).storage.host:
                 gathered += size
                 continue
             resting["parameters"] += rests
@@ -318,7 +318,7 @@ def _on_hosts(draft: PlanDraft) -> dict[str, int]:
         draft.priced.problem.ops, draft.priced.sources, draft.choices.strategies, strict=True
     ):
         if op.strategies[s].host_bytes:
-            p, storage = parameters[source.names[0]], held_of(op.strategies[s]).storage
+            p, storage = parameters[source.names[0]], parameter_layouts(op.strategies[s]).storage
             rests = op.count * local_bytes(p.view, p.dtype, storage, draft.mesh.shape)
             wide = sum_dtype(p.dtype) if draft.priced.problem.accumulates else p.dtype
             trained = p.gradient is not None

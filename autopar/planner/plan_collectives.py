@@ -12,7 +12,7 @@ from autopar.cost.kernel_offers import why_none, why_not_normed
 from autopar.cost.kernel_times import NAMES, TAIL
 from autopar.cost.op_times import own_collectives
 from autopar.cost.priced import Priced
-from autopar.cost.zero_stages import held_of
+from autopar.cost.zero_stages import parameter_layouts
 from autopar.emit.context import storage_key
 from autopar.planner.candidates import FIELD, PlanDraft, all_keys, tensor_patterns
 from autopar.plans import Communication, InKernel
@@ -63,7 +63,11 @@ def communications(draft: PlanDraft) -> Iterable[Communication]:
                 kernel = _in_kernel(draft, redistribution.taken.get(position), arc)
                 at_host = arc.collective.kind in HOST_KINDS
                 overlapped = redistribution.early or at_host
-                why = "" if overlapped and kernel is None else _why(draft, (v, late), arc, kernel)
+                why = (
+                    ""
+                    if overlapped and kernel is None
+                    else _why_no_kernel(draft, (v, late), arc, kernel)
+                )
                 ends = value.layout(arc.src), value.layout(arc.dst)
                 for pattern, result, instances in tensor_patterns(draft.priced.refs[v], keys):
                     module = FIELD.sub("*", pattern.partition("/")[0])
@@ -88,7 +92,9 @@ def communications(draft: PlanDraft) -> Iterable[Communication]:
     yield from _step_communications(draft)
 
 
-def _why(draft: PlanDraft, where: tuple[int, bool], arc: Arc, kernel: InKernel | None) -> str:
+def _why_no_kernel(
+    draft: PlanDraft, where: tuple[int, bool], arc: Arc, kernel: InKernel | None
+) -> str:
     """Explain why no kernel runs a collective, or why its kernel computes no norm; "" if there is
     nothing to explain."""
     v, late = where
@@ -162,7 +168,11 @@ def _step_communications(draft: PlanDraft) -> Iterable[Communication]:
     ):
         if source.kind != "parameter" or op.strategies[s].storage is None:
             continue
-        p, held, moves = parameters[source.names[0]], held_of(op.strategies[s]), draft.priced.moves
+        p, held, moves = (
+            parameters[source.names[0]],
+            parameter_layouts(op.strategies[s]),
+            draft.priced.moves,
+        )
         patterns = [pattern_of(storage_key(name)) for name in source.names]
         instances = tuple(indices for _, indices in patterns)
         for result, steps in enumerate((moves.gathers(p, held), moves.reduces(p, held))):

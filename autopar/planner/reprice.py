@@ -23,7 +23,7 @@ from autopar.cost.kernel_times import KernelSite, seconds_saved, terms_of
 from autopar.cost.op_times import CollectivePrices
 from autopar.cost.price import price
 from autopar.cost.priced import Crossing, Priced, Source, output_broadcast_s
-from autopar.cost.zero_stages import offered_as, own_time_s
+from autopar.cost.zero_stages import in_plan_form, own_time_s
 from autopar.emit.context import (
     buffer_key,
     input_key,
@@ -115,7 +115,7 @@ def problems_of(
     for number, (staged, stage) in enumerate(zip(pipeline.stages, made.stages, strict=True)):
         here, crossing = (
             replace(forced, starts=staged.starts),
-            Crossing.along(pipeline.axis, mesh, hardware, number),
+            Crossing.links_along(pipeline.axis, mesh, hardware, number),
         )
         profile = profile_of(hardware, pipeline.axis, number)
         priced = _price_trace(
@@ -238,7 +238,7 @@ def _find_strategies(
             offered: list[tuple[Strategy, ...]] = [s.members for s in source.cluster.strategies]
         else:
             keys = [_KEYS[source.kind](source.names[0])]
-            offered = [offered_as(s) for s in op.strategies]
+            offered = [in_plan_form(s) for s in op.strategies]
             keys += [storage_key(source.names[0])] if source.kind == "parameter" else []
         if not every and keys[0] not in chosen:
             continue

@@ -145,7 +145,7 @@ class PlannerLoop:
         """The function of each phase. It returns the next state and does not change its
         argument."""
         return {
-            SearchPhase.ASK: self._ask,
+            SearchPhase.ASK: self._find_separate_layers,
             SearchPhase.GROUP: self._group,
             SearchPhase.SOLVE: self._solve,
             SearchPhase.TRY: self._try,
@@ -202,7 +202,7 @@ class PlannerLoop:
         phase = SearchPhase.ASK if state.effort is Effort.MIXED else SearchPhase.SOLVE
         return replace(state, phase=phase)
 
-    def _ask(self, state: SearchState) -> SearchState:
+    def _find_separate_layers(self, state: SearchState) -> SearchState:
         """Solve until it is known which equal layers decide separately."""
         state = self._solve_problem(state, Effort.MIXED)
         found = state.answer

@@ -34,11 +34,11 @@ from autopar.sharding import (
     ClusterClass,
     Forced,
     Starts,
-    apart,
     classes_of,
+    combine_groupings,
     frozen_starts,
     resolve,
-    together,
+    split_by_layers,
 )
 from autopar.solve import write_lp
 from autopar.version import VERSION
@@ -205,11 +205,11 @@ def prepare_search(
 
     def price_groups(starts: Starts) -> Priced:
         """Price the problem with layers in groups that begin at these starts."""
-        starts = together(ends, starts)
+        starts = combine_groupings(ends, starts)
         here = replace(forced, starts=starts)
         return price(
             trace,
-            apart(classes, starts),
+            split_by_layers(classes, starts),
             mesh,
             profile,
             budget_bytes=budget,

@@ -22,7 +22,7 @@ from autopar.core.solution import Solution
 from autopar.core.streams import Load, OverlapWeights
 from autopar.cost.op_times import CollectivePrices, own_collectives
 from autopar.cost.priced import Priced
-from autopar.cost.zero_stages import StepMoves, held_of
+from autopar.cost.zero_stages import StepMoves, parameter_layouts
 from autopar.planner.reprice import decisions, problems_of
 from autopar.plans import (
     COMPUTE,
@@ -364,7 +364,7 @@ class _Local:
             )
             moved_s: float | None = sum(map(moves.price, own_collectives(members, self.mesh.shape)))
         elif self.priced.problem.accumulates and source.kind == "parameter":
-            moved_s = moves.seconds(self.parameters[source.names[0]], held_of(strategy))
+            moved_s = moves.seconds(self.parameters[source.names[0]], parameter_layouts(strategy))
         else:
             return strategy
         assert moved_s is not None, "the strategy is offered"

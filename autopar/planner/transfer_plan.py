@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.capture.trace import Trace
 from autopar.constraints import Megatron
-from autopar.constraints.together import axes_from, held_to
+from autopar.constraints.together import axes_from, constraints_on_mesh
 from autopar.core.hardware import Hardware, HardwareProfile, profile_of
 from autopar.core.layout import Layout, Strategy
 from autopar.core.mesh import Mesh
@@ -193,7 +193,7 @@ def carry_plan(
     )
     sharing = _share_memory(plan, there, hardware, options, batch_bytes, returned)
     planned = [
-        _planned_of(carrier.emit(piece, Crossing.along(there.axis, mesh, hardware, number)))
+        _planned_of(carrier.emit(piece, Crossing.links_along(there.axis, mesh, hardware, number)))
         for number, piece in enumerate(_pieces(plan, there, trace, hardware, sharing))
     ]
     step_s = step_of(
@@ -275,7 +275,7 @@ class _Carrier:
         forced = replace(
             self.forced,
             starts=piece.plan.starts,
-            storage={**self.forced.storage, **_rests(piece, self.mesh)},
+            storage={**self.forced.storage, **_storage_layouts(piece, self.mesh)},
         )
         return price(
             piece.trace,
@@ -294,7 +294,7 @@ class _Carrier:
 def _force_constraints(plan: Plan, trace: Trace, mesh: Mesh, options: PlanOptions) -> Forced:
     """Resolve constraints on the plan's axes; other axes are free."""
     before, left = plan.mesh.without(plan.stage_axis), mesh.without(plan.stage_axis)
-    forced = resolve(trace, held_to(options.constraints, before, left), left)
+    forced = resolve(trace, constraints_on_mesh(options.constraints, before, left), left)
     again = next(
         (c.recompute for c in options.constraints if isinstance(c, Megatron) and c.recompute), None
     )
@@ -393,7 +393,7 @@ def _check_inputs(piece: _CarriedPiece, mesh: Mesh, num: int) -> None:
             raise PlanError(what, remedy=f"use smaller axes, or plan for that mesh{fewer}")
 
 
-def _rests(piece: _CarriedPiece, mesh: Mesh) -> dict[str, Layout]:
+def _storage_layouts(piece: _CarriedPiece, mesh: Mesh) -> dict[str, Layout]:
     """Return the storage layouts of parameters, where they are possible on the mesh."""
     chosen, found = piece.plan.node_choices(), {}
     for p in piece.trace.parameters:

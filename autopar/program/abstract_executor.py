@@ -152,7 +152,7 @@ class AbstractStorage:
             self.outer = flat(self.num_bytes, dtype, on_host=self.on_host)
         return self.outer
 
-    def let_go(self) -> bool:
+    def release_emptied_list(self) -> bool:
         """Release memory that is held only by a list that a call empties. Return whether the memory
         is then free."""
         if self.outer is None:
@@ -260,7 +260,7 @@ class Operands:
         operands frees it, and whether it is in host memory."""
         self.num_bytes = [s.num_bytes for s in self.storages]
         alone = [n for n, held in self._in_lists.items() if self.storages[n].holders == held]
-        self.freed = frozenset(n for n in alone if self.storages[n].let_go())
+        self.freed = frozenset(n for n in alone if self.storages[n].release_emptied_list())
         return tuple(
             (size, n in self.freed, s.on_host)
             for n, (size, s) in enumerate(zip(self.num_bytes, self.storages, strict=True))

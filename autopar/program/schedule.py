@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from autopar.core.lazy import imported_apart
+from autopar.core.lazy import import_in_thread
 from autopar.core.schedules import INTERLEAVED
 
 _KINDS = {
@@ -93,7 +93,7 @@ def interleaved_schedule(
         num_microbatches: the number of microbatches per step.
     """
     # Imported here, since it loads about 300 modules that only interleaved stages need.
-    pipelining = imported_apart("torch.distributed.pipelining")
+    pipelining = import_in_thread("torch.distributed.pipelining")
     stages: Any = [
         SimpleNamespace(
             stage_index=n * num_ranks,

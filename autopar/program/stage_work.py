@@ -206,7 +206,7 @@ class StageWork:
                 g.contiguous() for t, g in pairs if t.crosses and t.name not in self._unsent
             ]
             del results[self._trained :], pairs
-            self._gradients = [] if self._sums else _apart(results)
+            self._gradients = [] if self._sums else _copy_shared_gradients(results)
 
     def _tangent(self, output: ProgramTensor, number: int) -> Tensor:
         """Return a microbatch's tangent of an output. It is zero if the loss does not depend on the
@@ -244,7 +244,7 @@ def outputs_kept(
     )
 
 
-def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _copy_shared_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the gradients in separate memory. A gradient that shares memory with another one, or
     with an operand of the graph, is copied."""
     seen: set[int] = set()

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autopar.errors import Where
-from autopar.ops.formats import torchs_own
+from autopar.ops.formats import aten_op_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def op_name(target: Any) -> str:
     """Return the name of an op for messages, such as ``aten.mm.default`` or ``ops.dot``."""
-    target = torchs_own(target)
+    target = aten_op_of(target)
     if getattr(target, "_schema", None) is not None or not hasattr(target, "__name__"):
         return str(target)
     module = str(target.__module__).removeprefix("autopar.").removeprefix("_").split(".")[0]
@@ -216,7 +216,7 @@ def takes_tensor(type_name: str) -> bool:
 @lru_cache(maxsize=1024)
 def _parameters(target: Callable[..., Any]) -> tuple[tuple[str, bool], ...]:
     """Return (name, whether it accepts a single tensor) of every parameter, in order."""
-    schema = getattr(torchs_own(target), "_schema", None)
+    schema = getattr(aten_op_of(target), "_schema", None)
     if schema is not None:
         return tuple((a.name, takes_tensor(str(a.type))) for a in schema.arguments)
     if target is operator.getitem:

@@ -44,7 +44,7 @@ from autopar.core.private_folder import (
     warn_once,
 )
 from autopar.errors import LayoutError, RuleError
-from autopar.ops.formats import torchs_own
+from autopar.ops.formats import aten_op_of
 from autopar.rules.call import NO_TENSOR, Call, KeyedCall, TensorInfo, op_name
 from autopar.rules.expansion import expand
 from autopar.rules.notation import AxisOption, exact_cast, replicated_option
@@ -494,7 +494,7 @@ def unfit(target: Callable[..., Any]) -> str:
 
 def discover(call: Call) -> Discovery:
     """Find the options of a call by experiments on the CPU; equal calls give equal results."""
-    return _discover(KeyedCall(replace(call, target=torchs_own(call.target))))
+    return _discover(KeyedCall(replace(call, target=aten_op_of(call.target))))
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from autopar import ops
 from autopar.core.layout import Strategy
 from autopar.ops import random
-from autopar.ops.formats import torchs_own
+from autopar.ops.formats import aten_op_of
 from autopar.rules import dispatch, flex_attention, spatial
 from autopar.rules.call import Call, argument, replace_arguments
 from autopar.rules.families import dims_of
@@ -245,4 +245,4 @@ def localize(call: Call, strategy: Strategy, mesh_shape: Sequence[int]) -> Local
         mesh_shape: number of devices on each axis of the mesh.
     """
     site = Site(call, strategy, mesh_shape)
-    return LOCALIZERS.get(torchs_own(call.target), same)(site)
+    return LOCALIZERS.get(aten_op_of(call.target), same)(site)

@@ -18,7 +18,7 @@ from autopar import ops
 from autopar.core.hardware import WorkKind
 from autopar.errors import RuleError
 from autopar.ops import extremes, norms, random
-from autopar.ops.formats import torchs_own
+from autopar.ops.formats import aten_op_of
 from autopar.rules import families as f
 from autopar.rules import flex_attention, networks, spatial
 from autopar.rules.call import Call, argument, op_name
@@ -353,14 +353,14 @@ REGISTERED: dict[Callable[..., Any], RegisteredRule] = {}
 
 def registered_rule(target: Callable[..., Any]) -> RegisteredRule | None:
     """Return the registered rule of an op, or None."""
-    return REGISTERED.get(torchs_own(target))
+    return REGISTERED.get(aten_op_of(target))
 
 
 def rule_of(target: Callable[..., Any]) -> f.Family | None:
     """Return the rule of an op: its row in the table, else the registered rule, else that of
     pointwise ops if torch tags the op as pointwise, else None. A function that replaces an ATen op
     has the rule of that op."""
-    target = torchs_own(target)
+    target = aten_op_of(target)
     if target in TABLE:
         return TABLE[target]
     if target in REGISTERED:

@@ -74,7 +74,7 @@ def check_shape(devices: DeviceMesh, mesh: Mesh) -> None:
         )
 
 
-def around(
+def wrap_local(
     local: Tensor,
     devices: DeviceMesh,
     placements: Sequence[Placement],

@@ -161,7 +161,7 @@ def hold_value(value: Any) -> Any:
     return value
 
 
-def parted_as(like: DTensor, value: Tensor) -> Any:
+def shard_like(like: DTensor, value: Tensor) -> Any:
     """Return this rank's shard of a full tensor as a `HeldTensor` with the placements of `like`."""
     made = torch.empty_like(like.detach(), dtype=value.dtype)
     gather_fallback.put_whole(made, value.detach())

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_flatten
 
 from autopar.errors import RuntimeStateError
-from autopar.runtime.device_mesh import around
+from autopar.runtime.device_mesh import wrap_local
 from autopar.runtime.rank_comm import of_all, rank
 
 if TYPE_CHECKING:
@@ -117,6 +117,6 @@ def _whole(stored: Tensor) -> Tensor:
         local.device.type != mesh.device_type
     ):  # the tensor is offloaded to the host, where NCCL cannot communicate
         on_device = local.to(mesh.device_type)
-        value = around(on_device, mesh, value.placements, value.shape, value.stride())
+        value = wrap_local(on_device, mesh, value.placements, value.shape, value.stride())
     whole = value.full_tensor()
     return whole.cpu() if whole.device.type != "cpu" else whole.clone()

@@ -18,7 +18,7 @@ from torch.utils import swap_tensors
 from torch.utils._pytree import tree_map
 
 from autopar.errors import RuntimeStateError
-from autopar.runtime.device_mesh import around
+from autopar.runtime.device_mesh import wrap_local
 from autopar.runtime.rank_comm import rank
 
 # --------------------------------------------------------------------------------------------------
@@ -331,4 +331,4 @@ def _replicate_value(x: Any, mesh: DeviceMesh, drawn: bool = False) -> Any:
     if drawn:
         return distribute_tensor(x.detach(), mesh, everywhere)
     # step counts of offloaded parameters stay on the host
-    return around(x, mesh, everywhere, x.shape, x.stride())
+    return wrap_local(x, mesh, everywhere, x.shape, x.stride())

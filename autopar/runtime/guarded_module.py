@@ -120,7 +120,7 @@ class Compiled(Holder):
     def _run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call and return the result."""
 
-    def _stand_for_all(
+    def _mirror_attributes(
         self, model: nn.Module, attributes: Iterable[Constant], shared: Compiled | None
     ) -> None:
         """Copy the plain attributes of all modules, and watch the model for changes by the user.
@@ -156,7 +156,7 @@ class Compiled(Holder):
         )
         raise RuntimeStateError(what, remedy=remedy)
 
-    def is_made_here(self) -> bool:
+    def matches_autocast(self) -> bool:
         """Return whether the program was compiled under the autocast state that is active now."""
         return autocast_around(self.device_mesh.device_type) == self._made_under
 

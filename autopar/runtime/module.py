@@ -185,7 +185,7 @@ class ParallelModule(Compiled):
                 outputs,
             )
         )
-        self._stand_for_all(model, program.trace.attributes, shared)
+        self._mirror_attributes(model, program.trace.attributes, shared)
 
     @property
     def world_mesh(self) -> DeviceMesh:

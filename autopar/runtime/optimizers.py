@@ -40,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RuntimeStateError, size_text
-from autopar.runtime.dtensor import hold_value, parted_as
+from autopar.runtime.dtensor import hold_value, shard_like
 from autopar.runtime.dtensor_checkpoints import checkpointable
 from autopar.runtime.rank_agreement import num_failures
 from autopar.runtime.rank_comm import rank
@@ -427,7 +427,7 @@ def _shard_state(optimizer: Optimizer) -> None:
         for name, value in state.items():
             alike = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
             if alike and not isinstance(value, DTensor):
-                state[name] = parted_as(parameter, value)
+                state[name] = shard_like(parameter, value)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

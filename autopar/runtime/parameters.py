@@ -19,7 +19,7 @@ from autopar.errors import RuntimeStateError
 from autopar.kernels import host
 from autopar.program.program import ProgramTensor
 from autopar.program.splitting import local_part
-from autopar.runtime.device_mesh import around, joined_axes
+from autopar.runtime.device_mesh import joined_axes, wrap_local
 from autopar.runtime.guards import blank
 from autopar.runtime.tensor_guards import refuse_given_data
 
@@ -104,7 +104,7 @@ class Storage:
             return DTensor(local, self.spec, requires_grad=False)  # no autograd function runs
         meta = self.spec.tensor_meta
         assert meta is not None, "a storage has a shape"
-        return around(local, self.seen, self.placements, meta.shape, meta.stride)
+        return wrap_local(local, self.seen, self.placements, meta.shape, meta.stride)
 
     def local(self, stored: Tensor) -> Tensor:
         """Return the local tensor of a stored tensor as a view with `graph_shape`.

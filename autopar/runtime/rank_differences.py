@@ -277,13 +277,13 @@ def _identity() -> tuple[str, ...]:
     """Return the machine, id and start time of this process; empty if the system does not provide
     them."""
     try:
-        return (_here(), str(os.getpid()), _state(os.getpid())[1])
+        return (_process_space(), str(os.getpid()), _state(os.getpid())[1])
     except OSError:  # not Linux, where a process id alone may have been reused
         return ()
 
 
 @functools.cache
-def _here() -> str:
+def _process_space() -> str:
     """Return the boot id of the machine and the namespace of process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -297,7 +297,7 @@ def _state(process: int) -> tuple[str, str]:
 
 def _is_running(identity: tuple[str, ...]) -> bool:
     """Return whether a process is running; True if this cannot be determined on this machine."""
-    if not identity or identity[0] != _here():
+    if not identity or identity[0] != _process_space():
         return True
     try:
         state, started = _state(int(identity[1]))
@@ -378,7 +378,8 @@ class Differences:
             else ""
         )
         what = (
-            f"rank {first} has ended: {end.why}{more}; rank {self._rank} {own}{self._before(own)}"
+            f"rank {first} has ended: {end.why}{more}; rank {self._rank} {own}"
+            f"{self._last_agreement(own)}"
         )
         remedy = (
             _ALIKE
@@ -417,7 +418,7 @@ class Differences:
         self, groups: Sequence[Sequence[int]], calls: Mapping[int, RankCall]
     ) -> RankError:
         others = self._others(groups, calls)
-        before = self._before(calls[groups[0][0]])
+        before = self._last_agreement(calls[groups[0][0]])
         if not others:
             shown = "; ".join(
                 f"{_ranks(ranks)} {calls[ranks[0]]}" for ranks in groups[:_MOST_SHOWN]
@@ -461,7 +462,7 @@ class Differences:
     def _step(self, call: RankCall) -> tuple[int, int, bool | None]:
         return (0 if self._last is None else self._last.digest, call.digest, call.stepped)
 
-    def _before(self, own: RankCall) -> str:
+    def _last_agreement(self, own: RankCall) -> str:
         alike = self._last is not None and self._last.number < own.number
         return (
             f"; before that, all ranks agreed; in the last common operation, each {self._last.what}"

@@ -2,16 +2,16 @@
 and the constraints on them."""
 
 from autopar.sharding.clusters import Cluster, ClusterMember, Ref, clusters_of, pattern_of
-from autopar.sharding.enumerate import ClusterClass, ClusterStrategy, apart, classes_of
+from autopar.sharding.enumerate import ClusterClass, ClusterStrategy, classes_of, split_by_layers
 from autopar.sharding.propagate import LabelRow
 from autopar.sharding.resolve_constraints import (
     Forced,
     Starts,
+    combine_groupings,
     frozen_starts,
     group_of,
     layer_of,
     resolve,
-    together,
 )
 from autopar.sharding.resolve_presets import Named, Walks, resolve_named
 
@@ -26,14 +26,14 @@ __all__ = [
     "Ref",
     "Starts",
     "Walks",
-    "apart",
     "classes_of",
     "clusters_of",
+    "combine_groupings",
     "frozen_starts",
     "group_of",
     "layer_of",
     "pattern_of",
     "resolve",
     "resolve_named",
-    "together",
+    "split_by_layers",
 ]

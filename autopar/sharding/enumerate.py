@@ -87,10 +87,10 @@ def classes_of(
         )
         for signature, group in groups.items()
     )
-    return apart(found, forced.starts)
+    return split_by_layers(found, forced.starts)
 
 
-def apart(classes: Sequence[ClusterClass], starts: Starts) -> tuple[ClusterClass, ...]:
+def split_by_layers(classes: Sequence[ClusterClass], starts: Starts) -> tuple[ClusterClass, ...]:
     """Split classes by groups of layers. Strategies do not change."""
     found: list[ClusterClass] = []
     for each in classes:

@@ -100,7 +100,7 @@ def frozen_starts(trace: Trace) -> Starts:
     return found
 
 
-def together(some: Starts, others: Starts) -> Starts:
+def combine_groupings(some: Starts, others: Starts) -> Starts:
     """Combine two groupings: layers that either separates are separate."""
     return {
         path: tuple(sorted({*some.get(path, ()), *others.get(path, ())}))
@@ -155,7 +155,11 @@ class Forced:
         """
         rests, gathered = self.rests(parameter), self.named.gathered.get(parameter, frozenset())
         found = (
-            [layout for layout in layouts if _meets(rest, layout) and _can_gather(gathered, layout)]
+            [
+                layout
+                for layout in layouts
+                if _allows(rest, layout) and _can_gather(gathered, layout)
+            ]
             for rest in rests
         )
         return next(filter(None, found), []) if rests else layouts
@@ -182,13 +186,13 @@ def _drop_contradicted(named: Named, given: Mapping[str, Layout]) -> Named:
     otherwise = {
         n
         for n, at in given.items()
-        if (rests := named.rests.get(n)) and not any(_meets(rest, at) for rest in rests)
+        if (rests := named.rests.get(n)) and not any(_allows(rest, at) for rest in rests)
     }
     kept = {name: rests for name, rests in named.rests.items() if name not in otherwise}
     return replace(named, rests=kept) if otherwise else named
 
 
-def _meets(rest: Rest, layout: Layout) -> bool:
+def _allows(rest: Rest, layout: Layout) -> bool:
     return all(
         allowed is None or placement in allowed
         for allowed, placement in zip(rest, layout.placements, strict=True)

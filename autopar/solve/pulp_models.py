@@ -121,7 +121,7 @@ def pulp_solver(name: str) -> PulpSolver:
     usable = available() if known else ()
     for each in known:
         if each in usable:
-            return PulpSolver(each, _takes(each))
+            return PulpSolver(each, _solver_parameters(each))
     raise _refusal(name, known)
 
 
@@ -159,7 +159,7 @@ def _family(name: str) -> str:
     return _AFFIXES.sub("", _AFFIXES.sub("", name)).lower()
 
 
-def _takes(name: str) -> frozenset[str]:
+def _solver_parameters(name: str) -> frozenset[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         solver = pulp.getSolver(name, msg=False)

@@ -335,7 +335,7 @@ class _StageNodes:
         for name, index in self.trace.mutated.items():
             buffer = next(b.node for b in self.trace.buffers if b.name == name)
             value = flat[index].name
-            home = self.placing.homes.get(value) == self.number and _leads_to(
+            home = self.placing.homes.get(value) == self.number and _all_paths_reach(
                 nodes[buffer], nodes[value], self.placing.copied
             )
             if value in self.placing.copied and value not in needed and (home or buffer in read):
@@ -497,7 +497,7 @@ class _StageNodes:
         return len(self.results) - 1
 
 
-def _leads_to(node: fx.Node, value: fx.Node, among: Collection[str]) -> bool:
+def _all_paths_reach(node: fx.Node, value: fx.Node, among: Collection[str]) -> bool:
     """Return whether every path from a node ends at `value` and passes only through nodes in
     `among`."""
     left, seen = [node], {value}

@@ -172,12 +172,12 @@ class Matching:
         own = self.whole.by_key.get(key)
         if own is not None:
             yield own
-        behind = self._behind(due[0]) if due else iter(())
+        behind = self._iterate_readers(due[0]) if due else iter(())
         for other in (*self._by_kind.get(_kind(key), ()), *behind):
             if other is not own and other.target is node.target:
                 yield other
 
-    def _behind(self, ref: Ref) -> Iterator[fx.Node]:
+    def _iterate_readers(self, ref: Ref) -> Iterator[fx.Node]:
         """Iterate over readers of a value of the batch's graph, also through ops that a microbatch
         may not need."""
         values = [ref]

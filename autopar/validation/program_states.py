@@ -26,7 +26,7 @@ from autopar.program.program import ProgramTensor, StageProgram
 from autopar.rules import where_of
 from autopar.validation.op_law import DRAWS
 from autopar.validation.states import State, Sum, Validation, invalid, shown
-from autopar.validation.storage import Memory, check_apart, check_writes
+from autopar.validation.storage import Memory, check_no_shared_memory, check_writes
 from autopar.validation.traced import Traced
 from autopar.validation.walk import GraphWalk
 
@@ -443,11 +443,11 @@ class _Program:
             ("input", self.program.inputs),
         ):
             for tensor in tensors:
-                self._check_border(kind, tensor, self._resting_as(tensor.name, kind))
+                self._check_border(kind, tensor, self._storage_strategy(tensor.name, kind))
         for tensor in self.program.outputs:
             self._check_border("output", tensor, self.chosen.get(f"{tensor.name}/output"))
 
-    def _resting_as(self, name: str, kind: str) -> Strategy | None:
+    def _storage_strategy(self, name: str, kind: str) -> Strategy | None:
         rests = self.chosen.get(f"{name}/storage") if kind == "parameter" else None
         return rests or self.chosen.get(f"{name}/{kind}")
 
@@ -468,13 +468,13 @@ class _Program:
         check_writes(program.forward.graph, "forward", mesh_shape, ())
         memory = check_writes(program.backward.graph, "backward", mesh_shape, own)
         names = [*self.gradients, *(i.path for i in self.trace.inputs if i.gradient is not None)]
-        check_apart(program.backward.graph, "backward", memory, names, own)
+        check_no_shared_memory(program.backward.graph, "backward", memory, names, own)
         if program.begin is not None:
             check_writes(program.begin.graph, "step", mesh_shape, ())
         if program.end is not None:
             memory = check_writes(program.end.graph, "step", mesh_shape, ())
             own = [n for n in program.end.graph.nodes if n.op == "placeholder"]
-            check_apart(program.end.graph, "step", memory, names, own)
+            check_no_shared_memory(program.end.graph, "step", memory, names, own)
 
     def _reusable_saved(self, saved: Sequence[fx.Node], memory: Memory) -> list[fx.Node]:
         """Return the saved values into whose memory backward may write. Forward must have allocated

@@ -158,7 +158,7 @@ def _read_later(value: fx.Node, writer: fx.Node, places: Mapping[fx.Node, int]) 
     return None
 
 
-def check_apart(
+def check_no_shared_memory(
     graph: fx.Graph, phase: str, memory: Memory, names: Sequence[str], owned: Collection[fx.Node]
 ) -> None:
     """Check that results which are written to after the graph has run do not share memory.

@@ -248,7 +248,7 @@ class Case:
         return None if self.trace.loss is None else self.trace.loss.path
 
     @property
-    def num_draws_apart(self) -> int:
+    def num_separate_draws(self) -> int:
         """The number of microbatches that draw their own random numbers; 1 if nothing is drawn."""
         return self.program.microbatches.num if self.num_draws else 1
 
@@ -299,8 +299,10 @@ class Case:
         """
         state = self.tensors[random.STATE]
         by_sample: PositionalDraws | None = PositionalDraws(state)
-        if self.num_draws_apart > 1:
-            by_sample = draws_by_sample(self.trace, self.program.trace, self.num_draws_apart, state)
+        if self.num_separate_draws > 1:
+            by_sample = draws_by_sample(
+                self.trace, self.program.trace, self.num_separate_draws, state
+            )
         if by_sample is not None:
             step, lower = self._run_plain(self.args, self.kwargs, by_sample, {})
             return replace(step, outputs=self._returned_outputs(step.outputs)), lower

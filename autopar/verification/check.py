@@ -489,7 +489,7 @@ def _judge(
         errors = compare(ours, plain, wide, scale, summed, noise)
     traced = (
         compare(ours, case.run_traced(), share, scale, summed, noise).worst
-        if lower and case.num_draws_apart == 1
+        if lower and case.num_separate_draws == 1
         else None
     )
     return Verification(

@@ -38,7 +38,7 @@ from autopar.program.reorder import write_order
 from autopar.request import Outputs, PlanOptions
 from autopar.runtime.device_mesh import device_mesh
 from autopar.runtime.module import ParallelModule
-from autopar.sharding import Forced, Starts, apart, classes_of
+from autopar.sharding import Forced, Starts, classes_of, split_by_layers
 from benchmarks.rivals.measuring import Variant
 from benchmarks.searching import searched
 
@@ -179,7 +179,7 @@ class Planner:
             forced = replace(Forced.nothing(), starts=starts)
             priced = price(
                 trace,
-                apart(classes, starts),
+                split_by_layers(classes, starts),
                 MESH,
                 self.profile,
                 budget_bytes=budget,

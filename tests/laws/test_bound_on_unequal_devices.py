@@ -39,7 +39,7 @@ def test_no_cut_of_a_chain_over_unequal_devices_is_faster_than_the_bound_and_bot
     models = []
     for stage, profile in enumerate(along):
         model = Model(trace, (2,), num, profile)
-        model.crossing = Crossing.along("stage", mesh, hardware, stage)
+        model.crossing = Crossing.links_along("stage", mesh, hardware, stage)
         models.append(model)
     wires = [wire("stage", mesh, hardware, stage, stage + 1) for stage in range(num - 1)]
     partings = [model.parting(model.multipliers) for model in models]

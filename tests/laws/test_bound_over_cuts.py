@@ -61,7 +61,7 @@ class Model:
         self.sewn = seams(self.trace, self.placing)
         axes = {f"a{i}": size for i, size in enumerate(self.mesh_shape)}
         self.left = autopar.Mesh(axes)
-        self.crossing = Crossing.along(
+        self.crossing = Crossing.links_along(
             "stage", autopar.Mesh({"stage": self.num_stages, **axes}), self.profile
         )
         self.forced = part_constraints(Forced.nothing(), self.sewn)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import capture
 from autopar.core.mesh import Mesh
-from autopar.sharding import frozen_starts, together
+from autopar.sharding import combine_groupings, frozen_starts
 from benchmarks.common import load_profile
 
 
@@ -84,12 +84,12 @@ def test_the_layer_before_which_all_is_frozen_decides_for_itself() -> None:
 
 
 def test_groups_are_those_in_which_both_are_apart() -> None:
-    assert together({"a": (1,), "b": (2,)}, {"a": (1, 3), "c": (4,)}) == {
+    assert combine_groupings({"a": (1,), "b": (2,)}, {"a": (1, 3), "c": (4,)}) == {
         "a": (1, 3),
         "b": (2,),
         "c": (4,),
     }
-    assert together({}, {"a": (2,)}) == together({"a": (2,)}, {}) == {"a": (2,)}
+    assert combine_groupings({}, {"a": (2,)}) == combine_groupings({"a": (2,)}, {}) == {"a": (2,)}
 
 
 @pytest.mark.slow

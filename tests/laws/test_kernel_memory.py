@@ -274,7 +274,7 @@ def test_what_lives_in_a_norming_kernel_is_what_a_fake_group_counts(
             normed.dot_reduce_add_rmsnorm(equation, (a, b), residual, weight, over, norm)
         with LiveBytes() as alone:
             added = normed.AddNorm(residual, weight, EPS, rounded=False)
-            normed._alone(equation, (a, b), added, dim, group)
+            normed._allocate_normed(equation, (a, b), added, dim, group)
     assert alone.peak_bytes == memory.peak_bytes - shared - (size - 1) * results >= results
     assert counted.peak_bytes >= alone.peak_bytes
 

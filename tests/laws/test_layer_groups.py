@@ -24,7 +24,7 @@ from autopar.errors import PlanError
 from autopar.planner import Planned, PlanOptions, make_plan, rounds, solving
 from autopar.plans import Plan
 from autopar.program.peak_memory import trace_peak
-from autopar.sharding import Forced, Starts, apart, classes_of
+from autopar.sharding import Forced, Starts, classes_of, split_by_layers
 from autopar.solve import branch_and_cut, choices_or_least, evaluate, solve
 from autopar.solve.bounds import Incumbent
 from autopar.solve.restricted import Climb
@@ -66,7 +66,7 @@ def solved(starts: Starts, gap: float = GAP) -> Solution:
     """The problem of these groups without what is learnt of the program's peak."""
     trace = traced()[0]
     forced = replace(Forced.nothing(), starts=starts)
-    classes = apart(classes_of(trace, MESH.shape), starts)
+    classes = split_by_layers(classes_of(trace, MESH.shape), starts)
     priced = price(
         trace, classes, MESH, PROFILE, budget_bytes=budget(), optimizer="sgd", forced=forced
     )

@@ -226,7 +226,7 @@ def test_the_certificate_refuses_gradients_that_are_reduced_before_they_are_cast
         ALONE, links=links, launch_overhead_s=0.0, hash="by bytes"
     )  # so that nothing is gained by buckets
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_values, "cast_alone", lambda trace: {})
+        patch.setattr(tensor_values, "only_widened", lambda trace: {})
         plan = autopar.plan(
             model, Mesh({"gpu": 4}), example_inputs=batch, hardware=by_bytes, precision="bf16"
         )

@@ -12,14 +12,14 @@ from shown import shown
 from torch import nn
 
 from autopar.capture import capture
-from autopar.capture.chunked_loss import loss_alone, loss_by_rows
+from autopar.capture.chunked_loss import loss_by_rows, with_loss_only
 from autopar.core.mesh import Mesh
 from autopar.core.problem import MemoryPoint
 from autopar.core.solution import Solution
 from autopar.cost.gradient_dtypes import WIDENED
 from autopar.cost.memory import Liveness
 from autopar.planner.learned_moments import Seen, by_trace_node, explain_peaks, over_budget
-from autopar.planner.min_memory import surely
+from autopar.planner.min_memory import certain_moments
 from autopar.plans import Plan
 from autopar.program.peak_memory import node_peaks, trace_peak
 from autopar.solve import Evaluation
@@ -72,7 +72,9 @@ def prepared(name: str, mesh: str) -> tuple[Prepared, Liveness]:
         made = prepare(*zoo.build(name), grid, profile)
     else:
         model, batch = zoo.build("llama", vocab_size=4096)
-        made = prepared_trace(loss_by_rows(loss_alone(capture(model, (), batch)), 8), grid, profile)
+        made = prepared_trace(
+            loss_by_rows(with_loss_only(capture(model, (), batch)), 8), grid, profile
+        )
     return made, Liveness(made.trace, made.priced)
 
 
@@ -103,7 +105,7 @@ def sizes(
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_what_is_certain_is_never_more_than_what_is_held(name: str, mesh: str) -> None:
     made, liveness = prepared(name, mesh)
-    certain = (*liveness.certain, *surely(liveness))
+    certain = (*liveness.certain, *certain_moments(liveness))
     assert len(certain) > 2 * len(liveness.certain) > 0
     num_widened = 0
     keys = {n.name: n.meta["key"] for n in made.trace.graph.nodes if n.op == "call_function"}

@@ -48,7 +48,9 @@ MEMORY = {
     "two gradients share memory": Fault(
         "twins",
         "the gradients of 'first' and 'second' share memory",
-        plant=lambda p: p.setattr(PhaseBuilder, "_apart", lambda self, found: found),
+        plant=lambda p: p.setattr(
+            PhaseBuilder, "_copy_shared_gradients", lambda self, found: found
+        ),
     ),
     "two gradients share memory after a step": Fault(
         "sums",
@@ -58,7 +60,9 @@ MEMORY = {
     "a gradient lies over itself": Fault(
         "row",
         "elements of the gradient of 'first' share memory",
-        plant=lambda p: p.setattr(PhaseBuilder, "_apart", lambda self, found: found),
+        plant=lambda p: p.setattr(
+            PhaseBuilder, "_copy_shared_gradients", lambda self, found: found
+        ),
     ),
     "an op writes into what is read later": Fault(
         "split", "writes into memory of .* reads later", plant=write_everywhere

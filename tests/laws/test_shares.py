@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar.breakdown import breakdown
 from autopar.constraints import fsdp, pipeline
-from autopar.explanation.difference import HIDDEN, WAITING, Share, beside_modules
+from autopar.explanation.difference import HIDDEN, WAITING, Share, parts_outside_modules
 from autopar.plans import Plan
 from autopar.plans.plan import load_of
 from benchmarks import zoo
@@ -120,7 +120,7 @@ def test_what_is_no_modules_is_what_is_hidden_in_its_stages_and_what_devices_wai
     hidden_s = sum(
         load_of(stage).serial_s - load_of(stage).least_s(stage.overlap.slowdown) for stage in stages
     )
-    found = beside_modules(plan)
+    found = parts_outside_modules(plan)
     assert found[HIDDEN] == pytest.approx(-runs * hidden_s, abs=1e-12)
     assert (found[WAITING] > 1e-9) == (len(stages) > 1)
     assert found[WAITING] == pytest.approx(

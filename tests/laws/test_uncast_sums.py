@@ -38,7 +38,7 @@ from autopar.cost.price import price
 from autopar.emit import phase as emit_phase
 from autopar.kernels.collectives import add_to, fake_groups
 from autopar.planner import Planned
-from autopar.planner.min_memory import surely
+from autopar.planner.min_memory import certain_moments
 from autopar.plans import Plan
 from autopar.program.abstract_executor import LiveBytes
 from autopar.program.executor import Executor
@@ -368,7 +368,7 @@ def test_no_row_of_memory_counts_a_copy_that_is_not_made() -> None:
         num_microbatches=NUM,
     )
     liveness = Liveness(trace, priced)
-    moments = (*liveness.certain, *surely(liveness))
+    moments = (*liveness.certain, *certain_moments(liveness))
     choices = solve(priced.problem)
     found = evaluate_choices(replace(priced.problem, moments=moments), choices)
     batch = {"x": torch.zeros(4, 2, 512)}

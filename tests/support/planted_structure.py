@@ -78,7 +78,11 @@ OTHER_LOADS: list[tuple[str, Files, str]] = [
     ),
     (
         "named",
-        {"runtime/a.py": 'from autopar.core.lazy import imported_apart\nimported_apart("pulp")'},
+        {
+            "runtime/a.py": (
+                'from autopar.core.lazy import import_in_thread\nimport_in_thread("pulp")'
+            )
+        },
         "runtime loads pulp",
     ),
     (

@@ -307,7 +307,7 @@ CALLS: dict[str, Program] = {
     "request.py check_choice 0 | backend": Program(
         _compiled(backend="xla"), "eager", _compiled(backend="eager")
     ),
-    "api/compiling.py _check_beside 0": Program(
+    "api/compiling.py _check_options_with_plan 0": Program(
         _compiled(plan=made_plan(), gap=0.1), "omit these options", _compiled(plan=made_plan())
     ),
     "api/compiling.py Deferred._ready 0": Program(

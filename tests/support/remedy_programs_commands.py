@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from autopar import HardwareProfile, hf
 from autopar.cli.commands import _check_stages, clear_command
 from autopar.cli.models import _save, built, turning_of
-from autopar.cli.shared_options import NamedModel, check_dtype, check_there
+from autopar.cli.shared_options import NamedModel, check_dtype, check_files_exist
 from autopar.explanation import explain
 from autopar.integrations.libraries import LEAST, library
 from autopar.profiler import measure as measuring
@@ -345,10 +345,10 @@ MODELS: dict[str, Program] = {
     "cli/shared_options.py check_dtype 0": Program(
         lambda: check_dtype("int3"), "float32", lambda: check_dtype("float32")
     ),
-    "cli/shared_options.py check_there 0": Program(
-        _within(lambda folder: check_there(folder / "plan")),
+    "cli/shared_options.py check_files_exist 0": Program(
+        _within(lambda folder: check_files_exist(folder / "plan")),
         "check the path",
-        _within(lambda folder: check_there(folder / "plan.json")),
+        _within(lambda folder: check_files_exist(folder / "plan.json")),
     ),
     "cli/shared_options.py NamedModel.check 0": Program(
         lambda: NamedModel(hf="gpt2:{}", model="gpt2").check(),

@@ -103,7 +103,7 @@ PROGRAMS: dict[str, Program] = {
     "solve/pulp_models.py write_lp 0": Program(
         _written_to("missing/plan.lp"), "check the path", _written_to("plan.lp")
     ),
-    "capture/chunked_loss.py loss_alone 0": Program(
+    "capture/chunked_loss.py with_loss_only 0": Program(
         planned(_OUTPUTS, (X,), outputs="loss"),
         'outputs="full"',
         planned(_OUTPUTS, (X,), outputs="full"),

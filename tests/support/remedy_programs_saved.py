@@ -294,17 +294,17 @@ FOLDERS: dict[str, Program] = {
         "export another step: 1",
         run_of(lambda run: _renamed(run, 1), steps=2),
     ),
-    "checkpoint/manager.py Checkpoints._begun 0": Program(
+    "checkpoint/manager.py Checkpoints._begin_step 0": Program(
         run_of(lambda run: run.save(1), steps=2),
         "load a checkpoint before training",
         run_of(lambda run: run.save(run.load() + 1), steps=2),
     ),
-    "checkpoint/manager.py Checkpoints._begun 0 | elsewhere": Program(
+    "checkpoint/manager.py Checkpoints._begin_step 0 | elsewhere": Program(
         run_of(lambda run: run.save(1), steps=2),
         "choose another folder",
         run_of(_elsewhere, steps=2),
     ),
-    "checkpoint/manager.py Checkpoints._begun 0 | removed": Program(
+    "checkpoint/manager.py Checkpoints._begin_step 0 | removed": Program(
         run_of(lambda run: run.save(1), steps=2),
         "remove the later steps",
         run_of(lambda run: (shutil.rmtree(run.place(2)), run.save(1)), steps=2),
@@ -319,7 +319,7 @@ FOLDERS: dict[str, Program] = {
         "a folder that all machines share",
         _among(files, lambda fact: True, lambda run: run.save()),
     ),
-    "checkpoint/manager.py check_alone 0": Program(
+    "checkpoint/manager.py check_no_other_run 0": Program(
         _old_and_new(False),
         "If this run is restarted, it continues after step 1",
         _old_and_new(True),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Functions that import the module that their first argument names.
-_IMPORTERS = ("import_module", "imported_apart", "__import__")
+_IMPORTERS = ("import_module", "import_in_thread", "__import__")
 
 
 @dataclass(frozen=True, slots=True)

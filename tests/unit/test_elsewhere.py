@@ -16,7 +16,7 @@ from autopar.constraints import (
     rests_as,
     tensor_parallel,
 )
-from autopar.constraints.together import axes_from, elsewhere, held_to
+from autopar.constraints.together import axes_from, constraints_on_mesh, elsewhere
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
@@ -80,7 +80,7 @@ def test_stages_counted_in_devices_stay_on_their_axis() -> None:
 
 def test_what_is_held_to_the_axes_before_claims_no_new_one() -> None:
     there = Mesh({"node": 2, "data": 2, "tensor": 4})
-    held = held_to(
+    held = constraints_on_mesh(
         [megatron(tp=4, zero=2), layout("up", storage="S(0) R"), pipeline("stage")], BEFORE, there
     )
     found = [(p.name, p.axes, p.zero) for p in parallelisms(held, there)]
@@ -116,4 +116,4 @@ def test_how_parameters_rest_is_read_back_and_goes_to_the_axes_of_the_same_names
     before, there = Mesh({"node": 2, "gpu": 4}), Mesh({"gpu": 4, "node": 2})
     (moved,) = elsewhere((asked,), before, there, "")
     assert moved == rests_as({"a.weight": "R S(0)", "b.weight": "S(1) R host"})
-    assert held_to((asked,), before, there) == (moved,)
+    assert constraints_on_mesh((asked,), before, there) == (moved,)

@@ -241,7 +241,7 @@ def test_a_profile_that_is_no_object_is_refused() -> None:
 
 
 def test_a_curve_goes_through_its_points_and_keeps_latency_and_bandwidth_beyond() -> None:
-    curve = Curve.through([(100.0, 2.0), (10.0, 1.0)])
+    curve = Curve.curve_through([(100.0, 2.0), (10.0, 1.0)])
     assert [curve.time_s(x) for x in (1, 10, 100, 1000)] == [1.0, 1.0, 2.0, 20.0]
     assert math.isclose(curve.time_s(math.sqrt(1000)), math.sqrt(2))
 
@@ -256,7 +256,7 @@ positive = st.floats(1e-3, 1e12)
 def test_a_curve_never_falls_however_noisy_its_points(
     points: list[tuple[float, float]], sizes: list[float]
 ) -> None:
-    curve = Curve.through(points)
+    curve = Curve.curve_through(points)
     times = [curve.time_s(size) for size in sorted(sizes)]
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(times))
 

@@ -18,7 +18,7 @@ import pytest
 
 import autopar
 from autopar import hf
-from autopar.core.lazy import imported_apart
+from autopar.core.lazy import import_in_thread
 
 HEAVY = ("torch", "transformers", "numpy", "sympy", "pulp", "highspy", "networkx", "matplotlib")
 RUN = """
@@ -188,14 +188,14 @@ def test_a_module_that_keeps_an_exception_of_its_import_keeps_nothing_of_its_imp
 
     def importing() -> tuple[ModuleType, weakref.ref[Large]]:
         large = Large()
-        return imported_apart("keeps_an_exception"), weakref.ref(large)
+        return import_in_thread("keeps_an_exception"), weakref.ref(large)
 
     module, large = importing()
     gc.collect()
     assert isinstance(module.kept, ZeroDivisionError) and large() is None
-    assert imported_apart("keeps_an_exception") is module
+    assert import_in_thread("keeps_an_exception") is module
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        imported_apart("no_such_module")
+        import_in_thread("no_such_module")
 
 
 def test_an_import_leaves_the_scripts_random_numbers_as_they_were(
@@ -206,5 +206,5 @@ def test_an_import_leaves_the_scripts_random_numbers_as_they_were(
     )
     monkeypatch.syspath_prepend(tmp_path)
     before = random.getstate()
-    assert imported_apart("draws_when_imported").NUMBER >= 0
+    assert import_in_thread("draws_when_imported").NUMBER >= 0
     assert random.getstate() == before

@@ -177,7 +177,7 @@ def test_stages_are_on_their_own_devices_and_all_else_is_at_the_pace_of_the_slow
 
 def test_what_crosses_between_stages_takes_the_worse_of_both_ends() -> None:
     mesh, mixed = autopar.Mesh({"stage": 3, "gpu": 2}), Mixed("stage", (H100, H100, A100))
-    first, second, last = (Crossing.along("stage", mesh, mixed, stage) for stage in range(3))
+    first, second, last = (Crossing.links_along("stage", mesh, mixed, stage) for stage in range(3))
     fast, slow = H100.links["inter"], A100.links["inter"]
     assert fast.bandwidth_bytes_per_s > slow.bandwidth_bytes_per_s
     assert (
@@ -189,7 +189,7 @@ def test_what_crosses_between_stages_takes_the_worse_of_both_ends() -> None:
         and second.behind.bandwidth_bytes_per_s == slow.bandwidth_bytes_per_s
     )
     assert second.behind.latency_s == max(fast.latency_s, slow.latency_s)
-    assert Crossing.along("stage", mesh, H100) == Crossing.along(
+    assert Crossing.links_along("stage", mesh, H100) == Crossing.links_along(
         "stage", mesh, Mixed("stage", (H100,) * 3), 1
     )
 

@@ -284,7 +284,7 @@ def test_where_looks_alone_are_asked_for_several_blocks_are_two_and_what_is_made
 
     usual = looks()
     assert len(blocks.row_blocks(x)) == 10
-    with blocks.looks_alone():
+    with blocks.shapes_only():
         assert len(blocks.row_blocks(x)) == 2 and len(blocks.row_blocks(x[:1, :1])) == 1
         assert looks() == usual
     assert len(blocks.row_blocks(x)) == 10

@@ -47,11 +47,11 @@ def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def facts_beside(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, Any]]:
+def facts_outside_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, Any]]:
     """Return facts from lists and tuples outside the layers that have one element per layer: for
     each layer, the elements at its position."""
     facts: list[dict[str, Any]] = [{} for _ in layers]
-    for holder in beside(model, layers):
+    for holder in outside_layers(model, layers):
         for name, value in vars(holder).items():
             if type(value) in (list, tuple) and len(value) == len(layers):
                 for fact, item in zip(facts, value, strict=True):
@@ -187,7 +187,7 @@ def contents(function: types.FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def beside(model: nn.Module, layers: Iterable[nn.Module | None]) -> Iterator[object]:
+def outside_layers(model: nn.Module, layers: Iterable[nn.Module | None]) -> Iterator[object]:
     """Yield the modules outside the layers, and all configuration objects of the model."""
     inside = {id(module) for layer in layers if layer is not None for module in layer.modules()}
     yield from (module for module in model.modules() if id(module) not in inside)
@@ -335,7 +335,9 @@ class _Search:
 
     def within(self, module: nn.Module, path: str) -> bool:
         """Search a module and its children; return whether there are runs."""
-        found = isinstance(module, LISTS) and self._among(_members(module, path), with_lists=True)
+        found = isinstance(module, LISTS) and self._search_modules(
+            _members(module, path), with_lists=True
+        )
         if not found:
             found = any(
                 [
@@ -343,14 +345,14 @@ class _Search:
                     for name, child in module.named_children()
                 ]
             )
-        return found or (not has_no_forward(module) and self._among_levels(module, path))
+        return found or (not has_no_forward(module) and self._search_levels(module, path))
 
-    def _among_levels(self, module: nn.Module, path: str) -> bool:
+    def _search_levels(self, module: nn.Module, path: str) -> bool:
         """Search the modules of each depth below `module`, except those of long lists, which were
         searched before."""
         level = _members(module, path, skip_long=True)
         for _ in range(_MAX_LEVELS):
-            if self._among(level, with_lists=False):
+            if self._search_modules(level, with_lists=False):
                 return True
             deeper = [
                 inner
@@ -364,7 +366,7 @@ class _Search:
             level = deeper
         return False
 
-    def _among(self, layers: Sequence[Named], *, with_lists: bool) -> bool:
+    def _search_modules(self, layers: Sequence[Named], *, with_lists: bool) -> bool:
         """Search the given modules for runs; with `with_lists`, first also compare the elements of
         lists that have one element per module."""
         if self.order is not None:
@@ -375,7 +377,7 @@ class _Search:
         facts = [dict(facts_of(module, self.owners)) for module in modules]
         tries = [facts]
         if with_lists:
-            listed = facts_beside(self.model, modules)
+            listed = facts_outside_layers(self.model, modules)
             tries.insert(0, [{**fact, **more} for fact, more in zip(facts, listed, strict=True)])
         for (
             candidates

@@ -13,7 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.folding.runs import INTERNAL, Run, beside, configurations, has_no_forward
+from autopar.capture.folding.runs import (
+    INTERNAL,
+    Run,
+    configurations,
+    has_no_forward,
+    outside_layers,
+)
 
 _COUNTS = re.compile(r"layer|block|depth")
 
@@ -155,7 +161,7 @@ def _cut_members(
     lengths = {run.num_layers: run.num_layers - len(run.removed_positions) for run in here} | {
         len(names): len(stay)
     }
-    for other in beside(model, members.values()):
+    for other in outside_layers(model, members.values()):
         _shorten_attributes(vars(other), names, stay, lengths if way is CutWay.COUNTED else {})
     now = [names[position] for position in stay]
     if isinstance(holder, (nn.ModuleList, nn.Sequential)):

@@ -59,7 +59,7 @@ from autopar.errors import CaptureError
 # backward, are refused.
 
 
-def tell(
+def record_ops(
     model: nn.Module, prepared: Prepared, runs: Sequence[Run], layers: Mapping[nn.Module, Layer]
 ) -> Story:
     """Run the forward of the shortened model on fake tensors and record its ops.
@@ -270,12 +270,12 @@ def _cells(layer: nn.Module) -> Iterator[types.CellType]:
     for module in layer.modules():
         for attribute, value in vars(module).items():
             if attribute not in INTERNAL:
-                yield from _within(value)
+                yield from _cells_within(value)
         for hooks in HOOKS:
-            yield from _within(vars(module)[hooks])
+            yield from _cells_within(vars(module)[hooks])
 
 
-def _within(value: Any, depth: int = 0) -> Iterator[types.CellType]:
+def _cells_within(value: Any, depth: int = 0) -> Iterator[types.CellType]:
     held: Iterable[Any] = ()
     if isinstance(value, (tuple, list)):
         held = value
@@ -289,7 +289,7 @@ def _within(value: Any, depth: int = 0) -> Iterator[types.CellType]:
         yield from value.__closure__ or ()
         held = (value.__defaults__, *contents(value))
     for each in held if depth < DEPTH else ():
-        yield from _within(each, depth + 1)
+        yield from _cells_within(each, depth + 1)
 
 
 Replaced = Mapping[Run, Sequence[Run]]
@@ -394,7 +394,7 @@ def _check(model: nn.Module, call: Prepared, runs: tuple[Run, ...]) -> CutWay:
                 warnings.simplefilter("ignore")
                 with preserve_model(model), known_values(call.origins()):
                     cut_runs(model, runs, way)
-                    story = tell(model, call, runs, layers)
+                    story = record_ops(model, call, runs, layers)
                 with preserve_model(model):
                     compare(story, model, call, runs)
             return way

@@ -65,7 +65,7 @@ def merged_dims(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Group,
     return tuple(groups) if position == len(before) else None
 
 
-def behind(node: fx.Node) -> Behind:
+def source_behind(node: fx.Node) -> Behind:
     """Return the source of an operand behind its outer transposes and copies, and then one view
     that merges dims."""
     groups: tuple[Group, ...] = tuple((dim,) for dim in range(len(shape_of(node))))
@@ -158,7 +158,7 @@ def _addmm(node: fx.Node) -> fx.Node | None:
 def _product(node: fx.Node, left: fx.Node, right: fx.Node, bias: fx.Node | None = None) -> fx.Node:
     """Return the `dot` of the sources of both operands, with unflattened dims; `bias` is added
     along the columns."""
-    a, b = behind(left), behind(right)
+    a, b = source_behind(left), source_behind(right)
     batch = len(a.groups) - 2
     for left_dim, right_dim in [*((dim, dim) for dim in range(batch)), (batch + 1, batch)]:
         if a.sizes(left_dim) != b.sizes(right_dim):

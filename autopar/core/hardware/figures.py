@@ -50,7 +50,7 @@ class Curve:
     times: tuple[float, ...]
 
     @staticmethod
-    def through(points: Iterable[tuple[float, float]]) -> Curve:
+    def curve_through(points: Iterable[tuple[float, float]]) -> Curve:
         """Make the curve through (size, time_s) points: sorted, with the least time of equal sizes,
         and non-decreasing."""
         fastest: dict[float, float] = {}

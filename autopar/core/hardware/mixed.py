@@ -38,7 +38,7 @@ class Mixed:
     @property
     def hash(self) -> str:
         """The fingerprint of all profiles, in order."""
-        return _together(profile.hash for profile in self.profiles)
+        return _combined_hash(profile.hash for profile in self.profiles)
 
 
 Hardware: TypeAlias = HardwareProfile | Mixed
@@ -95,7 +95,7 @@ def slowest_of(profiles: tuple[HardwareProfile, ...]) -> HardwareProfile:
         links={name: slowest_link(part.links[name] for part in parts) for name in parts[0].links},
         curves={},
         figures=_figures(parts),
-        hash=_together(part.hash for part in parts),
+        hash=_combined_hash(part.hash for part in parts),
         device_type=types.pop() if len(types) == 1 else "",
         host=None if None in hosts else _least_host([host for host in hosts if host is not None]),
         parts=parts,
@@ -140,5 +140,5 @@ def _figures(parts: Sequence[HardwareProfile]) -> dict[str, Figure]:
     }
 
 
-def _together(hashes: Iterable[str]) -> str:
+def _combined_hash(hashes: Iterable[str]) -> str:
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:16]

@@ -301,7 +301,9 @@ def _collective_curves(
                 reader.number(point, name, where) for name in ("num_devices", "bytes", "time_s")
             ]
             sizes.setdefault(int(values[0]), []).append((values[1], values[2]))
-        curves[kind] = {num_devices: Curve.through(points) for num_devices, points in sizes.items()}
+        curves[kind] = {
+            num_devices: Curve.curve_through(points) for num_devices, points in sizes.items()
+        }
     return curves
 
 
@@ -320,7 +322,7 @@ def compute_curves(reader: ProfileReader, data: Mapping[str, Any]) -> dict[tuple
             groups.setdefault((kind, dtype), []).append(
                 (size, reader.number(point, "time_s", where))
             )
-    return {key: Curve.through(points) for key, points in groups.items()}
+    return {key: Curve.curve_through(points) for key, points in groups.items()}
 
 
 FORMAT = "autopar-hardware"

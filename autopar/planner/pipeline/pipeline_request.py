@@ -113,7 +113,7 @@ class PipelineRequest:
 
     def crossing_of(self, stage: int) -> Crossing:
         """Return the links to a stage's neighbours."""
-        return Crossing.along(self.axis, self.mesh, self.hardware, stage)
+        return Crossing.links_along(self.axis, self.mesh, self.hardware, stage)
 
     def cuts(self, points: Sequence[CutPoint]) -> tuple[int, ...]:
         """Look up the requested cuts, as indices of units.

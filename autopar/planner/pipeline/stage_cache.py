@@ -70,7 +70,10 @@ class StageCache:
             effort: effort of the search; the result of a search with more effort is also used.
         """
         nameless = _nameless(problem)
-        if effort is Effort.MIXED and (apart := self._known_apart(nameless, problem)) is not None:
+        if (
+            effort is Effort.MIXED
+            and (apart := self._known_separate_ops(nameless, problem)) is not None
+        ):
             return apart
         for other, form, spent, choices in self._answers:
             if effort > spent and (choices.mixed or choices.unfinished):
@@ -82,7 +85,7 @@ class StageCache:
                 return _rename_rows(choices, other, problem)
         return None
 
-    def _known_apart(self, nameless: Problem, problem: Problem) -> FractionalGroups | None:
+    def _known_separate_ops(self, nameless: Problem, problem: Problem) -> FractionalGroups | None:
         """Look up the ops of a problem that decide separately."""
         for form, num, apart in self._apart:
             if num == problem.num_in_flight and form == nameless:

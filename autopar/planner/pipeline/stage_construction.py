@@ -61,7 +61,15 @@ from autopar.planner.report_infeasible import with_conflict_of_stages
 from autopar.planner.rounds import PlannerLoop
 from autopar.planner.search import Planned, finish_search, needs
 from autopar.request import UNLIMITED, PlanOptions
-from autopar.sharding import Forced, Starts, apart, classes_of, frozen_starts, resolve, together
+from autopar.sharding import (
+    Forced,
+    Starts,
+    classes_of,
+    combine_groupings,
+    frozen_starts,
+    resolve,
+    split_by_layers,
+)
 from autopar.solve import evaluate_choices, shortage, solve
 from autopar.stages import Cut, Seams, cut_trace, seams, usable_points
 
@@ -427,10 +435,10 @@ class StagedSearch:
 
         def price_groups(starts: Starts) -> Priced:
             """Price the stage's problem with groups of layers that begin at these starts."""
-            starts = together(ends, starts)
+            starts = combine_groupings(ends, starts)
             return price(
                 stage,
-                apart(classes, starts),
+                split_by_layers(classes, starts),
                 request.stage_mesh,
                 profile,
                 budget_bytes=budget,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.analysis.gradients import asked_again
+from autopar.analysis.gradients import needed_by_backward
 from autopar.capture.trace import Trace
 from autopar.core.layout_graph import LayoutGraph
 from autopar.core.problem import Value
@@ -89,7 +89,7 @@ class Instances:
             for p in self.trace.parameters
             if p.gradient is not None
         }
-        self._asked = asked_again(self.trace)
+        self._asked = needed_by_backward(self.trace)
         everywhere: list[tuple[int, tuple[Ref, ...]]] = []  # ops that every stage copies
         borders = self._borders()
         for n, source in enumerate(self.priced.sources):

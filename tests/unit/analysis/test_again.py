@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from autopar.analysis.gradients import asked_again
+from autopar.analysis.gradients import needed_by_backward
 from autopar.capture import capture
 from autopar.capture.trace import Trace
 from autopar.certificate.facts import Facts
@@ -45,7 +45,11 @@ def priced() -> Priced:
 def test_what_backward_reads_is_run_again_with_all_that_makes_it_and_what_only_the_loss_is_made_of_is_not() -> (  # noqa: E501
     None
 ):
-    keys = {node.meta["key"] for node in traced().graph.nodes if node.name in asked_again(traced())}
+    keys = {
+        node.meta["key"]
+        for node in traced().graph.nodes
+        if node.name in needed_by_backward(traced())
+    }
     forward = {
         node.meta["key"] for node in traced().graph.nodes if node.meta.get("phase") == "forward"
     }
@@ -56,7 +60,9 @@ def test_what_backward_reads_is_run_again_with_all_that_makes_it_and_what_only_t
 def test_the_certificate_finds_the_same_by_itself() -> None:
     facts = Facts.of(traced())
     named = {
-        node.meta["key"] for node in traced().graph.nodes if node.name in asked_again(traced())
+        node.meta["key"]
+        for node in traced().graph.nodes
+        if node.name in needed_by_backward(traced())
     }
     assert {key for key in facts.asked if key in facts.nodes} == named
 

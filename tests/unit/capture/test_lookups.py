@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar import ops
 from autopar.capture import Trace, capture, execute
-from autopar.ops.formats import torchs_own
+from autopar.ops.formats import aten_op_of
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def captured(step: Callable[..., Tensor], **replaced: Tensor) -> Trace:
 
 
 def targets(trace: Trace) -> set[Any]:
-    return {torchs_own(node.target) for node in trace.graph.nodes if node.op == "call_function"}
+    return {aten_op_of(node.target) for node in trace.graph.nodes if node.op == "call_function"}
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from autopar import ops
 from autopar.capture import Trace, capture
-from autopar.capture.chunked_loss import heads_of, loss_alone, loss_by_rows
+from autopar.capture.chunked_loss import heads_of, loss_by_rows, with_loss_only
 from autopar.capture.execute import execute
 from autopar.capture.graphs import calls
 from autopar.errors import CaptureError
@@ -76,7 +76,7 @@ def results(
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_loss_and_gradients_by_rows_are_those_at_once(kind: str, rows: int) -> None:
     model, batch = getattr(zoo_small, kind)()
-    whole = loss_alone(traced(model, batch))
+    whole = with_loss_only(traced(model, batch))
     if kind == "bert":  # its head has a bias
         assert not heads_of(whole)[0]
         return
@@ -134,11 +134,11 @@ def test_the_trace_itself_stays_as_it_was() -> None:
 def test_the_loss_alone_leaves_none_for_other_outputs() -> None:
     model, batch = zoo_small.gpt2()
     trace = traced(model, batch)
-    alone = loss_alone(trace)
+    alone = with_loss_only(trace)
     assert [o.path for o in trace.outputs] == ["loss", "logits"] and [
         o.path for o in alone.outputs
     ] == ["loss"]
-    assert set(alone.constants.values()) == {None} and loss_alone(alone) is alone
+    assert set(alone.constants.values()) == {None} and with_loss_only(alone) is alone
     (loss, _), gradients, _ = results(trace, model, batch)
     (ours,), mine, _ = results(alone, model, batch)
     assert torch.equal(ours, loss) and all(

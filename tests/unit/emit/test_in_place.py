@@ -16,7 +16,7 @@ from autopar import ops
 from autopar.analysis import gradients as in_place
 from autopar.api.planning import plan_model
 from autopar.capture import Trace, capture
-from autopar.capture.chunked_loss import loss_alone
+from autopar.capture.chunked_loss import with_loss_only
 from autopar.capture.graphs import IN_PLACE
 from autopar.constraints import megatron
 from autopar.core.collective import Collective
@@ -151,7 +151,7 @@ def test_with_tensor_parallelism_microbatches_and_stages_too(force: dict[str, in
 
 def test_rows_that_hold_for_every_plan_do_not_count_both() -> None:
     trace = capture(CASES["the logits"][0], (), batch())
-    alone = loss_alone(trace)
+    alone = with_loss_only(trace)
     assert [in_place.operand_written(gradient(each)) for each in (trace, alone)] == [None, 0]
 
 

@@ -28,7 +28,7 @@ def kernels() -> None:
 
 def native(name: str, count: int, shards: Shards, rank: int, *further: int) -> list[int]:
     out = (ctypes.c_int64 * count)()
-    library.check(library.function("host", name)(out, shards.seen_by(rank), *further), name)
+    library.check(library.function("host", name)(out, shards.struct_for(rank), *further), name)
     return list(out)
 
 

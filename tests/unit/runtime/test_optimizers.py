@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from autopar.errors import RuntimeStateError
 from autopar.runtime import dtensor as taken
-from autopar.runtime.device_mesh import around
+from autopar.runtime.device_mesh import wrap_local
 from autopar.runtime.dtensor import hold_value
 from autopar.runtime.optimizers import Steps, watch_optimizers
 
@@ -36,7 +36,7 @@ def on_the_host(value: float) -> Tensor:
     """A tensor that rests on the host, of a mesh of GPUs."""
     gpus = DeviceMesh("cuda", torch.arange(1), mesh_dim_names=("d",), _init_backend=False, _rank=0)
     made: Tensor = hold_value(
-        around(torch.full(SHAPE, value), gpus, [Shard(0)], SHAPE, (SHAPE[1], 1))
+        wrap_local(torch.full(SHAPE, value), gpus, [Shard(0)], SHAPE, (SHAPE[1], 1))
     )
     return made
 
