@@ -31,7 +31,7 @@ from autopar.planner.candidates import Candidate, PlanDraft
 from autopar.planner.clock import Clock
 from autopar.planner.comm_schedule import Ordering, Peaks
 from autopar.planner.plan_assembly import assemble, fingerprint
-from autopar.planner.timeline import beside
+from autopar.planner.timeline import with_simulated_overlap
 from autopar.plans import RESTING, Plan
 from autopar.program.program import Program
 from autopar.sharding import classes_of
@@ -230,6 +230,9 @@ def finish(
     prediction = replace(
         plan.prediction, peak_bytes=peak, memory_bytes={**kinds, "transient": max(peak - rests, 0)}
     )
-    plan = replace(plan, prediction=beside(prediction, program, plan) if in_order else prediction)
+    plan = replace(
+        plan,
+        prediction=with_simulated_overlap(prediction, program, plan) if in_order else prediction,
+    )
     assert math.isfinite(plan.prediction.step_s)
     return plan, Program.of_one_stage(trace, program, plan.hash)

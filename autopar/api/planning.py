@@ -31,7 +31,7 @@ from autopar.api.mesh_search import shapes, shapes_in_three
 from autopar.api.options import PlanRequest, takes_options
 from autopar.api.plan_options import check_fits, recorded_options
 from autopar.api.plan_search import PlanSearch
-from autopar.api.shortage import instead
+from autopar.api.shortage import find_low_memory_plan
 from autopar.api.tracing import (
     as_planned,
     as_wanted,
@@ -249,7 +249,7 @@ def plan_call(
             return plan_call(replace(request, options=parts), args, kwargs, progress=progress)
         if len(meshes) > 1:
             raise
-        found = instead(error, chooser(meshes[0]))
+        found = find_low_memory_plan(error, chooser(meshes[0]))
     found = found.closer_proven(in_time=not chosen.is_late)
     return trace, with_waits(warn_of_gap(found, is_late=chosen.is_late), devices, part_of)
 

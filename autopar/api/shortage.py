@@ -93,7 +93,7 @@ log = logging.getLogger("autopar")
 _MOST = 2  # number of kinds of plans with the lowest bounds for which small plans are searched
 
 
-def instead(error: InfeasibleError, chooser: Chooser) -> Planned:
+def find_low_memory_plan(error: InfeasibleError, chooser: Chooser) -> Planned:
     """Find a plan with little memory that fits; if there is none, raise an error with the details.
 
     All plans that were tried are considered: without microbatches, with stages and microbatches,

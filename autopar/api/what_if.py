@@ -29,7 +29,7 @@ from autopar.api.tracing import planned_part, traced_for
 from autopar.capture import Trace
 from autopar.constraints import Constraint
 from autopar.constraints.text import parse_constraint
-from autopar.constraints.together import elsewhere
+from autopar.constraints.together import rewrite_for_mesh
 from autopar.constraints.words import in_words
 from autopar.core.garbage import collected_seldom
 from autopar.core.hardware import Hardware, profile_of
@@ -382,5 +382,7 @@ def _bytes_of(trace: Trace) -> int:
 def _elsewhere(plan: Plan, mesh: Mesh, options: PlanOptions) -> PlanOptions:
     """Return the options for another mesh, as the user would write them there."""
     axis = plan.stage_axis
-    constraints = elsewhere(options.constraints, plan.mesh.without(axis), mesh.without(axis), axis)
+    constraints = rewrite_for_mesh(
+        options.constraints, plan.mesh.without(axis), mesh.without(axis), axis
+    )
     return replace(options, constraints=constraints)

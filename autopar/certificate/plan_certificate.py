@@ -42,7 +42,7 @@ from autopar.certificate.rank_schedules import (
 )
 from autopar.certificate.rates import handed_on_s, wire_between
 from autopar.certificate.report import Certificate, Finding, near
-from autopar.certificate.stage_claims import begin, certify_stage
+from autopar.certificate.stage_claims import certify_stage, initial_certificate
 from autopar.constraints import Constraint, Pipelined, read_constraint
 from autopar.core.garbage import collected_seldom
 from autopar.core.hardware import Hardware, HardwareProfile, profile_of, slowest
@@ -105,7 +105,7 @@ def certify(
         *of_stages(plan, pipeline),
         *check_request(plan),
     )
-    report = begin(plan, said or interleaves(pipeline))
+    report = initial_certificate(plan, said or interleaves(pipeline))
     if not report.ok:
         return report
     try:
@@ -323,7 +323,9 @@ class _Stages:
         profile = profile_of(self.hardware, pipeline.axis, number)
         budget = pipeline.budgets[number] if pipeline.budgets else plan.budget_of(number)
         within = replace(staged, options={**plan.options, "memory_bytes": budget})
-        report = begin(within, (*identity(trace, within, profile), *check_capture(trace, within)))
+        report = initial_certificate(
+            within, (*identity(trace, within, profile), *check_capture(trace, within))
+        )
         certificate = certify_stage(report, trace, within, profile, context)
         if plan.budget_of(number) <= profile.device_memory_bytes or not pipeline.rank_budgets:
             return certificate

@@ -389,7 +389,7 @@ def host_memory(plan: Plan, derived: Mapping[str, int], budget_bytes: int) -> It
         )
 
 
-def begin(plan: Plan, findings: Iterable[Finding]) -> Certificate:
+def initial_certificate(plan: Plan, findings: Iterable[Finding]) -> Certificate:
     """Return a certificate with the claims of a plan.
 
     Args:
@@ -428,7 +428,7 @@ def certify_stage(
     claims are not checked.
 
     Args:
-        report: the certificate that `begin` returned.
+        report: the certificate that `initial_certificate` returned.
         trace: the trace of the stage.
         plan: the plan of the stage.
         profile: the profile of its devices.

@@ -153,7 +153,7 @@ def _same_axis_error(
 # new axes.
 
 
-def elsewhere(
+def rewrite_for_mesh(
     constraints: Iterable[Constraint], before: Mesh, there: Mesh, stages: str
 ) -> tuple[Constraint, ...]:
     """Return the constraints as a user would write them for another mesh, with the names of axes.

@@ -66,7 +66,7 @@ class Halo(Shard):
         return Halo, self._settings()
 
 
-def beyond(x: Tensor, halo: Halo, length: int) -> Tensor:
+def padding_at(x: Tensor, halo: Halo, length: int) -> Tensor:
     """Return the padding at one end of the dim.
 
     Args:
@@ -93,7 +93,8 @@ def window(whole: Tensor, halo: Halo, start: int, length: int) -> Tensor:
         length: elements of the part, without the halo.
     """
     padded = torch.cat(
-        [beyond(whole, halo, halo.before), whole, beyond(whole, halo, halo.after)], dim=halo.dim
+        [padding_at(whole, halo, halo.before), whole, padding_at(whole, halo, halo.after)],
+        dim=halo.dim,
     )
     return padded.narrow(halo.dim, start, length + halo.length)
 

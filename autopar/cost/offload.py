@@ -48,7 +48,7 @@ def host_budget(forced: Forced, profile: HardwareProfile) -> int:
     return asked or int(profile.host.memory_bytes * _SHARE)
 
 
-def away(
+def offload_seconds(
     info: TensorInfo,
     graph: LayoutGraph,
     keepable: frozenset[int] | None,

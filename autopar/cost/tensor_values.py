@@ -25,7 +25,7 @@ from autopar.core.layout_graph import LayoutGraph, all_layouts, layout_graph
 from autopar.core.mesh import Mesh
 from autopar.core.problem import Op, Phase, Use, Value, Variant
 from autopar.cost.gradient_dtypes import Uncast
-from autopar.cost.offload import away
+from autopar.cost.offload import offload_seconds
 from autopar.cost.op_times import CollectivePrices
 from autopar.cost.priced import Crossing, Source
 from autopar.cost.zero_stages import StepMoves
@@ -196,7 +196,9 @@ class TensorValues:
             or not (source.kind == "compute" or source.crosses)
         ):
             return ()
-        return away(info, graph, keepable, self.setting.mesh.shape, self.setting.moves.price)
+        return offload_seconds(
+            info, graph, keepable, self.setting.mesh.shape, self.setting.moves.price
+        )
 
     def _layout_graph(self, op: int, result: int, ref: Ref, uses: set[Use]) -> LayoutGraph:
         info = self.tables.infos[ref]

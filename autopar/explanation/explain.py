@@ -8,7 +8,7 @@ from pathlib import Path
 from autopar.breakdown import ModulePart, breakdown
 from autopar.core.hardware import Hardware
 from autopar.errors import PlanError
-from autopar.explanation.link_prices import LinkValue, worth
+from autopar.explanation.link_prices import LinkValue, value_of_bandwidth
 from autopar.explanation.module_tables import StageExplanation
 from autopar.explanation.stage_tables import Explanation, sections_of
 from autopar.plans import Flip, Plan
@@ -41,7 +41,7 @@ def explain(
         PlanError: if no module matches.
     """
     plan = Plan.of(plan)
-    priced = LinkValue() if module is not None else worth(plan, profile)
+    priced = LinkValue() if module is not None else value_of_bandwidth(plan, profile)
     broken = [breakdown(stage) for stage in plan.stages]
     stages = []
     for number, (stage, parts) in enumerate(zip(plan.stages, broken, strict=True)):

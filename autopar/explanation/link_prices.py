@@ -88,7 +88,7 @@ class LinkValue:
             )
 
 
-def worth(plan: Plan, hardware: Hardware | None = None) -> LinkValue:
+def value_of_bandwidth(plan: Plan, hardware: Hardware | None = None) -> LinkValue:
     """Return the time that an additional GB/s on the link of each axis saves; if stages run on
     several types of devices, for each type.
 

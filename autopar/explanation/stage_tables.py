@@ -19,7 +19,6 @@ from autopar.explanation.summary import (
     Readable,
     as_emitted,
     at_best,
-    beside,
     describe_coverage,
     fullest,
     idle,
@@ -30,6 +29,7 @@ from autopar.explanation.summary import (
     of_dispatch,
     of_loss,
     on_hosts,
+    overlap_lines,
     spent,
     table,
     unequal,
@@ -89,7 +89,7 @@ def _describe_one_piece(plan: Plan) -> Iterator[str]:
         f" {seconds(p.communication_s)} ({share(p.communication_s / max(p.serial_s, 1e-30))})"
         f"{saved if _saves(plan) else ''}"
     )
-    yield from beside(plan)
+    yield from overlap_lines(plan)
 
 
 def _saved_s(plan: Plan) -> float:

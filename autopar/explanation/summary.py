@@ -48,7 +48,7 @@ def devices_of(mesh: Mesh) -> str:
     return f"{total} devices{nodes}"
 
 
-def beside(plan: Plan) -> Iterator[str]:
+def overlap_lines(plan: Plan) -> Iterator[str]:
     """Yield the overlapped communication and the step time with it; nothing if no communication can
     overlap.
     """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autopar.core.layout import part_range
-from autopar.core.placements import Halo, beyond
+from autopar.core.placements import Halo, padding_at
 from autopar.errors import LayoutError
 from autopar.kernels import host
 
@@ -281,7 +281,8 @@ def halo(
     """Extend this rank's shard along `dim` by elements of the neighboring shards.
 
     The first `after` elements are sent to the previous rank, and the last `before` elements to the
-    next rank. `autopar.core.placements.beyond` defines the padding at the ends of the full tensor.
+    next rank. `autopar.core.placements.padding_at` defines the padding at the ends of the full
+    tensor.
 
     Args:
         x: this rank's shard.
@@ -346,7 +347,7 @@ def finish_halo(
     """
     x, around = started.pop(), Halo(dim, before, after, lowest)
     if size == 1:
-        return torch.cat([beyond(x, around, before), x, beyond(x, around, after)], dim=dim)
+        return torch.cat([padding_at(x, around, before), x, padding_at(x, around, after)], dim=dim)
     has_previous, has_next = coordinate > 0, coordinate < size - 1
     row, shape = x.numel() // x.shape[dim], list(x.shape)
     first, last = _await_received(started, name).split(
@@ -355,12 +356,12 @@ def finish_halo(
     left = (
         first.view([*shape[:dim], before, *shape[dim + 1 :]])
         if has_previous
-        else beyond(x, around, before)
+        else padding_at(x, around, before)
     )
     right = (
         last.view([*shape[:dim], after, *shape[dim + 1 :]])
         if has_next
-        else beyond(x, around, after)
+        else padding_at(x, around, after)
     )
     return torch.cat([left, x, right], dim=dim)
 

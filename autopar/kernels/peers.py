@@ -129,7 +129,7 @@ class LaneStreams:
 
 
 @contextmanager
-def within(lane: Lane) -> Iterator[None]:
+def enqueued_on(lane: Lane) -> Iterator[None]:
     """A context in which torch's kernels are enqueued on the stream of a lane."""
     if lane.stream is None:
         yield
@@ -288,7 +288,7 @@ class VirtualRanks(Peers):
         for index, phase in enumerate(phases):
             for rank in ranks:
                 lane = self._streams[rank].lane(phase.lane) if self._streams else Lane("host")
-                with within(lane):
+                with enqueued_on(lane):
                     if self._pause is not None:
                         self._pause(rank, index)
                     phase.work(lane, rank)
@@ -388,7 +388,7 @@ class SymmetricMemory(Peers):
         streams.fork()
         for phase in phases:
             lane = streams.lane(phase.lane)
-            with within(lane):
+            with enqueued_on(lane):
                 phase.work(lane, self._rank)
         streams.join()
         self._log_refused()

@@ -229,7 +229,7 @@ def proven_bytes(trace: Trace, priced: Priced, time_limit_s: float) -> int:
     return Lightest(_with_moments(trace, priced), time_limit_s).bound_bytes
 
 
-def light(
+def low_memory_plans(
     trace: Trace, priced: Priced, time_limit_s: float, emit: Callable[[Solution], Candidate]
 ) -> tuple[Candidate, ...]:
     """Find plans that need little memory, without kernels.

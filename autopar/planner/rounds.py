@@ -31,7 +31,7 @@ from autopar.cost.priced import Priced
 from autopar.planner.candidates import Candidate, TooSlow
 from autopar.planner.emitter import Emitter
 from autopar.planner.learned_moments import LayerGroups, Learnt, starts_of
-from autopar.planner.min_memory import Need, light, prefer_fastest, refusal
+from autopar.planner.min_memory import Need, low_memory_plans, prefer_fastest, refusal
 from autopar.planner.named_plans import NamedComparison, NamedPlans
 from autopar.planner.pipeline.stage_cache import Effort
 from autopar.planner.solving import Solving
@@ -189,7 +189,7 @@ class PlannerLoop:
         bound_s = max(proven_s, multipliers.bound_s if multipliers else 0.0)
         whole = replace(whole, bound_s=bound_s, multipliers=multipliers)
         emit = partial(self.emitter.emit, whole)
-        plans = light(self.emitter.trace, whole.priced, self.options.solve_s, emit)
+        plans = low_memory_plans(self.emitter.trace, whole.priced, self.options.solve_s, emit)
         budget = self.emitter.budget
         found = prefer_fastest(plans, lambda plan: (Need(plan.peak_bytes, budget), plan.time_s))
         return (

@@ -26,7 +26,7 @@ from autopar.planner.plan_assembly import assemble, fingerprint
 from autopar.planner.report_infeasible import with_conflict
 from autopar.planner.rounds import PlannerLoop
 from autopar.planner.sensitivity import runner_ups
-from autopar.planner.timeline import beside
+from autopar.planner.timeline import with_simulated_overlap
 from autopar.plans import Plan
 from autopar.program.program import Program, StageProgram
 from autopar.request import PlanOptions
@@ -261,7 +261,7 @@ def finish_search(candidate: Candidate, clock: Clock, options: PlanOptions) -> P
     )
     plan = replace(
         plan,
-        prediction=beside(
+        prediction=with_simulated_overlap(
             replace(plan.prediction, peak_bytes=peak, memory_bytes=memory), program, plan
         ),
     )

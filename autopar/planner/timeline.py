@@ -52,7 +52,7 @@ def timeline(
     return _stretches(_events(trace, priced, choices, evaluation))
 
 
-def beside(serial: Prediction, program: StageProgram, plan: Plan) -> Prediction:
+def with_simulated_overlap(serial: Prediction, program: StageProgram, plan: Plan) -> Prediction:
     """Update a prediction from the simulated program: the time hidden by overlap, the time saved by
     buckets, and the time line.
 
@@ -104,7 +104,8 @@ def _bars_of_spans(
 
 
 def simulated_s(program: StageProgram, plan: Plan) -> float:
-    """Return the seconds of the simulated step, or of a stage's microbatch, as in `beside`."""
+    """Return the seconds of the simulated step, or of a stage's microbatch, as in
+    `with_simulated_overlap`."""
     return _without(
         plan.prediction, plan, sum(phase.hidden_s for phase in simulate_program(program, plan))
     )

@@ -62,7 +62,7 @@ def misfit_of_options(options: Mapping[str, Any]) -> str:
 _FIELD = re.compile(r"\{(\d+)\}")  # index of a layer in a pattern
 
 
-def misfit(plan: Plan) -> str:
+def find_contradiction(plan: Plan) -> str:
     """Find a contradiction in a plan whose fields have the right types, such as layouts of another
     mesh or a decision without nodes.
 
@@ -247,7 +247,7 @@ def _of_stage_plans(plan: Plan, pipeline: Pipeline) -> str:
                 f"a stage processes {stage.loss_rows} rows of the loss at a time, which only the "
                 "whole plan records"
             )
-        wrong = misfit(stage)
+        wrong = find_contradiction(stage)
         if wrong:
             return wrong
     return ""

@@ -26,7 +26,7 @@ from autopar.core.mesh import Mesh
 from autopar.core.streams import Load, work
 from autopar.core.units import microbatches, seconds, size
 from autopar.errors import CONTROL, AutoparError, PlanError
-from autopar.plans.consistency import misfit
+from autopar.plans.consistency import find_contradiction
 from autopar.plans.parts import (
     Bucket,
     Communication,
@@ -371,7 +371,7 @@ class Plan:
         try:
             fields = {key: data[key] for key in data if key not in ("format", "version")}
             plan = from_data(fields, Plan)
-            wrong = misfit(plan)
+            wrong = find_contradiction(plan)
             if not wrong:  # patterns must match their instances to be expanded
                 plan.node_choices(), plan.recomputed_choices(), plan.kept_layouts(), plan.steps()
         except (IndexError, KeyError, ValueError, AutoparError) as error:

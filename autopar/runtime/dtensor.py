@@ -249,7 +249,7 @@ def _compute_with_dtensor(func: Any, types: Iterable[type], args: Any, kwargs: A
         return _known(
             _shown(gather_fallback.compute(func, args, kwargs, mesh), leaves), func, args, kwargs
         )
-    taken, named = gather_fallback.beside(args, kwargs, mesh)
+    taken, named = gather_fallback.on_one_mesh(args, kwargs, mesh)
     found, refusal = _by_dtensor(func, types, taken, named, written)
     if refusal is not None:
         found = gather_fallback.compute(func, args, kwargs, mesh, refusal)

@@ -151,7 +151,7 @@ def mesh_of(tensors: Iterable[Tensor]) -> DeviceMesh | None:
     return next((x.device_mesh for x in tensors if isinstance(x, DTensor)), None)
 
 
-def beside(args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
+def on_one_mesh(args: Any, kwargs: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
     """Convert arguments to one mesh. Plain tensors become replicated without a copy. DTensors of
     other meshes are gathered.
 

@@ -341,7 +341,7 @@ _REMEDY = (
 )
 
 
-def blank(tensor: Tensor) -> Tensor:
+def fill_missing(tensor: Tensor) -> Tensor:
     """Fill a tensor with the value that marks missing values, and return it."""
     value = _mark(tensor.dtype)
     return tensor if value is None else tensor.fill_(value)

@@ -525,7 +525,7 @@ _CONTAINERS: tuple[tuple[type, type], ...] = (
 )
 
 
-def likeness(cls: type[nn.Module]) -> type[Part]:
+def part_class(cls: type[nn.Module]) -> type[Part]:
     """Return the class of the parts for modules of a class. It is a subclass of `Part` and of that
     class, or `Part` if such a subclass cannot be created."""
     if type(cls) not in (type, abc.ABCMeta):

@@ -19,7 +19,7 @@ from autopar.runtime.dtensor import hold_value
 from autopar.runtime.dtensor_checkpoints import checkpointable, of_one_stage
 from autopar.runtime.full_state import extra_states, is_same, whole_values
 from autopar.runtime.guards import Unset, Variants
-from autopar.runtime.module_shell import Part, Standing, likeness
+from autopar.runtime.module_shell import Part, Standing, part_class
 from autopar.runtime.optimizers import Steps, watch_optimizers, watch_replaced
 from autopar.runtime.parameters import Storage
 from autopar.runtime.rank_comm import by_all, of_all, rank, share_cores, tell_of_hosts
@@ -282,7 +282,7 @@ class Holder(Drawing):
             if path:
                 above, _, name = path.rpartition(".")
                 alike = classes.get(type(module)) or classes.setdefault(
-                    type(module), likeness(type(module))
+                    type(module), part_class(type(module))
                 )
                 here = object.__new__(alike)
                 Part.__init__(here)

@@ -20,7 +20,7 @@ from autopar.kernels import host
 from autopar.program.program import ProgramTensor
 from autopar.program.splitting import local_part
 from autopar.runtime.device_mesh import joined_axes, wrap_local
-from autopar.runtime.guards import blank
+from autopar.runtime.guards import fill_missing
 from autopar.runtime.tensor_guards import refuse_given_data
 
 
@@ -69,7 +69,9 @@ class Storage:
             return self.wrap(self._on_host(full))
         device = torch.device(self.devices.device_type, _device_index(self.devices))
         if full.is_meta:
-            return self.wrap(blank(torch.empty(self.stored_shape, dtype=full.dtype, device=device)))
+            return self.wrap(
+                fill_missing(torch.empty(self.stored_shape, dtype=full.dtype, device=device))
+            )
         part = local_part(
             full,
             self.tensor.layout,
@@ -84,7 +86,7 @@ class Storage:
         GPUs."""
         local = host.empty(self.stored_shape, full.dtype, pinned=self.devices.device_type == "cuda")
         if full.is_meta:
-            blank(local)
+            fill_missing(local)
         else:
             part = local_part(
                 full,

@@ -26,7 +26,7 @@ from autopar.emit.overlap import Room, follows
 from autopar.errors import AutoparError
 from autopar.kernels import collectives as steps
 from autopar.kernels.bind import bind
-from autopar.planner.timeline import beside as timed_beside
+from autopar.planner.timeline import with_simulated_overlap as timed_beside
 from autopar.plans import Overlap, Piece, Plan, load_of
 from autopar.program.lockstep import run_lockstep
 from autopar.program.peak_memory import node_peaks, trace_peak

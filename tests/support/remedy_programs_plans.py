@@ -19,7 +19,7 @@ from autopar import Mesh, Plan, constraints
 from autopar.api.building import Structure, _device_type
 from autopar.api.tracing import refuse_parts
 from autopar.capture import Trace, capture
-from autopar.constraints.together import elsewhere
+from autopar.constraints.together import rewrite_for_mesh
 from autopar.core.collective import Collective, collective_time
 from autopar.core.hardware import HardwareProfile
 from autopar.core.layout import Layout
@@ -158,7 +158,7 @@ _GRID = constraints.tensor_parallel("2d", axes=("a", "b"))
 
 def _there(axes: dict[str, int], *asked: Any) -> Callable[[], object]:
     """What a plan for a square has to obey on a mesh of these axes."""
-    return lambda: elsewhere(asked, _SQUARE, Mesh(axes), "")
+    return lambda: rewrite_for_mesh(asked, _SQUARE, Mesh(axes), "")
 
 
 @cache

@@ -137,7 +137,7 @@ PROGRAMS: dict[str, Program] = {
     "solve/solver.py shortage 0 | devices": Program(
         planned(memory_bytes=2000, mesh=1), "use more devices", planned(memory_bytes=2000, mesh=2)
     ),
-    "api/shortage.py instead 0": Program(
+    "api/shortage.py find_low_memory_plan 0": Program(
         planned(memory_bytes=1400),
         "stages were not tried: pass constraints=(autopar.constraints.pipeline(),)",
         planned(memory_bytes=1400, constraints=(constraints.pipeline(),)),

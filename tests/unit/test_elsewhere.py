@@ -16,7 +16,7 @@ from autopar.constraints import (
     rests_as,
     tensor_parallel,
 )
-from autopar.constraints.together import axes_from, constraints_on_mesh, elsewhere
+from autopar.constraints.together import axes_from, constraints_on_mesh, rewrite_for_mesh
 from autopar.core.layout import Layout
 from autopar.core.mesh import Mesh
 from autopar.errors import ConstraintError
@@ -69,11 +69,13 @@ def test_over_an_axis_of_size_1_in_either_mesh_nothing_is_split() -> None:
 def test_constraints_ask_elsewhere_what_they_asked_and_nothing_of_new_axes(
     given: Constraint, there: dict[str, int], expected: Constraint | None
 ) -> None:
-    assert elsewhere([given], BEFORE, Mesh(there), "") == (() if expected is None else (expected,))
+    assert rewrite_for_mesh([given], BEFORE, Mesh(there), "") == (
+        () if expected is None else (expected,)
+    )
 
 
 def test_stages_counted_in_devices_stay_on_their_axis() -> None:
-    assert elsewhere([megatron(pp=2, microbatches=4)], BEFORE, BEFORE, "stage") == (
+    assert rewrite_for_mesh([megatron(pp=2, microbatches=4)], BEFORE, BEFORE, "stage") == (
         megatron(pp="stage", microbatches=4),
     )
 
@@ -96,7 +98,9 @@ def test_a_grid_without_a_side_is_refused() -> None:
     with pytest.raises(
         ConstraintError, match=r"mesh data=4 has no axis 'tensor', which is a side of its grid"
     ):
-        elsewhere([tensor_parallel("2d", axes=("data", "tensor"))], BEFORE, Mesh({"data": 4}), "")
+        rewrite_for_mesh(
+            [tensor_parallel("2d", axes=("data", "tensor"))], BEFORE, Mesh({"data": 4}), ""
+        )
 
 
 def test_axes_that_megatron_leaves_free_are_in_its_record_and_claimed_by_no_part() -> None:
@@ -114,6 +118,6 @@ def test_how_parameters_rest_is_read_back_and_goes_to_the_axes_of_the_same_names
     asked = rests_as({"a.weight": "S(0) R", "b.weight": Layout.parse("R S(1) host")})
     assert read_constraint(asked.to_json()) == asked and str(asked) == "rests_as(<2 parameters>)"
     before, there = Mesh({"node": 2, "gpu": 4}), Mesh({"gpu": 4, "node": 2})
-    (moved,) = elsewhere((asked,), before, there, "")
+    (moved,) = rewrite_for_mesh((asked,), before, there, "")
     assert moved == rests_as({"a.weight": "R S(0)", "b.weight": "S(1) R host"})
     assert constraints_on_mesh((asked,), before, there) == (moved,)

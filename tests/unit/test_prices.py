@@ -14,7 +14,7 @@ from autopar.constraints import fsdp, pipeline, tensor_parallel
 from autopar.core.collective import faster
 from autopar.core.hardware import Curve, HardwareProfile
 from autopar.explanation import explain
-from autopar.explanation.link_prices import _seconds_received, _shorter_s, worth
+from autopar.explanation.link_prices import _seconds_received, _shorter_s, value_of_bandwidth
 from autopar.plans import Plan
 from benchmarks import zoo
 
@@ -41,7 +41,7 @@ def llama() -> tuple[Any, dict[str, Any]]:
 
 def test_a_collective_is_worth_the_bytes_that_it_sends_over_the_bandwidth_squared() -> None:
     profile = plain(PROFILE)
-    node, gpu = worth(for_profile(made_plan(), profile), profile).links
+    node, gpu = value_of_bandwidth(for_profile(made_plan(), profile), profile).links
     bandwidth = profile.links["inter"].bandwidth_bytes_per_s
     # over node, of 2 devices: 3 all_gathers of layers and 2 of the head send MIB each, the
     # reduce_scatter half of its MIB
@@ -51,7 +51,9 @@ def test_a_collective_is_worth_the_bytes_that_it_sends_over_the_bandwidth_square
 
 def test_what_stages_send_counts_as_their_microbatches_do_in_the_step() -> None:
     profile = plain(PROFILE)
-    stage, *_ = worth(for_profile(made_staged_plan(microbatches=8), profile), profile).links
+    stage, *_ = value_of_bandwidth(
+        for_profile(made_staged_plan(microbatches=8), profile), profile
+    ).links
     bandwidth = profile.links["inter"].bandwidth_bytes_per_s
     # 3 values and 3 gradients of MIB once, and 7 times the 2 that a stage in the middle, which is
     # the slowest, receives
@@ -91,7 +93,7 @@ def test_communication_priced_again_is_that_of_the_plan(
             shorter_s == pytest.approx(0.0, abs=1e-12 * plan.prediction.step_s)
             and _shorter_s(plan, axis, None, 1) > 0
         )
-    found = worth(plan)
+    found = value_of_bandwidth(plan)
     assert not found.missing
     sent = [
         (len(c.instances) * c.time_s, c.beside)

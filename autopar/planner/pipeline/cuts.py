@@ -52,7 +52,7 @@ class LeastStep:
     cuts: tuple[int, ...]
 
 
-def front(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
+def pareto_front(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
     """Reduce pairs to at most `_MAX_PAIRS` pairs such that each given pair is dominated by one of
     them, or equal to it. If the Pareto frontier is small enough, it is the result."""
     kept: list[Pair] = []
@@ -67,7 +67,7 @@ def front(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
 
 def join_pairs(one: Iterable[Pair], other: Sequence[Pair]) -> tuple[Pair, ...]:
     """Combine the pairs of two crossing tensors: the sums of all combinations."""
-    return front((a + c, b + d) for a, b in one for c, d in other)
+    return pareto_front((a + c, b + d) for a, b in one for c, d in other)
 
 
 def least_step(

@@ -67,7 +67,7 @@ from autopar.core.layout_graph import all_layouts
 from autopar.core.problem import Kernels, OverlapKernel
 from autopar.core.solution import Multipliers
 from autopar.cost.priced import Crossing, Wire
-from autopar.planner.pipeline.cuts import Pair, Parts, front, join_pairs
+from autopar.planner.pipeline.cuts import Pair, Parts, join_pairs, pareto_front
 from autopar.planner.pipeline.unfold import Floats, Instance, Instances, UnfoldedRead, Worths
 from autopar.sharding import Ref
 
@@ -263,7 +263,7 @@ class Parting:
                     self._at_border(ref, border, wire)[0],
                     behind._at_border(ref, border, wire)[1],
                 )
-                self._fronts[key] = front(
+                self._fronts[key] = pareto_front(
                     zip(map(float, before_s), map(float, behind_s), strict=True)
                 )
             yield border, self._fronts[key]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.certificate.over_cuts import least_over_cuts
-from autopar.planner.pipeline.cuts import Pair, Parts, front, join_pairs, least_step
+from autopar.planner.pipeline.cuts import Pair, Parts, join_pairs, least_step, pareto_front
 from autopar.planner.pipeline.step_schedule import step_time
 
 SECONDS = st.integers(0, 8).map(float)
@@ -66,7 +66,7 @@ def test_the_least_step_is_that_of_the_best_cut(
 
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=1, max_size=60))
 def test_few_pairs_stand_for_many_and_are_never_dearer(pairs: list[Pair]) -> None:
-    few = front(pairs)
+    few = pareto_front(pairs)
     assert 0 < len(few) <= 8
     assert all(any(a <= before and b <= behind for a, b in few) for before, behind in pairs)
     assert len(pairs) > 8 or set(few) <= set(pairs)
