@@ -236,7 +236,7 @@ def test_an_output_that_the_loss_does_not_use_gives_no_gradient_and_no_nan(backe
 
 
 class Embedder(nn.Module):
-    """A model that returns features and a scalar logit scale, as CLIP does. The scale is not a loss."""
+    """A model that returns features and a scalar logit scale, as CLIP. The scale is not a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,9 +271,7 @@ class Detector(nn.Module):
         return found.pow(2).mean() if self.training else found.argmax(-1)
 
 
-def test_a_model_that_returns_indices_in_eval_mode_is_planned_for_inference() -> (  # noqa: E501
-    None
-):
+def test_a_model_that_returns_indices_in_eval_mode_is_planned_for_inference() -> None:
     torch.manual_seed(0)
     plain, x = Detector(), torch.randn(6, 8)
     plan = autopar.plan(

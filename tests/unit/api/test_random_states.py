@@ -15,7 +15,7 @@ from autopar.core.mesh import Mesh
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is tied to the head, so that plans have partial sums, and a loss."""
+    """A model with a loss and an embedding tied to the head, so that plans have partial sums."""
 
     def __init__(self) -> None:
         super().__init__()

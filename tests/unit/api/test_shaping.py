@@ -173,9 +173,7 @@ def test_if_no_shape_has_a_plan_the_most_informative_error_is_raised(
         )
 
 
-def test_further_shapes_are_tried_if_constraints_fail_but_not_if_memory_is_short() -> (  # noqa: E501
-    None
-):
+def test_further_shapes_are_tried_if_constraints_fail_but_not_if_memory_is_short() -> None:
     tried: list[Mesh] = []
 
     def best(refusal: Exception | None) -> Planned:
