@@ -397,7 +397,7 @@ def test_an_inconsistent_plan_with_stages_is_refused_when_it_is_read(
         Plan.loads(change(made.plan).dumps())
 
 
-def test_explain_names_values_that_cross_at_no_cut(made: Made) -> None:
+def test_explain_refuses_a_value_that_crosses_no_cut(made: Made) -> None:
     with pytest.raises(
         PlanError, match="nowhere crosses a cut, but stage 0 has no decision about it"
     ):

@@ -62,7 +62,7 @@ def batch() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", EXTREMES)
-def test_a_value_is_compared_only_with_an_extreme_of_the_same_computation(name: str) -> None:
+def test_graphs_do_not_compare_values_with_extremes_of_another_op(name: str) -> None:
     graph = capture(Model(name), (), batch()).graph
     targets = {node.target for node in graph.nodes if node.op == "call_function"}
     assert not targets & COMPARED
