@@ -210,7 +210,7 @@ def test_what_if_on_the_same_hardware_gives_the_time_of_a_grouped_plan() -> None
     assert same.step_s == pytest.approx(plan.proof.objective_s, rel=1e-9)
 
 
-def test_explain_diff_and_report_accept_a_grouped_plan() -> None:
+def test_explain_and_diff_accept_a_grouped_plan() -> None:
     plan = grouped().plan
     text = str(autopar.explain(plan))
     assert all(f"{LIST}.*" in text for _ in plan.starts)

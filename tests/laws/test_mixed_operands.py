@@ -78,7 +78,7 @@ def test_with_a_precision_spectral_norms_are_computed_in_the_dtype_of_their_buff
         torch.testing.assert_close(dict(pm.named_buffers())[name], buffer, rtol=1e-5, atol=1e-6)
 
 
-def test_verify_refuses_a_precision_in_which_the_plain_model_cannot_run() -> None:
+def test_verify_without_float64_is_refused_if_the_plain_model_cannot_run_in_the_precision() -> None:
     model, batch = spectral()
     plan = autopar.plan(model, LINE, example_inputs=batch, precision="bf16", hardware="cpu-gloo")
     assert autopar.verify(plan, model, batch).ok

@@ -126,7 +126,7 @@ def bags(weight: Tensor, scale: Tensor) -> Tensor:
     )
 
 
-def test_ops_without_a_rule_accept_operands_in_any_memory_format() -> None:
+def test_ops_without_a_format_row_accept_operands_in_any_memory_format() -> None:
     def real(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 

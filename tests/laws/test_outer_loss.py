@@ -120,7 +120,7 @@ def test_the_predicted_peak_with_an_outer_loss_equals_that_of_real_tensors(
     assert len(gradients) == sum(t.has_gradient for t in program.parameters)
 
 
-def test_a_tangent_in_another_layout_is_detected_by_validation(
+def test_a_tangent_with_permuted_rows_is_detected_by_verify(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, batch = built("several")
