@@ -920,7 +920,7 @@ def test_branch_and_bound_alone_finds_and_proves_the_optimum(
         )
 
 
-def test_without_remaining_steps_the_bound_of_a_node_is_that_of_its_parent(
+def test_if_relaxations_run_out_of_steps_the_bound_is_that_of_the_enclosing_box(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[float] = []
